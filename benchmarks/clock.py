@@ -101,6 +101,11 @@ def ratio(over: Iterable[float], under: Iterable[float]) -> Ratio:
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))
 
 
+def over(samples: Iterable[Sample], against: Iterable[Sample], field: str) -> Ratio:
+    """The ratio of one field of two variants' samples."""
+    return ratio([one[field] for one in samples], [max(one[field], 1e-12) for one in against])
+
+
 def busy(samples: Iterable[Sample]) -> str:
     """A warning where the clock ran well ahead of the processor: others used the machine. Needs wall_s and cpu_s."""
     waits = [sample["wall_s"] / sample["cpu_s"] for sample in samples if "wall_s" in sample and sample.get("cpu_s")]

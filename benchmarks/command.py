@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.clock import BUSY, Ratio
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import SHAPES, Shape, variant
 from benchmarks.store import RESULTS, Cell, Results, sources, words
 
 
@@ -97,10 +97,12 @@ class Command:
         self.add("--tiny", action="store_true", help="tiny layouts: shows that it runs, measures nothing of interest")
 
     def options(self) -> argparse.Namespace:
-        """Parse; sets torch's threads."""
+        """Parse, and check shape and variants; sets torch's threads."""
         self.parsed = self.parser.parse_args(self.arguments)
         if getattr(self.parsed, "shape", None) not in (None, *SHAPES):
             self.parser.error(f"--shape must be one of {', '.join(SHAPES)}, got {self.parsed.shape!r}")
+        for name in getattr(self.parsed, "variants", ()):
+            variant(name)
         if self.parsed.threads is not None:
             torch.set_num_threads(self.parsed.threads)
         self.results = Results(self.name, self.parsed.out)

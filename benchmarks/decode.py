@@ -195,8 +195,6 @@ def main(arguments: list[str] | None = None) -> int:
     command.add("--new", type=int, default=64)
     command.add("--variants", nargs="+", default=DEFAULT)
     options = command.options()
-    for name in options.variants:
-        variant(name)
     for prompt in options.prompts:
         left = Prefilled(options, prompt)
         for batch in options.batches:

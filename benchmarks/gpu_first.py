@@ -51,33 +51,20 @@ PACKAGES = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "py
 WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu.md says what a CPU can show."
 TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
 GPU, KERNELS = "tests/core/test_gpu.py", "tests/core/test_triton.py"
+# Words of the names of its tests.
+SLOTS = "keep_the_same or bfloat16 or runs_are_identical or host_sync or renumbered or two_devices"
+GRAPHS = "replayed or every_family or triton or together or captured or falls_back or told"
+RETRIEVAL = "choose or offloading or pinned or cluster or flat or foreseen or home or oracle"
 CHECKS = (
-    Check(
-        "kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} tests/core/test_triton.py"
-    ),
-    Check(
-        "memory",
-        "tensors hold on the GPU what a CPU counted on a pretended one",
-        "pytest",
-        f"{TESTS} -s {GPU} -k allocator",
-    ),
-    Check(
-        "slots",
-        "CPU and GPU keep the same slots in float32; bounds in bfloat16",
-        "pytest",
-        f"{TESTS} {GPU} -k 'keep_the_same or bfloat16 or runs_are_identical or host_sync or renumbered or two_devices'",
-    ),
-    Check(
-        "graphs",
-        "decode steps replayed from a CUDA graph are the eager ones",
-        "pytest",
-        f"{TESTS} {GPU} -k 'replayed or every_family or triton or together or captured or falls_back or told'",
-    ),
-    Check(
-        "retrieval",
-        "offloaded tokens come back in time",
-        "pytest",
-        f"{TESTS} {GPU} -k 'choose or offloading or pinned or cluster or flat or foreseen or home or oracle'",
+    Check("kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} {KERNELS}"),
+    *(
+        Check(name, shows, "pytest", f"{TESTS} -s {GPU} -k '{tests}'")
+        for name, shows, tests in (
+            ("memory", "tensors hold on the GPU what a CPU counted on a pretended one", "allocator"),
+            ("slots", "CPU and GPU keep the same slots in float32; bounds in bfloat16", SLOTS),
+            ("graphs", "decode steps replayed from a CUDA graph are the eager ones", GRAPHS),
+            ("retrieval", "offloaded tokens come back in time", RETRIEVAL),
+        )
     ),
     Check("decode", "seconds per token after 8k tokens", "benchmarks.suite", "gpu --only decode_8k"),
     Check("prefill", "time to the first token of 8k and 32k tokens", "benchmarks.suite", "gpu --only prefill"),

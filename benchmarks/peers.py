@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.clock import Bandwidth, Sample, busy, in_turns, peak, ratio, spent, step_bytes
+from benchmarks.clock import Bandwidth, Sample, busy, in_turns, over, peak, spent, step_bytes
 from benchmarks.command import Command, Line, error_of, shape_of
 from benchmarks.shapes import decoded, prefilled, prompt_of, stock
 from benchmarks.store import Cell
@@ -103,17 +103,13 @@ def lines(cell: Cell) -> list[Line]:
         samples = row["samples"]
         typical = statistics.median(sample["tpot_s"] for sample in samples)
         rate, floor = row["step_bytes"] / typical, typical / (row["step_bytes"] / bandwidth)
-        times, by_cpu = _over(samples, base, "tpot_s"), _over(samples, base, "cpu_s")
+        times, by_cpu = over(samples, base, "tpot_s"), over(samples, base, "cpu_s")
         found.append(Line(f"{name}: seconds per token / hf", times, by_cpu, rate, floor, note=busy(samples)))
         if name.endswith("prefill"):
-            first, first_cpu = _over(samples, base, "ttft_s"), _over(samples, base, "ttft_cpu_s")
+            first, first_cpu = over(samples, base, "ttft_s"), over(samples, base, "ttft_cpu_s")
             found.append(Line(f"{name}: seconds of prefill / hf", first, first_cpu))
-            found.append(Line(f"{name}: peak memory of prefill / hf", _over(samples, base, "peak_bytes")))
+            found.append(Line(f"{name}: peak memory of prefill / hf", over(samples, base, "peak_bytes")))
     return found
-
-
-def _over(samples: list[Sample], base: list[Sample], what: str) -> Any:
-    return ratio([sample[what] for sample in samples], [max(sample[what], 1e-12) for sample in base])
 
 
 def main(arguments: list[str] | None = None) -> int:

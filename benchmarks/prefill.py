@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.clock import Ratio, Sample, busy, in_turns, peak, ratio, spent
+from benchmarks.clock import Sample, busy, in_turns, over, peak, spent
 from benchmarks.command import Command, Line, Target, error_of, shape_of
 from benchmarks.shapes import NAME, Shape, Variant, one, ours, packed, prompt_of, stock, variant
 from benchmarks.store import Cell
@@ -77,13 +77,13 @@ def lines(cell: Cell) -> list[Line]:
     hf = good.pop("hf")
     found.append(Line(f"hf: {_median(hf, 'ttft_s'):.2f} s, {_median(hf, 'peak_bytes') / 2**20:.0f} MiB", None))
     for name, samples in good.items():
-        time, cpu = (_over(samples, hf, clock) for clock in ("ttft_s", "cpu_s"))
+        time, cpu = (over(samples, hf, clock) for clock in ("ttft_s", "cpu_s"))
         found.append(
             Line(f"{name}: time to the first token / hf", time, cpu, None, None, _time(name, key), busy(samples))
         )
     for name, samples in good.items():
         note = f"{_median(samples, 'peak_bytes') / 2**20:.0f} MiB"
-        memory = _over(samples, hf, "peak_bytes")
+        memory = over(samples, hf, "peak_bytes")
         found.append(Line(f"{name}: peak memory / hf", memory, target=_memory(name, key), note=note))
     return found
 
@@ -105,10 +105,6 @@ def _memory(name: str, key: Cell) -> Target | None:
     return Target(1.2, "<=") if at and name in ("h2o@0.2", "keyformer@0.2", "a2sf@0.2") else None
 
 
-def _over(samples: list[Sample], hf: list[Sample], field: str) -> Ratio:
-    return ratio([s[field] for s in samples], [s[field] for s in hf])
-
-
 def _median(samples: list[Sample], field: str) -> float:
     return statistics.median(sample[field] for sample in samples)
 
@@ -120,8 +116,6 @@ def main(arguments: list[str] | None = None) -> int:
     command.add("--observe", default="blocked", choices=("naive", "blocked", "triton"))
     command.add("--variants", nargs="+", default=DEFAULT)
     options = command.options()
-    for name in options.variants:
-        variant(name)
     for prompt in options.prompts:
         key = {"prompt": prompt, "observe": options.observe, "variants": options.variants}
         with torch.no_grad():

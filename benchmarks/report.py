@@ -9,11 +9,12 @@ import argparse
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Line, printed, table
-from benchmarks.store import RESULTS, Cell
+from benchmarks.store import RESULTS
 from kvexp.util import watch_pipes
 
 
@@ -26,7 +27,10 @@ def tables(folder: Path, tiny: bool = False) -> tuple[list[str], list[Line]]:
             if cell["key"].get("tiny") and not tiny:
                 continue
             texts.append(printed(file.stem, cell, module.title, module.lines))
-            judged += [_named(file.stem, module, cell, line) for line in module.lines(cell) if line.target]
+            where = f"{file.stem}, {cell['key']['device']}, {module.title(cell['key'])}"
+            for line in module.lines(cell):
+                if line.target:
+                    judged.append(replace(line, what=f"{where}: {line.what}", bandwidth=None, floor=None))
     return texts, judged
 
 
@@ -37,12 +41,6 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError:
         return None
     return module if hasattr(module, "title") and hasattr(module, "lines") else None
-
-
-def _named(name: str, module: Any, cell: Cell, line: Line) -> Line:
-    """The line under its full name: what a table's heading says, in front."""
-    where = f"{name}, {cell['key']['device']}, {module.title(cell['key'])}: {line.what}"
-    return Line(where, line.ratio, line.by_cpu, target=line.target, note=line.note)
 
 
 def main(arguments: list[str] | None = None) -> int:

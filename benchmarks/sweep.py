@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.clock import Sample, busy, in_turns, ratio, run_command, spent
+from benchmarks.clock import Sample, busy, in_turns, over, run_command, spent
 from benchmarks.command import Command, Line, Target
 from benchmarks.shapes import NAME, SHAPES, folder, stock
 from benchmarks.store import Cell
@@ -92,14 +92,14 @@ def title(key: Cell) -> str:
 def lines(cell: Cell) -> list[Line]:
     """Seconds of the sweeps over those of Hugging Face's answers; or those of `BASIC` over the sweep's."""
     key, rows, found = cell["key"], {row["variant"]: row["samples"] for row in cell["rows"]}, []
-    over = "sweep" if key.get("basic") else "hf"
-    against = rows.pop(over)
+    base = "sweep" if key.get("basic") else "hf"
+    against = rows.pop(base)
     for name, samples in rows.items():
-        wall, cpu = (ratio([s[clock] for s in samples], [s[clock] for s in against]) for clock in ("wall_s", "cpu_s"))
+        wall, cpu = (over(samples, against, clock) for clock in ("wall_s", "cpu_s"))
         target = TARGETS.get(name) if key["model"] == NAME and not key["tiny"] else None
         seconds = f"{samples[0]['wall_s']:.0f} s / {against[0]['wall_s']:.0f} s"
         note = "; ".join(part for part in (busy(samples), seconds) if part)
-        found.append(Line(f"{name}: seconds / {over}", wall, cpu, target=target, note=note))
+        found.append(Line(f"{name}: seconds / {base}", wall, cpu, target=target, note=note))
     return found
 
 

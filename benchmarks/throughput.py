@@ -107,8 +107,6 @@ def main(arguments: list[str] | None = None) -> int:
     command.add("--limit-gib", type=float, default=None)
     command.add("--variants", nargs="+", default=["full", "h2o@0.2", "keyformer@0.2", "a2sf@0.2"])
     options = command.options()
-    for name in options.variants:
-        variant(name)
     for length in options.lengths:
         key = {"length": length, "beams": options.beams, "window": options.window, "most": options.most}
         key |= {"limit_gib": options.limit_gib, "variants": options.variants}

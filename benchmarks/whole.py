@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.clock import Bandwidth, Sample, in_turns, ratio, step_bytes
+from benchmarks.clock import Bandwidth, Sample, in_turns, over, step_bytes
 from benchmarks.command import Command, Line, Target, error_of, shape_of
 from benchmarks.shapes import Variant, one, ours, stock, variant
 from benchmarks.store import Cell
@@ -95,25 +95,19 @@ def lines(cell: Cell) -> list[Line]:
         name, samples, against = row["variant"], row["samples"], base["samples"]
         paper = None if key["tiny"] or key["shape"] != "mpt_7b" else PAPER.get((key["length"], name))
         note = f"paper, A100, over its own full: {paper:.2f}" if paper else ""
-        over = f"/ {base['variant']}"
+        per = f"/ {base['variant']}"
         if row is not base:
-            found.append(Line(f"{name}: tokens per second {over}", _over(against, samples, "total_s"), note=note))
+            found.append(Line(f"{name}: tokens per second {per}", over(against, samples, "total_s"), note=note))
         per_token = statistics.median(sample["tpot_s"] for sample in samples)
         rate, floor = row["step_bytes"] / per_token, per_token / (row["step_bytes"] / bandwidth)
-        found.append(
-            Line(f"{name}: s per token {over}", _over(samples, against, "tpot_s"), bandwidth=rate, floor=floor)
-        )
+        found.append(Line(f"{name}: s per token {per}", over(samples, against, "tpot_s"), bandwidth=rate, floor=floor))
         if row is base:
             continue
-        found.append(Line(f"{name}: s to token 1 {over}", _over(samples, against, "ttft_s"), target=_first(key, name)))
-        found.append(Line(f"{name}: s to token 2 {over}", _over(samples, against, "tt2t_s")))
+        found.append(Line(f"{name}: s to token 1 {per}", over(samples, against, "ttft_s"), target=_first(key, name)))
+        found.append(Line(f"{name}: s to token 2 {per}", over(samples, against, "tt2t_s")))
         if min(sample["peak_bytes"] for sample in against) > 0:
-            found.append(Line(f"{name}: peak memory above the weights {over}", _over(samples, against, "peak_bytes")))
+            found.append(Line(f"{name}: peak memory above the weights {per}", over(samples, against, "peak_bytes")))
     return found
-
-
-def _over(samples: list[Sample], against: list[Sample], what: str) -> Any:
-    return ratio([sample[what] for sample in samples], [sample[what] for sample in against])
 
 
 def _first(key: Cell, name: str) -> Target | None:
@@ -131,8 +125,6 @@ def main(arguments: list[str] | None = None) -> int:
     command.add("--window", type=int, default=64)
     command.add("--variants", nargs="+", default=["hf", "full", "h2o@0.2", "keyformer@0.2"])
     options = command.options()
-    for name in options.variants:
-        variant(name)
     for length in options.lengths:
         for batch in options.batches:
             for beams in options.beams:

@@ -5,6 +5,7 @@ Jobs are composed here, as by shared_prefill, and grouped before anything is shi
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -139,15 +140,14 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-class _importable:
-    """Workers started meanwhile find kvexp where this process found it."""
-
-    def __enter__(self) -> None:
-        self.before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = _python_path()
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = self.before
+@contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    """In the block, workers that are started find kvexp where this process found it."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = _python_path()
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before

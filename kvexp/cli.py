@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import re
 import sys
 import textwrap
@@ -122,8 +123,8 @@ def _listed(group: str, names: list[str]) -> int:
     for line in (CONF / f"{group}s.yaml").read_text("utf-8").splitlines():
         if line.startswith("#"):
             said.append(line.lstrip("# "))
-        elif name := re.match(r"([a-z]\w*):(?: *\{path: ([^,}]+))?", line):
-            known[name[1]] = " ".join([f"{name[2]}:" if name[2] else "", *said]).strip()
+        elif found := re.match(r"([a-z]\w*):(?: *\{path: ([^,}]+))?", line):
+            known[found[1]] = " ".join([f"{found[2]}:" if found[2] else "", *said]).strip()
         elif not line:
             said = []
     if wrong := [name for name in names if name not in known]:
@@ -131,14 +132,14 @@ def _listed(group: str, names: list[str]) -> int:
         asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
         say(f"error: no {group} {wrong[0]!r}; {asked}", file=sys.stderr)
         return 2
-    for name, text in known.items() if not names else ():
-        say(f"{name:<26} {text}")
+    if not names:
+        for name, text in known.items():
+            say(f"{name:<26} {text}")
     for name in names:
-        from omegaconf import OmegaConf
-
         from kvexp.run.compose import option
 
-        say(f"# {known[name]}\n{group}={name}\n{OmegaConf.to_yaml(OmegaConf.create(option(group, name)))}")
+        settings = "".join(f"{key}: {json.dumps(value)}\n" for key, value in option(group, name).items())
+        say(f"# {known[name]}\n{group}={name}\n{settings}")
     return 0
 
 

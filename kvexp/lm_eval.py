@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, CacheConfig, Method, Noise
-from kvexp.core.budget import floor_share
+from kvexp.core.budget import PromptSizes, floor_share
 from kvexp.core.budget_resolution import check_budget, may_evict
 from kvexp.core.row_mask import MaskedLayer, MaskFn, causal_probs, global_mask, ideal_mask, local_mask, window_mask
 from kvexp.generate import (
@@ -525,8 +525,9 @@ class Bench:
         for length, ahead, whole in dict.fromkeys((len(ask.context), ask.ahead, ask.whole) for ask in asks):
             cache = of_whole(self.cache) if whole else self.cache
             try:
-                check_budget(cache, [length], length, ahead, layers)
-                if may_evict(cache, [length], length, ahead, layers):
+                prompts = PromptSizes([length], length, ahead, layers)
+                check_budget(cache, prompts)
+                if may_evict(cache, prompts):
                     check_second_pass(cache, self.tokenizer, length, self.holds)
             except ConfigError as error:
                 return str(error)

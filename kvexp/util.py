@@ -1,4 +1,4 @@
-"""Paths, digests, files, output and errors: what every layer may use."""
+"""Errors, fields, paths, digests, files and output: what every layer may use."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import signal
 import sys
 import tempfile
 import time
+import types
+import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, ParamSpec, TextIO
+from typing import Any, NamedTuple, ParamSpec, TextIO, TypeVar
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -44,6 +46,145 @@ class CacheError(RuntimeError):
 
 class NotFinite(CacheError):
     """The model put out NaN or inf: every number after it would be chosen by nothing."""
+
+
+# What the fields of a dataclass may hold: said at the field, as its type and a constraint; checked here alone.
+
+
+TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers from low to high, as in `Annotated[float, Range(0, 1)]`; above: low itself is not allowed."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high and value < math.inf
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"{'above' if self.above else 'at least'} {self.low}"
+        return f"in {'(' if self.above else '['}{self.low}, {self.high}]"
+
+
+class AtLeast(Range):
+    """The finite numbers from low on, as in `Annotated[int, AtLeast(0)]`."""
+
+
+class Odd(Range):
+    """The odd numbers from low on."""
+
+    def __contains__(self, value: float) -> bool:
+        return super().__contains__(value) and value % 2 == 1
+
+    def __str__(self) -> str:
+        return f"odd and {super().__str__()}"
+
+
+@functools.cache
+def field_types(cls: type[Any]) -> dict[str, Any]:
+    """Field -> its type, constraints included; none where the class's module does not have the names in them."""
+    try:
+        return typing.get_type_hints(cls, include_extras=True)
+    except NameError:
+        return {}
+
+
+def check_fields(item: Any) -> None:
+    """ConfigError where a field of a dataclass's object holds what its type or constraint does not allow."""
+    cls: Any = type(item)
+    hints = field_types(cls)
+    for each in fields(item):
+        typed(getattr(item, each.name), hints.get(each.name, Any), each.name)
+
+
+def typed(value: Any, hint: Any, where: str) -> Any:
+    """`value` if it fits `hint`, whole numbers passing for floats and lists for tuples.
+
+    hint: a type, `Annotated` where a constraint such as `Range` goes with it. where: the setting's name, for messages.
+    """
+    _check_size(value, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        made = typed(value, arguments[0], where)
+        if any(isinstance(each, Range) and made not in each for each in arguments[1:]):
+            raise ConfigError(f"{where} must be {_allowed(hint, value)}, got {value!r}")
+        return made
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            with suppress(ConfigError):
+                return typed(value, option, where)
+        fits = False
+    elif origin is typing.Literal:
+        fits = value in arguments
+    elif hint in (tuple, list) or origin in (tuple, list):
+        if isinstance(value, list | tuple):
+            inner = arguments[0] if arguments else Any
+            return tuple(typed(item, inner, f"{where}[{i}]") for i, item in enumerate(value))
+        fits = False
+    elif hint in (int, float):
+        fits = isinstance(value, int) or (hint is float and isinstance(value, float))
+        if fits and not isinstance(value, bool):
+            return hint(value)
+        fits = False
+    else:
+        fits = isinstance(value, hint) if isinstance(hint, type) and not getattr(hint, "_is_protocol", False) else True
+    if not fits:
+        raise ConfigError(f"{where} must be {_allowed(hint, value)}, got {value!r}")
+    return value
+
+
+def _check_size(value: Any, where: str) -> None:
+    """ConfigError for a whole number, alone or in a list, that no integer of 64 bits holds."""
+    if isinstance(value, int) and abs(value) >= TOO_LARGE:
+        digits = int(value.bit_length() * math.log10(2)) + 1  # nearly: Python writes out no number of thousands of them
+        raise ConfigError(f"{where} must be below 2**62, got a whole number of {digits} digits")
+    if isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_size(item, f"{where}[{i}]")
+
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+def _allowed(hint: Any, value: Any) -> str:
+    """What `typed` takes, in the words of a configuration file; of a value of the right type: its constraints alone."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in WORDS:
+        return WORDS[hint]
+    if origin is typing.Annotated:
+        limits = " and ".join(str(each) for each in arguments[1:] if isinstance(each, Range))
+        try:
+            typed(value, arguments[0], "")
+        except ConfigError:
+            return _allowed(arguments[0], value)
+        return limits
+    if origin is typing.Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(each) for each in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_allowed(each, value) for each in arguments)
+    return "a list" if tuple in (hint, origin) or list in (hint, origin) else f"a {getattr(hint, '__name__', hint)}"
+
+
+# Settings that exclude each other: a table of when, and of what to say.
+
+T = TypeVar("T")
+Rule = tuple[Callable[[T], object], str]  # whether it applies; the sentence, in which {c.mode} is the object's mode
+
+
+def reason_against(item: T, rules: Iterable[Rule[T]]) -> str | None:
+    """The sentence of the first rule that applies to the object, filled in; None: no rule does."""
+    return next((sentence.format(c=item) for applies, sentence in rules if applies(item)), None)
+
+
+def refuse(item: T, rules: Iterable[Rule[T]]) -> None:
+    """ConfigError with the sentence of the first rule that applies to the object."""
+    if (why := reason_against(item, rules)) is not None:
+        raise ConfigError(why)
 
 
 # Where kvexp's own configurations lie, and a path as somebody typed it.
@@ -165,17 +306,15 @@ def _remember(place: Path, found: Stamp, digest: str) -> None:
             raise
 
 
-# Text from models, data and file names on its way to a person: control characters are shown, never obeyed.
-#
-# A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to write
-# over lines that are there, to send keys. Whatever a command prints goes through `say` or `kvexp.util.Console`.
-
-
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line feed, DEL, C1
 
 
 def visible(text: str) -> str:
-    r"""The text with its control characters as Python writes them: ESC is `\x1b`. Tabs and line feeds stay."""
+    r"""The text with its control characters as Python writes them: ESC is `\x1b`. Tabs and line feeds stay.
+
+    A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to
+    write over lines that are there, to send keys. Whatever a command prints goes through `say` or `Console`.
+    """
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -204,14 +343,13 @@ def tells_errors(main: Callable[P, int]) -> Callable[P, int]:
     return told
 
 
-# Output that nobody reads any more, as in `kvexp results | head -3`: the process ends, and says nothing.
-
-
 UNREAD = 141  # 128 + SIGPIPE, what a shell shows for other tools
 
 
 def watch_pipes() -> None:
-    """From now on the process ends quietly where its output goes to a pipe whose reader has left."""
+    """From now on the process ends quietly where its output goes to a pipe whose reader has left, as in
+    `kvexp results | head -3`.
+    """
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, _end_if_unread)
         atexit.register(_flush)  # what is still buffered is written after the last statement
@@ -236,7 +374,7 @@ def _flush() -> None:
 # What one command knows of itself while it runs: the keys typed, its jobs, the runs it made, what failed.
 #
 # `kvexp.run.main` makes one `Session` and passes it on. Hydra calls the task function, callbacks, launchers and the
-# functions that `kvexp.run.compose` wraps with arguments of its own: these alone ask for `current()`.
+# loader of `kvexp.run.guard` with arguments of its own: these alone ask for `current()`.
 
 
 @dataclass(frozen=True)
@@ -328,14 +466,13 @@ def keys_of(words: Sequence[str]) -> set[str]:
     return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
-# rich's console and progress bars for text from models, data and file names: only our own colours reach a terminal.
-
-
 EVERY_S = 10.0  # between plain lines
 
 
 class Console(rich.console.Console):
-    """rich.console.Console; control characters of whatever is printed are shown (`kvexp.util.visible`)."""
+    """rich.console.Console; control characters of whatever is printed are shown (`visible`), so that only kvexp's own
+    colours reach a terminal.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Cells of a table come through here before the table sets their widths, so columns stay straight."""
@@ -344,15 +481,9 @@ class Console(rich.console.Console):
 
 
 class Progress:
-    """Context manager around the examples of a run, or whatever else is counted; `advance` after each.
+    """Context manager around the examples of a run, or whatever else is counted; `advance` after each."""
 
-    session: counts the rows written; None where what is counted are no rows.
-    """
-
-    def __init__(
-        self, title: str, total: int, done: int, what: str = "examples", session: Session | None = None
-    ) -> None:
-        self.session = session
+    def __init__(self, title: str, total: int, done: int, what: str = "examples") -> None:
         self.title, self.total, self.done, self.first, self.what = title, total, done, done, what
         self.start = self.last = time.monotonic()
         self.bar: Bar | None = None
@@ -370,8 +501,6 @@ class Progress:
     def advance(self, count: int = 1) -> None:
         """So many more are done: rows are on disk."""
         self.done += count
-        if self.session is not None:
-            self.session.rows_written += count
         now = time.monotonic()
         rate = (self.done - self.first) / max(now - self.start, 1e-9)
         if self.bar is not None:

@@ -189,15 +189,15 @@ MUTATIONS = [
     Mutation(
         "a command starts over",
         "run/batches.py",
-        'return others | {row["example"] for row in record.rows() if not (settings.retry and row.get("failed"))}',
-        "return others",
+        'answered = {row["example"] for row in rows if not (settings.retry and row.get("failed"))}',
+        "answered = set[str]()",
         "tests/run/test_runner.py tests/run/test_command.py",
     ),
     Mutation(
         "another code of a method is the same run",
-        "run/source_files.py",
-        '"\\n".join(each).encode(errors="backslashreplace")',
-        '"\\n".join(sorted(texts)).encode(errors="backslashreplace")',
+        "run/user_methods.py",
+        'hashlib.sha256(plain.encode(errors="backslashreplace"))',
+        'hashlib.sha256(plain[:20].encode(errors="backslashreplace"))',
         "tests/run/test_user_methods.py",
     ),
     Mutation(

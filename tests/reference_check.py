@@ -29,6 +29,7 @@ from kvexp.core import (
     Slots,
 )
 from kvexp.core.attention import AttentionInputs, RoPE, apply_probs
+from kvexp.core.eviction import CacheState
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.observe import PromptSums
 from kvexp.core.row_mask import (
@@ -38,6 +39,7 @@ from kvexp.core.row_mask import (
     global_mask,
     ideal_mask,
     local_mask,
+    local_mask_and_scores,
     masked_attention,
     masked_probs,
     matrix_cosine,
@@ -262,7 +264,7 @@ class Streams:
             state: Any = (
                 RetrievalLayer(config, 0, 1, time, MemoryTracker(1), LayerGroup())
                 if retrieves
-                else EvictionLayer(config, 0, 1, time, MemoryTracker(1), None)
+                else EvictionLayer(config, 0, CacheState(config, 1, time))
             )
             out, total = [], self.q.shape[3]
             for rows in (slice(0, self.prompt), *(slice(t, t + 1) for t in range(self.prompt, total))):
@@ -909,7 +911,7 @@ def _check(archive: Recording, report: Report, whole: Streams, prefix: str, choi
                 ours[layer, step, unit, : len(heads[unit])] = heads[unit]
     report.exact(f"{prefix}_selected_blocks", ours, theirs)
     report.close(f"{prefix}_out", out, archive[f"{prefix}_out"], _TIGHT)
-    local, taken = ends[0].resolved_budget.recent[0], ends[0]._num_to_select()[0]
+    local, taken = ends[0].layer_slots.recent[0], ends[0]._num_to_select()[0]
     end = max(0, ends[0].memory.lengths[0] - 1 - local - sinks) // size
     for name, value in (
         ("n_local", local + 1),
@@ -1183,7 +1185,7 @@ def check_rowmask(archive: Recording, report: Report) -> None:
         rules = {"h2o": (share, share, 1.0), "local": (0, budget, 1.0)}
         heavy, recent, alpha = rules[name] if name in rules else (budget, 0, alpha_of(name))
         how = like(f"gen1_{name}_mask")
-        mask, accumulated = local_mask(x, heavy, recent, decay=alpha, return_accumulated=True, **how)
+        mask, accumulated = local_mask_and_scores(x, heavy, recent, decay=alpha, **how)
         _tensors_mask(report, archive, f"gen1_{name}_mask", mask)
         _close(report, archive, f"gen1_{name}_acc", accumulated)
         _close(report, archive, f"gen1_{name}_out", masked_attention(x, mask, v))
@@ -1264,7 +1266,7 @@ def _run(archive: Recording, config: CacheConfig, prompt: int) -> tuple[np.ndarr
     outs, kepts, scores = [], [], []
     for layer in range(archive["q"].shape[0]):
         q, k, v = (archive.tensor(name)[layer] for name in "qkv")
-        state = EvictionLayer(config, 0, 1, SequenceState(prompt_columns=prompt), MemoryTracker(1), None)
+        state = EvictionLayer(config, 0, CacheState(config, 1, SequenceState(prompt_columns=prompt)))
         params = AttentionParams(q.shape[-1] ** -0.5)
         rows = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, q.shape[2]))]
         out, kept, score = [], [], []
@@ -1303,7 +1305,7 @@ def check_head(archive: Recording, report: Report) -> None:
         )
         score, kept, out = [], [], []
         for layer in range(q.shape[0]):
-            state = EvictionLayer(config, 0, 1, SequenceState(), MemoryTracker(1), None)
+            state = EvictionLayer(config, 0, CacheState(config, 1, SequenceState()))
             (tap,) = tapped([state])
             out.append(state.forward(q[layer], k[layer], v[layer], AttentionParams(q.shape[-1] ** -0.5), None)[0])
             score.append(np.array([list(held.values()) for held in tap.last[0]]))

@@ -46,13 +46,13 @@ from torch import Tensor
 import kvexp.retrieval
 from kvexp.core import eviction as layer_attention
 from kvexp.core.attention import AttentionInputs, with_renumbered_positions
-from kvexp.core.config import CacheSettings
+from kvexp.core.config import CacheConfig
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
-from kvexp.run.build import build, typed
+from kvexp.run.build import build
 from kvexp.run.compose import listed, option, options
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, typed
 
 # Every command in the documentation runs, at a tiny scale; what needs a hub or a GPU composes at least.
 
@@ -532,7 +532,7 @@ def test_the_proof_of_positions_fails_where_keys_and_query_are_not_moved_alike(
 
 
 def test_the_proof_of_positions_fails_where_original_ones_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheSettings, "renumbered", property(lambda _: True))
+    monkeypatch.setattr(CacheConfig, "renumbered", property(lambda _: True))
     with pytest.raises(AssertionError, match="not close"):
         proof_of_positions()
 

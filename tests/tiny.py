@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvexp.core import AttentionParams, CacheConfig, EvictionLayer, MemoryTracker, SequenceState
-from kvexp.core.observe import CrossLayerScore
+from kvexp.core import AttentionParams, CacheConfig, EvictionLayer, SequenceState
+from kvexp.core.eviction import CacheState
 from kvexp.generate.prefill import forward_last
 from kvexp.hf import EvictionCache, patch_model
 
@@ -195,9 +195,8 @@ def run_core(
     count, total = streams.q.shape[0], sum(widths)
     sequence = SequenceState(prompt_columns=prompt, max_new_tokens=max_new_tokens or total, seeds=seeds)
     sequence.multi_token_steps_allowed = True
-    spec = config.method.score_spec
-    shared = CrossLayerScore(sequence) if spec is not None and spec.across_layers else None
-    states = [EvictionLayer(config, i, count, sequence, MemoryTracker(count), shared) for i in range(count)]
+    common = CacheState(config, count, sequence)
+    states = [EvictionLayer(config, i, common) for i in range(count)]
     params = params or AttentionParams(streams.q.shape[-1] ** -0.5)
     seen = Seen([], [], [], states)
     start = 0

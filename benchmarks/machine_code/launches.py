@@ -21,6 +21,7 @@ from kvexp.core import triton_ops as triton_observe
 from kvexp.core.attention import AttentionInputs, AttentionParams
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.noise import POOL_SIZE
+from kvexp.core.observe import ObservedRows
 from kvexp.core.slots import Slots
 from kvexp.methods import H2O, Keyformer
 
@@ -173,9 +174,8 @@ def _prompt(case: Case) -> list[Specialisation]:
     assert spec is not None
     with _noted(kernels, ("row_log_sum_exp", "column_sums"), triton_observe) as made:
         seeds = torch.empty(2, dtype=torch.int64, device=DEVICE)
-        triton_observe.triton_column_sums(
-            inputs, spec, torch.empty(2, s, device=DEVICE), torch.empty(s, device=DEVICE), seeds, 0
-        )
+        weights, taus = torch.empty(2, s, device=DEVICE), torch.empty(s, device=DEVICE)
+        triton_observe.triton_column_sums(inputs, ObservedRows(spec, weights, taus, seeds, 0))
     return made
 
 

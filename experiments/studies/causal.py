@@ -1,9 +1,13 @@
-"""Remove tokens and see what changes: causes of a lost answer."""
+"""The effect of removing tokens from the cache, and which methods' scores rank tokens by it (docs/causes.md).
+
+python -m experiments.studies.causal RUN [--methods METHOD ...]
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import random
 import sys
@@ -31,24 +35,9 @@ from transformers.cache_utils import Cache
 from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, qk_matmul
 from kvexp.core.backends import RecordingBackend, SlotsBefore
-from kvexp.diagnose.case import Case, cases, chosen, rows_of, run_at, short_title
-from kvexp.diagnose.options import check
-from kvexp.diagnose.replay import (
-    CLASSES,
-    HEAD,
-    LAYER,
-    METHODS,
-    REMOVALS,
-    SCORES,
-    SPAN,
-    TOKEN,
-    CausalExample,
-    classes_of,
-    read_frame,
-    read_measured,
-    write_frame,
-    write_measured,
-)
+from kvexp.diagnose.case import Case, cases, chosen, rows_of, run_at, short_title, with_method
+from kvexp.diagnose.options import check, nothing_to_log
+from kvexp.diagnose.replay import CLASSES, MEASURED, REMOVALS, SPAN, TOKEN, classes_of, read_parquet
 from kvexp.diagnose.show import RUN, carried_out
 from kvexp.diagnose.twin import check_picture, save
 from kvexp.generate import forward_last
@@ -58,22 +47,81 @@ from kvexp.hf import MultiMethodCache
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer, texts_of
 from kvexp.hf.patch import num_layers, output_factors
 from kvexp.results import stats
-from kvexp.results import stats as intervals
 from kvexp.results.read import question_of, titled
 from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_columns
-from kvexp.run.batches import Row as Row_of_batches
+from kvexp.run.batches import Row as RunRow
 from kvexp.run.batches import settings_at, waiting_notice
-from kvexp.run.compose import option, options
-from kvexp.run.settings import Settings, batch_cache, settings_of
+from kvexp.run.compose import options
+from kvexp.run.evictions import stem
+from kvexp.run.settings import Settings, batch_cache
 from kvexp.run.store import Run
-from kvexp.util import CacheError, ConfigError, Console, Progress, say, watch_pipes
+from kvexp.util import CacheError, ConfigError, Console, Progress, explained, load, replace, say, watch_pipes
 
-# How well a score ranks tokens by the effect of removing them, from a weighted sample of tokens; plain arrays.
+# Where a measurement lies: beside its run's other diagnoses, one set of files per example.
 #
-# Every sampled token has a weight, the tokens of the prompt that it stands for, so sums estimate sums over the prompt
-# and
-# ranks are weighted midranks. What sampling leaves open is the standard error over bootstrap resamples of the sample.
+# outputs/<hash>/diagnose/NAME.removals.parquet     every removal and its effect; written first
+#                         NAME.causal.parquet       every score at every removal
+#                         NAME.methods.parquet      one row per score, and one per score and layer
+#                         NAME.causal.json          the plan, and what the effects are over; written last
 
+SCORES, METHODS = "causal.parquet", "methods.parquet"
+LAYER, HEAD = "layer", "head"  # kinds of removals, as TOKEN and SPAN
+
+
+@dataclass(frozen=True)
+class CausalExample:
+    """NAME.causal.json.
+
+    plan: of the removals; tokens, judged: of the prompt, and of the answer that effects are means over; floor: KL of a
+    row from which nothing is removed, in nats: what rounding makes; seconds: the removals took; methods: of the scores.
+    """
+
+    example: str
+    plan: dict[str, Any]
+    tokens: int
+    judged: int
+    floor: float
+    seconds: float
+    methods: list[str]
+
+
+def _file(run: Run, example: str, ending: str) -> Path:
+    start = stem(run, example)
+    return start.with_name(f"{start.name}.{ending}")
+
+
+def write(run: Run, example: str, ending: str, data: pd.DataFrame | CausalExample) -> None:
+    """Write one file of an example's measurement, whole or not at all."""
+    if isinstance(data, pd.DataFrame):
+        content = data.to_parquet(None, index=False, compression="zstd")
+    else:
+        content = json.dumps(dataclasses.asdict(data)).encode()
+    file = _file(run, example, ending)
+    with explained(file):
+        file.parent.mkdir(exist_ok=True)
+        replace(file, content)
+
+
+def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
+    """None where it is not there; ConfigError where it cannot be read."""
+    file = _file(run, example, ending)
+    return read_parquet(file) if file.exists() else None
+
+
+def read_measured(run: Run, example: str) -> CausalExample | None:
+    """None where the example has no complete measurement."""
+    file = _file(run, example, MEASURED)
+    if not file.exists():
+        return None
+    try:
+        return CausalExample(**load(file))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: {error}; remove it and run python -m experiments.studies.causal again") from error
+
+
+# How well a score ranks tokens by the effect of removing them, from a weighted sample of tokens. Every sampled token
+# has a weight, the tokens of the prompt that it stands for, so sums estimate sums over the prompt and ranks are
+# weighted midranks. What sampling leaves open is the standard error over bootstrap resamples of the sample.
 
 Floats = NDArray[np.float64]
 RESAMPLES = 200
@@ -180,10 +228,9 @@ def superiority(some: Floats, others: Floats) -> float:
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())
 
 
-# A full cache of one prompt that many rows share, from each of which some tokens are hidden: removals in one forward.
-#
-# A hidden slot gets the logit -inf, so softmax gives its share to the others: what is left is what a cache without that
-# slot would compute, at the same position ids. Nothing is copied per row but the tokens that the row feeds itself.
+# Removals in one forward. A hidden slot gets the logit -inf, so softmax gives its share to the others: what is left is
+# what a cache without that slot would compute, at the same position ids. Nothing is copied per row but the tokens that
+# the row feeds itself.
 
 
 @dataclass(frozen=True)
@@ -337,9 +384,6 @@ class RemovalCache(Cache):  # type: ignore[misc]
                     hidden[layer] += [(row, head, position) for position in removal.positions]
         for state, mine in zip(self.states, hidden, strict=True):
             state.hide(mine)
-
-
-# The effect of removals on a full cache's own answer: one forward of the whole forced answer for each of them.
 
 
 ROWS = 8  # removals per forward
@@ -510,8 +554,7 @@ def _giving(made: Any, rows: int) -> Any:
     return lambda *_, **__: given
 
 
-# What a causal measurement says example by example: scores beside each other, and what goes with a divergence.
-
+# The tables of a measurement.
 
 LEAST_EXAMPLES = 5  # below it no interval is told: Student's t of fewer is wider than what it is of
 LEAST_METHODS = 5  # of an example, below which no correlation across methods is told
@@ -532,8 +575,8 @@ def mean_with_interval(values: Floats) -> tuple[float, float, float]:
     if n < stats.MIN_PAIRS:
         half = stats.t_quantile((1 + stats.LEVEL) / 2, n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
         return mean, mean - half, mean + half
-    means = stats.resampled_means(intervals.mean_moments(values), stats.resamples_for(stats.LEVEL))
-    return mean, *intervals.mean_interval(values, means, stats.LEVEL)
+    means = stats.resampled_means(stats.mean_moments(values), stats.resamples_for(stats.LEVEL))
+    return mean, *stats.mean_interval(values, means, stats.LEVEL)
 
 
 def pair_rows(quality: pd.DataFrame) -> list[dict[str, Any]]:
@@ -563,7 +606,7 @@ def company_rows(quality: pd.DataFrame, joint: pd.DataFrame) -> list[dict[str, A
     """What goes with the KL of all that a method evicts: rank correlations across methods, within an example.
 
     One row for each of: the share of tokens that no head holds, the effect on those, the effect on whatever is evicted,
-    and the score's rank correlation with the effect; means over examples, with intervals. An example on which fewer
+    and the score's rank correlation with the effect; means over examples, with stats. An example on which fewer
     than `LEAST_METHODS` methods were measured is left out. quality, joint: of `CausalTables`.
     """
     keys = ["example", "method"]
@@ -580,9 +623,6 @@ def company_rows(quality: pd.DataFrame, joint: pd.DataFrame) -> list[dict[str, A
         mean, low, high = mean_with_interval(np.array(each, dtype=np.float64))
         rows.append({"what": key, "n": len(each), "rho": mean, "rho_low": low, "rho_high": high})
     return [row for row in rows if row["n"]]
-
-
-# The tables of a causal measurement: a row per score, means over examples with their intervals; then its groups.
 
 
 FIFTHS = ("0-20 %", "20-40 %", "40-60 %", "60-80 %", "80-100 %")  # of the prompt, by position
@@ -718,10 +758,7 @@ def gone_rows(tables: CausalTables) -> list[dict[str, Any]]:
     return rows
 
 
-# A causal measurement as a picture: a row per score with four measures side by side, and where the effect is.
-
-
-METHOD, CAUSAL_DRAW_YARDSTICK, EFFECT, TOKENS = "#4477aa", "#aaaaaa", "#d55e00", "#bbbbbb"
+METHOD, BY_ANSWER, EFFECT, TOKENS = "#4477aa", "#aaaaaa", "#d55e00", "#bbbbbb"
 HEIGHT = 0.24  # inches of a row
 Row = dict[str, Any]
 
@@ -746,7 +783,7 @@ def draw_causal(tables: CausalTables, title: str) -> Figure:
 
 
 def _bars(axis: Axes, rows: list[Row]) -> None:
-    colors = [CAUSAL_DRAW_YARDSTICK if row["method"] in ANSWER_SCORES else METHOD for row in rows]
+    colors = [BY_ANSWER if row["method"] in ANSWER_SCORES else METHOD for row in rows]
     axis.barh(range(len(rows)), _values(rows, "rho"), color=colors, height=0.7)
     _intervals(axis, rows, "rho")
     axis.axvline(0, color="k", lw=0.8)
@@ -810,9 +847,6 @@ def _where(below: Any, tables: CausalTables) -> None:
         axis.grid(axis="y", alpha=0.3)
         axis.set_title(f"where the effect is: {words} (percent)", fontsize=9)
         axis.legend(fontsize=7)
-
-
-# What methods say of a prompt's tokens when it ends: their priority in every layer and head, and what they keep.
 
 
 @dataclass(frozen=True)
@@ -902,13 +936,11 @@ def everything_evicted(scores: PromptScores) -> list[Removal]:
     ]
 
 
-# Which removals are made of a prompt: samples whose inclusion probabilities are known, so that errors can be stated.
-#
-# Four kinds of unit are removed from the full cache: a token (its slot in every layer and head), a span of neighbouring
-# tokens, a token in one layer, and a token in one kv head. Spans cover the prompt. Tokens are drawn without replacement
-# within each token class, with first and last taken whole; a class of few is taken whole as well. Layers and heads are
-# drawn as pairs: a token of the prompt at random, the layers (heads) in equal shares.
-
+# Samples whose inclusion probabilities are known, so that errors can be stated. Four kinds of unit are removed from the
+# full cache: a token (its slot in every layer and head), a span of neighbouring tokens, a token in one layer, and a
+# token in one kv head. Spans cover the prompt. Tokens are drawn without replacement within each token class, with first
+# and last taken whole; a class of few is taken whole as well. Layers and heads are drawn as pairs: a token of the
+# prompt at random, the layers (heads) in equal shares.
 
 WHOLE = 6  # a class of at most so many tokens is taken whole, and no other class gets fewer
 ALWAYS = ("first", "last")  # classes that are taken whole
@@ -996,11 +1028,7 @@ def _places(
     return [RemovalUnit(kind, (at,), layer, head, weight) for at, layer, head in sorted(chosen)]
 
 
-# Measure the effect of removals on a run's examples, and what every method's score says of the removed tokens.
-
-
 ALL = "all"
-_OWN_OPTIONS = ("method", "cache.mode", "cache.positions")  # options that are another method's
 
 
 @dataclass(frozen=True)
@@ -1040,7 +1068,7 @@ def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
     return [each for each in found if each is not None]
 
 
-def _wanted(rows: Mapping[str, Row_of_batches], options: CausalOptions) -> list[Row_of_batches]:
+def _wanted(rows: Mapping[str, RunRow], options: CausalOptions) -> list[RunRow]:
     """The rows that are measured, each once, in the task's order."""
     named = {row["example"]: row for row in (chosen(rows, name) for name in options.examples)}
     order = sorted((named or rows).values(), key=lambda row: row["index"])
@@ -1064,7 +1092,7 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
         if name in found:
             continue
         try:
-            made = _with_method(settings, name)
+            made = with_method(settings, name)
             if (why := _no_score(made)) is not None:
                 raise ConfigError(why)
         except ConfigError as error:
@@ -1078,31 +1106,15 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
     return found
 
 
-def _with_method(settings: Settings, name: str) -> Settings:
-    """The run's settings with another method at its own defaults."""
-    asked = settings.command
-    cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
-    words = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(_OWN_OPTIONS)]
-    return settings_of(
-        {**asked["config"], "method": option("method", name), "cache": cache},
-        {**asked["choices"], "method": name},
-        words,
-    )
-
-
 def _no_score(settings: Settings) -> str | None:
     """Why a method has no score at the end of a prompt; None where it has one."""
-    method = settings.method
-    if not method.evicts:
-        return f"{method.name} evicts nothing"
-    if method.per_query or method.full_cache:
-        return f"{method.name} chooses anew for every query: it has no score of the prompt's tokens"
-    if not settings.cache.cadence.at_prefill:
-        return "the run evicts nothing at the end of the prompt (cache.evict_at_prefill=false)"
-    return None
+    why = nothing_to_log(settings)
+    if why is None and not settings.cache.cadence.at_prefill:
+        why = "the run evicts nothing at the end of the prompt (cache.evict_at_prefill=false)"
+    return why
 
 
-def _is_complete(run: Run, row: Row_of_batches, plan: Mapping[str, object], methods: Mapping[str, Settings]) -> bool:
+def _is_complete(run: Run, row: RunRow, plan: Mapping[str, object], methods: Mapping[str, Settings]) -> bool:
     known = read_measured(run, row["example"])
     return known is not None and known.plan == plan and set(methods) <= set(known.methods)
 
@@ -1110,7 +1122,7 @@ def _is_complete(run: Run, row: Row_of_batches, plan: Mapping[str, object], meth
 def _measured(
     run: Run,
     settings: Settings,
-    todo: list[Row_of_batches],
+    todo: list[RunRow],
     methods: Mapping[str, Settings],
     options: CausalOptions,
     plan: dict[str, object],
@@ -1132,7 +1144,7 @@ def _measured(
             frame = removal_frame(units, list(forced.effects(trials)), classes)
             seconds = time.perf_counter() - start
             floor = max(abs(effect.kl) for effect in forced.effects([[] for _ in range(options.rows)]))
-            write_frame(run, name, REMOVALS, frame)
+            write(run, name, REMOVALS, frame)
             there: list[str] = []
         else:
             frame, seconds, floor, there = before, known.seconds, known.floor, known.methods
@@ -1147,10 +1159,10 @@ def _measured(
             old = read_frame(run, name, part) if there else None
             if old is not None:
                 made_now = pd.concat([old[~old["method"].isin(made_now["method"])], made_now], ignore_index=True)
-            write_frame(run, name, part, made_now)
+            write(run, name, part, made_now)
         every = list(dict.fromkeys([*there, *scores, *ANSWER_SCORES]))
         made = CausalExample(name, dict(plan), len(case.prompt), forced.judged, floor, seconds, every)
-        write_measured(run, made)
+        write(run, name, MEASURED, made)
         yield made
 
 
@@ -1234,9 +1246,6 @@ def method_frame(removals: pd.DataFrame, scores: Mapping[str, PromptScores], for
         row |= {"kept": float(kept.double().mean()), "gone": float(gone.mean())}
         rows.append(row | {"gone_mass": float((weights * np.maximum(effect, 0) * gone[at]).sum()) / (mass or 1.0)})
     return pd.DataFrame(rows)
-
-
-# A causal measurement in words: its tables as they are printed, and what is needed to read them.
 
 
 COMPANY = {  # of `company_rows`
@@ -1378,16 +1387,15 @@ def notes(tables: CausalTables) -> list[str]:
     ]
 
 
-CAUSAL_DOC = """The effect of removing tokens from the cache, and which methods' scores rank tokens by it."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 if the request cannot work."""
     return carried_out(parser(), sys.argv[1:] if argv is None else argv)
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m experiments.studies.causal", description=CAUSAL_DOC)
+    result = argparse.ArgumentParser(
+        prog="python -m experiments.studies.causal", description=(__doc__ or "").partition("\n")[0]
+    )
     result.set_defaults(command=_causal)
     add = result.add_argument
     add("run", metavar="RUN", help=RUN)

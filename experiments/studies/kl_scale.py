@@ -1,4 +1,19 @@
-"""What a KL is worth: rounded weights, agreement with metrics."""
+"""What a divergence is worth: known changes of a model, and whether KL orders runs as a task's metric does.
+
+    python -m experiments.studies.kl_scale scale RUN
+    python -m experiments.studies.kl_scale agreement OUTPUTS ...
+
+`scale` takes the texts of one measured run (the full cache's own answers) and puts beside the unchanged model changes
+none of which touches the KV cache: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per
+output row), the whole model in bfloat16, the prompt without one token drawn at random, and Keyformer at half the cache
+with one seed of its noise beside itself with another. The last is fed token by token, all others are read in one
+forward. The table is kept in the run's folder, where the report finds it.
+
+`agreement` tells for each model and task Kendall's tau-b between the runs' mean KL and their mean score over the
+examples that all its runs have, how many runs KL decides against epsilon, a quarter and four times of it, how many
+pairs of runs KL and the metric decide (paired by example; Student's t, Holm's correction over all pairs), and every
+pair that both decide, one against the other.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +35,7 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
+from experiments.studies import carried_out
 from kvexp.core import Budget, CacheConfig
 from kvexp.generate import prefill
 from kvexp.generate.kl import compare
@@ -44,22 +60,10 @@ from kvexp.run.batches import examples_of, settings_at
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompt_of
 from kvexp.run.store import EPSILON_KL, OWN, Line, Run, read, run_name
-from kvexp.util import ConfigError, Console, Progress, say, watch_pipes
+from kvexp.util import ConfigError, Console, Progress, watch_pipes
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model
-
-
-SCALE_DOC = """What a divergence is worth: known changes of the same model on the same texts, none of which touches
-the KV cache.
-
-python -m experiments.studies.kl_scale scale RUN takes the texts of one measured run (the full cache's own answers)
-and puts beside
-the unchanged model: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per output row), the
-whole model in bfloat16, the prompt without one token drawn at random, and Keyformer at half the cache with one seed of
-its noise beside itself with another. The last is fed token by token, all others are read in one forward. The table is
-kept in the run's folder, where the report finds it.
-"""
 
 
 DROPPED = "prompt less one token"
@@ -169,25 +173,12 @@ def scale_table(found: dict[str, list[Line]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def scale_main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 where the run has nothing to go by."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.studies.kl_scale scale", description=SCALE_DOC.split("\n\n")[0]
-    )
-    parser.add_argument("run", type=Path, help="the folder of a run whose divergence was measured")
-    parser.add_argument("--limit", type=int, metavar="N", help="go by the first N texts (default: all)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
-    args = parser.parse_args(argv)
+def _scale(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < 1:
-        say(f"error: --limit must be at least 1, got {args.limit}", file=sys.stderr)
-        return 2
-    try:
-        run = Run.load(args.run)
-        frame = scale_table(measured(run, args.limit))
-        write_scale(run, frame)
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    run = Run.load(args.run)
+    frame = scale_table(measured(run, args.limit))
+    write_scale(run, frame)
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)
     console = Console()
@@ -202,12 +193,6 @@ def scale_main(argv: Sequence[str] | None = None) -> int:
     ]
     print_columns(frame.to_dict("records"), columns, 1, console)  # type: ignore[arg-type]
     return 0
-
-
-# Whether the divergence from the full cache orders runs as a task's own metric does, and how much each decides.
-#
-# Per model and task, over the examples that all its runs have: Kendall's tau-b between the runs' mean KL and their mean
-# score, and every two runs compared on both, paired by example (Student's t, Holm's correction over all pairs).
 
 
 PREFERRED = "rouge2"  # where a task has it; else its first metric
@@ -347,30 +332,15 @@ def _decided(gaps: Floats) -> Floats:
     return made
 
 
-AGREEMENT_DOC = """python -m experiments.studies.kl_scale agreement OUTPUTS ...: does KL divergence order runs as the
-task's metric does?
-
-For each model and task of the folders: Kendall's tau-b between the runs' mean KL and their mean score, how many runs
-KL decides against epsilon, a quarter and four times of it, how many pairs of runs KL and the metric decide, and every
-pair that both decide, one against the other.
-"""
-
-
-def agreement_main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 where there is nothing to compare."""
-    args = parser().parse_args(argv)
-    try:
-        found = [folder for outputs in args.outputs for folder in chosen(folders(outputs), {})]
-        frame = agreement(found, args.epsilon, args.metric)
-        if frame.empty:
-            raise ConfigError(
-                "no task has three runs with a divergence and a score; see kvexp results --view divergence --measure"
-            )
-        rows: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
-        verdicts = [row for outputs in args.outputs for row in table(outputs).to_dict("records")]
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+def _agreement(args: argparse.Namespace) -> int:
+    found = [folder for outputs in args.outputs for folder in chosen(folders(outputs), {})]
+    frame = agreement(found, args.epsilon, args.metric)
+    if frame.empty:
+        raise ConfigError(
+            "no task has three runs with a divergence and a score; see kvexp results --view divergence --measure"
+        )
+    rows: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
+    verdicts = [row for outputs in args.outputs for row in table(outputs).to_dict("records")]
     for row in rows:
         own = [one for one in verdicts if all(one[name] == row[name] for name in ("numerics", "model", "task"))]
         row["mlperf"] = sum(one["verdict99"] in ("pass", "fail") for one in own)
@@ -409,30 +379,24 @@ def _print(rows: list[dict[str, Any]], epsilon: float, by_hash: dict[str, Folder
             )
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="python -m experiments.studies.kl_scale agreement", description=(AGREEMENT_DOC or "").split("\n\n")[1]
-    )
-    add = result.add_argument
-    add("outputs", nargs="+", type=Path, help="folders of runs")
-    add("--metric", help="default: rouge2 where a task has it, else its first")
-    add("--epsilon", type=float, default=EPSILON_KL, metavar="NATS", help=f"of KL (default: {EPSILON_KL})")
-    add("--csv", type=Path, metavar="FILE", help="write the table as CSV")
-    return result
-
-
-def main(words: list[str]) -> int:
-    """The study's commands, the first word of `words`."""
-    commands = {"scale": scale_main, "agreement": agreement_main}
-    if not words or words[0] not in commands:
-        print(
-            f"usage: python -m {(__spec__ or sys).name if __spec__ else 'study'} {' | '.join(commands)} ...",
-            file=sys.stderr,
-        )
-        return 2
-    return commands[words[0]](words[1:])
+def main(words: Sequence[str] | None = None) -> int:
+    """0, or 2 where there is nothing to go by."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.studies.kl_scale")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    scale = commands.add_parser("scale", help="known changes of the same model on the same texts")
+    scale.set_defaults(command=_scale)
+    scale.add_argument("run", type=Path, help="the folder of a run whose divergence was measured")
+    scale.add_argument("--limit", type=int, metavar="N", help="go by the first N texts (default: all)")
+    agree = commands.add_parser("agreement", help="does KL divergence order runs as the task's metric does?")
+    agree.set_defaults(command=_agreement)
+    agree.add_argument("outputs", nargs="+", type=Path, help="folders of runs")
+    agree.add_argument("--metric", help="default: rouge2 where a task has it, else its first")
+    agree.add_argument("--epsilon", type=float, default=EPSILON_KL, metavar="NATS", help=f"default: {EPSILON_KL}")
+    for each in (scale, agree):
+        each.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
+    return carried_out(parser, words)
 
 
 if __name__ == "__main__":
     watch_pipes()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,10 @@
-"""A league table of eviction methods whose entries can be measured again: docs/league.md. Nothing is imported here."""
+"""A league table of eviction methods whose entries can be measured again: docs/league.md.
+
+    python -m experiments.studies.league submit|check|page|tolerance --help
+
+An entry is one run as one JSON file, with the words that make it again and the numbers of every row. It holds no code
+and no path: `words` are those of `kvexp run`, and whoever checks it composes them anew.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +30,17 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.studies import carried_out
 from kvexp import NUMERICS
 from kvexp.diagnose.case import Case, cases, run_at
 from kvexp.generate.kl import divergence_from_full, read_questions
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import WORDS, Folder, folders
 from kvexp.results.table import absent, fixed, seconds, shared_settings, size, table
+from kvexp.run import compose as composing
 from kvexp.run.batches import with_limit_of
-from kvexp.run.compose import FILE_KEY, guard, with_user_methods
-from kvexp.run.compose import explained as explained_of_compose
+from kvexp.run.compose import FILE_KEY, with_user_methods
+from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings
@@ -51,26 +59,12 @@ from kvexp.util import (
     watch_pipes,
 )
 
-# An entry of the league: one run as one JSON file, with the words that make it again and the numbers of every row.
-#
-# An entry holds no code and no path: `words` are those of `kvexp run`, and whoever checks it composes them anew.
-
-
 FORMAT, VERSION = "kvexp-league", 1
 Entry = dict[str, Any]
 
 # What of a command line is of this machine or changes no number, and no part of an entry.
-LEFT_OUT = (
-    "outputs_dir",
-    "limit",
-    "batch_size",
-    "timeout_s",
-    "retry",
-    "shard",
-    "log",
-    "diagnose",
-    "divergence",
-    "hydra",
+LEFT_OUT = tuple(
+    ["outputs_dir", "limit", "batch_size", "timeout_s", "retry", "shard", "log", "diagnose", "divergence", "hydra"]
 )
 NUMBERS = ("kl", "full_logprob", "logprob")  # of a row: means over its judged tokens, teacher-forced
 TEXTS = ("hash", "model", "task", "method")
@@ -165,9 +159,6 @@ def _wrong_row(row: Any) -> str | None:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-# The league as a page: one table per model, task and place of the question, by KL; static, without scripts.
 
 
 Cell = Callable[[Entry], str]
@@ -293,89 +284,62 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-LEAGUE_DOC = """python -m experiments.studies.league check|page|tolerance: measure entries again, show them, or
-measure how far machines
-differ."""
-
-
 BEGIN, END = "<!-- league: made by python -m experiments.studies.league page -->", "<!-- end of league -->"
 SAFETY = 4.0  # the tolerance is so many times the largest difference that was measured
 # Environments of one machine whose sums differ: threads, and the instruction sets that torch and oneDNN may use.
-ENVIRONMENTS: tuple[dict[str, str], ...] = (
-    {"OMP_NUM_THREADS": "1"},
-    {"OMP_NUM_THREADS": "2"},
-    {
-        "OMP_NUM_THREADS": "1",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    },
-    {
-        "OMP_NUM_THREADS": "1",
-        "ATEN_CPU_CAPABILITY": "default",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-    },
-)
+_ONE = {"OMP_NUM_THREADS": "1"}
+_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+_SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+ENVIRONMENTS: tuple[dict[str, str], ...] = (_ONE, {"OMP_NUM_THREADS": "2"}, _ONE | _AVX2, _ONE | _SSE)
 OF_ENVIRONMENT = ("environment", "torch", "instructions", "threads")
 # What torch takes itself to have in such an environment, a line each: it may not know a name, or the CPU lack it.
 SAYS = r"""import torch
 print(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), sep="\n")"""
 
 
-def league_main(argv: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """0, 1 where an entry was refused, 2 if the request cannot work."""
-    args = parser().parse_args(argv)
-    try:
-        result: int = args.command(args)
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        say(f"error: {error.strerror or error}", file=sys.stderr)
-        return 2
-    return result
+    parser = argparse.ArgumentParser(prog="python -m experiments.studies.league", description=(__doc__ or "").strip())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    def command(name: str, do: Callable[[argparse.Namespace], int], words: str) -> Any:
+        made = commands.add_parser(name, help=words, description=words)
+        made.set_defaults(command=do)
+        made.add_argument("--league", type=Path, default=Path("league"), metavar="FOLDER", help="default: league")
+        return made.add_argument
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m experiments.studies.league", description=LEAGUE_DOC)
-    commands = result.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="measure five random rows of every entry again")
-    check.set_defaults(command=_check)
-    check.add_argument("entries", nargs="*", type=Path, metavar="ENTRY", help="files (default: all of --league)")
-    check.add_argument("--rows", type=int, default=5, metavar="N", help="of every entry (default: 5)")
-    check.add_argument("--seed", type=int, default=0, metavar="N", help="other rows for other numbers (default: 0)")
-    check.add_argument("--sample", type=int, metavar="N", help="only so many entries, which the seed draws")
-    check.add_argument("--outputs", action="store_true", help="also generate, and say whether the answers are the same")
-    check.add_argument("--method-file", metavar="FILE", help="the code of an entry's method, which is run")
-    check.add_argument("--built-in", action="store_true", help="pass over entries whose method is a user's code")
-    check.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-    page = commands.add_parser("page", help="the table of all entries")
-    page.set_defaults(command=_page)
-    page.add_argument("--out", type=Path, default=Path("build/league/index.html"), metavar="FILE")
-    page.add_argument("--markdown", type=Path, metavar="FILE", help="also put the tables into this page")
-    tolerance = commands.add_parser("tolerance", help="measure rows under several threads and instruction sets")
-    tolerance.set_defaults(command=_tolerance)
-    tolerance.add_argument("entries", nargs="*", type=Path, metavar="ENTRY", help="files (default: all of --league)")
-    tolerance.add_argument("--rows", type=int, default=5, metavar="N", help="of every entry (default: 5)")
-    tolerance.add_argument("--python", nargs="*", default=[], metavar="PYTHON", help="of environments with other torch")
-    for each in (check, page, tolerance):
-        each.add_argument("--league", type=Path, default=Path("league"), metavar="FOLDER", help="default: league")
-    return result
+    def entries(add: Any) -> None:
+        add("entries", nargs="*", type=Path, metavar="ENTRY", help="files (default: all of --league)")
+        add("--rows", type=int, default=5, metavar="N", help="of every entry (default: 5)")
+
+    add = command("submit", _submit, "make entries of runs whose divergence is measured")
+    add("runs", nargs="+", metavar="RUN", help="its folder, or outputs@method=h2o,kv_ratio=0.3")
+    add = command("check", _check, "measure five random rows of every entry again")
+    entries(add)
+    add("--seed", type=int, default=0, metavar="N", help="other rows for other numbers (default: 0)")
+    add("--sample", type=int, metavar="N", help="only so many entries, which the seed draws")
+    add("--outputs", action="store_true", help="also generate, and say whether the answers are the same")
+    add("--method-file", metavar="FILE", help="the code of an entry's method, which is run")
+    add("--built-in", action="store_true", help="pass over entries whose method is a user's code")
+    add("--json", type=Path, metavar="FILE", help="write what was found")
+    add = command("page", _page, "the table of all entries")
+    add("--out", type=Path, default=Path("build/league/index.html"), metavar="FILE")
+    add("--markdown", type=Path, metavar="FILE", help="also put the tables into this page")
+    add = command("tolerance", _tolerance, "measure rows under several threads and instruction sets")
+    entries(add)
+    add("--python", nargs="*", default=[], metavar="PYTHON", help="of environments with other torch")
+    return carried_out(parser, words)
 
 
 def _chosen(args: argparse.Namespace) -> list[tuple[Path, Entry]]:
     """The entries that were named, or all; of them those that --sample draws."""
     found = [(file, read_entry(file)) for file in args.entries] if args.entries else list(entries_in(args.league))
     if getattr(args, "sample", None) is not None:
-        import random
-
         found = random.Random(args.seed).sample(found, min(args.sample, len(found)))
     return sorted(found, key=lambda each: (each[1]["model"], str(each[0])))  # a model is loaded once
 
 
 def _check(args: argparse.Namespace) -> int:
-
     if args.rows < 1:
         raise ConfigError(f"--rows must be at least 1, got {args.rows}")
     tolerance = tolerance_of(args.league)
@@ -436,25 +400,12 @@ def _tolerance(args: argparse.Namespace) -> int:
         for python in pythons:
             for number, environment in enumerate(ENVIRONMENTS):
                 out = Path(folder) / f"{len(found)}.json"
-                words = [
-                    python,
-                    "-m",
-                    "experiments.studies.league",
-                    "check",
-                    *files,
-                    "--rows",
-                    str(args.rows),
-                    "--json",
-                    str(out),
-                ]
-                done = subprocess.run(
-                    [*words, "--league", str(args.league)], env=os.environ | environment, capture_output=True, text=True
-                )
+                how: Any = {"env": os.environ | environment, "capture_output": True, "text": True}
+                words = [python, "-m", "experiments.studies.league", "check", *files, "--league", str(args.league)]
+                done = subprocess.run([*words, "--rows", str(args.rows), "--json", str(out)], **how)
                 if done.returncode == 2 or not out.is_file():
                     raise ConfigError(f"environment {number} measured nothing: {done.stderr.strip()[-400:]}")
-                said = subprocess.run(
-                    [python, "-c", SAYS], env=os.environ | environment, capture_output=True, text=True, check=True
-                )
+                said = subprocess.run([python, "-c", SAYS], check=True, **how)
                 version, instructions, threads = said.stdout.split("\n")[:3]
                 made = {"torch": version, "instructions": instructions, "threads": int(threads)}
                 found.append({"environment": environment, **made, "rows": json.loads(out.read_text("utf-8"))})
@@ -481,14 +432,9 @@ def tolerance_file(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"tolerance": tolerance, "safety": SAFETY, "rows": len(first), "measured": each}
 
 
-# Measure random rows of league entries again, and hold them against what the entries say.
-#
 # Judged are teacher-forced quantities alone: the entry's own text is fed to the full cache and to the method, and
 # mean KL and log-probabilities must be those of the entry within a tolerance that was measured across thread counts,
-# instruction
-# sets and torch versions (league/tolerance.json). What a model writes freely is told and not judged: one rounding may
-# change it.
-
+# instruction sets and torch versions (league/tolerance.json). What a model writes freely is told and not judged.
 
 ROWS = 5  # of every entry, drawn at random
 # Until they are measured (`python -m experiments.studies.league tolerance`): nats per token, of a row's mean.
@@ -553,7 +499,7 @@ def entry_settings(entry: Entry, allow_code: Sequence[str] = ()) -> Settings:
         try:
             config = compose("config", [*words, "divergence=true", f"limit={_limit(entry)}"], return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(explained_of_compose(error, words)) from error
+            raise ConfigError(composing.explained(error, words)) from error
         choices = {str(key): str(value) for key, value in config.hydra.runtime.choices.items() if value is not None}
         plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         (settings,) = runs_of(HydraJob(plain, words, choices, None), session)
@@ -609,33 +555,16 @@ def _same_output(case: Case, row: Mapping[str, Any]) -> bool | None:
     return bool(hashlib.sha256(text.encode()).hexdigest() == row["output_sha256"])
 
 
-SUBMIT_DOC = (
-    """python -m experiments.studies.league submit RUN ...: make league entries of runs whose divergence is measured."""
-)
-
-
-def submit_main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 for a run that makes no entry."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.studies.league submit", description=SUBMIT_DOC)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="its folder, or outputs@method=h2o,kv_ratio=0.3")
-    parser.add_argument("--league", type=Path, default=Path("league"), metavar="FOLDER", help="default: league")
-    args = parser.parse_args(argv)
-    try:
-        for run in [run_at(words) for words in args.runs]:
-            entry = entry_of(run)
-            file = write_entry(args.league, entry)
-            say(f"wrote {file}: KL {entry['kl']:.4f} over {entry['n']} examples")
-            if entry["code"]:
-                say(
-                    f"  its method is code of yours ({named_code(entry['code'])}): CI checks it once a maintainer has "
-                    "approved that; put the file into the pull request too"
-                )
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        say(f"error: {error.strerror or error}", file=sys.stderr)
-        return 2
+def _submit(args: argparse.Namespace) -> int:
+    for run in [run_at(words) for words in args.runs]:
+        entry = entry_of(run)
+        file = write_entry(args.league, entry)
+        say(f"wrote {file}: KL {entry['kl']:.4f} over {entry['n']} examples")
+        if entry["code"]:
+            say(
+                f"  its method is code of yours ({named_code(entry['code'])}): CI checks it once a maintainer has "
+                "approved that; put the file into the pull request too"
+            )
     return 0
 
 
@@ -713,11 +642,6 @@ def _digest(file: Path) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
-def main(words: list[str]) -> int:
-    """submit: make entries of runs; check, page, tolerance: see --help."""
-    return submit_main(words[1:]) if words[:1] == ["submit"] else league_main(words)
-
-
 if __name__ == "__main__":
     watch_pipes()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""How long a sweep takes on this machine and how much memory at most, from a few speeds that are measured first.
+"""How long a sweep takes on this machine, from a few speeds that are measured first.
 
     python -m experiments.studies.speed measure -m method=h2o,keyformer kv_ratio=0.2,0.5
     python -m experiments.studies.speed plan -m method=h2o,keyformer kv_ratio=0.2,0.5
@@ -6,10 +6,10 @@
 `measure` loads the models of the command line, measures each for about 20 seconds on random tokens and keeps that in
 the cache folder; `plan` goes by what is kept there (of the same model, dtype, device, processor, number of threads,
 torch and NUMERICS), and by the estimate of `kvexp run --dry-run` where nothing is. Both print the plan of --dry-run
-with these times, and the peak of memory. Measure on a machine that does nothing else.
+with these times. Measure on a machine that does nothing else.
 
-A command is its start-up, the prefills, the decode steps of the answers and those of the forced texts. Runs that share
-prefills decode several prompts in the same steps, on a CPU in several processes (`kvexp.run.batches`).
+From the loaded model on, a command is its prefills, the decode steps of the answers and those of the forced texts. Runs
+that share prefills decode several prompts in the same steps, on a CPU in several processes (`kvexp.run.batches`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import datetime
 import hashlib
 import json
 import math
-import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvexp import NUMERICS
+from kvexp import NUMERICS, util
 from kvexp.core import AttentionScoreSpec, Budget, CacheConfig
 from kvexp.core.backends import stackable_width
 from kvexp.generate import (
@@ -42,21 +40,19 @@ from kvexp.generate import (
     divergence_of_batches,
     prefill_together,
 )
-from kvexp.hf.cache import bin_by_bytes
-from kvexp.hf.calibrate import write_whole
 from kvexp.hf.cpu_linear import MAX_MEMORY_SHARE
-from kvexp.hf.load import ModelSize, parse_dtype
+from kvexp.hf.load import ModelSize
 from kvexp.hf.patch import max_positions
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, Window
 from kvexp.run.batches import MAX_DECODE_ROWS, MIN_UTILISATION
 from kvexp.run.limits import SHARE
 from kvexp.run.main import main as run_command
 from kvexp.run.model_spec import ModelSpec, load, prepare_for_fork, rows_alone
-from kvexp.run.plan import PlannedGroup, gigabytes, second_passes, seconds_of, slots_bytes, slots_of
+from kvexp.run.plan import PlannedGroup, second_passes, seconds_of, slots_bytes, slots_of
 from kvexp.run.rows import environment
 from kvexp.run.settings import Settings
 from kvexp.run.workers import ForkPool, num_workers
-from kvexp.util import ConfigError, Session, available, cache_folder, say, watch_pipes
+from kvexp.util import ConfigError, Session, available, cache_folder, watch_pipes
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model
@@ -68,12 +64,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] not in (["measure"], ["plan"]):
         print(__doc__)
         return 0 if words[:1] in (["-h"], ["--help"]) else 2
-    by_speed = BySpeed(process_age() if words[0] == "measure" else None)
     before, sys.argv = sys.argv, ["run.py", "--dry-run", *words[1:]]
     try:
-        run_command(Session(), by_speed)
+        run_command(Session(), BySpeed(words[0] == "measure"))
     except SystemExit as end:
-        by_speed.print_more()
         return int(end.code or 0)
     finally:
         sys.argv = before
@@ -81,40 +75,24 @@ def main(words: Sequence[str] | None = None) -> int:
 
 @dataclass
 class BySpeed:
-    """The times of a plan's groups, by the kept speeds of their models.
+    """The times of a plan's groups, by the kept speeds of their models; measuring: each is measured first."""
 
-    started: seconds from the command's begin to here, for models that are to be measured first; None: none is.
-    """
-
-    started: float | None
+    measuring: bool
     known: dict[ModelSpec, KeptSpeed | None] = field(default_factory=dict)
-    peaks: list[int] = field(default_factory=list)
 
     def __call__(self, group: PlannedGroup) -> tuple[float | None, str]:
         """(seconds, where they are from) of a group."""
-        if group.shape is None:
+        if group.shape is None or (known := self._speed(group.lead.model)) is None:
             return seconds_of(group)
-        known = self._speed(group.lead.model)
-        made = GroupPlan.of(group, group.shape)
-        if group.prefills:
-            self.peaks.append(made.peak(known.base_bytes if known else None).total)
-        return seconds_of(group) if known is None else (made.seconds(known), f"measured here on {known.date}")
+        return GroupPlan.of(group, group.shape).seconds(known), f"measured here on {known.date}"
 
     def _speed(self, spec: ModelSpec) -> KeptSpeed | None:
         if spec not in self.known:
             place = surroundings(spec, environment()["device"])
-            if self.started is not None:
-                keep(place, measure(spec, self.started))
+            if self.measuring:
+                keep(place, measure(spec))
             self.known[spec] = kept(place)
         return self.known[spec]
-
-    def print_more(self) -> None:
-        """What a plan's table does not hold: the peak of memory, and the seconds before any model is loaded."""
-        if self.peaks:
-            say(f"peak of memory about {gigabytes(max(self.peaks))}")
-        starts = [known.start_s for known in self.known.values() if known is not None]
-        if starts and self.peaks:
-            say(f"the start of the command and loading the model take {max(starts):.0f} s beside")
 
 
 # The model of cost.
@@ -234,7 +212,7 @@ def work_seconds(speed: Speed, work: GroupWork) -> float:
 
 # The speeds measured on a machine, kept in the cache folder: a file per model and machine.
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 _NO_SPEED = ("chat", "tokenizer", "template_args", "strip_thinking")  # what of a model changes no speed
 
 
@@ -242,13 +220,10 @@ _NO_SPEED = ("chat", "tokenizer", "template_args", "strip_thinking")  # what of 
 class KeptSpeed:
     """What was measured, and when.
 
-    speeds: for each number of processes that a sweep of this machine may use; start_s: seconds of a command until its
-    model is loaded; base_bytes: held by the process without the model; date: as YYYY-MM-DD.
+    speeds: for each number of processes that a sweep of this machine may use; date: as YYYY-MM-DD.
     """
 
     speeds: tuple[Speed, ...]
-    start_s: float
-    base_bytes: int
     date: str
 
     def of(self, processes: int) -> Speed:
@@ -280,8 +255,16 @@ def place_of(key: dict[str, Any]) -> Path:
 
 
 def keep(key: dict[str, Any], measured: KeptSpeed) -> Path:
-    """Write the file; returns its path. ConfigError where nothing can be written."""
-    return write_whole(place_of(key), json.dumps({"of": key, "measured": asdict(measured)}, default=str).encode())
+    """Write the file, whole or not at all; returns its path. ConfigError where nothing can be written."""
+    place = place_of(key)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        util.replace(place, json.dumps({"of": key, "measured": asdict(measured)}, default=str).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {place} ({error.strerror or error}): set KVEXP_CACHE to a folder that can be written"
+        ) from error
+    return place
 
 
 def kept(key: dict[str, Any]) -> KeptSpeed | None:
@@ -316,7 +299,7 @@ def kept_of(plain: dict[str, Any]) -> KeptSpeed:
     speeds = tuple(map(speed, plain["speeds"]))
     if not speeds or not all(speed.step_s for speed in speeds):
         raise ValueError("it has no speeds")
-    return KeptSpeed(speeds, _number(plain["start_s"]), int(plain["base_bytes"]), str(plain["date"]))
+    return KeptSpeed(speeds, str(plain["date"]))
 
 
 def _number(value: Any) -> float:
@@ -337,7 +320,6 @@ def _processor() -> str:
 
 # Measuring a model.
 
-TABLES_BYTES = 75 << 20  # of the libraries that only the tables at the end bring in
 SECONDS = 20.0  # aimed at; a model whose shortest prompts take long takes longer
 FEW, SHORT = 8, 64  # tokens of the shortest prompts
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -357,15 +339,12 @@ FORCED_ROWS = 8  # of which the first is the full cache
 STEPS = 4  # that are timed of a decode; one more comes first
 
 
-def measure(spec: ModelSpec, started: float) -> KeptSpeed:
+def measure(spec: ModelSpec) -> KeptSpeed:
     """Load the model and measure it, in one process and in as many as a shared sweep would fork, where these are more.
 
-    started: seconds from the command's begin to here, as far as every command has them. ConfigError for a model that
-    holds no prompt of SHORT tokens and the steps behind it.
+    ConfigError for a model that holds no prompt of SHORT tokens and the steps behind it.
     """
-    base, now = resident_bytes() + TABLES_BYTES, time.perf_counter()
     model, _ = load(spec)
-    start_s = started + time.perf_counter() - now
     room = max_positions(model.config) - STEPS - 2
     if room < SHORT:
         raise ConfigError(f"{spec.path or spec.family} holds {room} tokens; measuring it takes prompts of {SHORT}")
@@ -373,26 +352,7 @@ def measure(spec: ModelSpec, started: float) -> KeptSpeed:
     several = num_workers(model)
     sizes = (several, 1) if several > 1 else (1,)
     speeds = tuple(_of_processes(model, size, SECONDS / len(sizes), room) for size in sizes)
-    return KeptSpeed(speeds, start_s, base, datetime.date.today().isoformat())
-
-
-def process_age() -> float:
-    """Seconds since this process began; 0 where the system does not tell."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        return max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in memory; 0 where the system does not tell."""
-    try:
-        found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) << 10 if found else 0
+    return KeptSpeed(speeds, datetime.date.today().isoformat())
 
 
 def _of_processes(model: Model, size: int, seconds: float, room: int) -> Speed:
@@ -409,25 +369,15 @@ def _of_processes(model: Model, size: int, seconds: float, room: int) -> Speed:
 
 
 def _mean(speeds: Sequence[Speed]) -> Speed:
-    """Number by number."""
+    """The mean of measured speeds, number by number."""
 
-    def mean(rows: Sequence[Sequence[float]]) -> list[float]:
-        return [fmean(column) for column in zip(*rows, strict=True)]
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], tuple):
+            return tuple(mean(each) for each in zip(*values, strict=True))
+        return fmean(values)
 
-    first = speeds[0]
-    each, linear, square = mean([speed.prefill_s for speed in speeds])
-    rows = [row for row, _ in first.step_s]
-    steps = mean([[seconds for _, seconds in speed.step_s] for speed in speeds])
-    return Speed(
-        first.processes,
-        first.threads,
-        (each, linear, square),
-        fmean(speed.score_s for speed in speeds),
-        fmean(speed.variant_s for speed in speeds),
-        tuple(zip(rows, steps, strict=True)),
-        fmean(speed.slot_s for speed in speeds),
-        fmean(speed.forced_s for speed in speeds),
-    )
+    found = {name: mean([getattr(speed, name) for speed in speeds]) for name in asdict(speeds[0])}
+    return Speed(**found | {"processes": speeds[0].processes, "threads": speeds[0].threads})
 
 
 @dataclass(frozen=True)
@@ -498,97 +448,6 @@ class _Measurement:
 def _slots(contexts: Sequence[PrefilledContext]) -> list[int]:
     """Slots per kv head and layer that each context holds."""
     return [max(layer.state.require_slots().length for layer in context.cache.layers) for context in contexts]
-
-
-# Memory.
-
-BASE_BYTES = 450 << 20  # a process without its model: Python and libraries; measured with torch 2.13 on Linux
-# Of a forward over a prompt, in widths of the model and per token: its widest layer, and what malloc keeps of it
-# (SmolLM2-135M, 512 and 1024 tokens).
-ACTIVATION_WIDTHS = 25
-# Share of the bytes of the stacked caches (`kvexp.core.decode_stack`) that comes new from the system. What is freed
-# layer by layer is hardly used again: malloc keeps it in pieces. Answers; texts, which come after them (SmolLM2-135M,
-# 20 variants on 512 and 1024 tokens).
-ANSWERS_STACKED, TEXTS_STACKED = 1.0, 0.7
-LOGITS_COPIES = 4  # of a step's logits: processed, as log-probabilities, compared
-
-
-@dataclass(frozen=True)
-class PeakMemory:
-    """Bytes at the peak. base: of the process; packed: copies of linear layers' weights; caches: of all runs and
-    texts; working: what prefill and decode steps hold beside."""
-
-    base: int
-    weights: int
-    packed: int
-    caches: int
-    working: int
-
-    @property
-    def total(self) -> int:
-        return self.base + self.weights + self.packed + self.caches + self.working
-
-
-@dataclass(frozen=True)
-class HeldCaches:
-    """What the runs of a group hold of one batch of prompts.
-
-    slots: of every run, all its rows and kv heads alike; sizes: bytes of them in all layers, in as many bits as the run
-    stores them; stacks: whether its rows join others in a decode step. kinds: of texts that are forced; answers:
-    whether answers are generated too. token: bytes of a slot of a model's dtype in all layers; layers: their number.
-    """
-
-    slots: Sequence[int]
-    sizes: Sequence[int]
-    stacks: Sequence[bool]
-    kinds: int
-    answers: bool
-    token: int
-    layers: int
-
-    @property
-    def copies(self) -> int:
-        """How often every cache is held, answers and texts counted apart."""
-        return max(1, self.kinds + self.answers)
-
-    @property
-    def bytes(self) -> int:
-        """Of all runs' caches, once."""
-        return sum(self.sizes)
-
-    @property
-    def stacked_bytes(self) -> int:
-        """Of the buffers in which the caches take a step together: each as wide as the widest of its stack."""
-        widths = {place: slots for place, (slots, on) in enumerate(zip(self.slots, self.stacks, strict=True)) if on}
-        layer = self.token // self.layers
-        stacks = bin_by_bytes({place: (width, width * layer) for place, width in widths.items()})
-        several = [[widths[place] for place in stack] for stack in stacks if len(stack) > 1]
-        return sum(max(stack) * len(stack) for stack in several) * self.token
-
-    def peak(self, batches: int) -> int:
-        """Bytes once so many batches are read and all their caches, for answers and for texts, have taken a step.
-
-        Copies share keys and values with what they are of until a step stacks them, or for those that no stack takes,
-        until it adds a token.
-        """
-        taken = (ANSWERS_STACKED if self.answers else 0) + TEXTS_STACKED * self.kinds
-        if not self.answers and self.kinds:  # the first to be stacked
-            taken += ANSWERS_STACKED - TEXTS_STACKED
-        alone = sum(size for size, on in zip(self.sizes, self.stacks, strict=True) if not on)
-        return batches * (self.bytes + (self.copies - 1) * alone + int(taken * self.stacked_bytes))
-
-
-def working_bytes(shape: ModelSize, prompt: int, rows: int, itemsize: int) -> int:
-    """Of a prefill of so many tokens (batch included), or of a decode step of so many rows, whichever is more.
-
-    itemsize: bytes of a number in the model's dtype.
-    """
-    return max(ACTIVATION_WIDTHS * shape.width * prompt * itemsize, LOGITS_COPIES * rows * shape.vocabulary * 4)
-
-
-def width_of(slots: int, device: str) -> int:
-    """Slots that a cache of a run takes on this kind of device."""
-    return stackable_width(slots, torch.device(device))
 
 
 # What a group of runs takes: its prompts arranged as `kvexp.run.batches` will arrange them.
@@ -665,32 +524,31 @@ class GroupPlan:
         packs = model.pack_linear and (self.device, model.dtype) == ("cpu", "float32")
         return min(4 * self.shape.linear, int(MAX_MEMORY_SHARE * self.free)) if packs else 0
 
-    def held(self) -> HeldCaches:
-        """The caches of one batch; with a full cache's beside them where texts are forced."""
+    @property
+    def copies(self) -> int:
+        """How often every cache is held: for answers, and for each kind of texts."""
+        return max(1, len(self.kinds) + any(run.answers for run in self.runs))
+
+    def held(self) -> list[int]:
+        """Bytes of each cache of one batch; with a full cache's beside them where texts are forced."""
         runs = [run.settings for run in self.active]
         if self.kinds and not any(settings.is_baseline for settings in runs):
             runs.append(runs[0].baseline())
         rows = self.lead.batch_size * self.lead.decoding.num_beams
-        stacks = [settings.cache.stacks for settings in runs]
-        held = [slots_of(settings, self.prompt) for settings in runs]
-        widths = [width_of(slots, self.device) if on else slots for slots, on in zip(held, stacks, strict=True)]
-        return HeldCaches(
-            [rows * width for width in widths],
-            [rows * slots_bytes(self.shape, each, width) for each, width in zip(runs, widths, strict=True)],
-            stacks,
-            len(self.kinds),
-            any(run.answers for run in self.runs),
-            self.shape.token_bytes(self.lead.model.dtype),
-            self.shape.layers,
-        )
+        found = []
+        for settings in runs:
+            slots = slots_of(settings, self.prompt)
+            width = stackable_width(slots, torch.device(self.device)) if settings.cache.stacks else slots
+            found.append(rows * slots_bytes(self.shape, settings, width))
+        return found
 
     def arrangement(self) -> Arrangement:
         """How `kvexp.run.batches` will take the batches, if memory is then as free as now."""
         if not (self.shared or self.kinds):
             return Arrangement(1, self.batches, 1)
-        members, held = len(self.active), self.held()
-        prompt_bytes = int(self.prompt) * self.lead.batch_size * held.token
-        need, room = held.copies * held.bytes + prompt_bytes, (self.free - self.packed) * SHARE
+        members = len(self.active)
+        prompt_bytes = int(self.prompt) * self.lead.batch_size * self.shape.token_bytes(self.lead.model.dtype)
+        need, room = self.copies * sum(self.held()) + prompt_bytes, (self.free - self.packed) * SHARE
         limited = self.lead.timeout_s is not None
         several = self.threads if self.device == "cpu" and sys.platform == "linux" and not limited else 1
         if math.ceil(self.batches / several) * several > MIN_UTILISATION * self.batches or need > room / several:
@@ -712,24 +570,6 @@ class GroupPlan:
         answers = replace(self, runs=[replace(run, texts={})], prompts=run.answers)
         texts = replace(self, runs=[replace(run, answers=0)], prompts=max(run.texts.values(), default=0))
         return [part for part in (answers, texts) if part.prompts]
-
-    def peak(self, base: int | None = None) -> PeakMemory:
-        """Bytes held at the peak by all processes; base: as measured, None: as it was elsewhere."""
-        model = self.lead.model
-        process = (BASE_BYTES if base is None else base) if self.device == "cpu" else 0
-        held = [part._held_at_peak() for part in self.parts()]
-        caches, working = max(held, key=sum, default=(0, 0))
-        return PeakMemory(process, self.shape.weight_bytes(model.dtype), self.packed, caches, working)
-
-    def _held_at_peak(self) -> tuple[int, int]:
-        """Bytes of (caches, what prefill and decode steps hold beside), of all processes."""
-        here, held, lead = self.arrangement(), self.held(), self.lead
-        together = math.ceil(self.batches / here.groups)
-        caches = math.ceil(held.peak(together) / here.parts)
-        rows = together * len(held.slots) * lead.batch_size * lead.decoding.num_beams
-        itemsize = parse_dtype(lead.model.dtype).itemsize
-        working = working_bytes(self.shape, int(self.prompt) * lead.batch_size, rows, itemsize)
-        return here.processes * caches, here.processes * working
 
     def seconds(self, known: KeptSpeed) -> float:
         """From the loaded model to the last row."""

@@ -1,4 +1,8 @@
-"""Train the testbed's models; the testbed as lm-eval task, LongBench rows and haystack."""
+"""Train the testbed's models from scratch; the testbed as lm-eval task, LongBench rows and haystack.
+
+python -m experiments.studies.testbed train [MODEL ...]     # a killed training goes on where it was
+python -m experiments.studies.testbed export FOLDER         # prints the commands that read what it writes
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 from random import Random
-from threading import Thread
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from experiments.studies import carried_out
 from kvexp.tasks.testbed import (
     ATTRIBUTES,
     END,
@@ -56,85 +59,45 @@ from kvexp.tasks.testbed import (
     summary,
     vocabulary,
 )
-from kvexp.tasks.testbed import NAMES as NAMES_of_testbed
+from kvexp.tasks.testbed import NAMES as PEOPLE
 from kvexp.util import ConfigError, watch_pipes
-
-# Several trainings at a time, each in a process of its own, with a bar for each.
-
-
-Said = tuple[str, str | None]  # a training and a line of it; None: it has no more to say
 
 
 def several(commands: Mapping[str, list[str]], workers: int) -> list[str]:
     """Run the commands, `workers` at a time and one core each; returns what went wrong, a line per training.
 
-    A line "12/200 words" of a command moves its bar, other lines are printed; where the output is no terminal there
-    are no bars and all lines are printed. An interrupt stops the commands before it passes.
+    Every line that a command prints is printed behind its name. An interrupt stops the commands before it passes.
     """
-    shown = sys.stdout.isatty()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    state = TextColumn("{task.fields[state]}", markup=False)
-    waiting, running, failed = list(commands), dict[str, subprocess.Popen[str]](), list[str]()
-    said: SimpleQueue[Said] = SimpleQueue()
-    # A line comes about every two minutes: with rich's own 30 seconds there would never be two of them to tell a speed.
-    with Progress(*columns, state, disable=not shown, speed_estimate_period=3600) as bars:
-        bar = {name: bars.add_task(name, total=None, state="waiting") for name in commands}
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    name = waiting.pop(0)
-                    running[name] = _start(name, commands[name], said)
-                    bars.update(bar[name], state="starting")
-                name, line = said.get()
-                if line is not None:
-                    _tell(bars, bar[name], name, line, shown)
-                elif code := running.pop(name).wait():
-                    failed.append(f"{name} {_ending(code)}; what it said stands above")
-                    bars.update(bar[name], state=_ending(code))
-        finally:
-            for child in running.values():
-                child.terminate()
-            for child in running.values():
-                child.wait()
-    return failed
-
-
-def _start(name: str, command: list[str], said: SimpleQueue[Said]) -> subprocess.Popen[str]:
     one_core = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # A line of text may hold what is no character: a progress bar must not die of it.
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=one_core
-    )
+    running: list[subprocess.Popen[str]] = []
 
-    def listen() -> None:
+    def run(name: str) -> str | None:
+        # A line of text may hold what is no character: the training must not die of it.
+        how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        child = subprocess.Popen(commands[name], env=one_core, **how)
+        running.append(child)
         assert child.stdout is not None
         with child.stdout as lines:
             for line in lines:
-                said.put((name, line.rstrip("\n")))
-        said.put((name, None))
+                print(f"{name}: {line}", end="", flush=True)
+        code = child.wait()
+        how_it_ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{name} {how_it_ended}; what it said stands above" if code else None
 
-    Thread(target=listen, daemon=True).start()
-    return child
-
-
-def _tell(bars: Progress, bar: TaskID, name: str, line: str, shown: bool) -> None:
-    count, _, state = line.partition(" ")
-    step, _, total = count.partition("/")
-    counted = step.isdigit() and total.isdigit()
-    if counted:
-        bars.update(bar, completed=int(step), total=int(total), state=state)
-    if not (counted and shown):
-        bars.console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    with ThreadPoolExecutor(workers) as pool:
+        made = [pool.submit(run, name) for name in commands]
+        try:
+            return [why for each in made if (why := each.result()) is not None]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(each.done() for each in made):  # one may have been about to start
+                for child in running:
+                    child.terminate()
+                time.sleep(0.05)
+            raise
 
 
-# The four layouts the testbed is trained in, at equal width and depth.
-
-
-WIDTH, LAYERS, HEADS, MLP = 128, 4, 4, 512
+WIDTH, LAYERS, HEADS, MLP = 128, 4, 4, 512  # of all four layouts
 POSITIONS = 2048
 
 NAMES = ("testbed_rope", "testbed_learned", "testbed_alibi", "testbed_gqa")
@@ -147,14 +110,12 @@ def config_of(name: str) -> Any:
     words = vocabulary()
     ids = {"bos_token_id": words.index(START), "eos_token_id": words.index(END), "pad_token_id": words.index(PAD)}
     shared = {"vocab_size": len(words), "tie_word_embeddings": True, **ids}
-    if name == "testbed_rope":
+    if name in ("testbed_rope", "testbed_learned"):
         sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
-        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPTJConfig(rotary_dim=WIDTH // HEADS, **sizes, **quiet, **shared)
-    if name == "testbed_learned":
-        sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
-        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2Config(**sizes, **quiet, **shared)
+        shared |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        if name == "testbed_rope":
+            return GPTJConfig(rotary_dim=WIDTH // HEADS, **sizes, **shared)
+        return GPT2Config(**sizes, **shared)
     if name == "testbed_alibi":
         sizes = {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "expansion_ratio": MLP // WIDTH}
         return MptConfig(max_seq_len=POSITIONS, **sizes, **shared)
@@ -188,9 +149,6 @@ def waves(positions: int, width: int) -> torch.Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-# How a model of the testbed is trained.
-
-
 # Questions are the hard form: a marker makes the summary easy, and learnt first it delays them.
 MIXTURE = {"questions": 0.4, "summary": 0.3, "dialogue": 0.3}
 
@@ -212,9 +170,7 @@ class Recipe:
     every: int = 100  # steps between log lines and checkpoints
 
 
-# The recipe of each family: grouped heads and learned positions take longer until recall forms.
-
-
+# Grouped heads and learned positions take longer until recall forms.
 RECIPES = {
     "testbed_rope": Recipe(steps=2400, one_attribute=0.6),
     "testbed_learned": Recipe(steps=2800),
@@ -223,28 +179,30 @@ RECIPES = {
 }
 
 
-TRAINING_DOC = """`python -m experiments.studies.testbed train`: train the testbed's models from scratch. A killed
-training goes on where it
-was."""
-
-
 MODELS = Path(__file__).resolve().parents[2] / "kvexp" / "tasks" / "testbed_models"
 
 
-def train_main(arguments: list[str] | None = None) -> int:
-    """0, 1 if a training failed, 2 if one cannot begin, 130 if it was interrupted."""
-    asked = _asked(arguments)
+def _train(asked: argparse.Namespace) -> int:
+    """0, 1 if a training failed, 130 if it was interrupted; ConfigError if one cannot begin."""
+    # A training asked to end ends its children too, which Python does only of an interrupt.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    names = list(dict.fromkeys(asked.models))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ConfigError(f"{unknown[0]} is none of {', '.join(NAMES)}")
+    if asked.workers < 1 or (asked.steps is not None and asked.steps < 1):
+        raise ConfigError("--workers and --steps must be at least 1")
+    if asked.steps is not None and asked.out.resolve() == MODELS:
+        raise ConfigError(
+            "--steps is for trying something out: give --out FOLDER too, kvexp's own models stay as they are"
+        )
     try:
-        if len(asked.models) == 1 and not sys.stdout.isatty():  # in a terminal even one gets a bar
-            _one(asked.models[0], asked.out, asked.work, asked.steps)
+        if len(names) == 1:
+            _one(names[0], asked.out, asked.work, asked.steps)
             return 0
         options = ["--out", str(asked.out), "--work", str(asked.work)]
         options += [] if asked.steps is None else ["--steps", str(asked.steps)]
         line = [sys.executable, "-u", "-m", "experiments.studies.testbed", "train"]
-        failed = several({name: [*line, name, *options] for name in asked.models or NAMES}, asked.workers)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        failed = several({name: [*line, name, *options] for name in names or NAMES}, asked.workers)
     except KeyboardInterrupt:
         print(f"interrupted: the same command goes on from what lies in {asked.work}", file=sys.stderr)
         return 130
@@ -253,34 +211,8 @@ def train_main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def train(arguments: list[str]) -> int:
-    """As `main`; a training asked to end ends its children too, which Python does only of an interrupt."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return train_main(arguments)
-
-
-def _asked(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.studies.testbed train", description=TRAINING_DOC)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--out", type=Path, default=MODELS, help="where the model folders go (default: kvexp's own)")
-    parser.add_argument("--work", type=Path, default=Path("outputs/.training"), help="checkpoints while training")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="models at a time, one core each")
-    parser.add_argument("--steps", type=int, help="another number of steps than the recipe's, to try something out")
-    asked = parser.parse_args(arguments)
-    for name in asked.models:
-        if name not in NAMES:
-            parser.error(f"{name} is none of {', '.join(NAMES)}")
-    asked.models = list(dict.fromkeys(asked.models))
-    if asked.workers < 1 or (asked.steps is not None and asked.steps < 1):
-        parser.error("--workers and --steps must be at least 1")
-    if asked.steps is not None and asked.out.resolve() == MODELS:
-        parser.error("--steps is for trying something out: give --out FOLDER too, kvexp's own models stay as they are")
-    return asked
-
-
 def _one(name: str, out: Path, work: Path, steps: int | None) -> None:
     """Train in this process; a line of text at the start and after every 100 steps."""
-    import torch
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it warns of a missing mask, but pads stand behind the text and weigh nothing
@@ -407,9 +339,6 @@ def _batch(rows: list[tuple[list[str], list[bool]]], width: int, kind: str, cont
     return Lesson(ids, weight, answered & ~torch.isin(ids, _CLOSING), kind)
 
 
-# A trained model as a folder that any Hugging Face program loads: float16 weights, tokenizer, card, log.
-
-
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per word between spaces. Adds nothing by itself: the prompt forms write their start token."""
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary())}, unk_token=UNKNOWN))
@@ -483,9 +412,6 @@ def _commit(described: str | None) -> str:
     if described is None:
         return "not of a git checkout"
     return described.replace("-dirty", " and changes that were committed after it")
-
-
-# The training loop: seeded, resumable after a kill, logging recall per prompt form.
 
 
 class Trainer:
@@ -608,9 +534,6 @@ def loss_of(model: Any, name: str, batch: Lesson, rng: Random, reach: int = 0) -
     return (each * weight).sum() / weight.sum(), right
 
 
-# One family from random weights to its folder.
-
-
 def train_family(name: str, recipe: Recipe, work: Path, out: Path, say: Callable[[Trainer], None]) -> None:
     """Train `name` (resuming what lies in `work`) and write `out / name`; `say` is called first and as it goes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -647,7 +570,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "validation_recall": {kind: round(recall(trainer, kind), 4) for kind in KINDS},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
         "torch": torch.__version__,
-        "commit": _family_commit(),
+        "commit": _described(),
     }
 
 
@@ -662,7 +585,7 @@ def recall(trainer: Trainer, kind: str, batches: int = 8) -> float:
     return total / batches
 
 
-def _family_commit() -> str | None:
+def _described() -> str | None:
     with contextlib.suppress(OSError):
         line = ["git", "describe", "--always", "--dirty"]
         where = Path(__file__).resolve().parents[2]
@@ -671,14 +594,11 @@ def _family_commit() -> str | None:
     return None
 
 
-# The testbed's examples as data of lm-eval, LongBench and needle in a haystack, to run their own code on them.
-
-
 NEEDLES, TEXTS, TEXT_TOKENS, OTHERS = 3, 12, 100, 2  # needles; texts in the haystack, their tokens and other facts
 _PLAIN = re.compile(r"[\w./-]+")
 
 
-def export_tasks_export(folder: Path, size: int = 60, split: str = "test", seed: int = 12345) -> dict[str, list[str]]:
+def export_tasks(folder: Path, size: int = 60, split: str = "test", seed: int = 12345) -> dict[str, list[str]]:
     """Write the files; which part of kvexp reads them -> overrides of run.py that do.
 
     lm_eval/: testbed_choice as an lm-eval task of `size` items (context, question and choices are those of
@@ -770,7 +690,7 @@ def _codes(rng: Random, split: str) -> list[Fact]:
     found: list[Fact] = []
     digits: list[str] = []
     while len(found) < NEEDLES:
-        fact = draw_fact(rng, split, set(), NAMES_of_testbed, "code")
+        fact = draw_fact(rng, split, set(), PEOPLE, "code")
         known = {other.name for other in found}
         if fact.name not in known and len({*digits, *fact.value.split()}) == len(digits) + 3:
             found.append(fact)
@@ -780,7 +700,7 @@ def _codes(rng: Random, split: str) -> list[Fact]:
 
 def _other(rng: Random, split: str, taken: set[tuple[str, str]]) -> Fact:
     """A fact that is no code: a code of somebody else would be as good an answer."""
-    while (fact := draw_fact(rng, split, taken, NAMES_of_testbed, None)).attribute == "code":
+    while (fact := draw_fact(rng, split, taken, PEOPLE, None)).attribute == "code":
         pass
     return fact
 
@@ -794,40 +714,32 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-TESTBED_DOC = """`python -m experiments.studies.testbed export FOLDER`: the testbed as data of lm-eval, LongBench and
-needle, and how to run
-it."""
-
-
-def export_main(arguments: list[str] | None = None) -> int:
-    """Write the files and print the commands that read them; 1 for what cannot be done, which is told."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.studies.testbed export", description=TESTBED_DOC)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", type=int, default=60, help="items and questions")
-    parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--seed", type=int, default=12345)
-    asked = parser.parse_args(arguments)
-    try:
-        for overrides in export_tasks_export(asked.folder, asked.size, asked.split, asked.seed).values():
-            print(shlex.join(["kvexp", "run", *overrides]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def _export(asked: argparse.Namespace) -> int:
+    for overrides in export_tasks(asked.folder, asked.size, asked.split, asked.seed).values():
+        print(shlex.join(["kvexp", "run", *overrides]))
     return 0
 
 
-def main(words: list[str]) -> int:
-    """The study's commands, the first word of `words`."""
-    commands = {"train": train, "export": export_main}
-    if not words or words[0] not in commands:
-        print(
-            f"usage: python -m {(__spec__ or sys).name if __spec__ else 'study'} {' | '.join(commands)} ...",
-            file=sys.stderr,
-        )
-        return 2
-    return commands[words[0]](words[1:])
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 2 for what cannot be done, which is told."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.studies.testbed")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train the testbed's models from scratch, or go on where they were")
+    train.set_defaults(command=_train)
+    train.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(NAMES)}; default: all")
+    train.add_argument("--out", type=Path, default=MODELS, help="where the model folders go (default: kvexp's own)")
+    train.add_argument("--work", type=Path, default=Path("outputs/.training"), help="checkpoints while training")
+    train.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="models at a time, one core each")
+    train.add_argument("--steps", type=int, help="another number of steps than the recipe's, to try something out")
+    export = commands.add_parser("export", help="the testbed as data of lm-eval, LongBench and needle")
+    export.set_defaults(command=_export)
+    export.add_argument("folder", type=Path)
+    export.add_argument("--size", type=int, default=60, help="items and questions")
+    export.add_argument("--split", choices=SPLITS, default="test")
+    export.add_argument("--seed", type=int, default=12345)
+    return carried_out(parser, words)
 
 
 if __name__ == "__main__":
     watch_pipes()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,10 @@
-"""A model's full cache against its published numbers."""
+"""The full cache under a published protocol, against the published numbers.
+
+    python -m experiments.studies.yardstick model=NAME
+
+Settings are those of `kvexp run`, as far as they change no number but the model: limit=N compares the first N items of
+each benchmark, task.data_dir=FOLDER reads local rows (NAME.SPLIT.jsonl, in the hub's schema), batch_size=N.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,8 @@ from omegaconf import OmegaConf
 
 import kvexp
 from kvexp.run.batches import evaluate_run
-from kvexp.run.compose import guard
+from kvexp.run.compose import told
+from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.labels import QUOTES, model_label
 from kvexp.run.settings import Settings
@@ -23,22 +30,12 @@ from kvexp.run.store import Run, keep_check
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.util import CONF, CacheError, ConfigError, Session, active, keys_of, say, watch_pipes
 
-YARDSTICK_DOC = """python -m experiments.studies.yardstick model=NAME: the full cache under a published protocol,
-against the published numbers.
-
-Settings are those of `kvexp run`, as far as they change no number but the model: limit=N compares the first N items of
-each benchmark, task.data_dir=FOLDER reads local rows (NAME.SPLIT.jsonl, in the hub's schema), batch_size=N.
-"""
-
-
 SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "shard", "task.data_dir")
 SLICE = 25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 where every number is inside two standard errors, 1 where one is not (or lm-eval disagrees), 2 for errors."""
-    from kvexp.run.compose import told
-
     args, words = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         check_words(words)
@@ -53,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m experiments.studies.yardstick",
         usage="%(prog)s model=NAME [limit=N] [task.data_dir=FOLDER] [options]",
-        description=YARDSTICK_DOC,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -78,9 +75,6 @@ def check_words(words: Sequence[str]) -> None:
                 f"{word}: the yardstick sets task, method and protocol itself; it takes {', '.join(SETTINGS)} and "
                 "model.NAME"
             )
-
-
-# Published numbers of models at full cache, with their sources: published.yaml as objects.
 
 
 FILE = Path(__file__).with_name("published.yaml")
@@ -119,9 +113,6 @@ def published(name: str) -> PublishedModel:
     numbers = tuple(PublishedNumber(task, **each) for task, each in node["numbers"].items())
     protocol, weights, source = (" ".join(node[key].split()) for key in ("protocol", "weights", "source"))
     return PublishedModel(name, protocol, weights, source, numbers, tuple(node.get("beside", ())))
-
-
-# A full cache's mean score on a benchmark, and how far it is from the published one.
 
 
 ERRORS = 2  # standard errors within which a number counts as the published one
@@ -184,9 +175,6 @@ def verdict(scores: Sequence[FullCacheScore]) -> str:
     return words if n == items else f"{words}, on {n} of {items} items"
 
 
-# The same items through lm-eval's own Hugging Face model: log-likelihood by log-likelihood, and in accuracy.
-
-
 WITHIN = 1e-3  # nats, per log-likelihood
 
 
@@ -245,9 +233,6 @@ def stock_model(settings: Settings) -> Any:
         )
 
 
-# The runs of a yardstick, composed as `kvexp run` composes them: a full cache on lm-eval's own benchmarks.
-
-
 BATCH = 8  # prompts per forward where nothing else is asked for: in float32 it changes no number
 
 
@@ -276,10 +261,6 @@ def composed_settings(words: Sequence[str], benchmarks: Callable[[str], tuple[st
     return name, settings
 
 
-# All of `python -m experiments.studies.yardstick`: runs of the full cache, the table beside the published numbers,
-# the file for tables.
-
-
 def compare_with(words: Sequence[str], name: str | None, check_lm_eval: int | None) -> int:
     """Run, compare, print and keep. words: of the command line; name: whose numbers, None: the model's.
 
@@ -297,9 +278,17 @@ def compare_with(words: Sequence[str], name: str | None, check_lm_eval: int | No
         if check_lm_eval is not None:
             lm = lm or stock_model(settings)
             agreements.append(agreement(settings, rows[:check_lm_eval], lm))
-    words_of = verdict(scores)
-    file = keep_check(runs[0].outputs_dir, runs[0].identity["model"], _content(known, scores, agreements, words_of))
-    _print(known, scores, agreements, words_of, file)
+    found = verdict(scores)
+    content = {
+        "verdict": found,
+        "numerics": kvexp.NUMERICS,
+        "published": known.name,
+        "source": known.source,
+        "scores": [score.plain() for score in scores],
+        "lm_eval": [{**asdict(one), "agrees": one.agrees} for one in agreements],
+    }
+    file = keep_check(runs[0].outputs_dir, runs[0].identity["model"], content)
+    _print(known, scores, agreements, found, file)
     return 0 if all(one.inside for one in scores) and all(one.agrees for one in agreements) else 1
 
 
@@ -316,19 +305,6 @@ def _items(settings: Settings) -> int:
     """How many items the benchmark has."""
     assert isinstance(settings.task, LMEval)
     return len(settings.task.definition.eval_docs)
-
-
-def _content(
-    known: PublishedModel, scores: Sequence[FullCacheScore], agreements: Sequence[HFLMAgreement], words: str
-) -> dict[str, Any]:
-    return {
-        "verdict": words,
-        "numerics": kvexp.NUMERICS,
-        "published": known.name,
-        "source": known.source,
-        "scores": [score.plain() for score in scores],
-        "lm_eval": [{**asdict(one), "agrees": one.agrees} for one in agreements],
-    }
 
 
 def _print(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from kvexp.core.attention import AttentionParams, RoPE
 from kvexp.core.budget import Budget, BytesBudget, Cadence
-from kvexp.core.config import CacheConfig, CacheOptions
-from kvexp.core.eviction import EvictionLayer, MemoryTracker
+from kvexp.core.config import CacheConfig
+from kvexp.core.eviction import CacheState, EvictionLayer, MemoryTracker
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, Needs, SecondPass
 from kvexp.core.noise import Noise
 from kvexp.core.quantized import Quantization
@@ -27,7 +27,7 @@ __all__ = [
     "Budget",
     "BytesBudget",
     "CacheConfig",
-    "CacheOptions",
+    "CacheState",
     "Cadence",
     "EvictionContext",
     "EvictionLayer",

@@ -1,4 +1,7 @@
-"""Attention over slots: logits, masks, probabilities, output."""
+"""Attention over slots: logits, masks, probabilities, output.
+
+Position ids are the mask: a query sees a slot iff 0 <= slot position <= query position.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvexp.core.slots import INT64_MAX
+from kvexp.core.topk import INT64_MAX
 from kvexp.util import ConfigError
-
-# Attention over slots. Position ids are the mask: a query sees a slot iff 0 <= slot position <= query position.
-
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
 # MKL splits a sum over so many slots and more at places that depend on their number, once a group has so many heads.
@@ -288,9 +288,6 @@ def decode_logits(query: Tensor, keys: Tensor, positions: Tensor, newest: Tensor
         slopes = params.alibi.view(1, *x.shape[1:3], 1).to(x.device)
         x = x + slopes * (positions - newest)[:, :, None].to(torch.float32)
     return x[..., None, :]
-
-
-# Attention without a causal mask inside chunks of a prompt: what tokens get from those around them, on both sides.
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.budget_shares import RankedSlots
-from kvexp.core.slots import RaggedSlots, Slots, select_evict, select_keep
+from kvexp.core.budget_resolution import LayerSlots
+from kvexp.core.ranking import RankedSlots
+from kvexp.core.slots import RaggedSlots, Slots
+from kvexp.core.topk import select_evict, select_keep
 
 # On a CPU, MKL sums the last columns of a product in another order where their number is no multiple of this.
 CPU_WIDTH_MULTIPLE = 4
@@ -36,8 +37,8 @@ class EvictionBackend:
         compacts.
         """
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
-        """Evict until every row holds `resolved.keep` tokens."""
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
+        """Evict until every row holds `allowed.kept` tokens."""
         raise NotImplementedError
 
     def select_rows(self, rows: Tensor) -> None:
@@ -91,7 +92,7 @@ class InPlace(EvictionBackend):
     def reset_layout(self) -> None:
         self.free_slots = self.out_of_budget = None
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
         """Free `every` slots of the fixed layout; before there is one, compact into it."""
         if (
             self.free_slots is not None
@@ -103,18 +104,18 @@ class InPlace(EvictionBackend):
             slots.invalidate(self.free_slots)
             return
         if self.every is None:
-            compact(slots, ranked, resolved, 0)
+            compact(slots, ranked, allowed, 0)
             return
         # Room for the longest row or head, even if it has not filled its budget yet.
-        most = max(resolved.most)
+        most = max(allowed.most)
         width = most + self.every
-        if resolved.head_keep is not None:
+        if allowed.by_head is not None:
             width = ragged_width(width)
         elif self.every == 1:
             width = stackable_width(width, slots.positions.device)
-        compact(slots, ranked, resolved, width - min(most, slots.length), free=self.every)
+        compact(slots, ranked, allowed, width - min(most, slots.length), free=self.every)
         index = torch.arange(slots.length, device=slots.positions.device)
-        first = resolved.keep_by_head[..., None]
+        first = allowed.kept_by_head[..., None]
         self.out_of_budget = index >= first + self.every
         free = first + index[: self.every]
         self.set_free(free.expand(-1, slots.positions.shape[1], -1).contiguous())
@@ -131,14 +132,14 @@ class Compacting(EvictionBackend):
     Slower than `InPlace` and simpler, so tests compare `InPlace` with it.
     """
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
-        compact(slots, ranked, resolved, 0)
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
+        compact(slots, ranked, allowed, 0)
 
 
 class Mask(EvictionBackend):
     """Mode mask, a simulation: nothing is dropped; evicted slots are no longer visible and their score stays -inf."""
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
         score, positions = slots.score[:, :, : slots.length], slots.positions[:, :, : slots.length]
         assert slots.visible is not None
         visible, hidden = slots.visible[:, :, : slots.length], ranked.hidden
@@ -146,24 +147,24 @@ class Mask(EvictionBackend):
         if hidden is not None:
             candidates = candidates & ~hidden
         eligible, protected = positions.masked_fill(~candidates, -1), ranked.protected & candidates
-        most = min(max(resolved.most), slots.length)
-        index, keep = select_keep(ranked.priority, eligible, protected, resolved.keep_by_head, most)
+        most = min(max(allowed.most), slots.length)
+        index, keep = select_keep(ranked.priority, eligible, protected, allowed.kept_by_head, most)
         visible.zero_()
         visible.scatter_(-1, index, keep)
         stays = visible if hidden is None else visible | (hidden & (score > -torch.inf))
         score.masked_fill_(~stays, -torch.inf)
 
 
-def compact(slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget, reserve: int, free: int = 0) -> None:
-    """Keep the first `resolved.keep_by_head` slots of every row, in order of position, with `reserve` dead ones behind.
+def compact(slots: Slots, ranked: RankedSlots, allowed: LayerSlots, reserve: int, free: int = 0) -> None:
+    """Keep the first `allowed.kept_by_head` slots of every row, in order of position, with `reserve` dead ones behind.
 
     free: where heads keep different numbers, dead slots behind each head's own, for tokens to come.
     """
-    max_keep = min(max(resolved.most), slots.length)
+    max_keep = min(max(allowed.most), slots.length)
     positions = slots.positions[:, :, : slots.length]
-    index, keep = select_keep(ranked.priority, positions, ranked.protected, resolved.keep_by_head, max_keep)
-    if isinstance(slots, RaggedSlots) and resolved.head_keep is not None:
-        slots.pack(index, keep, reserve, [[kept + free for kept in heads] for heads in resolved.head_keep])
+    index, keep = select_keep(ranked.priority, positions, ranked.protected, allowed.kept_by_head, max_keep)
+    if isinstance(slots, RaggedSlots) and allowed.by_head is not None:
+        slots.pack(index, keep, reserve, [[kept + free for kept in heads] for heads in allowed.by_head])
     else:
         slots.gather(index, keep, reserve)
 
@@ -224,13 +225,13 @@ class RecordingBackend(EvictionBackend):
     def select_rows(self, rows: Tensor) -> None:
         self.inner.select_rows(rows)
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
         held = held_slots(slots)
         positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
         if self.reprioritise is None:
-            self.inner.evict(slots, ranked, resolved)
+            self.inner.evict(slots, ranked, allowed)
         else:
-            self.inner.evict(slots, replace(ranked, priority=self.reprioritise(ranked.priority, held)), resolved)
+            self.inner.evict(slots, replace(ranked, priority=self.reprioritise(ranked.priority, held)), allowed)
         self.on_evict(SlotsBefore(held, positions, ranked.priority, ranked.protected, _still_held(slots, positions)))
 
 

@@ -1,21 +1,14 @@
-"""What is asked of a cache: a budget in slots, shares or bytes."""
+"""What is asked of a cache: a budget in slots, shares or bytes. The one place where a ratio becomes an integer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal, get_args
-
-import torch
-from torch import Tensor
 
 from kvexp.core.quantized import Quantization, SlotBytes
 from kvexp.util import ConfigError
-
-# Budgets and cadence: the one place where a ratio becomes an integer.
-
 
 # How slots are shared out among kv heads. In all but the first two ways, heads hold different numbers of slots.
 Heads = Literal["uniform", "union", "adaptive", "global", "duo"]
@@ -36,6 +29,24 @@ def floor_share(ratio: float, count: int) -> int:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True)
+class PromptSizes:
+    """What is known of a batch of prompts before the model runs, for which budgets are resolved.
+
+    lengths: real tokens of each; padded: columns, padding included; new_tokens: to come after them, None: not known;
+    layers: of the model.
+    """
+
+    lengths: Sequence[int]
+    padded: int
+    new_tokens: int | None
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Budget:
                 f"give exactly one of kv_ratio and tokens, got kv_ratio={self.kv_ratio} tokens={self.tokens}{threshold}"
             )
         ratio = self.kv_ratio
-        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1):
+        if ratio is not None and (not _is_number(ratio) or not 0 < ratio <= 1):
             shown = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
             raise ConfigError(f"kv_ratio must be in (0, 1], got {shown}")
         if self.tokens is not None and (isinstance(self.tokens, bool) or not isinstance(self.tokens, int)):
@@ -132,9 +143,9 @@ class Budget:
                 f"give exactly one of kv_ratio, tokens and threshold, got kv_ratio={self.kv_ratio} "
                 f"tokens={self.tokens} threshold={limit}"
             )
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit):
+        if not _is_number(limit) or not math.isfinite(limit):
             raise ConfigError(f"threshold must be a finite number, got {limit!r}")
-        if recent is not None and (isinstance(recent, bool) or not isinstance(recent, int) or recent < 1):
+        if recent is not None and not _is_whole(recent, 1):
             raise ConfigError(f"threshold_recent must be a whole number of at least 1, got {recent!r}")
         if self.heads != "uniform" or self.pyramid or self.layers not in (None, "uniform") or self.of != "prompt":
             raise ConfigError(
@@ -153,16 +164,12 @@ class Budget:
             )
         if self.head_floor is not None and (not _is_number(self.head_floor) or not 0 <= self.head_floor <= 1):
             raise ConfigError(f"head_floor must be in [0, 1], got {self.head_floor!r}")
-        if self.heads in ("global", "duo") and self.pyramid:
-            raise ConfigError(
-                f"budget.heads={self.heads} shares out the slots of all layers among all heads, budget.pyramid by "
-                "depth: set budget.pyramid=0, or budget.heads=adaptive"
-            )
-        if self.heads in ("global", "duo") and self.layers not in (None, "uniform"):
-            raise ConfigError(
-                f"budget.heads={self.heads} shares out the slots of all layers among all heads, budget.layers="
-                f"{self.layers} among layers: leave one of the two alone"
-            )
+        if self.heads in ("global", "duo"):
+            shares = f"budget.heads={self.heads} shares out the slots of all layers among all heads"
+            if self.pyramid:
+                raise ConfigError(f"{shares}, budget.pyramid by depth: set budget.pyramid=0, or budget.heads=adaptive")
+            if self.layers not in (None, "uniform"):
+                raise ConfigError(f"{shares}, budget.layers={self.layers} among layers: leave one of the two alone")
         for name, least in (("stream_sinks", 0), ("stream_recent", 1)):
             value = getattr(self, name)
             if value is not None and self.heads != "duo":
@@ -170,7 +177,7 @@ class Budget:
                     f"budget.{name} has no effect with budget.heads={self.heads}: leave it at null, or set "
                     "budget.heads=duo"
                 )
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is not None and not _is_whole(value, least):
                 raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
     @property
@@ -216,27 +223,24 @@ class Budget:
         """`head_floor`, or what stands for null."""
         return DEFAULT_FLOORS.get(self.heads, 0.0) if self.head_floor is None else self.head_floor
 
-    def resolve(
-        self, prompt_lengths: Sequence[int], padded: int, max_new_tokens: int | None, layer: int, layers: int
-    ) -> list[int]:
-        """Slots per kv head of layer `layer` (of `layers`), one number per batch row.
+    def resolve(self, prompts: PromptSizes, layer: int) -> list[int]:
+        """Slots per kv head of layer `layer`, one number per prompt, before layers share them out otherwise.
 
-        prompt_lengths: real tokens of each row; padded: columns of the prompt, padding included. ConfigError where
-        `of="sequence"` and max_new_tokens is None, and where a row would get no slot.
+        ConfigError where `of="sequence"` and new_tokens is None, and where a prompt would get no slot.
         """
-        return [self._one(length, padded, max_new_tokens, layer, layers) for length in prompt_lengths]
+        return [self._one(length, prompts, layer) for length in prompts.lengths]
 
-    def _one(self, length: int, padded: int, max_new_tokens: int | None, layer: int, layers: int) -> int:
-        """Slots per kv head of one row, whose prompt has `length` real tokens; the other arguments as of `resolve`."""
+    def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
+        """Slots per kv head for the prompt of `length` real tokens."""
         if self.threshold is not None:
             return length + 1  # room for all, until the priorities are known
         if self.tokens is not None:
             slots = self.tokens
         else:
             assert self.kv_ratio is not None
-            slots = floor_share(self.kv_ratio, self.base(length, padded, max_new_tokens))
-        if self.pyramid and layers > 1:
-            slots = floor_share(1 + self.pyramid * (1 - 2 * layer / (layers - 1)), slots)
+            slots = floor_share(self.kv_ratio, self._base(length, prompts))
+        if self.pyramid and prompts.layers > 1:
+            slots = floor_share(self._share_of_depth(prompts, layer), slots)
         if slots < 1:
             raise ConfigError(
                 f"the budget of layer {layer} is {slots} slots for a prompt of {length} tokens; "
@@ -245,14 +249,17 @@ class Budget:
             )
         return slots
 
-    def base(self, length: int, padded: int, max_new_tokens: int | None) -> int:
-        """The tokens of which a ratio is a share, by `of`; arguments as of `_one`."""
-        base = {"prompt": length, "padded": padded}.get(self.of)
-        if base is not None:
-            return base
-        if max_new_tokens is None:
+    def _share_of_depth(self, prompts: PromptSizes, layer: int) -> float:
+        """What `pyramid` gives this layer, as a multiple of the mean."""
+        return 1 + self.pyramid * (1 - 2 * layer / (prompts.layers - 1))
+
+    def _base(self, length: int, prompts: PromptSizes) -> int:
+        """The tokens of which a ratio is a share, by `of`."""
+        if self.of != "sequence":
+            return length if self.of == "prompt" else prompts.padded
+        if prompts.new_tokens is None:
             raise ConfigError("budget.of=sequence needs max_new_tokens: say how many tokens will be generated")
-        return length + max_new_tokens
+        return length + prompts.new_tokens
 
 
 @dataclass(frozen=True)
@@ -275,9 +282,6 @@ class Cadence:
                 f"cadence.every may be at most {LONGEST_WAIT} decode steps, for which slots are laid out, or null for "
                 f"never, got {self.every}"
             )
-
-
-# A budget in bytes: as many slots as fit into a share of the full cache's, at the bits they are stored in.
 
 
 @dataclass(frozen=True)
@@ -314,11 +318,10 @@ class BytesBudget(Budget):
         """The bytes of this budget's slots, at 16 bits per unquantised number."""
         return SlotBytes(self.key_dim, self.value_dim, self.quantization)
 
-    def _one(self, length: int, padded: int, max_new_tokens: int | None, layer: int, layers: int) -> int:
-        tokens = self.base(length, padded, max_new_tokens)
-        share = self.bytes_ratio
-        if self.pyramid and layers > 1:
-            share *= 1 + self.pyramid * (1 - 2 * layer / (layers - 1))
+    def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
+        tokens, share = self._base(length, prompts), self.bytes_ratio
+        if self.pyramid and prompts.layers > 1:
+            share *= self._share_of_depth(prompts, layer)
         allowed = share * SlotBytes(self.key_dim, self.value_dim).of(tokens)
         slots = self.slot_bytes.most_slots(allowed + 1e-9)
         if slots < 1:
@@ -327,158 +330,3 @@ class BytesBudget(Budget):
                 f"in layer {layer}, and one slot takes {self.slot_bytes.of(1)}: raise bytes_ratio"
             )
         return slots
-
-
-# Budgets that differ by layer: how one budget is shared out over the layers, which in all hold as many slots as ever.
-#
-# The sources allot slots to layers by rules of their own (linear in the depth, or by what a layer's attention looks
-# like); here every rule gives back whole numbers that add up to `layers` times the budget, row by row.
-
-
-SMALL = 1e-10  # is added to a probability before its logarithm is taken, as in CAKE's release
-
-
-@dataclass(frozen=True)
-class LayerBudgets:
-    """The same budget for every layer; the base of other ways to share it out.
-
-    window: how many of the prompt's newest queries are observed in every layer before slots are shared out, so that
-    nothing is evicted before the last layer has seen the prompt; 0: the shares do not depend on the text.
-    """
-
-    @property
-    def window(self) -> int:
-        return 0
-
-    def share(
-        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None = None
-    ) -> list[int]:
-        """Slots per kv head of every layer, from the first to the last; their sum is slots * layers.
-
-        slots: the budget of a row; length: its real prompt tokens; least: the fewest slots that hold what the method
-        protects; preferences: of every layer, where `window` is above 0; None: not known yet, and every layer has
-        `slots`. A budget that holds the whole prompt, or nothing but what is protected, is not shared out.
-        """
-        if layers == 1 or slots >= length or slots <= least:
-            return [slots] * layers
-        return self._share(slots, length, least, layers, preferences)
-
-    def _share(
-        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
-    ) -> list[int]:
-        """`share`, for least < slots < length and several layers."""
-        return [slots] * layers
-
-    def preference(self, logits: Tensor, lengths: Sequence[int]) -> list[float]:
-        """What a layer's share of the slots goes by, one number per batch row.
-
-        logits [B, H, G, n, S] of the newest n queries, newest last, slots in the order of the prompt's columns; lengths
-        [B]: real prompt tokens.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class PyramidLayers(LayerBudgets):
-    """PyramidKV: a layer's slots fall linearly with its depth, from the bottom layer to the top one.
-
-    With m the slots that the method protects and k the budget, the top layer gets m + (k - m) / `beta` slots and the
-    bottom one as much above k as that is below it, but not more than the prompt has tokens. Source: Cai et al.,
-    arXiv:2406.02069, and the authors' code, in which m is the observing window and comes on top of the budget, and
-    steps are whole numbers; here m is part of the budget, and the steps are rounded so that the sum stays.
-    `form="kvpress"`: as in kvpress's PyramidKVPress, where the window counts within every share, and budgets whose
-    top layer could not hold it are not shared out at all.
-    """
-
-    beta: float = 20.0
-    form: Literal["paper", "kvpress"] = "paper"
-
-    def __post_init__(self) -> None:
-        if not self.beta >= 1:
-            raise ConfigError(f"beta must be at least 1, got {self.beta:g}")
-        if self.form not in ("paper", "kvpress"):
-            raise ConfigError(f"form must be paper or kvpress, got {self.form!r}")
-
-    def _share(
-        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
-    ) -> list[int]:
-        outside = least if self.form == "paper" else 0
-        mean, most = slots - outside, length - least
-        top = mean / self.beta
-        bottom = 2 * mean - top
-        if bottom > most:
-            bottom, top = most, 2 * mean - most
-        if self.form == "kvpress" and not bottom >= top >= least:
-            return [slots] * layers
-        step = (bottom - top) / (layers - 1)
-        lower = [round(bottom - layer * step) for layer in range(layers // 2)]
-        middle = [mean] * (layers % 2)
-        upper = [2 * mean - each for each in reversed(lower)]
-        return [outside + each for each in (*lower, *middle, *upper)]
-
-
-@dataclass(frozen=True)
-class CakeLayers(LayerBudgets):
-    """CAKE: a layer's share is as its preference, P = E^(1 / tau1) * V^(1 / tau2).
-
-    E: the entropy of the attention that the prompt's newest `observed` queries pay to the tokens before them, summed
-    over queries and query heads; V: the variance of that attention over the queries, summed over tokens and query
-    heads. Every layer has the window, or what the method protects, if that is more; the rest of the slots is shared out
-    by P, nowhere more than the prompt has tokens, and what is left over goes evenly to the other layers. Source: Qin et
-    al., arXiv:2503.12491, and the authors' code (window 32; tau1 and tau2 are 1 for models without an entry in its
-    table). Departures: layers wait for the last one's preference with the whole prompt in the cache, at a higher peak
-    of memory, where the authors' cascade cuts them on the way and can so leave a layer one slot short; all slots are
-    granted, where the authors' code can give a layer more than the prompt has and loses what is over.
-    """
-
-    tau1: float = 1.0
-    tau2: float = 1.0
-    observed: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("tau1", "tau2"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name):g}")
-        if self.observed < 2:
-            raise ConfigError(f"observed must be at least 2 queries, got {self.observed}")
-
-    @property
-    def window(self) -> int:
-        return self.observed
-
-    def preference(self, logits: Tensor, lengths: Sequence[int]) -> list[float]:
-        found = []
-        for row, length in zip(logits, lengths, strict=True):
-            # Row by row over its own tokens alone: sums over padding would round otherwise.
-            probabilities = row[..., -length:].double().softmax(-1)[..., -min(self.observed, length) :, :]
-            before = probabilities[..., : -probabilities.shape[-2]].contiguous()
-            entropy = -(before * (before + SMALL).log()).sum()
-            some = before.shape[-2] > 1 and before.shape[-1] > 0  # queries to differ, tokens before them to look at
-            variance = before.var(dim=-2).sum() if some else torch.zeros(())
-            found.append(float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(variance) ** (1 / self.tau2))
-        return found
-
-    def _share(
-        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
-    ) -> list[int]:
-        base = max(least, min(self.observed, slots))
-        if preferences is None or slots <= base or not 0 < sum(preferences) < float("inf"):
-            return [slots] * layers
-        total, most, whole = (slots - base) * layers, length - base, sum(map(Fraction, preferences))
-        wanted = [int(Fraction(each) / whole * total) for each in preferences]
-        shares = [min(each, most) for each in wanted]
-        shares = _spread(shares, sum(wanted) - sum(shares), most)
-        shares = _spread(shares, total - sum(shares), most)  # what rounding down has left
-        return [base + each for each in shares]
-
-
-def _spread(shares: Sequence[int], rest: int, most: int) -> list[int]:
-    """The shares with `rest` more: one for each that is below `most`, from the first on, again and again."""
-    made = list(shares)
-    while rest:
-        below = [i for i, each in enumerate(made) if each < most]
-        even = max(1, min(rest // len(below), min(most - made[i] for i in below)))
-        for i in below[:rest]:
-            made[i] += even
-        rest -= even * len(below[:rest])
-    return made

@@ -4,54 +4,171 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvexp.core.budget import Budget, CakeLayers, LayerBudgets, PyramidLayers, floor_share
-from kvexp.core.method import Method
-from kvexp.core.slots import INT64_MAX, INT64_MIN, order_key
+from kvexp.core.budget import Budget, floor_share
 from kvexp.core.statistics import HeadScores
+from kvexp.core.topk import INT64_MAX, INT64_MIN, order_key
 from kvexp.util import ConfigError
 
-# How a run shares its budget out over layers, and the layers of one cache that wait for it at the prompt's end.
+if TYPE_CHECKING:
+    from kvexp.core.method import Method
+    from kvexp.core.ranking import RankedSlots
+
+SMALL = 1e-10  # is added to a probability before its logarithm is taken, as in CAKE's release
 
 
-class WaitingLayer(Protocol):
-    """A layer whose eviction waits for its budget; `index`: its number."""
+@dataclass(frozen=True)
+class LayerBudgets:
+    """The same budget for every layer; the base of other ways to share it out.
 
-    index: int
+    Every way gives whole numbers that add up to `layers` times the budget, row by row.
 
-    def take_budget(self, preferences: Sequence[Sequence[float]]) -> None:
-        """Go on with the eviction; preferences [B][L]: of every row, those of all layers."""
-
-
-class LayerAllocation:
-    """Preferences of one cache's layers, until the last of `layers` has one and all can be told.
-
-    how: by which slots are shared out. One for all layers of a cache.
+    window: how many of the prompt's newest queries are observed in every layer before slots are shared out, so that
+    nothing is evicted before the last layer has seen the prompt; 0: the shares do not depend on the text.
     """
 
-    def __init__(self, how: LayerBudgets, layers: int) -> None:
-        self.how, self.layers = how, layers
-        self._waiting: dict[int, tuple[WaitingLayer, list[float]]] = {}
+    @property
+    def window(self) -> int:
+        return 0
 
-    def reset(self) -> None:
-        """Forget the layers that wait."""
-        self._waiting = {}
+    def share(
+        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None = None
+    ) -> list[int]:
+        """Slots per kv head of every layer, from the first to the last; their sum is slots * layers.
 
-    def add(self, layer: WaitingLayer, preference: list[float]) -> None:
-        """A layer's preference, one number per batch row. With the last layer's, every layer takes its budget."""
-        self._waiting[layer.index] = (layer, preference)
-        if len(self._waiting) < self.layers:
-            return
-        told = [self._waiting[index] for index in range(self.layers)]
-        self._waiting = {}
-        rows = [list(row) for row in zip(*(each for _, each in told), strict=True)]
-        for waiting, _ in told:
-            waiting.take_budget(rows)
+        slots: the budget of a row; length: its real prompt tokens; least: the fewest slots that hold what the method
+        protects; preferences: of every layer, where `window` is above 0; None: not known yet, and every layer has
+        `slots`. A budget that holds the whole prompt, or nothing but what is protected, is not shared out.
+        """
+        if layers == 1 or slots >= length or slots <= least:
+            return [slots] * layers
+        return self._share(slots, length, least, layers, preferences)
+
+    def _share(
+        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
+    ) -> list[int]:
+        """`share`, for least < slots < length and several layers."""
+        return [slots] * layers
+
+    def preference(self, logits: Tensor, lengths: Sequence[int]) -> list[float]:
+        """What a layer's share of the slots goes by, one number per batch row.
+
+        logits [B, H, G, n, S] of the newest n queries, newest last, slots in the order of the prompt's columns; lengths
+        [B]: real prompt tokens.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PyramidLayers(LayerBudgets):
+    """PyramidKV: a layer's slots fall linearly with its depth, from the bottom layer to the top one.
+
+    With m the slots that the method protects and k the budget, the top layer gets m + (k - m) / `beta` slots and the
+    bottom one as much above k as that is below it, but not more than the prompt has tokens. Source: Cai et al.,
+    arXiv:2406.02069, and the authors' code, in which m is the observing window and comes on top of the budget, and
+    steps are whole numbers; here m is part of the budget, and the steps are rounded so that the sum stays.
+    `form="kvpress"`: as in kvpress's PyramidKVPress, where the window counts within every share, and budgets whose
+    top layer could not hold it are not shared out at all.
+    """
+
+    beta: float = 20.0
+    form: Literal["paper", "kvpress"] = "paper"
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 1:
+            raise ConfigError(f"beta must be at least 1, got {self.beta:g}")
+        if self.form not in ("paper", "kvpress"):
+            raise ConfigError(f"form must be paper or kvpress, got {self.form!r}")
+
+    def _share(
+        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
+    ) -> list[int]:
+        outside = least if self.form == "paper" else 0
+        mean, most = slots - outside, length - least
+        top = mean / self.beta
+        bottom = 2 * mean - top
+        if bottom > most:
+            bottom, top = most, 2 * mean - most
+        if self.form == "kvpress" and not bottom >= top >= least:
+            return [slots] * layers
+        step = (bottom - top) / (layers - 1)
+        lower = [round(bottom - layer * step) for layer in range(layers // 2)]
+        middle = [mean] * (layers % 2)
+        upper = [2 * mean - each for each in reversed(lower)]
+        return [outside + each for each in (*lower, *middle, *upper)]
+
+
+@dataclass(frozen=True)
+class CakeLayers(LayerBudgets):
+    """CAKE: a layer's share is as its preference, P = E^(1 / tau1) * V^(1 / tau2).
+
+    E: the entropy of the attention that the prompt's newest `observed` queries pay to the tokens before them, summed
+    over queries and query heads; V: the variance of that attention over the queries, summed over tokens and query
+    heads. Every layer has the window, or what the method protects, if that is more; the rest of the slots is shared out
+    by P, nowhere more than the prompt has tokens, and what is left over goes evenly to the other layers. Source: Qin et
+    al., arXiv:2503.12491, and the authors' code (window 32; tau1 and tau2 are 1 for models without an entry in its
+    table). Departures: layers wait for the last one's preference with the whole prompt in the cache, at a higher peak
+    of memory, where the authors' cascade cuts them on the way and can so leave a layer one slot short; all slots are
+    granted, where the authors' code can give a layer more than the prompt has and loses what is over.
+    """
+
+    tau1: float = 1.0
+    tau2: float = 1.0
+    observed: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("tau1", "tau2"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name):g}")
+        if self.observed < 2:
+            raise ConfigError(f"observed must be at least 2 queries, got {self.observed}")
+
+    @property
+    def window(self) -> int:
+        return self.observed
+
+    def preference(self, logits: Tensor, lengths: Sequence[int]) -> list[float]:
+        found = []
+        for row, length in zip(logits, lengths, strict=True):
+            # Row by row over its own tokens alone: sums over padding would round otherwise.
+            probabilities = row[..., -length:].double().softmax(-1)[..., -min(self.observed, length) :, :]
+            before = probabilities[..., : -probabilities.shape[-2]].contiguous()
+            entropy = -(before * (before + SMALL).log()).sum()
+            some = before.shape[-2] > 1 and before.shape[-1] > 0  # queries to differ, tokens before them to look at
+            variance = before.var(dim=-2).sum() if some else torch.zeros(())
+            found.append(float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(variance) ** (1 / self.tau2))
+        return found
+
+    def _share(
+        self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
+    ) -> list[int]:
+        base = max(least, min(self.observed, slots))
+        if preferences is None or slots <= base or not 0 < sum(preferences) < float("inf"):
+            return [slots] * layers
+        total, most, whole = (slots - base) * layers, length - base, sum(map(Fraction, preferences))
+        wanted = [int(Fraction(each) / whole * total) for each in preferences]
+        shares = [min(each, most) for each in wanted]
+        shares = _spread(shares, sum(wanted) - sum(shares), most)
+        shares = _spread(shares, total - sum(shares), most)  # what rounding down has left
+        return [base + each for each in shares]
+
+
+def _spread(shares: Sequence[int], rest: int, most: int) -> list[int]:
+    """The shares with `rest` more: one for each that is below `most`, from the first on, again and again."""
+    made = list(shares)
+    while rest:
+        below = [i for i, each in enumerate(made) if each < most]
+        even = max(1, min(rest // len(below), min(most - made[i] for i in below)))
+        for i in below[:rest]:
+            made[i] += even
+        rest -= even * len(below[:rest])
+    return made
 
 
 BY_NAME: dict[str, LayerBudgets] = {"uniform": LayerBudgets(), "pyramid": PyramidLayers(), "cake": CakeLayers()}
@@ -67,12 +184,6 @@ def layer_budgets_of(method: Method, budget: Budget) -> LayerBudgets:
         return BY_NAME["uniform"] if budget.among_all_layers else own
     asked = BY_NAME[budget.layers]
     return own if type(own) is type(asked) else asked
-
-
-# How the slots of kv heads are shared out by their priorities (`Budget.heads`): per layer, or over all layers.
-
-
-RANKED_BY = ("priority", "candidates", "protected")
 
 
 def union_priority(priority: Tensor, *, logarithmic: bool = False) -> Tensor:
@@ -116,16 +227,46 @@ def slots_by_head(priority: Tensor, positions: Tensor, protected: Tensor, keep: 
     return counts.scatter_add_(1, best.indices // s, chosen.long())
 
 
-@dataclass(frozen=True)
-class StreamingHeads:
-    """Which kv heads hold sinks and newest tokens whatever the method says: heads [B, H] bool; sinks: of each."""
+def share_among_heads(ranked: Sequence[RankedSlots], kept: list[int], floor: float) -> list[Tensor]:
+    """How many slots each head of each layer keeps, [B, H] each; kept: of a row's heads on average, in all layers."""
+    home = ranked[0].priority.device
+    priority, candidates, protected = (
+        torch.cat([getattr(one, name).to(home) for one in ranked], dim=1)
+        for name in ("priority", "candidates", "protected")
+    )
+    shares = slots_by_head(priority, candidates, protected, kept, floor).chunk(len(ranked), dim=1)
+    return [share.to(one.priority.device) for one, share in zip(ranked, shares, strict=True)]
 
-    heads: Tensor
-    sinks: int
 
-    def of_rows(self, rows: Tensor) -> StreamingHeads:
-        """Of these batch rows."""
-        return replace(self, heads=self.heads[rows.to(self.heads.device)])
+def share_among_layers(preferences: Sequence[list[float]]) -> list[list[list[float]]]:
+    """What each layer's share goes by: of every row, the preferences of all layers, [B][L]; given: [L][B]."""
+    return [[list(row) for row in zip(*preferences, strict=True)]] * len(preferences)
+
+
+class LastLayer:
+    """Evictions of one cache at the end of a prompt, which wait until the last of its `layers` has seen the prompt."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget evictions that wait."""
+        self._waiting: list[tuple[Any, Callable[[Any], None]]] = []
+
+    def wait(self, found: Any, evict: Callable[[Any], None], share_out: Callable[[list[Any]], Sequence[Any]]) -> None:
+        """Let the next layer's eviction wait; with the last layer's, all are carried out.
+
+        found: what the layer knows; share_out: makes every layer's share of what all have found, in their order; evict:
+        is called with this layer's share.
+        """
+        self._waiting.append((found, evict))
+        if len(self._waiting) < self.layers:
+            return
+        waiting, self._waiting = self._waiting, []
+        shares = share_out([each for each, _ in waiting])
+        for (_, evict_layer), share in zip(waiting, shares, strict=True):
+            evict_layer(share)
 
 
 def retrieval_heads(budget: Budget, slots: int, length: int, new: int | None, scores: HeadScores) -> Tensor:
@@ -149,67 +290,3 @@ def retrieval_heads(budget: Budget, slots: int, length: int, new: int | None, sc
             "budget.heads=duo; raise kv_ratio (or budget.tokens), or lower budget.stream_sinks or budget.stream_recent"
         )
     return scores.best((slots - sinks - recent) * heads // (length - sinks - recent))
-
-
-@dataclass(frozen=True)
-class RankedSlots:
-    """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Method.hidden_next_step`.
-
-    threshold: what a priority must reach where slots are shared out by `Budget.threshold`, else None.
-    """
-
-    priority: Tensor
-    positions: Tensor
-    protected: Tensor
-    hidden: Tensor | None
-    threshold: float | None = None
-
-    def share(self, keep: list[int], budget: Budget) -> Tensor:
-        """How many slots each head keeps, [B, H], where a row's heads keep keep[b] on average; or by a threshold."""
-        if self.threshold is None:
-            return slots_by_head(self.priority, self.candidates, self.protected, keep, budget.floor)
-        return ((self.candidates >= 0) & ((self.priority >= self.threshold) | self.protected)).sum(-1)
-
-    @property
-    def candidates(self) -> Tensor:
-        """The positions that may stay, -1 for others."""
-        return self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
-
-
-class ModelHeadBudgets:
-    """Evictions of one cache at the end of a prompt, which wait until all layers have ranked their slots.
-
-    layers: their number.
-    """
-
-    def __init__(self, layers: int, budget: Budget) -> None:
-        self.layers, self.budget = layers, budget
-        self._waiting: list[tuple[RankedSlots, Callable[[Tensor], None]]] = []
-
-    @classmethod
-    def of(cls, budget: Budget | None, layers: int) -> ModelHeadBudgets | None:
-        """For a cache of so many layers under this budget; None where no layer waits for another."""
-        return cls(layers, budget) if budget is not None and budget.heads == "global" else None
-
-    def reset(self) -> None:
-        """Forget evictions that wait."""
-        self._waiting = []
-
-    def add(self, ranked: RankedSlots, keep: list[int], evict: Callable[[Tensor], None]) -> None:
-        """Let the next layer's eviction wait; with the last layer's, all are carried out.
-
-        keep: slots that a row's heads keep on average, the same in all layers; evict: is called with how many slots
-        [B, H] each head of the layer keeps.
-        """
-        self._waiting.append((ranked, evict))
-        if len(self._waiting) < self.layers:
-            return
-        waiting, self._waiting = self._waiting, []
-        home = waiting[0][0].priority.device
-        priority, candidates, protected = (
-            torch.cat([getattr(one, name).to(home) for one, _ in waiting], dim=1) for name in RANKED_BY
-        )
-        whole = RankedSlots(priority, candidates, protected, None)
-        shares = whole.share(keep, self.budget).chunk(self.layers, dim=1)
-        for (one, evict_layer), share in zip(waiting, shares, strict=True):
-            evict_layer(share.to(one.priority.device))

@@ -4,75 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logits
-from kvexp.core.backends import EvictionBackend, InPlace
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.config import CacheConfig
-from kvexp.core.method import AttentionScoreSpec
+from kvexp.core.backends import InPlace
 from kvexp.core.noise import STEPS_AHEAD, Noise, PooledDraws, StepInput
-from kvexp.core.sequence import SequenceState
-from kvexp.core.slots import INT64_MAX, RaggedSlots, Slots
+from kvexp.core.slots import RaggedSlots, Slots
+from kvexp.core.topk import INT64_MAX
 
-# The part of `kvexp.core.eviction.EvictionLayer` that the fast decode step uses, as a protocol.
-
-
-class DecodableLayer(Protocol):
-    """The eviction cache of one layer, once its prompt has ended."""
-
-    @property
-    def config(self) -> CacheConfig:
-        """The configuration of the whole cache: method, budget, cadence, mode."""
-
-    @property
-    def index(self) -> int:
-        """The layer's number, from 0."""
-
-    seq_len: int  # columns seen, padding included
-
-    @property
-    def sequence(self) -> SequenceState:
-        """Position ids and lengths, shared by all layers of the cache."""
-
-    @property
-    def score_spec(self) -> AttentionScoreSpec | None:
-        """What the method sums up of the attention; None: nothing."""
-
-    @property
-    def resolved_budget(self) -> ResolvedBudget | None:
-        """The budget in slots, row by row; None until the prompt has ended."""
-
-    @property
-    def backend(self) -> EvictionBackend:
-        """How slots are dropped, and which slots are free."""
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether the next token fits into a free slot and its eviction frees exactly one slot again."""
-
-    def require_slots(self) -> Slots:
-        """The layer's slots; an AssertionError before the first forward."""
-
-    def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
-        """Join the forward in progress and return the position ids [B, Q] of its tokens; as `EvictionLayer.advance`."""
-
-    def note_first_eviction(self) -> None:
-        """Record for every row at which decode step its first slot was evicted."""
-
-
-# The part of a fast decode step that is not attention: accumulate scores and choose the slot that is overwritten next.
-#
-# Every row is one of a steady cache (see `kvexp.core.decode`). Tensors are [R, H, S] for one layer's stacked rows, or
-# [L, R, H, S] for several layers whose rows have the same budgets.
+if TYPE_CHECKING:
+    from kvexp.core.eviction import EvictionLayer
 
 
 class BatchedEviction:
     """Accumulates scores and selects the slot to evict, for the stacked rows of one or several caches.
+
+    Tensors are [R, H, S] for one layer's stacked rows, or [L, R, H, S] for layers whose rows have the same budgets.
 
     states: one layer of each cache; sizes: batch rows of each cache, R in all; backends: of the same caches.
     capacities: slots allocated by each cache. out_of_budget [R, 1 or H, S] bool: slots that a row's or head's budget
@@ -81,23 +32,23 @@ class BatchedEviction:
     is_window, priority_is_score: hold for the methods of all caches.
     """
 
-    def __init__(self, states: list[DecodableLayer], sizes: list[int], backends: list[InPlace]) -> None:
+    def __init__(self, states: list[EvictionLayer], sizes: list[int], backends: list[InPlace]) -> None:
         self.states, self.sizes, self._backends = states, sizes, backends
         self.capacities = [state.require_slots().positions.shape[2] for state in states]
         self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) == 1
         self.at_budget = all(backend.at_budget for backend in backends)  # then what is dead never changes
         self.out_of_budget = None if self.no_padding_slots else self.reach
         self.is_ragged = any(state.config.is_ragged for state in states)
-        budgets = [state.resolved_budget for state in states if state.resolved_budget is not None]
-        self.recent = cat_rows([resolved.recent_by_head for resolved in budgets])[..., None]
-        self.has_recent = any(recent for resolved in budgets for recent in resolved.recent)
+        budgets = [state.layer_slots for state in states if state.layer_slots is not None]
+        self.recent = cat_rows([allowed.recent_by_head for allowed in budgets])[..., None]
+        self.has_recent = any(recent for allowed in budgets for recent in allowed.recent)
         sinks = [state.config.method.sinks for state in states]
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
         self.max_sinks = max(sinks)
         streaming = budgets[0].streaming  # of a stack of its own
         if streaming is not None:
-            self.sinks = torch.where(streaming.heads, streaming.sinks, sinks[0])[..., None]
-            self.max_sinks = max(self.max_sinks, streaming.sinks)
+            self.sinks = torch.where(streaming, budgets[0].stream_sinks, sinks[0])[..., None]
+            self.max_sinks = max(self.max_sinks, budgets[0].stream_sinks)
         self.is_window = all(state.config.method.is_window for state in states)
         self.priority_is_score = all(
             state.config.method.priority_is_score and not state.config.is_union for state in states
@@ -198,17 +149,17 @@ class BatchedEviction:
         return torch.tensor(each, device=self.states[0].require_slots().positions.device)[:, None, None]
 
 
-def _limits(state: DecodableLayer) -> tuple[list[int], list[int], list[int], list[list[int]] | None]:
+def _limits(state: EvictionLayer) -> tuple[list[int], list[int], list[int], list[list[int]] | None]:
     """Budget, slots kept and recent window of a cache's rows, and slots kept by head, as lists of integers."""
-    resolved = state.resolved_budget
-    assert resolved is not None
-    return resolved.slots, resolved.keep, resolved.recent, resolved.head_keep
+    allowed = state.layer_slots
+    assert allowed is not None
+    return allowed.slots, allowed.kept, allowed.recent, allowed.by_head
 
 
-def _same_heads_stream(state: DecodableLayer, other: DecodableLayer) -> bool:
+def _same_heads_stream(state: EvictionLayer, other: EvictionLayer) -> bool:
     """Whether the same kv heads of a cache's two layers protect sinks and newest tokens of their own, if any do."""
-    one, two = (None if layer.resolved_budget is None else layer.resolved_budget.streaming for layer in (state, other))
-    return one is two is None or (one is not None and two is not None and torch.equal(one.heads, two.heads))
+    one, two = (None if layer.layer_slots is None else layer.layer_slots.streaming for layer in (state, other))
+    return one is two is None or (one is not None and two is not None and torch.equal(one, two))
 
 
 def pad_last_dim(x: Tensor, width: int, value: float) -> Tensor:
@@ -221,16 +172,13 @@ def cat_rows(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-# What rows observe in a fast decode step under a temperature or noise: softmax((x + zeta) / tau) of their logits x.
-
-
 class TauSchedule:
     """The temperature tau of every stacked row, by its cache's schedule.
 
     states: one layer of each cache; sizes: batch rows of each. STEPS_AHEAD steps are sent to the device at once.
     """
 
-    def __init__(self, states: list[DecodableLayer], sizes: list[int]) -> None:
+    def __init__(self, states: list[EvictionLayer], sizes: list[int]) -> None:
         self.states, self.sizes = states, sizes
         self.held = StepInput()
         self._of: tuple[int, list[int | None]] = (0, [])  # the first step, and the ends of the schedules
@@ -264,7 +212,7 @@ class NoisedObserver:
     rows: their rows in the stack; states: one layer of each cache; sizes: batch rows of each.
     """
 
-    def __init__(self, rows: slice, states: list[DecodableLayer], sizes: list[int]) -> None:
+    def __init__(self, rows: slice, states: list[EvictionLayer], sizes: list[int]) -> None:
         self.rows, self.states, self.sizes = rows, states, sizes
         self.noise: Noise | None = states[0].score_spec.noise if states[0].score_spec is not None else None
         self.tau_schedule = TauSchedule(states, sizes)
@@ -328,14 +276,14 @@ def next_noise_and_tau(
     ]
 
 
-def stack_order(state: DecodableLayer) -> tuple[int, str]:
+def stack_order(state: EvictionLayer) -> tuple[int, str]:
     """Sort key of caches in a stack: plain attention first, then tempered or noised, last without observation."""
     if state.score_spec is None:
         return 2, ""
     return (0, "") if state.score_spec.is_plain else (1, repr(state.score_spec.noise))
 
 
-def group_by_noise(states: list[DecodableLayer], sizes: list[int], start: int) -> list[NoisedObserver]:
+def group_by_noise(states: list[EvictionLayer], sizes: list[int], start: int) -> list[NoisedObserver]:
     """One `NoisedObserver` per run of adjacent caches with the same noise.
 
     For caches that observe under noise or a temperature. states: one layer of each cache, in `stack_order`; sizes:
@@ -350,15 +298,12 @@ def group_by_noise(states: list[DecodableLayer], sizes: list[int], start: int) -
     return made
 
 
-# Sinks at renumbered positions in a fast decode step (StreamingLLM: sinks and the newest tokens are all that is kept).
-#
-# With survivors renumbered 0..S-1, the newest tokens are as far from the query as by their original position ids; only
-# the sinks have come nearer, all by the same offset. So the logits of the sinks are computed from a query that is
-# rotated back by this offset, instead of rotating every cached key (`kvexp.core.attention.with_renumbered_positions`).
-
-
 class SinkRerotation:
-    """Computes the logits of the sinks of stacked rows.
+    """Computes the logits of the sinks of stacked rows at renumbered positions (StreamingLLM).
+
+    With survivors renumbered 0..S-1, the newest tokens are as far from the query as by their original position ids;
+    only the sinks have come nearer, all by the same offset. So their logits are computed from a query that is rotated
+    back by this offset, instead of rotating every cached key (`kvexp.core.attention.with_renumbered_positions`).
 
     max_sinks: the largest number of sinks of a row; sinks: the number, or [R, 1, 1] where rows differ.
     """
@@ -395,9 +340,6 @@ class SinkRerotation:
     def is_sink(self, slot_positions: Tensor) -> Tensor:
         """[R, H, S] bool: which slots, by their original position ids, hold a sink."""
         return (slot_positions >= 0) & (slot_positions < self.sinks)
-
-
-# The two products of a fast decode step over packed keys and values: each head's own slots are read, and no others.
 
 
 class RaggedProducts:

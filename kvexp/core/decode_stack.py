@@ -1,9 +1,14 @@
-"""Decode steps of all layers at once."""
+"""The fast decode step: attention, observation and eviction of stacked rows, and the bookkeeping of all layers at once.
+
+Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots need a mask, and
+where all rows fill their budgets there are no dead slots. The numbers are those of `EvictionLayer.forward` up to the
+order of sums over the query heads of a group; kept sets are the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +20,6 @@ from kvexp.core.budget_shares import union_priority
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode import (
     BatchedEviction,
-    DecodableLayer,
     NoisedObserver,
     RaggedProducts,
     SinkRerotation,
@@ -29,13 +33,8 @@ from kvexp.core.observe import pool_sums
 from kvexp.core.ranking import float_priority
 from kvexp.core.slots import RaggedSlots, Slots
 
-# Bookkeeping of a fast decode step for all layers at once: everything that does not depend on attention.
-#
-# Positions and scores of one layer are small tensors, so an operation on them costs no more than calling it. Once every
-# layer has taken one step by itself, the positions, scores and free slots of all layers are merged into common buffers
-# [L, R, H, S], of which each layer's are views. From then on the first layer of a step writes the new token's position
-# into all layers and draws the noise for all of them; the last layer accumulates all scores and selects all victims.
-
+if TYPE_CHECKING:
+    from kvexp.core.eviction import EvictionLayer
 
 # Slots of all rows, heads and layers: above it, merged buffers do not fit into a CPU's caches.
 MAX_MERGED_SLOTS = 1 << 20
@@ -47,49 +46,13 @@ MAX_WIDENING = 2.0
 ORDERED_GROUP, NEAR_WIDENING = 4, 1.25
 
 
-class StackedLayerProtocol(Protocol):
-    """The part of `kvexp.core.decode_stack.StackedLayer` that `CrossLayerBuffers` uses."""
-
-    @property
-    def index(self) -> int:
-        """The layer's number, from 0."""
-
-    @property
-    def slots(self) -> Slots:
-        """The slots [R, H, S] of all stacked rows."""
-
-    @property
-    def eviction(self) -> BatchedEviction:
-        """How the stacked rows accumulate scores and select the slot to evict."""
-
-    @property
-    def groups(self) -> int:
-        """Query heads per kv head; 0 before the first step."""
-
-    @property
-    def noised(self) -> Sequence[NoisedObserver]:
-        """The groups of adjacent rows whose observed attention has a temperature or noise."""
-
-    @property
-    def pools_scores(self) -> bool:
-        """Whether a row's score sums up the attention of other rows or heads too."""
-
-    @property
-    def free_slots(self) -> Tensor:
-        """The free slot [R, H, 1] that the next token of each row is written to."""
-
-    def widen(self, columns: int) -> None:
-        """Give the slots so many columns, of which new ones are dead; of heads with slots of their own."""
-
-    def rebind(self, positions: Tensor, score: Tensor, free_slots: Tensor) -> None:
-        """Use these buffers, which hold the same numbers and have the same shapes, in place of the layer's own."""
-
-    def priority(self, newest: Tensor) -> Tensor:
-        """The priority [R, H, S] of every slot, by the method of each row's cache; newest [R, 1, 1]."""
-
-
 class CrossLayerBuffers:
     """Positions, scores and free slots of all layers of the same stacked caches, merged after the first step.
+
+    They are small tensors, so an operation on one layer's costs no more than calling it. Once every layer has taken one
+    step by itself, all are merged into common buffers. From then on the first layer of a step writes the new token's
+    position into all layers and draws the noise for all of them; the last layer accumulates all scores and selects all
+    victims.
 
     merged: whether the layers' buffers are views of common ones [L, R, H, S] yet.
     """
@@ -105,12 +68,12 @@ class CrossLayerBuffers:
         """Forget all layers, because the caches or their rows have changed; they merge again after the next step."""
         self.merged = False
         self.out_of_budget: Tensor | None = None  # [L, R, H, S], of heads with slots of their own
-        self._stacks: dict[int, StackedLayerProtocol] = {}
+        self._stacks: dict[int, StackedLayer] = {}
         self._windows: list[int | None] = []
         self._sums: list[Tensor] = []
         self._drawn: list[tuple[list[Tensor] | None, Tensor]] = []
 
-    def register_layer(self, stack: StackedLayerProtocol, window: int | None) -> None:
+    def register_layer(self, stack: StackedLayer, window: int | None) -> None:
         """Note that a layer has taken a step by itself; after the last layer, merge.
 
         window: the layer's sliding window in tokens; None: it has none.
@@ -145,7 +108,7 @@ class CrossLayerBuffers:
         )
 
     @property
-    def _all(self) -> list[StackedLayerProtocol]:
+    def _all(self) -> list[StackedLayer]:
         """The layers registered so far, in order."""
         return list(self._stacks.values())
 
@@ -173,7 +136,7 @@ class CrossLayerBuffers:
 
     # -- a step of all ------------------------------------------------------------------------------------------------
 
-    def write_token(self, stack: StackedLayerProtocol, positions: Tensor) -> Tensor:
+    def write_token(self, stack: StackedLayer, positions: Tensor) -> Tensor:
         """The slots [R, H, 1] that this layer's new tokens are written to.
 
         Layer 0 writes the positions [R, 1] of all layers.
@@ -185,7 +148,7 @@ class CrossLayerBuffers:
         return self.free_slots[stack.index]
 
     def draw_noise(
-        self, stack: StackedLayerProtocol, positions: Tensor, groups: int
+        self, stack: StackedLayer, positions: Tensor, groups: int
     ) -> list[tuple[list[Tensor] | None, Tensor]]:
         """Per group of rows with noise or temperature: the noise of each layer (None for no noise) and tau.
 
@@ -195,7 +158,7 @@ class CrossLayerBuffers:
             self._drawn = next_noise_and_tau(stack.noised, positions, self.positions, range(self.layers), groups)
         return self._drawn
 
-    def collect(self, stack: StackedLayerProtocol, sums: Tensor, newest: Tensor) -> None:
+    def collect(self, stack: StackedLayer, sums: Tensor, newest: Tensor) -> None:
         """Collect a layer's column sums [n, H, S]; after the last layer, accumulate and select victims for all layers.
 
         n: the rows that observe, which come first; newest [R, 1, 1]: position id of each row's new token.
@@ -216,14 +179,6 @@ class CrossLayerBuffers:
         self._sums = []
 
 
-# The fast decode step (see `kvexp.core.decode`): attention, observation and eviction of one layer's stacked rows.
-#
-# Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots need a mask, and
-# where all rows fill their budgets there are no dead slots. The numbers are those of `EvictionLayer.forward` up to the
-# order of sums over the query heads of a group; kept sets are the same (tests compare the two, and both with the slower
-# modes).
-
-
 def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     """Whether steady caches of this configuration can take the fast step; shared: one score spans all layers."""
     method, kind = config.method, type(config.method)
@@ -236,7 +191,7 @@ def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     return method.evicts and method.evicts_while_decoding and plain and steady and not shared
 
 
-def can_fast_decode(state: DecodableLayer, query: Tensor, padding: Tensor | None) -> bool:
+def can_fast_decode(state: EvictionLayer, query: Tensor, padding: Tensor | None) -> bool:
     """Whether this forward brings one real token to every row, and each row has a free slot for it."""
     return query.shape[2] == 1 and padding is None and state.is_steady
 
@@ -250,7 +205,7 @@ class StackedLayer:
     these caches share; None: each layer keeps its own.
     """
 
-    def __init__(self, states: list[DecodableLayer], buffers: CrossLayerBuffers | None = None) -> None:
+    def __init__(self, states: list[EvictionLayer], buffers: CrossLayerBuffers | None = None) -> None:
         self.states, self.index = states, states[0].index
         held = [state.require_slots() for state in states]
         self.slots = held[0] if len(held) == 1 else Slots.stacked(held)
@@ -442,21 +397,21 @@ class StackedLayer:
             return self.slots.score
         priorities = []
         for state, last in zip(self.states, newest[:, 0, 0].split(self.sizes), strict=True):
-            resolved, slots = state.resolved_budget, state.require_slots()
-            assert resolved is not None
+            allowed, slots = state.layer_slots, state.require_slots()
+            assert allowed is not None
             seeds = state.sequence.seeds.to(last.device)
             ctx = EvictionContext(
-                *(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds),
+                *(slots, state.index, allowed.slots_t, allowed.recent_t, last, seeds),
                 compares_heads=state.config.compares_heads,
             )
-            priority = resolved.by_stream(float_priority(state.config.method, ctx), ctx.positions)
+            priority = allowed.by_stream(float_priority(state.config.method, ctx), ctx.positions)
             if state.config.is_union:
                 priority = union_priority(priority, logarithmic=state.config.method.priority_kind == "log_share")
             priorities.append(priority)
         return cat_rows([pad_last_dim(priority, max(self.eviction.capacities), -torch.inf) for priority in priorities])
 
 
-def _pools_scores(state: DecodableLayer) -> bool:
+def _pools_scores(state: EvictionLayer) -> bool:
     """Whether a cache's score sums up the attention of several heads or batch rows."""
     spec = state.score_spec
     if spec is None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvexp.core.config import CacheConfig
-from kvexp.core.decode import DecodableLayer, cat_rows
+from kvexp.core.decode import cat_rows
 from kvexp.core.decode_stack import StackedLayer, supports_fast_decode
 from kvexp.core.noise import Noise
 from kvexp.core.slots import RaggedSlots, Slots
 
-# Why decode steps of a configuration cannot be captured as a CUDA graph: a replay runs the same operators on the same
-# addresses and shapes, without the host.
+if TYPE_CHECKING:
+    from kvexp.core.eviction import EvictionLayer
 
 
 def capture_obstacle(config: CacheConfig) -> str | None:
-    """Why no decode step of this configuration can be captured; None where steps can be, once the budget is full."""
+    """Why no decode step of this configuration can be captured; None where steps can be, once the budget is full.
+
+    A replay runs the same operators on the same addresses and shapes, without the host.
+    """
     method, spec = config.method, config.method.score_spec
     if method.full_cache:
         return "every layer's choice is read by the host"
@@ -40,21 +44,17 @@ def capture_obstacle(config: CacheConfig) -> str | None:
     return None
 
 
-# A decode step that is computed once and then replayed: what the host does for it, and what must keep its address.
-#
-# A CUDA graph runs the kernels it has seen, on the addresses it has seen. In a fast decode step (`fast_step`) all
-# that a step leaves for the next one is written in place; what changes from step to step on the host (position ids,
-# temperatures, offsets into the noise pool) is written into buffers of fixed address before the step.
-
-
 class ReplayableStep:
-    """The coming decode steps of R rows of one or several caches that decode together.
+    """The coming decode steps of R rows of one or several caches that decode together, computed once, then replayed.
+
+    All that a fast decode step leaves for the next one is written in place; what changes on the host from step to step
+    (position ids, temperatures, offsets into the noise pool) is written into buffers of fixed address before the step.
 
     caches: the layers of each cache; stacks: per layer of the model, the stacks that take its step, of which all have
     taken a step before, as they are. positions [R, 1] int64: where a step reads the position ids of its tokens.
     """
 
-    def __init__(self, caches: Sequence[Sequence[DecodableLayer]], stacks: Sequence[Sequence[StackedLayer]]) -> None:
+    def __init__(self, caches: Sequence[Sequence[EvictionLayer]], stacks: Sequence[Sequence[StackedLayer]]) -> None:
         self.caches, self.stacks = caches, stacks
         first = [layers[0].require_slots().positions for layers in caches]
         self.positions = torch.zeros(sum(map(len, first)), 1, dtype=torch.int64, device=first[0].device)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, LocalChunks, RoPE
-from kvexp.core.budget import LayerBudgets
+from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.noise import Noise
 from kvexp.core.slots import Slots
 from kvexp.core.statistics import LayerCalibration, QueryStatistics
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, check_fields
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,6 @@ class SecondPass:
             raise ConfigError(f"start and overlap must be at least 0, got {self.start} and {self.overlap}")
         if self.chunk < 1:
             raise ConfigError(f"chunk must be at least 1 token, got {self.chunk}")
-
-
-# What a method looks at beside keys, values, positions and its score: declared, so that nothing else is computed.
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,6 @@ def newest_attention(inputs: AttentionInputs, probabilities: Tensor | None) -> T
         return probabilities[..., -1, :]
     count = inputs.query.shape[3]
     return torch.softmax(inputs.logits(slice(count - 1, count), inputs.keys.shape[2]), dim=-1)[..., 0, :]
-
-
-# The attention statistic that a method scores slots by, as a declaration: the core chooses how to compute it.
 
 
 @dataclass(frozen=True)
@@ -173,9 +167,6 @@ class AttentionScoreSpec:
             return torch.full((len(steps),), first, device=device)
         slope = (last - first) / (len(steps) - 1)
         return first + slope * torch.arange(len(steps), device=device)
-
-
-# What an eviction method is: a frozen description that gives slots a priority. The core keeps its score.
 
 
 @dataclass(frozen=True)
@@ -268,6 +259,10 @@ class Method:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+
+    def __post_init__(self) -> None:
+        """ConfigError for an option outside what its field allows; a subclass that checks more calls this one first."""
+        check_fields(self)
 
     @property
     def score_spec(self) -> AttentionScoreSpec | None:

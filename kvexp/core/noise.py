@@ -1,4 +1,13 @@
-"""Noise of a method: a function of seed, layer, head and position."""
+"""Noise of a method: a pure function of seed, layer, query head, query position and key position.
+
+No generator state means that blocks, batches, beams, padding and devices cannot change a draw. Fresh noise, one draw
+per (query, key), would cost several times what attention costs if every draw were hashed and put through two
+logarithms. So the draws lie ready in a pool: (seed, layer, head, query) are hashed to an offset into it, and the keys
+of that query take the draws from there on, `pool[offset + key position]`. Within a row of attention no draw comes
+twice; two rows share a run of draws where their offsets are near, at different keys (docs/decisions/core.md).
+
+The mixer is the public-domain 32-bit integer hash "lowbias32" (two multiplications, three xor-shifts).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +21,6 @@ import torch
 from torch import Tensor
 
 from kvexp.util import ConfigError
-
-# A tensor that is another one at every decode step, held at one address, where a captured step reads it.
 
 
 class StepInput:
@@ -38,18 +45,6 @@ class StepInput:
     def release(self) -> None:
         """End the step. The buffer stays, since captured steps read it."""
         self.value = None
-
-
-# Noise as a pure function of (seed, layer, query head, query position, key position).
-#
-# No generator state means that blocks, batches, beams, padding and devices cannot change a draw. Fresh noise, one draw
-# per (query, key), would cost several times what attention costs if every draw were hashed and put through two
-# logarithms. So the draws lie ready in a pool: (seed, layer, head, query) are hashed to an offset into it, and the keys
-# of that query take the draws from there on, `pool[offset + key position]`. Within a row of attention no draw comes
-# twice; two rows share a run of draws where their offsets are near, at different keys (docs/decisions/core.md,
-# tests/test_noise.py).
-#
-# The mixer is the public-domain 32-bit integer hash "lowbias32" (two multiplications, three xor-shifts).
 
 
 EULER = 0.5772156649015329  # mean of the standard Gumbel distribution

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexp.core import config as bounded_prefill
 from kvexp.core import triton_ops as triton_observe
 from kvexp.core.attention import AttentionInputs, AttentionParams
 from kvexp.core.config import CacheConfig
@@ -17,22 +16,44 @@ from kvexp.core.noise import POOL_OVERLAP, Noise, hash_draws, pool, stream_id
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 
-# Column sums of observed attention, all query rows at once: the definition, which every other way is tested against.
-#
-# The column sum of a slot is what the queries of a forward attended to it: the one number per slot that accumulating
-# methods remember. Memory is O(query rows * slots). `blocked`, beside this file, gives the same numbers in blocks.
+# Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
+PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
 
 
-def naive_column_sums(
-    inputs: AttentionInputs, spec: AttentionScoreSpec, weights: Tensor, taus: Tensor, seeds: Tensor, layer: int
-) -> Tensor:
-    """Column sums [B, H, S] float32: over heads g and rows q, of weights[q] * softmax((x[g, q] + zeta) / tau[q]).
+@dataclass(frozen=True)
+class ObservedRows:
+    """How the query rows of one forward are observed.
 
     weights [B, Q]: of `row_weights`; taus [Q]: temperature of each row; seeds [B]: of the noise zeta; layer: its
-    number.
+    number; rows_left: rows of the prompt still to come before its eviction, None for decode rows.
+    """
+
+    spec: AttentionScoreSpec
+    weights: Tensor
+    taus: Tensor
+    seeds: Tensor
+    layer: int
+    rows_left: int | None = None
+
+    @classmethod
+    def of(
+        cls, spec: AttentionScoreSpec, query_positions: Tensor, sequence: SequenceState, layer: int, left: int | None
+    ) -> ObservedRows:
+        """The rows of the forward in progress; query_positions [B, Q]: -1 for padding; left: `rows_left`."""
+        weights = row_weights(spec, query_positions, left)
+        taus = spec.taus(sequence.query_steps, sequence.max_new_tokens, weights.device)
+        return cls(spec, weights, taus, sequence.seeds.to(weights.device), layer, left)
+
+
+def naive_column_sums(inputs: AttentionInputs, observed: ObservedRows) -> Tensor:
+    """Column sums [B, H, S] float32: over heads g and rows q, of weights[q] * softmax((x[g, q] + zeta) / tau[q]).
+
+    The definition, all query rows at once, which every other way is tested against: the column sum of a slot is what
+    the queries of a forward attended to it, the one number per slot that accumulating methods remember. Memory is
+    O(query rows * slots); `column_sums` gives the same numbers in blocks.
     """
     rows, slots = slice(0, inputs.query.shape[3]), inputs.keys.shape[2]
-    return weighted_column_sums(observed_probs(inputs, spec, rows, slots, taus, seeds, layer), weights)
+    return weighted_column_sums(observed_probs(inputs, observed, rows, slots), observed.weights)
 
 
 def row_weights(spec: AttentionScoreSpec, query_positions: Tensor, rows_left: int | None) -> Tensor:
@@ -50,20 +71,17 @@ def row_weights(spec: AttentionScoreSpec, query_positions: Tensor, rows_left: in
     return torch.where(real, weights, 0.0)
 
 
-def observed_probs(
-    inputs: AttentionInputs, spec: AttentionScoreSpec, rows: slice, slots: int, taus: Tensor, seeds: Tensor, layer: int
-) -> Tensor:
-    """softmax((x + zeta) / tau) of query rows `rows` over the first `slots` slots: [B, H, G, rows, slots] float32.
-
-    taus [Q], seeds [B], layer: as of `column_sums`.
-    """
+def observed_probs(inputs: AttentionInputs, observed: ObservedRows, rows: slice, slots: int) -> Tensor:
+    """softmax((x + zeta) / tau) of query rows `rows` over the first `slots` slots: [B, H, G, rows, slots] float32."""
+    spec = observed.spec
     x = inputs.logits(rows, slots, include_evicted=spec.over == "full")
     if spec.noise is not None:
         h, g = x.shape[1:3]
-        zeta = spec.noise.draw(seeds, layer, h * g, inputs.query_positions[:, rows], inputs.positions[:, :, :slots])
+        query_positions, positions = inputs.query_positions[:, rows], inputs.positions[:, :, :slots]
+        zeta = spec.noise.draw(observed.seeds, observed.layer, h * g, query_positions, positions)
         x = x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
     if spec.tau != (1.0, 1.0):
-        x = x / taus[rows, None]
+        x = x / observed.taus[rows, None]
     return torch.softmax(x, dim=-1)
 
 
@@ -72,13 +90,6 @@ def weighted_column_sums(probabilities: Tensor, weights: Tensor) -> Tensor:
     b, h, g, q, s = probabilities.shape
     row = weights[:, None, None, :].expand(b, h, g, q).reshape(b * h, 1, g * q).to(probabilities.dtype)
     return torch.bmm(row, probabilities.reshape(b * h, g * q, s)).view(b, h, s).to(torch.float32)
-
-
-# Column sums of a prompt on a CPU, tile by tile, in one buffer that stays in the CPU's cache.
-#
-# A tile is some query rows of one or several kv heads against all the slots they can see. Slots in column order need a
-# mask on the diagonal only, and a row's left padding is cut off instead of masked. Per logit this leaves one product,
-# one softmax in place, one weighted sum and, for noise, one copy out of the pool.
 
 
 MAX_TILE_LOGITS = 1 << 21  # logits: 8 MiB in float32
@@ -131,19 +142,15 @@ class HeadBlock:
             start = stop
 
 
-def tiled_column_sums(
-    inputs: AttentionInputs,
-    spec: AttentionScoreSpec,
-    weights: Tensor,
-    taus: Tensor,
-    seeds: Tensor,
-    layer: int,
-    block: int | None,
-) -> Tensor:
-    """Column sums [B, H, S] float32 as of `kvexp.core.observe.column_sums`, computed in tiles.
+def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
+    """Column sums [B, H, S] float32 of a prompt on a CPU, in one buffer that stays in the CPU's cache.
 
-    block: query rows per tile; None: as many as MAX_TILE_LOGITS and MAX_TILE_ROWS allow.
+    A tile is some query rows of one or several kv heads against all the slots they can see. Slots in column order need
+    a mask on the diagonal only, and a row's left padding is cut off instead of masked. Per logit this leaves one
+    product, one softmax in place, one weighted sum and, for noise, one copy out of the pool. block: query rows per
+    tile; None: as many as MAX_TILE_LOGITS and MAX_TILE_ROWS allow.
     """
+    weights, taus = observed.weights, observed.taus
     b, h, g, count, _ = inputs.query.shape
     slots = inputs.keys.shape[2]
     dtype = torch.float32 if inputs.params.upcast else inputs.query.dtype
@@ -166,30 +173,24 @@ def tiled_column_sums(
                 weights=weights[row, rows],
                 taus=None if tempered is None else tempered[rows, None],
                 slopes=None if slopes is None else slopes.to(total).view(h, g, 1, 1)[heads],
-                **_noise(inputs, spec.noise, seeds, layer, row, rows, heads, pad),
+                **_noise(inputs, observed, row, rows, heads, pad),
             )
             _accumulate(total[row, heads, pad:], block_of_heads, block)
     return total
 
 
 def _noise(
-    inputs: AttentionInputs,
-    noise: Noise | None,
-    seeds: Tensor,
-    layer: int,
-    row: int,
-    rows: slice,
-    heads: slice,
-    pad: int,
+    inputs: AttentionInputs, observed: ObservedRows, row: int, rows: slice, heads: slice, pad: int
 ) -> dict[str, Tensor]:
     """The fields of a `HeadBlock` that give its noise; empty for no or constant noise.
 
     row: the batch row; rows: its query rows; heads: its kv heads; pad: columns of padding on its left.
     """
+    noise, layer = observed.spec.noise, observed.layer
     if noise is None or noise.constant:
         return {}
     g = inputs.query.shape[2]
-    of, count, first = seeds[row : row + 1], (heads.stop - heads.start) * g, heads.start * g
+    of, count, first = observed.seeds[row : row + 1], (heads.stop - heads.start) * g, heads.start * g
     positions = inputs.positions[row, 0, pad:]
     if not noise.fresh:
         per_key = hash_draws(noise.kind, stream_id(of, layer, count, first), positions.expand(1, count, -1))
@@ -252,47 +253,30 @@ def _logits(block_of_heads: HeadBlock, rows: slice, seen: slice, out: Tensor) ->
     return out
 
 
-# Column sums of observed attention, block of query rows by block: what `naive` defines, in O(block * slots) memory.
-#
-# On a CPU long prompts go in tiles (kvexp.core.observe). The numbers are those of `naive` up to float32 rounding:
-# another order of summation, and in tiles the scale of the logits is multiplied into the query.
-
-
 BLOCK_ELEMENTS = 1 << 24  # logits per block: 64 MiB in float32
 
 
 @torch.no_grad()
-def column_sums(
-    inputs: AttentionInputs,
-    spec: AttentionScoreSpec,
-    weights: Tensor,
-    taus: Tensor,
-    seeds: Tensor,
-    layer: int,
-    rows_left: int | None = None,
-    block: int | None = None,
-) -> Tensor:
-    """Column sums [B, H, S] float32, as `naive.column_sums`, in blocks of query rows.
+def column_sums(inputs: AttentionInputs, observed: ObservedRows, block: int | None = None) -> Tensor:
+    """Column sums [B, H, S] float32, as `naive_column_sums`, in blocks of query rows: O(block * slots) memory.
 
-    rows_left: as of `row_weights`. block: query rows per block; None: as many as keep a block's logits under 64 MiB, or
-    in a tile. Whether a prompt goes in tiles on a CPU is decided by its own length, never by the batch it is in.
+    Up to float32 rounding: the order of summation is another, and in tiles the scale of the logits is multiplied into
+    the query. block: query rows per block; None: as many as keep a block's logits under 64 MiB, or in a tile. Whether a
+    prompt goes in tiles on a CPU is decided by its own length, never by the batch it is in.
     """
+    spec = observed.spec
     b, h, g, count, _ = inputs.query.shape
     slots = inputs.keys.shape[2]
     if supports(inputs, spec) and (block is not None or h * g * count * slots > MIN_TILED_LOGITS):
-        return tiled_column_sums(inputs, spec, weights, taus, seeds, layer, block)
+        return tiled_column_sums(inputs, observed, block)
     block = block or max(16, BLOCK_ELEMENTS // max(1, b * h * g * slots))
     total = torch.zeros(b, h, slots, device=inputs.keys.device)
-    for rows in query_blocks(spec, count, block, rows_left):
+    for start in range(first_weighted_row(spec, count, observed.rows_left), count, block):
+        rows = slice(start, min(start + block, count))
         kv_len = inputs.kv_len(rows)
-        seen = observed_probs(inputs, spec, rows, kv_len, taus, seeds, layer)
-        total[..., :kv_len] += weighted_column_sums(seen, weights[:, rows])
+        seen = observed_probs(inputs, observed, rows, kv_len)
+        total[..., :kv_len] += weighted_column_sums(seen, observed.weights[:, rows])
     return total
-
-
-def query_blocks(spec: AttentionScoreSpec, count: int, block: int, rows_left: int | None) -> list[slice]:
-    """Blocks of query rows as slices, oldest first, from the first row of weight above 0 on."""
-    return [slice(a, min(a + block, count)) for a in range(first_weighted_row(spec, count, rows_left), count, block)]
 
 
 def first_weighted_row(spec: AttentionScoreSpec, count: int, rows_left: int | None) -> int:
@@ -309,11 +293,8 @@ def first_weighted_row(spec: AttentionScoreSpec, count: int, rows_left: int | No
     return start
 
 
-# One score per position shared by all layers (Keyformer's shared score, SpAtten's accumulation over layers).
-
-
 class CrossLayerScore:
-    """The score of every position, summed over layers: buffer [B, H, positions + 1] float32.
+    """The score of every position, summed over layers (Keyformer's shared score, SpAtten's): [B, H, positions + 1].
 
     The last entry is for dead slots; the buffer lies on the first layer's device. In every forward (the whole prompt is
     one) the layers take their turn from the first to the last: a layer adds its column sums to the buffer and then
@@ -363,74 +344,29 @@ class CrossLayerScore:
             self.buffer = self.buffer.index_select(0, rows.to(self.buffer.device))
 
 
-# Accumulation of a layer's scores: column sums of a forward, pooled over rows and heads, added to the old scores.
-
-
-# Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
-PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
-
-
-def shared_column_sums(
-    config: CacheConfig,
-    spec: AttentionScoreSpec,
-    inputs: AttentionInputs,
-    probabilities: Tensor | None,
-    sequence: SequenceState,
-    layer: int,
-    seen: PromptSums,
-) -> Tensor:
-    """As `forward_column_sums`, of a prompt only where `seen` lacks them, to which they are then added."""
-    if not sequence.in_prompt:
-        return forward_column_sums(config, spec, inputs, probabilities, sequence, layer)
-    key = (spec.sums_key, config.observe, config.block)
-    if key not in seen:
-        seen[key] = forward_column_sums(config, spec, inputs, probabilities, sequence, layer)
-    return seen[key]
-
-
 def forward_column_sums(
-    config: CacheConfig,
-    spec: AttentionScoreSpec,
-    inputs: AttentionInputs,
-    probabilities: Tensor | None,
-    sequence: SequenceState,
-    layer: int,
+    config: CacheConfig, observed: ObservedRows, inputs: AttentionInputs, probabilities: Tensor | None
 ) -> Tensor:
     """Column sums [B, H, S] float32 of one forward's query rows.
 
     probabilities [B, H, G, Q, S]: attention of a decode step, if at hand; None: computed as config.observe says.
     """
-    rows_left = bounded_prefill.rows_to_chunk_end(config, sequence)
-    weights = row_weights(spec, inputs.query_positions, rows_left)
-    if probabilities is not None and spec.is_plain:
-        return weighted_column_sums(probabilities, weights)
-    taus = spec.taus(sequence.query_steps, sequence.max_new_tokens, weights.device)
-    seeds = sequence.seeds.to(weights.device)
-    return column_sums_by(config.observe, inputs, spec, weights, taus, seeds, layer, rows_left, config.block)
+    if probabilities is not None and observed.spec.is_plain:
+        return weighted_column_sums(probabilities, observed.weights)
+    return column_sums_by(config.observe, inputs, observed, config.block)
 
 
-def column_sums_by(
-    how: str,
-    inputs: AttentionInputs,
-    spec: AttentionScoreSpec,
-    weights: Tensor,
-    taus: Tensor,
-    seeds: Tensor,
-    layer: int,
-    rows_left: int | None,
-    block: int | None,
-) -> Tensor:
-    """Column sums [B, H, S] float32, computed as `how` says: naive, blocked or triton.
+def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
+    """Column sums [B, H, S] float32, computed as `how` says: naive, blocked (of `block` query rows) or triton.
 
-    The Triton kernels observe prompts only; decode rows are few and are observed in blocks. Arguments as of
-    `naive.column_sums`; rows_left as of `naive.row_weights`; block: query rows per block.
+    The Triton kernels observe prompts only; decode rows are few and are observed in blocks.
     """
     if how == "naive":
-        return naive_column_sums(inputs, spec, weights, taus, seeds, layer)
-    if how == "triton" and rows_left is not None:
-        first = first_weighted_row(spec, inputs.query.shape[3], rows_left)
-        return triton_observe.triton_column_sums(inputs, spec, weights, taus, seeds, layer, first)
-    return column_sums(inputs, spec, weights, taus, seeds, layer, rows_left, block)
+        return naive_column_sums(inputs, observed)
+    if how == "triton" and observed.rows_left is not None:
+        first = first_weighted_row(observed.spec, inputs.query.shape[3], observed.rows_left)
+        return triton_observe.triton_column_sums(inputs, observed, first)
+    return column_sums(inputs, observed, block)
 
 
 def pool_sums(spec: AttentionScoreSpec, sums: Tensor, sequence: SequenceState) -> Tensor:

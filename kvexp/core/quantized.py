@@ -9,16 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvexp.core.slots import GROWTH, INT64_MAX, Slots
+from kvexp.core.slots import GROWTH, Slots, rows_view
+from kvexp.core.topk import INT64_MAX
 from kvexp.util import ConfigError
-
-# How keys and values are stored in few bits: the setting, and the arithmetic of codes, scales and packing.
-#
-# The formula is KIVI's (arXiv:2402.02750, section 3): a group of numbers x is stored as codes of `bits` bits,
-# q = round((x - zero) / scale), with zero = min(x) and scale = (max(x) - min(x)) / (2^bits - 1); attention reads
-# q * scale + zero. Symmetric groups have no zero: scale = max|x| / (2^(bits - 1) - 1), codes from -(2^(bits - 1) - 1)
-# to that number.
-
 
 Axis = Literal["channel", "token"]
 BITS = (16, 8, 4, 2)
@@ -104,7 +97,13 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the keys or the values of a layer are stored: fields as of `Quantization`."""
+    """How the keys or the values of a layer are stored: fields as of `Quantization`.
+
+    The formula is KIVI's (arXiv:2402.02750, section 3): a group of numbers x is stored as codes of `bits` bits,
+    q = round((x - zero) / scale), with zero = min(x) and scale = (max(x) - min(x)) / (2^bits - 1); attention reads
+    q * scale + zero. Symmetric groups have no zero: scale = max|x| / (2^(bits - 1) - 1), codes from
+    -(2^(bits - 1) - 1) to that number.
+    """
 
     bits: int
     axis: Axis
@@ -186,15 +185,11 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
     return torch.stack(parts, dim=-1).flatten(-2)[..., :width]
 
 
-# The keys, or the values, of one layer's slots, stored by slot: as they are, or as codes with a window of new tokens.
-#
-# Three kinds: `PlainStates` (not quantised), `TokenStates` (scales belong to one token) and `ChannelStates` (scales
-# belong to a group of tokens). A slot is addressed by its index in the layer's `Slots`, whose position ids say which
-# token it holds. All tensors begin with [B, H]; W is the number of places for tokens in full precision.
-
-
 class PlainStates:
-    """Unquantised states [B, H, C, D] by slot, and what quantised states share with them.
+    """Unquantised states [B, H, C, D] (keys or values) by slot, and what quantised states share with them.
+
+    `TokenStates` have scales that belong to one token, `ChannelStates` scales that belong to a group of tokens. A slot
+    is addressed by its index in the layer's `Slots`, whose position ids say which token it holds.
 
     BY_SLOT: names of tensors [B, H, C, n], which move when a slot moves; BY_HEAD: names of tensors [B, H, n, *].
     """
@@ -264,19 +259,11 @@ class PlainStates:
     def index_rows(self, rows: Tensor) -> PlainStates:
         """A copy of the batch rows `rows` [n]; where they lie side by side, or are one, the tensors are shared."""
         other = self._without_tensors()
-        chosen = rows.tolist()
-        first = chosen[0] if chosen else 0
-        side_by_side = chosen == list(range(first, first + len(chosen)))
         for name, tensor in self.tensors.items():
-            if side_by_side:
-                taken = tensor[first : first + len(chosen)]
-            elif chosen == [first] * len(chosen):
-                taken = tensor[first : first + 1].expand(len(chosen), *tensor.shape[1:])
-            else:
-                setattr(other, name, tensor.index_select(0, rows.to(tensor.device)))
-                continue
-            setattr(other, name, taken)
-            self._shared = other._shared = True
+            view = rows_view(tensor, rows)
+            setattr(other, name, tensor.index_select(0, rows.to(tensor.device)) if view is None else view)
+            if view is not None:
+                self._shared = other._shared = True
         return other
 
     def _without_tensors(self) -> PlainStates:
@@ -291,7 +278,7 @@ class TokenStates(PlainStates):
     """States whose scales belong to groups of neighbouring channels of one token, and lie in the token's slot.
 
     codes [B, H, C, bytes] uint8; parameters [B, H, C, m * D / group] float16: scales, then zeros. full [B, H, W, D]:
-    tokens in full precision; slot_of [B, H, W] int64: their slots, -1 for a free place.
+    the W places for tokens in full precision; slot_of [B, H, W] int64: their slots, -1 for a free place.
     """
 
     BY_SLOT: ClassVar[tuple[str, ...]] = ("codes", "parameters")
@@ -503,9 +490,6 @@ def _first_of(flags: Tensor) -> Tensor:
     return flags.argsort(dim=-1, descending=True, stable=True)
 
 
-# Bytes of a kv head's slots, from a configuration alone: what buffers of `Slots` and `QuantizedSlots` then hold.
-
-
 INDEX_BYTES = 8  # of a slot's number or a group's first position, which are int64
 HALF_BYTES = 2  # of a number on the axis of bytes, where it is not quantised: 16 bits, whatever dtype ran
 
@@ -521,7 +505,7 @@ def bytes_at_16(*tensors: Tensor) -> int:
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Bytes of the slots of one kv head.
+    """Bytes of the slots of one kv head, from a configuration alone.
 
     key_dim, value_dim: channels D and Dv of a head; quantization: None for slots as the model makes them; itemsize:
     bytes of a number that is not quantised.
@@ -562,9 +546,6 @@ class SlotBytes:
             middle = (low + high) // 2
             low, high = (middle, high) if self.of(middle) <= limit else (low, middle)
         return low
-
-
-# Slots whose keys and values are quantised, but for a window of the newest tokens.
 
 
 class QuantizedSlots(Slots):
@@ -653,19 +634,22 @@ class QuantizedSlots(Slots):
         self.length += count
 
     def _grow(self, by: int) -> None:
-        capacity = self.length + by
-        for name, dead in (("positions", -1), ("score", 0)):
-            old = getattr(self, name)
-            new = old.new_full((*old.shape[:2], capacity), dead)
-            new[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, new)
-        held = self.kv_bytes
+        held, used = self.kv_bytes, torch.arange(self.length, device=self.positions.device)
+        self._move(used.expand(*self.positions.shape[:2], -1), by)
         for states in self._states:
-            states.grow(capacity)
+            states.grow(self.length + by)
         self._peak_bytes = max(self._peak_bytes, held + self.kv_bytes)
 
+    def _move(self, index: Tensor, reserve: int) -> None:
+        """Positions and scores of the slots index [B, H, N] in new tensors, with `reserve` dead slots behind."""
+        b, h, n = index.shape
+        for name, dead in (("positions", -1), ("score", 0)):
+            old = getattr(self, name)
+            new = old.new_full((b, h, n + reserve), dead)
+            new[:, :, :n] = old.gather(2, index)
+            setattr(self, name, new)
+
     def own(self) -> None:
-        """As `Slots.own`."""
         for states in self._states:
             states.own()
 
@@ -677,13 +661,9 @@ class QuantizedSlots(Slots):
 
     def gather(self, index: Tensor, keep: Tensor, reserve: int) -> None:
         """As `Slots.gather`."""
-        b, h, n = index.shape
+        n = index.shape[2]
         self._dense, held = {}, self.kv_bytes
-        for name, dead in (("positions", -1), ("score", 0)):
-            old = getattr(self, name)
-            new = old.new_full((b, h, n + reserve), dead)
-            new[:, :, :n] = old.gather(2, index)
-            setattr(self, name, new)
+        self._move(index, reserve)
         self.positions[:, :, :n].masked_fill_(~keep, -1)
         for states in self._states:
             states.gather(index, keep, reserve)

@@ -7,22 +7,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.budget_shares import RankedSlots, union_priority
+from kvexp.core.budget import Budget
+from kvexp.core.budget_resolution import LayerSlots
+from kvexp.core.budget_shares import slots_by_head, union_priority
 from kvexp.core.config import CacheConfig, Keep
-from kvexp.core.method import EvictionContext, Method, Needs, checked, newest_attention
+from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.sequence import MarkedSpans, SequenceState
-from kvexp.core.slots import Slots, keep_mask
+from kvexp.core.topk import kept_mask
 from kvexp.util import ConfigError
 
-# What slots are evicted by: the method's priority, checked and in float32, and the slots that are protected.
+
+@dataclass(frozen=True)
+class RankedSlots:
+    """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Method.hidden_next_step`.
+
+    threshold: what a priority must reach where slots are shared out by `Budget.threshold`, else None.
+    """
+
+    priority: Tensor
+    positions: Tensor
+    protected: Tensor
+    hidden: Tensor | None
+    threshold: float | None = None
+
+    def share(self, kept: list[int], budget: Budget) -> Tensor:
+        """How many slots each head keeps, [B, H], where a row's heads keep kept[b] on average; or by a threshold."""
+        if self.threshold is None:
+            return slots_by_head(self.priority, self.candidates, self.protected, kept, budget.floor)
+        return ((self.candidates >= 0) & ((self.priority >= self.threshold) | self.protected)).sum(-1)
+
+    @property
+    def candidates(self) -> Tensor:
+        """The positions that may stay, -1 for others."""
+        return self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
 
 
 def rank(
     config: CacheConfig,
     ctx: EvictionContext,
-    resolved: ResolvedBudget,
+    allowed: LayerSlots,
     sequence: SequenceState,
     sliding_window: int | None,
     output_projection: Tensor | None,
@@ -36,19 +59,13 @@ def rank(
     # Renumbered survivors stay within a sliding window whatever their age.
     priority = masked_priority(method, ctx, sliding_window if config.positions == "original" else None)
     hidden = _hidden_next_step(config, ctx)
-    protected = protected_mask(method, ctx, resolved)
-    keep, most = resolved.keep_t, max(resolved.keep)
-    priority = config.select.priorities(
-        method, ctx, priority, protected, keep, most, sequence.seq_len, output_projection
-    )
-    priority = resolved.by_stream(priority, ctx.positions)
+    protected = protected_mask(method, ctx, allowed)
+    priority = config.select.priorities(method, ctx, priority, protected, allowed, sequence.seq_len, output_projection)
+    priority = allowed.by_stream(priority, ctx.positions)
     if config.is_union:
         priority = union_priority(priority, logarithmic=method.priority_kind == "log_share")
     if config.keep is not None and sequence.spans is not None:
-        marked, held = sequence.spans, ctx.held()
-        priority, protected = spare(
-            config.keep, marked, priority, protected, held, ctx.positions, resolved, method.sinks
-        )
+        priority, protected = spare(config.keep, sequence.spans, ctx, priority, protected, allowed, method.sinks)
     asked = None if config.budget is None else config.budget.threshold
     threshold = None if asked is None else method.threshold_as_priority(asked)
     return RankedSlots(priority, ctx.positions, protected, hidden, threshold)
@@ -67,10 +84,10 @@ def _hidden_next_step(config: CacheConfig, ctx: EvictionContext) -> Tensor | Non
     return checked(hidden, ctx.positions.shape, method, "hidden_next_step", "[B, H, S]", mask=True)
 
 
-def protected_mask(method: Method, ctx: EvictionContext, resolved: ResolvedBudget) -> Tensor:
+def protected_mask(method: Method, ctx: EvictionContext, allowed: LayerSlots) -> Tensor:
     """[B, H, S] bool: the slots of sinks and of the recent window, which are never evicted."""
-    positions, sinks = ctx.positions, resolved.sinks_by_head(method)
-    recent = positions > (ctx.newest[:, None] - resolved.recent_by_head)[..., None]
+    positions, sinks = ctx.positions, allowed.sinks_by_head(method)
+    recent = positions > (ctx.newest[:, None] - allowed.recent_by_head)[..., None]
     return (positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))
 
 
@@ -88,103 +105,37 @@ def masked_priority(method: Method, ctx: EvictionContext, sliding_window: int | 
     return priority
 
 
-# How much attention survives the eviction at the end of the prompt: `attention_kept` in every row of results.
-
-
-@dataclass(frozen=True)
-class RetainedAttention:
-    """The last prompt query's attention by position: table [B, H, positions + 1], the last entry for dead slots."""
-
-    table: Tensor
-
-    @classmethod
-    def before(cls, inputs: AttentionInputs, slots: Slots) -> RetainedAttention:
-        """The attention before the eviction: the last query row's softmax, mean over a kv head's query heads."""
-        count = inputs.query.shape[3]
-        row = torch.softmax(inputs.logits(slice(count - 1, count), inputs.keys.shape[2]), dim=-1)[..., 0, :].mean(2)
-        positions = slots.positions[:, :, : slots.length]
-        table = torch.zeros(*row.shape[:2], slots.length + 1, device=row.device)
-        return cls(table.scatter_add_(-1, torch.where(positions < 0, slots.length, positions), row.float()))
-
-    def after(self, slots: Slots) -> Tensor:
-        """After the eviction: the share [B] of that attention whose slots survived, mean over kv heads."""
-        positions = slots.positions[:, :, : slots.length]
-        if slots.visible is not None:
-            positions = positions.masked_fill(~slots.visible[:, :, : slots.length], -1)
-        last = self.table.shape[-1] - 1
-        held = self.table.gather(-1, torch.where(positions < 0, last, positions))
-        return held.masked_fill(positions < 0, 0.0).sum(-1).mean(-1)
-
-
-# An eviction that is due, with what it goes by besides the slots.
-
-
-@dataclass(frozen=True)
-class DueEviction:
-    """What an eviction goes by besides the slots: tensors of the forward that it follows, None where not needed.
-
-    params: of that forward; newest_attention, last_logits: as in `EvictionContext`; before: None while decoding.
-    """
-
-    params: AttentionParams
-    newest_attention: Tensor | None
-    last_logits: Tensor | None
-    before: RetainedAttention | None
-
-    @classmethod
-    def of(
-        cls,
-        inputs: AttentionInputs,
-        probabilities: Tensor | None,
-        needs: Needs,
-        logits: Tensor | None,
-        before: RetainedAttention | None,
-    ) -> DueEviction:
-        """After a forward with these inputs, as its method needs; logits: of the newest queries, at least `needs`'.
-
-        probabilities: as of `newest_attention`.
-        """
-        return cls(
-            inputs.params,
-            newest_attention(inputs, probabilities) if needs.newest_attention else None,
-            None if logits is None or not needs.last_queries else logits[..., -needs.last_queries :, :],
-            before,
-        )
-
-
 def spare(
     keep: Keep,
     spans: MarkedSpans,
+    ctx: EvictionContext,
     priority: Tensor,
     protected: Tensor,
-    held: Tensor,
-    positions: Tensor,
-    resolved: ResolvedBudget,
+    allowed: LayerSlots,
     sinks: int,
 ) -> tuple[Tensor, Tensor]:
     """Priority and protected slots [B, H, S] of an eviction that spares the spans, from those of the method.
 
-    held [B, H, S] bool: slots that hold a token; positions [B, H, S]; sinks: of the method. "span" protects every slot
-    of a span. "fair" gives a span of n of a prompt's T tokens floor((kept - recent - sinks) * n / T) slots, the best by
-    the method's priority, and takes its other slots first: so all parts of the prompt lose the same share. What sinks
-    and recent window protect anyway is not counted. The share stays while the answer grows.
+    sinks: of the method. "span" protects every slot of a span. "fair" gives a span of n of a prompt's T tokens
+    floor((kept - recent - sinks) * n / T) slots, the best by the method's priority, and takes its other slots first: so
+    all parts of the prompt lose the same share. What sinks and recent window protect anyway is not counted. The share
+    stays while the answer grows.
     """
-    number = spans.of_slots(positions)
+    number, held = spans.of_slots(ctx.positions), ctx.held()
     if keep == "span":
         return priority, protected | ((number >= 0) & held)
     chosen = torch.zeros_like(protected)
+    free = [max(0, kept - recent - sinks) for kept, recent in zip(allowed.kept, allowed.recent, strict=True)]
     for place in range(max(map(len, spans.lengths))):
         members = (number == place) & held & ~protected
         shares = [
-            max(0, kept - recent - sinks) * lengths[place] // prompt if place < len(lengths) else 0
-            for kept, recent, lengths, prompt in zip(
-                resolved.keep, resolved.recent, spans.lengths, spans.prompts, strict=True
-            )
+            count * lengths[place] // prompt if place < len(lengths) else 0
+            for count, lengths, prompt in zip(free, spans.lengths, spans.prompts, strict=True)
         ]
         most = min(max(shares), priority.shape[-1])
         if most:
             share = torch.tensor(shares, device=priority.device)
-            eligible = positions.masked_fill(~members, -1)
-            chosen |= keep_mask(priority, eligible, torch.zeros_like(protected), share, most) & members
+            eligible = ctx.positions.masked_fill(~members, -1)
+            chosen |= kept_mask(priority, eligible, torch.zeros_like(protected), share, most) & members
     rest = (number >= 0) & ~chosen & ~protected
     return priority.masked_fill(rest, -torch.inf), protected | chosen

@@ -1,27 +1,26 @@
-"""Eviction as a mask over rows, for log-likelihoods."""
+"""Row masks: eviction simulated inside one forward, the protocol behind the papers' lm-eval numbers.
+
+Nothing leaves the cache. From one head's full attention logits a mask says which keys each query row may still use,
+every row is attended under its own mask, and the next layer sees the result. Each function maps ``logits [..., n, n]``
+(scaled, position-encoded; query row by key column; any leading axes, one per query head) to a causal bool mask
+``[..., n, n]``, True where a row attends. Budgets are integers over the whole request (prompt and continuation).
+
+Sources: A2SF arXiv:2407.20485, H2O arXiv:2306.14048, Keyformer arXiv:2403.09054. Departure of the whole file: equal
+scores are settled in favour of the newer (larger) index and only living tokens compete, where the releases leave ties
+to ``topk`` and may pick a future or dropped token whose score is also zero. In float32 the recorded runs have no
+ties. In float16 they do: `recorded`, a release's mask of the same logits, then says which of equal scores it kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs
 from kvexp.util import CacheError
-
-# Row masks: eviction simulated inside one forward, the protocol behind the papers' lm-eval numbers.
-#
-# Nothing leaves the cache. From one head's full attention logits a mask says which keys each query row may still use,
-# every row is attended under its own mask, and the next layer sees the result. Each function maps ``logits [..., n,
-# n]`` (scaled, position-encoded; query row by key column; any leading axes, one per query head) to a causal bool mask
-# ``[..., n, n]``, True where a row attends. Budgets are integers over the whole request (prompt and continuation).
-#
-# Sources: A2SF arXiv:2407.20485, H2O arXiv:2306.14048, Keyformer arXiv:2403.09054. Departure of the whole file: equal
-# scores are settled in favour of the newer (larger) index and only living tokens compete, where the releases leave ties
-# to ``topk`` and may pick a future or dropped token whose score is also zero. In float32 the recorded runs have no
-# ties. In float16 they do: `recorded`, a release's mask of the same logits, then says which of equal scores it kept.
 
 
 def window_mask(n: int, width: int, device: torch.device | None = None) -> Tensor:
@@ -48,19 +47,12 @@ def masked_attention(logits: Tensor, mask: Tensor, v: Tensor) -> Tensor:
     return masked_probs(logits, mask).to(v.dtype) @ v
 
 
-@overload
-def local_mask(
-    logits: Tensor, heavy: int, recent: int, *, decay: float = ..., scores: Tensor | None = ...,
-    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., recorded: Tensor | None = ...,
-    return_accumulated: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def local_mask(
-    logits: Tensor, heavy: int, recent: int, *, decay: float = ..., scores: Tensor | None = ...,
-    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., recorded: Tensor | None = ...,
-    return_accumulated: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-def local_mask(
+def local_mask(logits: Tensor, heavy: int, recent: int, **how: Any) -> Tensor:
+    """The mask of `local_mask_and_scores`, whose arguments these are."""
+    return local_mask_and_scores(logits, heavy, recent, **how)[0]
+
+
+def local_mask_and_scores(
     logits: Tensor,
     heavy: int,
     recent: int,
@@ -70,11 +62,11 @@ def local_mask(
     block_scores: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     recorded: Tensor | None = None,
-    return_accumulated: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Greedy causal eviction: A2SF's paper-era code (arXiv:2407.20485 eq. 5).
 
-    With decay 1 it is the mask of H2O's lm-eval code for OPT and NeoX (arXiv:2306.14048).
+    With decay 1 it is the mask of H2O's lm-eval code for OPT and NeoX (arXiv:2306.14048). Returns the mask, and A after
+    each row, both [..., n, n]; A is in `dtype`, and 0 in rows < heavy - 1, before it exists.
 
     With S the rows of full attention (never renormalised over survivors) and B = heavy:
         rows < B    attend causally;  A = sum_{q<B} decay^(B-1-q) S_q
@@ -88,7 +80,6 @@ def local_mask(
                   once for that block and anew for every later row
     dtype         of S, A and the comparison; float16 repeats the A2SF release up to ties and summation order
     recorded      bool [..., n, n], the release's mask: of equal scores, what it holds stays
-    return_accumulated   also A after each row, [..., n, n] in dtype; 0 in rows < heavy - 1, before A exists
     """
     _check(decay, heavy, recent)
     s = (causal_probs(logits) if scores is None else scores).to(dtype)
@@ -98,7 +89,7 @@ def local_mask(
     ties = None if recorded is None else recorded.int() + (recorded & ~band)
     kept, accumulated = _greedy(s, block, min(heavy, s.shape[-1]), decay, ties)
     mask = (kept | band) & _causal(s)
-    return (mask, accumulated) if return_accumulated else mask
+    return mask, accumulated
 
 
 def _greedy(s: Tensor, block: Tensor, heavy: int, decay: float, ties: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -269,9 +260,6 @@ def _check(decay: float, *budgets: int) -> None:
         raise ValueError(f"decay must lie in [0, 1], got {decay}")
     if min(budgets) < 0:
         raise ValueError(f"budgets must not be negative, got {budgets}")
-
-
-# The row-mask protocol of the papers: eviction simulated by a mask per layer and head inside one forward.
 
 
 # (logits [B, H * G, T, T] with -inf where causality or padding forbids, layer index) -> what each row may see

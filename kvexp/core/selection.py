@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvexp.core.budget import Budget
 from kvexp.core.method import EvictionContext, Method
-from kvexp.core.slots import INT64_MAX, keep_mask
+from kvexp.core.topk import INT64_MAX, kept_mask
 from kvexp.util import ConfigError
+
+if TYPE_CHECKING:
+    from kvexp.core.budget_resolution import LayerSlots
 
 CHUNK = 10  # tokens, as in ChunkKV's paper
 STAGES = 2  # in the first of which a half of the kept slots is chosen, as in CriticalKV's paper and code
@@ -93,20 +96,19 @@ class SlotSelection:
         ctx: EvictionContext,
         priority: Tensor,
         protected: Tensor,
-        keep: Tensor,
-        max_keep: int,
+        allowed: LayerSlots,
         positions: int,
         projection: Tensor | None,
     ) -> Tensor:
         """The priorities [B, H, S] float32 by which slots are kept.
 
-        priority [B, H, S] float32: the method's; protected [B, H, S] bool; keep [B]: slots kept, at most `max_keep`;
-        positions: more than any position id; projection [H, G, n, Dv]: blocks of the output projection.
+        priority [B, H, S] float32: the method's; protected [B, H, S] bool; positions: more than any position id;
+        projection [H, G, n, Dv]: blocks of the output projection.
         """
         if self.by == "chunk":
             return by_chunk(self.chunk or CHUNK, method, ctx, priority, protected, positions)
         if self.values == "critical":
-            return by_values(method, ctx, priority, protected, keep, max_keep, projection)
+            return by_values(method, ctx, priority, protected, allowed, projection)
         return priority
 
 
@@ -149,8 +151,7 @@ def by_values(
     ctx: EvictionContext,
     priority: Tensor,
     protected: Tensor,
-    keep: Tensor,
-    max_keep: int,
+    allowed: LayerSlots,
     projection: Tensor | None,
 ) -> Tensor:
     """Infinity for the first half of the slots, else attention times values; arguments as of `priorities`."""
@@ -159,8 +160,8 @@ def by_values(
             "select.values=critical needs the model's output projection: make the cache with kvexp.hf.EvictionCache"
         )
     held = ctx.held()
-    first, most = keep // STAGES, min(max_keep // STAGES, priority.shape[-1])
-    chosen = keep_mask(priority, ctx.positions.masked_fill(~held, -1), protected & held, first, most)
+    first, most = allowed.kept_t // STAGES, min(max(allowed.kept) // STAGES, priority.shape[-1])
+    chosen = kept_mask(priority, ctx.positions.masked_fill(~held, -1), protected & held, first, most)
     sizes = projected_sizes(ctx.slots.values[:, :, : ctx.slots.length], projection)
     second = ((attention_shares(method, ctx, priority) + EPSILON) * sizes).float()
     made = second.masked_fill(priority == torch.inf, torch.inf).masked_fill(chosen, torch.inf)

@@ -10,19 +10,15 @@ from torch import Tensor
 
 from kvexp.util import CacheError, ConfigError
 
-# Marked spans of a prompt, such as a system prompt or one instruction of several, which an eviction is to spare.
-#
-# Two remedies for any method, after "The Pitfalls of KV Cache Compression" (arXiv:2510.00231): spans that are never
-# evicted ("span"; the paper whitelists tokens), and spans that lose no larger share than the rest of the prompt
-# ("fair").
-
-
 Span = tuple[int, int]  # first position and the one behind the last, among the real tokens of a prompt
 
 
 @dataclass
 class MarkedSpans:
-    """The marked spans of a batch of prompts, by position id.
+    """The marked spans of a batch of prompts, by position id: a system prompt, say, which an eviction is to spare.
+
+    After "The Pitfalls of KV Cache Compression" (arXiv:2510.00231), for any method: a span is never evicted ("span";
+    the paper whitelists tokens), or loses no larger share than the rest of the prompt ("fair").
 
     number [B, P + 1] int64: which span a prompt position belongs to, from 0, -1 for none; the last entry stands for
     positions behind the prompts. lengths: tokens of each span of each row; prompts: real tokens of each row.
@@ -60,9 +56,6 @@ class MarkedSpans:
         self.number = self.number[rows.to(self.number.device)]
         self.lengths = [self.lengths[row] for row in rows.tolist()]
         self.prompts = [self.prompts[row] for row in rows.tolist()]
-
-
-# Sequence bookkeeping of a cache, shared by all its layers: position ids, lengths and decode steps.
 
 
 class SequenceState:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, RoPE
-from kvexp.util import ConfigError
-
-# The queries of a layer's newest tokens, kept beside its slots for methods that ask what they look at now.
+from kvexp.core.attention import AttentionInputs, AttentionParams, RoPE, sdpa_attention
+from kvexp.util import CacheError, ConfigError
 
 
 class LastQueries:
@@ -48,9 +46,6 @@ class LastQueries:
         """Keep, repeat or reorder batch rows."""
         rows = rows.to(self.query.device)
         self.query, self.positions = self.query[rows], self.positions[rows]
-
-
-# Mean and covariance of a prompt's queries before RoPE, in each query head: what later queries are expected to be.
 
 
 BLOCK = 4096  # query rows taken at a time: their copy in float32 is not larger
@@ -132,10 +127,17 @@ def _over_heads(x: Tensor) -> Tensor:
     return x[:, None, None, None]
 
 
-# Statistics of queries from a calibration pass: what a model's queries are like in each head, whatever the prompt.
-
-
 QUERY_CALIBRATION_BLOCK = 1024  # query rows taken at a time: their copies in float64 are not larger
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """16 hex digits of all numbers; ConfigError where they are not finite float32."""
+    total = hashlib.sha256()
+    for name, one in tensors.items():
+        if one.dtype != torch.float32 or not bool(one.isfinite().all()):
+            raise ConfigError(f"{name} must be finite numbers in float32")
+        total.update(f"{name} {list(one.shape)}\n".encode() + one.contiguous().numpy().tobytes())
+    return total.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,7 @@ class QueryCalibration:
         if direction.ndim != 4 or mean.shape != direction.shape or size.shape[:3] != direction.shape[:3]:
             shapes = [list(one.shape) for one in given.values()]
             raise ConfigError(f"tensors of shapes {shapes} are not the statistics of one model's queries")
-        total = hashlib.sha256()
-        for name, one in given.items():
-            if one.dtype != torch.float32 or not bool(one.isfinite().all()):
-                raise ConfigError(f"{name} must be finite numbers in float32")
-            total.update(f"{name} {list(one.shape)}\n".encode() + one.contiguous().numpy().tobytes())
-        return cls(total.hexdigest()[:16], direction, mean, size)
+        return cls(_digest(given), direction, mean, size)
 
     def layer(self, index: int) -> LayerCalibration:
         """The statistics of one layer."""
@@ -227,9 +224,6 @@ class QuerySums:
         main = torch.linalg.eigh(self.squares).eigenvectors[..., -1]
         main = torch.where((main * self.total).sum(-1, keepdim=True) < 0, -main, main)
         return main.float(), (self.before / self.count).float(), (self.sizes / self.count).float()
-
-
-# Which kv heads look back at the beginning of a text, from a calibration pass: DuoAttention's retrieval heads.
 
 
 LENGTH = 500  # positions over which a head's mean query and key are laid out, as in kvpress
@@ -312,7 +306,45 @@ def retrieval_scores(query: Tensor, key: Tensor, rope: RoPE, scale: float, lengt
     return attention.cumsum(-1).mean(-1).mean(-1)
 
 
-# A trained surrogate: scores of tokens predicted from what the attention layer gets, one linear map per layer.
+class CalibrationLayer:
+    """A `LayerCache` that keeps nothing but sums over queries: each forward is a whole sequence, `reset` between them.
+
+    sums, head_scores: over all sequences so far.
+    """
+
+    def __init__(self) -> None:
+        self.sums, self.head_scores, self.seq_len = QuerySums(), HeadScoreSums(), 0
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
+    ) -> Tensor:
+        """Attend with all tokens of one sequence, B = 1, no padding; arguments and result of `LayerCache.forward`."""
+        if self.seq_len or key.shape[0] > 1 or (padding is not None and not bool(padding.all())):
+            raise CacheError("a calibration pass takes one sequence in one forward, without padding")
+        h, self.seq_len = key.shape[1], key.shape[2]
+        positions = torch.arange(self.seq_len, device=key.device)
+        grouped = query.unflatten(1, (h, query.shape[1] // h))
+        self.sums.add(grouped[0], positions, params.rope)
+        self.head_scores.add(grouped[0], key[0], positions, params)
+        inputs = AttentionInputs(
+            query=grouped,
+            keys=key,
+            values=value,
+            positions=positions[None, None],
+            query_positions=positions[None],
+            params=params,
+            in_column_order=True,
+            padded=False,
+        )
+        return sdpa_attention(inputs).flatten(1, 2)
+
+    def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Always a CacheError: a calibration pass has one row."""
+        raise CacheError("a calibration pass takes one sequence: rows cannot be reordered")
+
+    def reset(self) -> None:
+        """The next forward is another sequence; the sums stay."""
+        self.seq_len = 0
 
 
 @dataclass(frozen=True)
@@ -334,12 +366,7 @@ class Surrogate:
             raise ConfigError(
                 f"tensors of shapes {list(weight.shape)} and {list(bias.shape)} are not weight and bias of a surrogate"
             )
-        total = hashlib.sha256()
-        for name, one in {"weight": weight, "bias": bias}.items():
-            if one.dtype != torch.float32 or not bool(one.isfinite().all()):
-                raise ConfigError(f"{name} must be finite numbers in float32")
-            total.update(f"{name} {list(one.shape)}\n".encode() + one.contiguous().numpy().tobytes())
-        return cls(total.hexdigest()[:16], weight, bias)
+        return cls(_digest({"weight": weight, "bias": bias}), weight, bias)
 
     def layer(self, index: int) -> LayerSurrogate:
         """The map of one layer."""

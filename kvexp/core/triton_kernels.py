@@ -1,15 +1,16 @@
-"""Triton kernels of decode steps and observation."""
+"""Triton kernels of observation and decode steps, imported only where `observe=triton` was asked for.
+
+Observation: the log-sum-exp of every observed row, then every slot's weighted column sum. A decode step:
+`split_kv_attention` reads keys and values once and writes the logits, and per split of the slots (flash-decoding) the
+softmax statistics (running maximum m, sum of exponentials l) and weighted values (acc) of the attention and of what is
+observed; `combine_splits` combines the splits and writes the column sums. No atomics, one program per result: two runs
+agree to the bit. Memory is O(queries + slots).
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-# Two Triton kernels: the log-sum-exp of every observed row, then every slot's weighted column sum.
-#
-# Imported only where `observe=triton` was asked for: everything else works without Triton. No atomics, one program per
-# result: two runs agree to the bit. Memory is O(queries + slots).
-
 
 POOL_MASK = tl.constexpr((1 << 22) - 1)  # POOL_SIZE - 1 of kvexp.core.noise, as triton_observe checks
 NONE, POOLED, PER_KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -131,15 +132,6 @@ def column_sums(
             weight = tl.load(weights + b * rows + row, mask=row < rows, other=0.0)
             total += tl.sum(tl.exp(tl.where(seen, x - norm[:, None], NEG_INF)) * weight[:, None], 0)
     tl.store(out + bh.to(tl.int64) * slots + col, total, mask=col < slots)
-
-
-# Two Triton kernels of one decode step: attention in splits of the slots (flash-decoding), then their combination.
-#
-# `split_kv_attention` reads keys and values once. It writes the logits, and per split of the slots the softmax
-# statistics
-# (running maximum m, sum of exponentials l) and weighted values (acc) of the attention and of what is observed.
-# `combine_splits` combines the splits and writes the column sums. No atomics: two runs agree to the bit. Imported only
-# where `observe=triton` was asked for.
 
 
 UNSEEN, PLAIN, TEMPERED, GUMBEL, GAUSSIAN = (tl.constexpr(i) for i in range(5))  # how a row is observed

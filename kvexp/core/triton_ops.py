@@ -1,23 +1,28 @@
-"""Launchers of the Triton kernels; imported on a device alone."""
+"""Launchers of the Triton kernels: prompts' column sums, and attention with observation of a fast decode step.
+
+What each choice of tiles, warps and stages did is in docs/gpu.md.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams
 from kvexp.core.config import check_installed
-from kvexp.core.decode import DecodableLayer, TauSchedule
+from kvexp.core.decode import TauSchedule
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.noise import POOL_SIZE, Noise, PoolOffsets, hash_draws, pool, stream_id
 from kvexp.core.slots import Slots
 from kvexp.util import ConfigError
 
-# Tiles, warps and stages of the Triton kernels. What each choice did is in docs/gpu.md.
+if TYPE_CHECKING:
+    from kvexp.core.eviction import EvictionLayer
+    from kvexp.core.observe import ObservedRows
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,12 @@ def decode_options(head_size: int, element_size: int) -> dict[str, int]:
     return {"num_warps": 4 if head_size <= 128 else 8, "num_stages": 3}
 
 
-# Attention and observation of a fast decode step by the Triton kernels: prepares their inputs and launches them.
-
-
 # At most so many programs share the slots of one row and head: one program each would leave most of a GPU idle.
 MAX_KV_SPLITS = 64
 PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_decode_kernels; 0: not observed
 
 
-def supported(states: list[DecodableLayer]) -> bool:
+def supported(states: list[EvictionLayer]) -> bool:
     """Whether these caches ask for the kernels (observe=triton) and the kernels know their noises and positions.
 
     states: one layer of each cache.
@@ -87,7 +89,7 @@ def supported(states: list[DecodableLayer]) -> bool:
     return all(noise is None or (type(noise) is Noise and (noise.fresh or noise.constant)) for noise in noises)
 
 
-def requested(states: list[DecodableLayer]) -> bool:
+def requested(states: list[EvictionLayer]) -> bool:
     """Whether all these caches are configured with observe=triton; states: one layer of each."""
     return all(state.config.observe == "triton" for state in states)
 
@@ -98,7 +100,7 @@ class FusedDecodeAttention:
     states: one layer of each cache; sizes: batch rows of each cache.
     """
 
-    def __init__(self, states: list[DecodableLayer], sizes: list[int], device: torch.device) -> None:
+    def __init__(self, states: list[EvictionLayer], sizes: list[int], device: torch.device) -> None:
         self.states, self.device = states, device
         kinds = [_kind(state) for state, size in zip(states, sizes, strict=True) for _ in range(size)]
         self.kinds = torch.tensor(kinds, dtype=torch.int32, device=device)
@@ -203,7 +205,7 @@ def num_kv_splits(slots: int, tile: int) -> tuple[int, int]:
     return -(-tiles // per_part), per_part * tile
 
 
-def _kind(state: DecodableLayer) -> int:
+def _kind(state: EvictionLayer) -> int:
     """The kernels' number for how a cache observes: 0 (not at all), PLAIN, TEMPERED, GUMBEL or GAUSSIAN."""
     spec = state.score_spec
     if spec is None:
@@ -220,25 +222,14 @@ def next_power_of_2(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-# Column sums of a prompt by the Triton kernels: prepares their inputs and launches them.
-
-
 @torch.no_grad()
-def triton_column_sums(
-    inputs: AttentionInputs,
-    spec: AttentionScoreSpec,
-    weights: Tensor,
-    taus: Tensor,
-    seeds: Tensor,
-    layer: int,
-    first: int = 0,
-) -> Tensor:
-    """Column sums [B, H, S] float32, as `naive.column_sums`, of prompt rows from `first` on; rows before weigh nothing.
+def triton_column_sums(inputs: AttentionInputs, observed: ObservedRows, first: int = 0) -> Tensor:
+    """Column sums [B, H, S] float32, as `naive_column_sums`, of prompt rows from `first` on; rows before weigh nothing.
 
     In float32 the products are exact (no TensorFloat-32); what differs is the order of summation. A constant noise is
     left out, since it does not change a softmax. ConfigError without Triton, on a CPU and in float64.
     """
-    _check(inputs, spec)
+    _check(inputs, observed.spec)
     from kvexp.core import triton_kernels as kernels
 
     assert kernels.POOL_MASK.value == POOL_SIZE - 1
@@ -248,7 +239,7 @@ def triton_column_sums(
     out = torch.empty(b, h, slots, device=device)
     if first >= rows:
         return out.zero_()
-    read, choices = _inputs(inputs, spec, taus, seeds, layer, first)
+    read, choices = _inputs(inputs, observed, first)
     query, keys = inputs.query, inputs.keys
     element_size = 4 if inputs.params.upcast else query.element_size()
     choices = {**choices, "D": d, "BLOCK_D": max(16, 1 << (d - 1).bit_length()), "enable_fp_fusion": True}
@@ -257,7 +248,7 @@ def triton_column_sums(
     kernels.row_log_sum_exp[grid](query, keys, lse, *read, **choices, **tile.options)
     tile = prompt_tile("column_sums", d, element_size)
     grid = (-(-slots // tile.slots), b * h)
-    kernels.column_sums[grid](query, keys, lse, out, weights.contiguous(), *read, **choices, **tile.options)
+    kernels.column_sums[grid](query, keys, lse, out, observed.weights.contiguous(), *read, **choices, **tile.options)
     return out
 
 
@@ -276,15 +267,14 @@ def _check(inputs: AttentionInputs, spec: AttentionScoreSpec) -> None:
         raise ValueError("the kernels observe prompts, with noise that kvexp draws itself")
 
 
-def _inputs(
-    inputs: AttentionInputs, spec: AttentionScoreSpec, taus: Tensor, seeds: Tensor, layer: int, first: int
-) -> tuple[list[Any], dict[str, Any]]:
+def _inputs(inputs: AttentionInputs, observed: ObservedRows, first: int) -> tuple[list[Any], dict[str, Any]]:
     """Arguments that both kernels take behind their first tensors, and the constants that choose their branches.
 
     Arguments as of `triton_column_sums`.
     """
     h, g, rows = inputs.query.shape[1:4]
-    slots, params = inputs.keys.shape[2], inputs.params
+    slots, params, spec = inputs.keys.shape[2], inputs.params, observed.spec
+    seeds, layer, taus = observed.seeds, observed.layer, observed.taus
     pool_offsets = per_key = noise_pool = unused = torch.empty(1, device=inputs.keys.device)
     noise, chosen = spec.noise, 0
     if noise is not None and not noise.constant and noise.fresh:

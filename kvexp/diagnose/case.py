@@ -27,14 +27,23 @@ from kvexp.results.read import folders, question_of, titled
 from kvexp.results.stats import lower_is_better
 from kvexp.run.answers import noise_seed, turns_fed
 from kvexp.run.batches import Row, examples_of, settings_at
+from kvexp.run.compose import option
 from kvexp.run.model_spec import config_of_spec, load, tokenizer_of
 from kvexp.run.prompts import Weightless, prompt_of, with_stop_tokens
-from kvexp.run.settings import Settings, batch_cache
+from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import Run
 from kvexp.tasks import Example, LMEval
 from kvexp.util import ConfigError
 
 # Run folders and their rows, as the commands take them. Nothing here loads a model.
+
+OWN_OPTIONS = ("method", "cache.mode", "cache.positions")  # options that are another method's
+
+
+def opened(words: str, example: str) -> tuple[Run, Row]:
+    """The run that `run_at` finds, and its row that `chosen` finds."""
+    run = run_at(words)
+    return run, chosen(rows_of(run), example)
 
 
 def run_at(words: str) -> Run:
@@ -110,7 +119,19 @@ def title_of(run: Run) -> str:
     return titled(known, [question_of(run.config)])
 
 
-# One example of a run as it was generated: enough to generate it again, watched, twinned or with evictions undone.
+def with_method(settings: Settings, name: str) -> Settings:
+    """The run's settings with another method at its own defaults; ConfigError where they no longer compose."""
+    asked = settings.command
+    cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
+    words = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(OWN_OPTIONS)]
+    return settings_of(
+        {**asked["config"], "method": option("method", name), "cache": cache},
+        {**asked["choices"], "method": name},
+        words,
+    )
+
+
+# One example of a run as it was generated.
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,16 @@ from matplotlib.figure import Figure
 from rich.markup import escape
 from rich.table import Table
 
-from kvexp.diagnose.case import baseline_of as baseline_of_of_case
-from kvexp.diagnose.case import headline, rows_of, short_title
+from kvexp.diagnose import case
+from kvexp.diagnose.case import headline, rows_of, short_title, with_method
 from kvexp.diagnose.options import ensure_diagnosed
 from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.results import stats
-from kvexp.results import stats as intervals
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
 from kvexp.results.table import TOO_FEW, absent
 from kvexp.run.batches import Row, evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
 from kvexp.run.evictions import EVICTIONS, ExampleLog, has, read_table, require_example_log
-from kvexp.run.settings import Settings, settings_of
+from kvexp.run.settings import Settings
 from kvexp.run.store import Run, check_same_prompts
 from kvexp.util import ConfigError, Console, Session
 
@@ -44,14 +43,9 @@ def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: st
     NAME_high: NaN for too few examples); lost is positive also where less is better. missing (attrs): runs left out for
     want of an ideal run.
     """
-    known = folders(outputs)
-    by_hash = {folder.run.hash: folder for folder in known}
-    ideals = {_budget(folder): folder for folder in known if folder.labels.get("method") == IDEAL and folder.scored}
-    runs = [folder for folder in chosen(known, where or {}) if not folder.is_baseline and not folder.refused]
     rows, missing = [], []
-    for folder in runs:
-        full, ideal = baseline_of(folder, by_hash), ideals.get(_budget(folder))
-        if folder.labels.get("method") == IDEAL or full is None or not folder.scored:
+    for folder, full, ideal in _with_ideal(outputs, where or {}):
+        if full is None:
             continue
         if ideal is not None:
             check_pair(folder, ideal)
@@ -70,12 +64,14 @@ def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: st
     return frame
 
 
-def without_ideal(outputs: str | Path, where: Mapping[str, Any]) -> list[Folder]:
-    """Runs with scores and a baseline that `gaps` would leave out."""
+def _with_ideal(outputs: str | Path, where: Mapping[str, Any]) -> Iterator[tuple[Folder, Folder | None, Folder | None]]:
+    """(run, its baseline, its ideal run) of every scored run of another method; None where there is none."""
     known = folders(outputs)
-    there = {_budget(folder) for folder in known if folder.labels.get("method") == IDEAL and folder.scored}
-    runs = [folder for folder in chosen(known, where) if folder.labels.get("method") != IDEAL and folder.scored]
-    return [folder for folder in runs if folder.run.baseline is not None and _budget(folder) not in there]
+    by_hash = {folder.run.hash: folder for folder in known}
+    ideals = {_budget(folder): folder for folder in known if folder.labels.get("method") == IDEAL and folder.scored}
+    for folder in chosen(known, where):
+        if folder.labels.get("method") != IDEAL and folder.scored and folder.run.baseline is not None:
+            yield folder, baseline_of(folder, by_hash), ideals.get(_budget(folder))
 
 
 def _budget(folder: Folder) -> str:
@@ -107,9 +103,9 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
     for place, part in enumerate(PARTS):
         ends = (np.nan, np.nan)
         if enough:
-            moments = intervals.mean_moments(losses[:, place])
+            moments = stats.mean_moments(losses[:, place])
             means = stats.resampled_means(moments, stats.resamples_for(stats.LEVEL))
-            ends = intervals.mean_interval(losses[:, place], means, stats.LEVEL)
+            ends = stats.mean_interval(losses[:, place], means, stats.LEVEL)
         row |= {part: float(losses[:, place].mean()), f"{part}_low": ends[0], f"{part}_high": ends[1]}
     return row
 
@@ -183,25 +179,15 @@ def _bars(axis: Any, part: pd.DataFrame) -> None:
     axis.set_axisbelow(True)
 
 
-def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
-    """The LABEL=VALUE words of --where as a mapping."""
-    from kvexp.results.read import where
-
-    return where(pairs)
-
-
-# The runs of method=ideal that `gap` compares with, made where they are missing.
-
-
-OWN = ("method", "cache.mode", "cache.positions")  # options that are another method's
-
-
 def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> None:
     """Run method=ideal at the model, task, budget and examples of every run that has no such run beside it."""
     wanted: dict[str, Settings] = {}
-    for folder in without_ideal(outputs, where):
+    for folder, _, ideal in _with_ideal(outputs, where):
+        if ideal is not None:
+            continue
         try:
-            settings = with_limit_of(_ideal(folder.run), 1 + max(row["index"] for row in folder.rows))
+            settings = with_method(settings_at(folder.run), IDEAL)
+            settings = with_limit_of(settings, 1 + max(row["index"] for row in folder.rows))
         except ConfigError as error:
             console.print(f"{short_title(folder.run)}: no ideal run: {error}", highlight=False, markup=False)
             continue
@@ -211,16 +197,6 @@ def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> Non
         run_group(group, session)
     for settings in wanted.values():
         evaluate_run(settings, session)
-
-
-def _ideal(record: Run) -> Settings:
-    """The settings of the run, with method=ideal; ConfigError where the run's own cannot be composed any more."""
-    settings = settings_at(record)
-    asked = settings.command
-    cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
-    config = {**asked["config"], "method": {"_target_": "kvexp.methods.Ideal"}, "cache": cache}
-    left = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(OWN)]
-    return settings_of(config, {**asked["choices"], "method": "ideal"}, left)
 
 
 # Two methods on the same examples: where only one is right, and what it kept that the other did not.
@@ -271,9 +247,9 @@ def outcome(a: Run, b: Run) -> PairedOutcome:
             f"{a.path} and {b.path} are not measured against the same full-attention run: compare runs of one model, "
             "task and generation"
         )
-    full, rows_a, rows_b = (rows_of(run) for run in (baseline_of_of_case(a), a, b))
+    full, rows_a, rows_b = (rows_of(run) for run in (case.baseline_of(a), a, b))
     check_same_prompts(a.path, rows_a, b.path, rows_b)
-    check_same_prompts(a.path, rows_a, baseline_of_of_case(a).path, full)
+    check_same_prompts(a.path, rows_a, case.baseline_of(a).path, full)
     result = PairedOutcome([], [], [], [])
     for name in (name for name in rows_a if name in rows_b and name in full):
         if not _solvable(full[name]):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionLayer, SequenceState
 from kvexp.core.backends import RecordingBackend, SlotsBefore
-from kvexp.core.slots import keep_order
+from kvexp.core.topk import keep_order
 from kvexp.hf import EvictionCache
 
 

@@ -1,9 +1,12 @@
-"""What can be diagnosed, and what stands against it."""
+"""The option `diagnose`: what is added to a run once its rows are there, and what stands against it.
+
+Rows are made as without a diagnosis, alone or with shared prefills; then every example is generated once more by
+itself, watched. So a diagnosis can change no row, can be asked for later, and knows whether it saw what the row says.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,8 +24,6 @@ from kvexp.run.settings import Settings
 from kvexp.run.store import Run
 from kvexp.tasks import LMEval, Task
 from kvexp.util import ConfigError, Progress, say
-
-# What cannot be diagnosed: an error before a model loads, or a run of a sweep that is passed over.
 
 
 def check(settings: Settings) -> None:
@@ -63,12 +64,6 @@ def nothing_to_log(settings: Settings) -> str | None:
     if method.per_query or method.full_cache:
         return f"{method.name} keeps everything and chooses anew for every token: there is no eviction"
     return None
-
-
-# The options of `diagnose`: what is added to a run once its rows are there.
-#
-# Rows are made as without a diagnosis, alone or with shared prefills; then every example is generated once more by
-# itself, watched. So a diagnosis can change no row, can be asked for later, and knows whether it saw what the row says.
 
 
 @dataclass(frozen=True)
@@ -116,19 +111,17 @@ class Log:
         todo = self.rows_without(run, rows)
         title = _title(settings)
         with Progress(title, len(rows), len(rows) - len(todo)) as progress:
-            for row, told in self._written(settings, run, todo):
-                if not told.same:
-                    say(f"{title}: example {row['example']}: {mismatch(told)}")
+            for row, case, _ in cases(settings, todo):
+                told, tables = self.diagnose_row(case, row)
+                for ending, columns in tables.items():
+                    write_table(run, told.example, ending, columns, told.texts if ending == EVICTIONS else None)
+                write_example_log(run, told)
+                if not told.same_output:
+                    why = "alone it writes another answer than in the batch of its row, where sums round otherwise"
+                    say(f"{title}: example {row['example']}: {why}")
+                elif not told.same:
+                    say(f"{title}: example {row['example']}: kept other slots than its row")
                 progress.advance()
-
-    def _written(self, settings: Settings, run: Run, todo: list[Row]) -> Iterator[tuple[Row, ExampleLog]]:
-        """Diagnose the rows `todo` one by one, write each, and give it back with its log."""
-        for row, case, _ in cases(settings, todo):
-            told, tables = self.diagnose_row(case, row)
-            for ending, columns in tables.items():
-                write_table(run, told.example, ending, columns, told.texts if ending == EVICTIONS else None)
-            write_example_log(run, told)
-            yield row, told
 
     def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
         """The log of one example, and its tables as columns by the ending of their files."""
@@ -191,16 +184,6 @@ def _kv_heads(state: EvictionLayer | RetrievalLayer) -> int:
         return state.require_slots().positions.shape[1]
     assert state.memory is not None
     return state.memory.keys.shape[1]
-
-
-def mismatch(told: ExampleLog) -> str:
-    """A message for an example whose diagnosis saw something else than its row."""
-    if told.same_output:
-        return "kept other slots than its row"
-    return "alone it writes another answer than in the batch of its row, where sums round otherwise"
-
-
-# What a command needs of a run's diagnosis, made where it is missing: nobody has to know beforehand what to log.
 
 
 def ensure_diagnosed(run: Run, rows: list[Row], kind: Log | None = None) -> None:

@@ -1,15 +1,19 @@
-"""Undo evictions, and see which one cost the answer."""
+"""Undo evictions, and see which one cost the answer.
+
+Undoing an eviction means exactly this: from the step on at which the method evicted it, the token stays visible to
+attention in that head, in addition to the budget, and the method neither chooses nor evicts it again. All other choices
+remain the method's own, made anew with the token in sight: it takes its share of the attention, so scores may move.
+With every eviction undone each query sees all there is, which is full attention.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from dataclasses import replace as replace_of_dataclasses
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,8 +28,8 @@ from torch import Tensor
 
 from kvexp.core import CacheConfig, EvictionLayer, SequenceState
 from kvexp.core.backends import Mask, held_slots
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.budget_shares import RankedSlots
+from kvexp.core.budget_resolution import LayerSlots
+from kvexp.core.ranking import RankedSlots
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case, baseline_of, cases, headline, rows_of, short_title, title_of
 from kvexp.diagnose.options import ensure_diagnosed, nothing_to_log
@@ -34,20 +38,11 @@ from kvexp.generate.kl import compare, read_questions
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
 from kvexp.run.batches import Row, settings_at
-from kvexp.run.evictions import EVICTIONS, FOLDER, ExampleLog, has, read_table, require_example_log, stem
+from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, stem
 from kvexp.run.store import OWN, Line, Run, check_same_prompts, read
 from kvexp.tasks import Example, Task
 from kvexp.tasks.testbed import NAMES
-from kvexp.util import CacheError, ConfigError, Console, Progress, explained, load, replace
-
-# Evictions undone: what a method would have answered without losing certain tokens in certain heads and steps.
-#
-# Undoing an eviction means exactly this: from the step on at which the method evicted it, the token stays visible to
-# attention in that head, in addition to the budget, and the method neither chooses nor evicts it again. All other
-# choices
-# remain the method's own, made anew with the token in sight: it takes its share of the attention, so scores may move.
-# With every eviction undone each query sees all there is, which is full attention.
-
+from kvexp.util import CacheError, ConfigError, Console, Progress, explained, replace
 
 Place = tuple[int, int]  # layer, kv head
 
@@ -97,11 +92,11 @@ class UndoMask(Mask):
         )
         self._bring_back(slots, slots.valid() & ~held_slots(slots))
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
         held = held_slots(slots)
         assert slots.visible is not None
         back = slots.visible[:, :, : slots.length] & ~held  # brought back before
-        super().evict(slots, ranked, resolved)
+        super().evict(slots, ranked, allowed)
         slots.visible[:, :, : slots.length] |= back
         self._bring_back(slots, held & ~held_slots(slots))
 
@@ -175,50 +170,25 @@ def _make_undoable(cache: EvictionCache) -> None:
         state.backend = UndoMask(layer, cache.sequence)
 
 
-TOKEN, SPAN, LAYER, HEAD = "token", "span", "layer", "head"
+# In which order a search tries positions, where `python -m experiments.studies.causal` has measured the effects of
+# removing them: the largest first. It leaves MEASURED in the run's folder last.
+
+REMOVALS, MEASURED = "removals.parquet", "causal.json"
+TOKEN, SPAN = "token", "span"  # kinds of removals
 
 
-# Where a causal measurement lies: beside its run's other diagnoses, one set of files per example.
-#
-# outputs/<hash>/diagnose/NAME.removals.parquet     every removal and its effect; written first
-#                         NAME.causal.parquet       every score at every removal
-#                         NAME.methods.parquet      one row per score, and one per score and layer
-#                         NAME.causal.json          the plan, and what the effects are over; written last
+def search_order(run: Run, example: str, positions: Sequence[int]) -> list[int] | None:
+    """All of `positions`, those of largest effect first; None where the example has no causal measurement.
 
-
-REMOVALS, SCORES, METHODS, MEASURED = "removals.parquet", "causal.parquet", "methods.parquet", "causal.json"
-
-
-@dataclass(frozen=True)
-class CausalExample:
-    """NAME.causal.json.
-
-    plan: of the removals; tokens, judged: of the prompt, and of the answer that effects are means over; floor: KL of a
-    row from which nothing is removed, in nats: what rounding makes; seconds: the removals took; methods: of the scores.
+    A token that was not removed by itself has its share of its span's effect; positions behind the prompt come last.
     """
-
-    example: str
-    plan: dict[str, Any]
-    tokens: int
-    judged: int
-    floor: float
-    seconds: float
-    methods: list[str]
-
-
-def write_frame(run: Run, example: str, ending: str, frame: pd.DataFrame) -> None:
-    """One table of an example's measurement."""
-    sink = io.BytesIO()
-    frame.to_parquet(sink, index=False, compression="zstd")
-    _write(run, example, ending, sink.getvalue())
-
-
-def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
-    """None where it is not there; ConfigError where it cannot be read."""
     start = stem(run, example)
-    file = start.with_name(f"{start.name}.{ending}")
-    if not file.exists():
-        return None
+    measured, removals = (start.with_name(f"{start.name}.{part}") for part in (MEASURED, REMOVALS))
+    return ordered_by_effect(read_parquet(removals), positions) if measured.exists() and removals.exists() else None
+
+
+def read_parquet(file: Path) -> pd.DataFrame:
+    """A table of a causal measurement; ConfigError where it cannot be read."""
     try:
         return pd.read_parquet(file)
     except (OSError, pa.ArrowException) as error:
@@ -228,45 +198,8 @@ def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
         ) from error
 
 
-def write_measured(run: Run, measured: CausalExample) -> None:
-    """The file that says that an example is complete."""
-    _write(run, measured.example, MEASURED, json.dumps(asdict(measured)).encode())
-
-
-def read_measured(run: Run, example: str) -> CausalExample | None:
-    """None where the example has no complete measurement."""
-    start = stem(run, example)
-    file = start.with_name(f"{start.name}.{MEASURED}")
-    if not file.exists():
-        return None
-    try:
-        return CausalExample(**load(file))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file}: {error}; remove it and run python -m experiments.studies.causal again") from error
-
-
-def _write(run: Run, example: str, ending: str, data: bytes) -> None:
-    start = stem(run, example)
-    file = start.with_name(f"{start.name}.{ending}")
-    with explained(file):
-        (run.path / FOLDER).mkdir(exist_ok=True)
-        replace(file, data)
-
-
-# In which order a search tries positions, where the effects of removing them are measured: the largest first.
-
-
-def search_order(run: Run, example: str, positions: Sequence[int]) -> list[int] | None:
-    """All of `positions`, those of largest effect first; None where the example has no causal measurement.
-
-    A token that was not removed by itself has its share of its span's effect; positions behind the prompt come last.
-    """
-    removals = read_frame(run, example, REMOVALS) if read_measured(run, example) is not None else None
-    return None if removals is None else ordered_by_effect(removals, positions)
-
-
 def ordered_by_effect(removals: pd.DataFrame, positions: Sequence[int]) -> list[int]:
-    """`search_order` of these removals."""
+    """The order of `search_order` by these removals."""
     effect: dict[int, float] = {}
     for span in removals[removals["kind"] == SPAN].itertuples():
         first, length = int(str(span.position)), int(str(span.length))
@@ -299,13 +232,18 @@ class Cause:
     @property
     def spans(self) -> list[list[int]]:
         """The positions of the cause, in groups of neighbours (at most TOGETHER apart)."""
-        spans: list[list[int]] = []
-        for position in self.undone.positions if self.undone else ():
-            if spans and position - spans[-1][-1] <= TOGETHER:
-                spans[-1].append(position)
-            else:
-                spans.append([position])
-        return spans
+        return neighbours(self.undone.positions if self.undone else (), TOGETHER)
+
+
+def neighbours(numbers: Iterable[int], apart: int) -> list[list[int]]:
+    """Ascending numbers in groups, within which each is at most `apart` from the one before."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number - groups[-1][-1] <= apart:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
 
 
 def cause(
@@ -338,16 +276,16 @@ def cause(
         return tested
 
     def of_positions(some: Sequence[int]) -> UndoneEvictions:
-        return replace_of_dataclasses(best, positions=tuple(some))
+        return dataclasses.replace(best, positions=tuple(some))
 
     def of_places(some: Sequence[Place]) -> UndoneEvictions:
-        return replace_of_dataclasses(best, places=tuple(some))
+        return dataclasses.replace(best, places=tuple(some))
 
     def of_layers(some: Sequence[int]) -> UndoneEvictions:
-        return replace_of_dataclasses(best, places=tuple(place for place in best.places if place[0] in some))
+        return dataclasses.replace(best, places=tuple(place for place in best.places if place[0] in some))
 
     def of_steps(some: Sequence[int]) -> UndoneEvictions:
-        return replace_of_dataclasses(best, first=min(some), last=max(some))
+        return dataclasses.replace(best, first=min(some), last=max(some))
 
     if not works(of_positions)([list(best.positions)])[0]:
         return Cause(None, replay.trials - start, True)
@@ -421,9 +359,6 @@ def smallest(items: list[T], works: Works[T]) -> list[T]:
     return items
 
 
-# Which eviction changed an answer: `search` on an example of a run, and what to say of what it found.
-
-
 SHOWN = 3  # spans that are named one by one
 
 
@@ -473,7 +408,7 @@ def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, u
             f"example {row['example']}: what brought the answer back among other trials does not alone, because sums "
             "round otherwise in another batch: nothing can be concluded"
         )
-    spans = [span_text(told, span) for span in found.spans]
+    spans = [span_text(told.texts, span) for span in found.spans]
     phrase = "" if found.undone is None else phrase_of(found.undone, spans, told.heads)
     return FoundCause(row["example"], until, output(answer), output(full), output(back), found, spans, phrase)
 
@@ -494,17 +429,8 @@ def _right(
     return lambda tokens: score(tokens) >= wanted
 
 
-def spans_of_texts(texts: Sequence[str], spans: Sequence[list[int]]) -> list[str]:
-    """`span_text` of each, from the texts of all tokens."""
-    return [_span(texts, span) for span in spans]
-
-
-def span_text(told: ExampleLog, positions: list[int]) -> str:
-    """The tokens of a span, with dots for those between that are not of it."""
-    return _span(told.texts, positions)
-
-
-def _span(texts: Sequence[str], positions: list[int]) -> str:
+def span_text(texts: Sequence[str], positions: Sequence[int]) -> str:
+    """The tokens of a span, with dots for those between that are not of it; texts: of all tokens."""
     words, last = "", positions[0] - 1
     for position in positions:
         words += (" \u2026" if position > last + 1 else "") + texts[position]
@@ -540,13 +466,8 @@ def text_of_places(places: Iterable[Place], heads: list[int]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    groups = neighbours(numbers, 1)
+    return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
 def evidence(evictions: pd.DataFrame, undone: UndoneEvictions) -> pd.DataFrame:
@@ -580,9 +501,6 @@ def saved(run: Run, example: str, until: str) -> FoundCause | None:
 def _file(run: Run, example: str, until: str) -> Path:
     start = stem(run, example)
     return start.with_name(f"{start.name}.replay-{until}.json")
-
-
-# Replays of a run's lost examples, one told in full or all of them counted.
 
 
 NOTHING = "not even with every eviction undone does the full cache's answer come back"
@@ -643,23 +561,27 @@ def _made(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | 
                 progress.advance()
 
 
+def _say(console: Console, line: str, style: str | None = None) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True, style=style)
+
+
 def tell(run: Run, row: Row, options: Options, console: Console) -> None:
     """One example in words, and how the method scored what it lost."""
     (found,) = find_causes(run, [row], options)
-    console.print(f"{title_of(run)}: {row['example']}", highlight=False, markup=False)
+    _say(console, f"{title_of(run)}: {row['example']}")
     if isinstance(found, str):
-        console.print(found, highlight=False, markup=False)
+        _say(console, found)
         return
     for name, output in (("full cache", found.full), ("method", found.answer)):
-        console.print(f"{name + ':':12}{output.strip()}", highlight=False, markup=False)
+        _say(console, f"{name + ':':12}{output.strip()}")
     undone = found.cause.undone
     if undone is None:
         why = (
             "not even with every eviction undone does it come back" if found.answer != found.full else "nothing to find"
         )
-        console.print(f"{why} ({found.cause.trials} trials)", highlight=False)
+        _say(console, f"{why} ({found.cause.trials} trials)")
         return
-    console.print(f"\n{found.phrase}.", highlight=False, markup=False, soft_wrap=True, style="bold")
+    _say(console, f"\n{found.phrase}.", "bold")
     slots = len(evidence(read_table(run, row["example"], EVICTIONS), undone))
     few = "" if found.cause.whole else "; the trials ran out, there may be less in it"
     console.print(
@@ -710,9 +632,9 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
             what += (
                 "" if isinstance(found, str) or found.cause.whole else " (the trials ran out: there may be less in it)"
             )
-            console.print(f"{name}: {row['example']}: {what}", highlight=False, markup=False, soft_wrap=True)
+            _say(console, f"{name}: {row['example']}: {what}")
         if len(logged) < len(rows):
-            console.print(f"{name}: {len(rows) - len(logged)} lost examples have no log", highlight=False, markup=False)
+            _say(console, f"{name}: {len(rows) - len(logged)} lost examples have no log")
     console.print(table)
     console.print("lost: scored less than with the full cache. explained: undoing evictions brings it back, of those")
     console.print("searched; one span, two, more, step 0: of those; tokens, evictions, trials: their medians.")
@@ -741,9 +663,6 @@ def _counts(run: Run, made: list[FoundCause | str], lost: int) -> list[str]:
         str(sum(each.last == 0 for each in undone)),
         middle[2],
     ]
-
-
-# Which evictions are behind a run's divergence: its token of largest KL, forced again with evictions undone.
 
 
 CLOSE = 0.05  # of the recorded KL, and nats: more is no rounding of another batch and mode
@@ -839,22 +758,22 @@ def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options:
     texts = [said([token]) for token in [*case.prompt, *case.question, *tokens]]
     order = search_order(run, row["example"], replay.everything.positions)
     found: Cause = cause(replay, lambda answer: answer == [1], options.trials, order)
-    console.print(f"{short_title(run)}: {row['example']}: token {worst.place + 1} of {len(tokens)}", highlight=False)
+    _say(console, f"{short_title(run)}: {row['example']}: token {worst.place + 1} of {len(tokens)}")
     before = said(tokens[max(0, worst.place - BEFORE) : worst.place])
     line = f"{before!r} then {said([tokens[worst.place]])!r}: KL {worst.kl:.3f} nats"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    _say(console, line)
     if found.undone is None:
-        console.print(f"not even with every eviction undone is KL there within {epsilon:g}", highlight=False)
+        _say(console, f"not even with every eviction undone is KL there within {epsilon:g}")
         return
     replay.answers([found.undone])
     places = replay.everything.places
     heads = [sum(place[0] == layer for place in places) for layer in range(1 + max(layer for layer, _ in places))]
-    words = phrase_of(found.undone, spans_of_texts(texts, found.spans), heads, what="is behind it")
+    words = phrase_of(found.undone, [span_text(texts, span) for span in found.spans], heads, what="is behind it")
     few = "" if found.whole else "; the trials ran out, there may be less in it"
     count = len(found.undone.positions)
     undone = f"with {count} token{'s' * (count != 1)} undone"
     line = f"{words}: {undone} KL is {replay.kl[0]:.3f} ({found.trials} trials{few})"
-    console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
+    _say(console, line, "bold")
 
 
 # What kind of token stands at a position: first, last, digits, names, punctuation, or any other word.

@@ -1,4 +1,4 @@
-"""What was kept, as a page; and the command `kvexp diagnose`."""
+"""What was kept of an example, in a terminal and as a page; and the command `kvexp diagnose`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,34 @@ import sys
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len
 from rich.text import Text
 
+from kvexp.diagnose import gap, replay, twin
+from kvexp.diagnose.case import chosen, fed_prompt, opened, rows_of, run_at, title_of
+from kvexp.diagnose.options import Twin, ensure_diagnosed
 from kvexp.hf.cache import STYLE, mark, section
+from kvexp.results.read import where as parse_where
+from kvexp.run import evictions
+from kvexp.run.batches import settings_at
 from kvexp.run.compose import with_user_methods, without_method_words
 from kvexp.run.evictions import View
 from kvexp.util import CacheError, ConfigError, Console, Session, active, keys_of, say, visible
-
-# The text of an example in a terminal, each token with a mark of how many heads still hold it.
-
 
 STYLES = ("dim", "cyan", "green", "yellow", "bold")  # none, a third, two thirds, nearly all, all
 
 
 def style(count: int, heads: int) -> str:
+    """The style of a token that so many of the heads hold."""
     if count <= 0 or count >= heads:
         return STYLES[0 if count <= 0 else -1]
     return STYLES[1 + 3 * count // heads]
 
 
 def show(view: View, console: Console) -> None:
-    """Two lines each: the text, and under every token its mark; what is to come at this step has no mark."""
+    """Print the text, and under every token its mark; what is to come at this step has none."""
     told, heads = view.told, view.heads
     where = "all layers" if view.layer is None else f"layer {view.layer}"
     when = "the end of the prompt" if view.step == 0 else f"{view.step} decode tokens"
@@ -70,11 +75,8 @@ def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
         yield words, marks
 
 
-# The same text as a page of its own: HTML without a script, hovering over a token tells the heads of each layer.
-
-
 def page(view: View, title: str) -> str:
-    """A whole document."""
+    """The same text as a whole document: HTML without a script, hovering over a token tells the heads of each layer."""
     told, title = view.told, visible(title)
     when = "at the end of the prompt" if view.step == 0 else f"after {view.step} decode tokens"
     layer = "" if view.layer is None else f", shaded by layer {view.layer}"
@@ -91,8 +93,7 @@ eviction (blue) and the answer (orange); in italics what had not been read yet.<
 """
 
 
-DIAGNOSE_DOC = """kvexp diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask
-on."""
+DIAGNOSE_DOC = "kvexp diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask on."
 
 
 # May stand anywhere (method=MODULE.CLASS and method_file=FILE.py: before --where), for a run's own files cannot ask for
@@ -127,77 +128,70 @@ def carried_out(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="kvexp diagnose", description=DIAGNOSE_DOC)
     commands = result.add_subparsers(required=True, metavar="COMMAND")
-    show = _command(commands, "show", _show, "the text of an example, marked by how many heads keep each token")
-    _run_and_example(show)
-    show.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
-    show.add_argument("--layer", type=int, help="this layer's heads alone")
-    show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
-    prompt = _command(commands, "prompt", _prompt, "the text of an example's prompt as it was fed to the model")
-    _run_and_example(prompt)
-    draw = _command(commands, "draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
-    draw.add_argument("run", metavar="RUN", help=RUN)
-    draw.add_argument("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
-    draw.add_argument("--out", type=Path, metavar="FOLDER", help="default: the run's own folder diagnose")
-    draw.add_argument("--format", choices=("png", "svg", "pdf"), default="png")
-    replay = _command(commands, "replay", _replay, "undo evictions of an example until the full cache's answer returns")
-    _run_and_example(replay)
-    _searches(replay)
-    explain = _command(commands, "explain", _explain, "replay every example of runs that scores less than with full")
-    explain.add_argument("runs", nargs="+", metavar="RUN", help=RUN)
-    explain.add_argument("--first", type=int, metavar="N", help="only the first so many of each run")
-    _searches(explain)
-    explain.add_argument("--kl", action="store_true", help="the token of largest divergence (--first: of so many)")
-    gap = _command(commands, "gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
-    gap.add_argument("outputs", metavar="OUTPUTS", help="the folder of the runs")
-    gap.add_argument("--metric", help="default: the task's first")
-    gap.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
-    gap.add_argument("--draw", type=Path, metavar="FILE", help="stacked bars: a .png, .pdf or .svg")
-    gap.add_argument("--csv", type=Path, metavar="FILE", help="write every column")
-    diff = _command(commands, "diff", _diff, "where only one of two runs is right, and what each kept")
-    diff.add_argument("a", metavar="RUN_A", help=RUN)
-    diff.add_argument("b", metavar="RUN_B", help="another of the same model and task")
-    diff.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
+
+    def command(name: str, do: Any, words: str) -> Any:
+        made = commands.add_parser(name, help=words, description=words)
+        made.set_defaults(command=do)
+        return made.add_argument
+
+    def of_example(name: str, do: Any, words: str) -> Any:
+        add = command(name, do, words)
+        add("run", metavar="RUN", help=RUN)
+        add("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
+        return add
+
+    def searches(add: Any) -> None:
+        add("--until", choices=("output", "score"), default="output", help="what has to come back")
+        add("--trials", type=int, default=1000, help="answers per example at most (default: 1000)")
+        add("--again", action="store_true", help="search even where a result is saved")
+
+    step = {"type": int, "default": 0, "help": "decode tokens after which to look (default: 0, the prompt)"}
+    add = of_example("show", _show, "the text of an example, marked by how many heads keep each token")
+    add("--step", **step)
+    add("--layer", type=int, help="this layer's heads alone")
+    add("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
+    of_example("prompt", _prompt, "the text of an example's prompt as it was fed to the model")
+    add = command("draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
+    add("run", metavar="RUN", help=RUN)
+    add("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
+    add("--out", type=Path, metavar="FOLDER", help="default: the run's own folder diagnose")
+    add("--format", choices=("png", "svg", "pdf"), default="png")
+    searches(of_example("replay", _replay, "undo evictions of an example until the full cache's answer returns"))
+    add = command("explain", _explain, "replay every example of runs that scores less than with full")
+    add("runs", nargs="+", metavar="RUN", help=RUN)
+    add("--first", type=int, metavar="N", help="only the first so many of each run")
+    searches(add)
+    add("--kl", action="store_true", help="the token of largest divergence (--first: of so many)")
+    add = command("gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
+    add("outputs", metavar="OUTPUTS", help="the folder of the runs")
+    add("--metric", help="default: the task's first")
+    add("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    add("--draw", type=Path, metavar="FILE", help="stacked bars: a .png, .pdf or .svg")
+    add("--csv", type=Path, metavar="FILE", help="write every column")
+    add = command("diff", _diff, "where only one of two runs is right, and what each kept")
+    add("a", metavar="RUN_A", help=RUN)
+    add("b", metavar="RUN_B", help="another of the same model and task")
+    add("--step", **step)
     return result
 
 
-def _searches(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--until", choices=("output", "score"), default="output", help="what has to come back")
-    command.add_argument("--trials", type=int, default=1000, help="answers per example at most (default: 1000)")
-    command.add_argument("--again", action="store_true", help="search even where a result is saved")
-
-
-def _command(commands: argparse._SubParsersAction, name: str, do, words: str) -> argparse.ArgumentParser:  # type: ignore
-    made: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words)
-    made.set_defaults(command=do)
-    return made
-
-
-def _run_and_example(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", metavar="RUN", help=RUN)
-    command.add_argument("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
-
-
 def _show(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.case import chosen, rows_of, run_at, title_of
-    from kvexp.diagnose.options import ensure_diagnosed
-    from kvexp.run.evictions import view
-
-    run = run_at(args.run)
-    row = chosen(rows_of(run), args.example)
+    run, row = opened(args.run, args.example)
     ensure_diagnosed(run, [row])
-    seen = view(run, row["example"], args.step, args.layer)
+    seen = evictions.view(run, row["example"], args.step, args.layer)
     if args.html is None:
         show(seen, console)
         return
     args.html.write_text(page(seen, title_of(run)), encoding="utf-8")
-    console.print(f"wrote {args.html}", highlight=False, markup=False)
+    _wrote(console, args.html)
+
+
+def _wrote(console: Console, file: Path) -> None:
+    console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _prompt(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.case import chosen, fed_prompt, rows_of, run_at
-
-    run = run_at(args.run)
-    found = fed_prompt(run, chosen(rows_of(run), args.example))
+    found = fed_prompt(*opened(args.run, args.example))
     say(found.told, file=sys.stderr)
     if sys.stdout.isatty():
         say(found.text)
@@ -206,74 +200,52 @@ def _prompt(args: argparse.Namespace, console: Console) -> None:
 
 
 def _draw(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.case import chosen, rows_of, run_at, title_of
-    from kvexp.diagnose.options import Twin, ensure_diagnosed
-    from kvexp.diagnose.twin import curves, heatmaps, losses, save
-    from kvexp.run.evictions import FOLDER, TWIN, has
-
     run = run_at(args.run)
     rows = rows_of(run)
     some = [chosen(rows, name) for name in args.example or ()]
-    if some or not any(has(run, name, TWIN) for name in rows):
+    if some or not any(evictions.has(run, name, evictions.TWIN) for name in rows):
         ensure_diagnosed(run, some or list(rows.values()), Twin())
     names = [row["example"] for row in some] or None
-    frame = losses(run, names)
+    frame = twin.losses(run, names)
     title = title_of(run) + (f", {', '.join(names)}" if names else "")
-    folder = args.out or run.path / FOLDER
-    for name, figure in (("heatmap", heatmaps(frame, title)), ("curves", curves(frame, title))):
+    folder = args.out or run.path / evictions.FOLDER
+    for name, figure in (("heatmap", twin.heatmaps(frame, title)), ("curves", twin.curves(frame, title))):
         file = folder / f"{name}.{args.format}"
-        save(figure, file)
-        console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
+        twin.save(figure, file)
+        _wrote(console, file)
 
 
 def _replay(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.case import chosen, rows_of, run_at
-    from kvexp.diagnose.options import ensure_diagnosed
-    from kvexp.diagnose.replay import Options, check_undoing, tell
-    from kvexp.run.batches import settings_at
-
     run = run_at(args.run)
-    check_undoing(settings_at(run).cache)  # before a log is made, which loads the model
+    replay.check_undoing(settings_at(run).cache)  # before a log is made, which loads the model
     row = chosen(rows_of(run), args.example)
     ensure_diagnosed(run, [row])
-    tell(run, row, Options(args.until, args.trials, args.again), console)
+    replay.tell(run, row, replay.Options(args.until, args.trials, args.again), console)
 
 
 def _explain(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.case import run_at
-    from kvexp.diagnose.replay import Options, check_undoing, explain
-    from kvexp.run.batches import settings_at
-
-    runs = [run_at(path) for path in args.runs]
+    runs, options = [run_at(path) for path in args.runs], replay.Options(args.until, args.trials, args.again)
     for run in runs:
-        check_undoing(settings_at(run).cache)
-    if args.kl:
-        from kvexp.diagnose.replay import explain_worst
-
-        for run in runs:
-            explain_worst(run, Options(args.until, args.trials, args.again), args.first, console)
+        replay.check_undoing(settings_at(run).cache)
+    if not args.kl:
+        replay.explain(runs, options, args.first, console)
         return
-    explain(runs, Options(args.until, args.trials, args.again), args.first, console)
+    for run in runs:
+        replay.explain_worst(run, options, args.first, console)
 
 
 def _gap(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.gap import draw, gaps, make_ideals, parse_where, show
-    from kvexp.diagnose.twin import save
-
     where = parse_where(args.where)
-    make_ideals(args.outputs, where, console)
-    frame = gaps(args.outputs, where, args.metric)
-    show(frame, console)
+    gap.make_ideals(args.outputs, where, console)
+    frame = gap.gaps(args.outputs, where, args.metric)
+    gap.show(frame, console)
     if args.draw is not None:
-        save(draw(frame), args.draw)
-        console.print(f"wrote {args.draw}", highlight=False, markup=False)
+        twin.save(gap.draw(frame), args.draw)
+        _wrote(console, args.draw)
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)
-        console.print(f"wrote {args.csv}", highlight=False, markup=False)
+        _wrote(console, args.csv)
 
 
 def _diff(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.case import run_at
-    from kvexp.diagnose.gap import diff
-
-    diff(run_at(args.a), run_at(args.b), args.step, console)
+    gap.diff(run_at(args.a), run_at(args.b), args.step, console)

@@ -1,7 +1,10 @@
 """Traces of an eviction method for engines: what it scored, kept and dropped, step by step, layer by layer.
 
 `kvexp export trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. docs/engines.md has
-the format. Nothing is imported here.
+the format. A profile says how an engine's memory lets tokens be dropped. per_head: every kv head drops its own tokens,
+and a new token takes the slot of a dropped one. union: the heads of a layer hold the same tokens. paged: the heads of a
+layer share a table of pages, which stay or go whole. append_only: nothing is dropped after the prompt, and new tokens
+are appended. `trace_check.chosen` says the same rules in numpy.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from torch.nn.functional import pad
 from kvexp import NUMERICS
 from kvexp.core import CacheConfig, Cadence, EvictionLayer
 from kvexp.core.backends import Mask, RecordingBackend, SlotsBefore, held_slots
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.budget_shares import RankedSlots
+from kvexp.core.budget_resolution import LayerSlots
+from kvexp.core.ranking import RankedSlots
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.engines.trace_check import PROFILES, VERSION
@@ -93,13 +96,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-# Profiles: how an engine's memory lets tokens be dropped, as backends of the core, watched for a trace.
-#
-# per_head: every kv head drops its own tokens, and a new token takes the slot of a dropped one. union: the heads of a
-# layer hold the same tokens. paged: the heads of a layer share a table of pages, which stay or go whole. append_only:
-# nothing is dropped after the prompt, and new tokens are appended. `trace_check.chosen` says the same rules in numpy.
-
-
 BLOCK = 16  # tokens of a page, as in vLLM
 
 
@@ -145,7 +141,7 @@ class Paged(Mask):
     tokens is a page's.
     """
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
         held = held_slots(slots)[0, 0]
         page = slots.positions[0, 0, : slots.length] // BLOCK
         order = []
@@ -154,7 +150,7 @@ class Paged(Mask):
             mean = float(ranked.priority[0, 0, mine].double().mean().float())
             order.append((not bool(ranked.protected[0, 0, mine].any()), -mean, -number))
         needed = sum(not free for free, _, _ in order)
-        stay = [-number for _, _, number in sorted(order)[: max(resolved.keep[0] // BLOCK, needed)]]
+        stay = [-number for _, _, number in sorted(order)[: max(allowed.kept[0] // BLOCK, needed)]]
         keep = held & torch.isin(page, torch.tensor(stay, device=page.device))
         assert slots.visible is not None
         slots.visible[0, :, : slots.length] = keep
@@ -181,9 +177,6 @@ def profiled(config: CacheConfig, profile: str) -> CacheConfig:
     if profile == "append_only" and method.evicts_while_decoding:
         return dataclasses.replace(config, mode="compact", cadence=Cadence(at_prefill=True, every=None))
     return dataclasses.replace(config, mode="compact" if profile == "append_only" else "overwrite")
-
-
-# Make the trace of one example of a run: its prompt under a profile, then the full cache's own answer by steps.
 
 
 TOP = 8  # next tokens whose log-probabilities are kept
@@ -249,14 +242,14 @@ def _tops(logits: list[torch.Tensor]) -> dict[str, np.ndarray]:
 def _header(
     case: Case, profile: str, states: list[EvictionLayer], steps: int, model: dict[str, Any], logits: list[torch.Tensor]
 ) -> dict[str, Any]:
-    budgets = [state.resolved_budget for state in states]
+    budgets = [state.layer_slots for state in states]
     config = states[0].config
     return {
         "format": "kvexp-trace",
         "version": VERSION,
         "profile": profile,
         "block": BLOCK if profile == "paged" else None,
-        "keep": [budget.keep[0] for budget in budgets if budget is not None],
+        "keep": [budget.kept[0] for budget in budgets if budget is not None],
         "evicts_while_decoding": config.evict_every is not None,
         "prompt_tokens": len(case.prompt),
         "question_tokens": len(case.question),

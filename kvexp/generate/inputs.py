@@ -31,7 +31,7 @@ from transformers.generation.logits_process import (
 )
 
 from kvexp.core import CacheConfig, MemoryTracker
-from kvexp.core.config import CacheOptions, check_keywords
+from kvexp.core.config import OPTIONS, check_keywords
 from kvexp.core.noise import gumbel
 from kvexp.hf import EvictionCache
 from kvexp.hf.chat_template import Thinking
@@ -371,33 +371,20 @@ class GenerationParams:
             raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
 
 
-class GenerationOptions(CacheOptions, total=False):
-    """Options of the cache, and `GenerationParams` under the names that transformers gives them."""
-
-    max_new_tokens: int
-    min_new_tokens: int
-    num_beams: int
-    early_stopping: bool
-    length_penalty: float
-    do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    eos_token_id: int | Sequence[int] | str | None
-    stop_strings: str | Sequence[str]
-    prefill_chunk_size: int | None
-
-
+# `GenerationParams` under the names that transformers gives them.
 OWN_NAMES = {"do_sample": "sample", "eos_token_id": "eos", "prefill_chunk_size": "prefill_chunk"}
-GENERATION_NAMES = tuple(GenerationOptions.__annotations__.keys() - CacheOptions.__annotations__.keys())
+GENERATION_NAMES = (
+    *("max_new_tokens", "min_new_tokens", "num_beams", "early_stopping", "length_penalty", "do_sample", "temperature"),
+    *("top_k", "top_p", "eos_token_id", "stop_strings", "prefill_chunk_size"),
+)
 
 
 def parted(decoding: GenerationParams | None, options: Mapping[str, Any]) -> tuple[GenerationParams, dict[str, Any]]:
     """(GenerationParams, what is left of the keyword arguments): decoding with the arguments that transformers knows.
 
-    ConfigError for an argument that neither transformers nor `CacheOptions` calls so.
+    ConfigError for an argument that neither transformers nor `CacheConfig` calls so.
     """
-    check_keywords(options, GenerationOptions.__annotations__)
+    check_keywords(options, (*OPTIONS, *GENERATION_NAMES))
     words = {name: value for name, value in options.items() if name in GENERATION_NAMES}
     return with_keywords(decoding, words), {name: options[name] for name in options if name not in words}
 

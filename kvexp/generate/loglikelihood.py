@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.core import Budget, CacheConfig, CacheOptions, Method
+from kvexp.core import Budget, CacheConfig, Method
 from kvexp.generate.inputs import check_finite, check_tokens, real_prompts, rows_that_fit
 from kvexp.generate.prefill import PrefilledContext, forward_logits, prefill
 from kvexp.hf.moving_rope import MovingRope
@@ -37,7 +37,7 @@ def continuation_logprobs(
     seeds: int | Sequence[int] = 0,
     max_new_tokens: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    **options: Unpack[CacheOptions],
+    **options: Any,
 ) -> list[list[float]]:
     """Natural-log probability of every token of given continuations: prefill, evict, feed the tokens one by one.
 

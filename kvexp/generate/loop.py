@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from kvexp.generate.graph import DecodeSteps, GraphCounts, graph_device
 from kvexp.generate.inputs import (
     EvictionStats,
     Generation,
-    GenerationOptions,
     GenerationParams,
     RowProcessors,
     StopStrings,
@@ -453,7 +452,7 @@ def generate(
     keep_logits: bool = False,
     prepare: Callable[[EvictionCache], object] | None = None,
     spans: Sequence[Sequence[Span]] | None = None,
-    **options: Unpack[GenerationOptions],
+    **options: Any,
 ) -> Generation:
     """Generate for a batch of prompts (token ids per row, or all that the tokenizer gave) under an eviction method.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.core import Budget, CacheConfig, CacheOptions, Method
+from kvexp.core import Budget, CacheConfig, Method
 from kvexp.core.sequence import Span
 from kvexp.generate.inputs import (
     check_bounded,
@@ -90,7 +90,7 @@ def prefill(
     seeds: int | Sequence[int] = 0,
     prepare: Callable[[EvictionCache], object] | None = None,
     spans: Sequence[Sequence[Span]] | None = None,
-    **options: Unpack[CacheOptions],
+    **options: Any,
 ) -> PrefilledContext:
     """Feed a batch of prompts (token ids per row) and evict at their end, where the cadence says so.
 

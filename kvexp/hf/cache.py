@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Unpack
+from typing import Any
 from unicodedata import east_asian_width
 from weakref import WeakKeyDictionary
 
@@ -18,17 +18,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvexp.core import Budget, CacheConfig, CacheOptions, EvictionLayer, MemoryTracker, Method, RoPE, SequenceState
+from kvexp.core import Budget, CacheConfig, EvictionLayer, Method, RoPE, SequenceState
 from kvexp.core.attention import AttentionParams
+from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
-from kvexp.core.budget_shares import LayerAllocation, ModelHeadBudgets, layer_budgets_of
 from kvexp.core.decode import stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
-from kvexp.core.eviction import LayerCache, RowsCache
-from kvexp.core.observe import CrossLayerScore, PromptSums
+from kvexp.core.eviction import CacheState, LayerCache, RowsCache
+from kvexp.core.observe import PromptSums
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
-from kvexp.core.slots import Slots
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import (
     LAYER_ATTR,
@@ -51,9 +50,6 @@ from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
 from kvexp.retrieval.method import Retrieval
 from kvexp.util import CacheError, ConfigError, visible
-
-# The text that each token adds: joined, these are the whole text.
-
 
 LONGEST = 4  # bytes of a character: more tokens than that end none
 
@@ -80,9 +76,6 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of token ids, special tokens included."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
-
-
-# Calibration of retrieval methods to a model: the size of its heads, and the time one of its layers takes.
 
 
 _CALIBRATIONS: WeakKeyDictionary[PreTrainedModel, dict[Retrieval, Any]] = WeakKeyDictionary()
@@ -122,9 +115,6 @@ def measure_layer_time(model: PreTrainedModel, tokens: int, repeats: int = 3) ->
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best / num_layers(model.config)
-
-
-# A text whose tokens are marked by how many heads keep them: as HTML without a script, and as plain lines.
 
 
 STYLE = """
@@ -207,9 +197,6 @@ class KeptText:
         return "\n".join([*made, words, marks, f"# all {every} heads, 9-1 tenths of them, . none"])
 
 
-# A Hugging Face Cache over the eviction core: give it to `model.generate(past_key_values=...)`.
-
-
 class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer as Hugging Face's `Cache` sees it. Lengths are columns seen, never slots held.
 
@@ -263,7 +250,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class EvictionCache(Cache):  # type: ignore[misc]
-    """The KV cache of one prompt or one batch of prompts.
+    """The KV cache of one prompt or one batch of prompts: give it to `model.generate(past_key_values=...)`.
 
     model: a patched model.
     method, budget (None for full), options: as `kvexp.core.CacheConfig`, or one of those in place of the method.
@@ -285,7 +272,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         max_new_tokens: int | None = None,
         seeds: int | Sequence[int] = 0,
         tokenizer: Any = None,
-        **options: Unpack[CacheOptions],
+        **options: Any,
     ) -> None:
         check_patched(model.config, ConfigError)
         self.config = config = CacheConfig.of(method, budget, **options)
@@ -309,24 +296,16 @@ class EvictionCache(Cache):  # type: ignore[misc]
             seeds=seeds,
         )
         count = num_layers(model.config)
-        self.memory_tracker = MemoryTracker(count)
-        spec = method.score_spec
-        self.cross_layer_score = CrossLayerScore(self.sequence) if spec is not None and spec.across_layers else None
+        common = CacheState(config, count, self.sequence)
+        self.memory_tracker, self.cross_layer_score = common.memory_tracker, common.cross_layer_score
         states: list[EvictionLayer | RetrievalLayer]
         if isinstance(method, Retrieval):
             group = LayerGroup(calibration=calibrate(model, method))
             states = [RetrievalLayer(config, i, count, self.sequence, self.memory_tracker, group) for i in range(count)]
         else:
-            common = (self.sequence, self.memory_tracker, self.cross_layer_score, CrossLayerBuffers(count))
             factors = output_factors(model) if method.needs.output_norms else [None] * count
-            shares: LayerAllocation | None = None
-            if config.shares_by_preference and config.budget is not None:
-                shares = LayerAllocation(layer_budgets_of(method, config.budget), count)
             blocks = output_blocks(model) if config.select.values == "critical" else [None] * count
-            heads = ModelHeadBudgets.of(config.budget, count)
-            states = [
-                EvictionLayer(config, i, count, *common, factors[i], heads, shares, blocks[i]) for i in range(count)
-            ]
+            states = [EvictionLayer(config, i, common, factors[i], blocks[i]) for i in range(count)]
         if config.surrogate is not None and method.needs.surrogate:
             kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
             config.surrogate.check_shape(count, kv_heads, width)
@@ -336,7 +315,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
         second = method.needs.second_pass
         self.repeated_prompt = None if second is None else RepeatedPrompt.of(second, tokenizer, method.name)
-        if spec is not None:
+        if (spec := method.score_spec) is not None:
             spec.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
 
     @property
@@ -432,9 +411,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
         method = self.config.method
         if method.evicts and method.score_spec is not None:
             method.score_spec.check_lengths(prompt_lengths)
-        new, layers = self.sequence.max_new_tokens, len(self.layers)
-        check_budget(self.config, prompt_lengths, padded, new, layers)
-        if may_evict(self.config, prompt_lengths, padded, new, layers):
+        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        check_budget(self.config, prompts)
+        if may_evict(self.config, prompts):
             self.check_second_pass(prompt_lengths)
 
     def mark_spans(self, spans: Sequence[Sequence[Span]] | None, prompt_lengths: Sequence[int], padded: int) -> None:
@@ -443,7 +422,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         spans: per prompt, (first, behind the last) in its real tokens; None: none. ConfigError where they are needed
         and not given, or no budget holds them. To be called before the model runs.
         """
-        check_spans(self.config, spans, prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        check_spans(self.config, prompts, spans)
         if self.config.keep is not None and spans is not None:
             self.sequence.mark_spans(spans, prompt_lengths)
 
@@ -495,9 +475,6 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return KeptText(texts_of(tokenizer, list(ids)), by_layer, [len(heads) for heads in held])
 
 
-# Several caches over one prompt: computed once, observed by every method, decoded as rows of one batch.
-
-
 State = EvictionLayer | RetrievalLayer
 MAX_PAD_BYTES = 8 << 20  # about what a step of another stack takes to read on a CPU: half a millisecond
 
@@ -518,10 +495,16 @@ class FastStepGroup:
 
         query [R, H * G, 1, D]; padding as of `LayerCache.forward`.
         """
+        # Layers whose heads hold different numbers of slots take the fast step by themselves.
         eligible = [
             i
             for i, layers in enumerate(self.states)
-            if all(_can_fast_decode(state, query, padding) for state in layers)
+            if all(
+                isinstance(state, EvictionLayer)
+                and not state.config.is_ragged
+                and can_fast_decode(state, query, padding)
+                for state in layers
+            )
         ]
         if eligible != self.eligible:
             self.eligible = eligible
@@ -530,17 +513,6 @@ class FastStepGroup:
     def buffers(self, members: list[int]) -> CrossLayerBuffers:
         """The buffers that all layers of the stack of caches `members` (indices) share; made at the first call."""
         return self._buffers.setdefault(tuple(members), CrossLayerBuffers(len(self.states[0])))
-
-
-def _can_fast_decode(state: State, query: Tensor, padding: Tensor | None) -> bool:
-    """Whether one layer of a cache can take the fast step with others.
-
-    No layer of a retrieval method can, and none whose heads hold different numbers of slots: that one takes the fast
-    step by itself.
-    """
-    if not isinstance(state, EvictionLayer) or state.config.is_ragged:
-        return False
-    return can_fast_decode(state, query, padding)
 
 
 class MultiLayer:
@@ -596,11 +568,12 @@ class MultiLayer:
         eligible = self.fast_group.eligible
         if eligible != self._eligible:
             slots = {i: state for i in eligible if isinstance(state := self.states[i], EvictionLayer)}
+            held = {i: state.require_slots() for i, state in slots.items()}
             apart = [[i for i in eligible if (slots[i].config.renumbered) == moved] for moved in (False, True)]
             several = [
                 members
                 for some in apart
-                for members in bin_by_length({i: slots[i].require_slots() for i in some})
+                for members in bin_by_bytes({i: (held[i].length, held[i].kv_bytes) for i in some})
                 if len(members) > 1
             ]
             ordered = [sorted(members, key=lambda i: stack_order(slots[i])) for members in several]
@@ -658,16 +631,11 @@ class MultiLayer:
         raise CacheError("caches that decode together are reset one by one: call reset() of each")
 
 
-def bin_by_length(held: dict[int, Slots]) -> list[list[int]]:
+def bin_by_bytes(held: dict[int, tuple[int, int]]) -> list[list[int]]:
     """Indices of caches in groups of similar length, so that common buffers waste at most MAX_PAD_BYTES per layer.
 
-    held: this layer's slots of each cache, by index.
+    held: of each cache, by index: its slots in this layer, and the bytes of their keys and values.
     """
-    return bin_by_bytes({member: (slots.length, slots.kv_bytes) for member, slots in held.items()})
-
-
-def bin_by_bytes(held: dict[int, tuple[int, int]]) -> list[list[int]]:
-    """`bin_by_length` from each cache's length and bytes of keys and values alone."""
     groups: list[list[int]] = []
     for member in sorted(held, key=lambda member: held[member][0], reverse=True):
         if groups:
@@ -708,9 +676,6 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
     def crop(self, *_: Any) -> None:
         """Always a CacheError: evicted tokens cannot come back."""
         self.caches[0].crop()
-
-
-# A Hugging Face cache for the papers' row-mask protocol: one text, one forward, one mask per layer and head.
 
 
 class RowMaskCache(Cache):  # type: ignore[misc]

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method
-from kvexp.core.eviction import CalibrationLayer
-from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
+from kvexp.core.statistics import CalibrationLayer, HeadScores, QueryCalibration, Surrogate
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer
 from kvexp.hf.moving_rope import MovingRope, check_turns
 from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input, num_layers, rope_of
@@ -61,7 +60,7 @@ class StatisticsFile(Generic[Made]):
         """
         notes = {"version": self.version, "model": model, "digest": made.digest, "about": dict(about)}
         tensors = {name: getattr(made, name).contiguous() for name in self.tensors}
-        return _write_whole(self.path(model), save(tensors, {ABOUT: json.dumps(notes)}))
+        return write_whole(self.path(model), save(tensors, {ABOUT: json.dumps(notes)}))
 
     def read(self, model: str) -> Made | None:
         """A model's statistics; None where it has none. ConfigError for a file that is not what was written for it."""
@@ -94,7 +93,7 @@ HEADS = StatisticsFile("calibration", ("calibration", "heads"), 1, ("scores",), 
 SURROGATES = StatisticsFile("surrogate", ("surrogate", "kvzap"), 1, ("weight", "bias"), Surrogate.of)
 
 
-def _write_whole(file: Path, content: bytes) -> Path:
+def write_whole(file: Path, content: bytes) -> Path:
     """Write a file of the cache folder, whole or not at all; returns it. ConfigError where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -313,10 +313,8 @@ def repetition_penalty(header: GgufHeader) -> float:
     if not isinstance(penalty, int | float) or not math.isfinite(penalty) or penalty <= 0:
         raise ConfigError(f"the header of {header.path}: {PENALTY} must be a positive number, got {penalty!r}")
     if penalty != 1 and header.fields.get(PENALTY_REACH, -1) != -1:
-        raise ConfigError(
-            f"{header.path} sets {PENALTY_REACH}={header.fields[PENALTY_REACH]!r}: a penalty that looks back so far is "
-            "not offered, only one over the whole text. Load the model from a folder of safetensors"
-        )
+        reach = f"sets {PENALTY_REACH}={header.fields[PENALTY_REACH]!r}"
+        raise _refused(header, f"{reach}, and a penalty that looks back so far is not offered, only one over all text")
     return float(penalty)
 
 
@@ -329,6 +327,14 @@ def conversion(header: GgufHeader) -> int:
     unnamed = f"{header.architecture}.rope.scaling.type" not in found and header.architecture != "gpt2"
     more_ends = isinstance(_ends(header, None), list)
     return 2 if more_ends or repetition_penalty(header) != 1 or (unnamed and _linear_factor(header) != 1) else 1
+
+
+def _refused(header: GgufHeader, what: str) -> ConfigError:
+    """The error of a file whose settings its family's configuration cannot say."""
+    return ConfigError(
+        f"{header.path} {what}: left out, it could change what the model puts out. Load the model from a folder of "
+        "safetensors"
+    )
 
 
 def _check_kind(header: GgufHeader) -> None:
@@ -367,10 +373,7 @@ def _check_keys(header: GgufHeader) -> None:
             continue
         said = repr(value) if len(repr(value)) <= SHOWN else f"{repr(value)[:SHOWN]}..."
         known = f" (it may be {' or '.join(map(repr, NEUTRAL[name]))})" if name in NEUTRAL else ""
-        raise ConfigError(
-            f"{header.path} sets {key}={said}{known}, which kvexp cannot honour: left out, it could change what the "
-            "model puts out. Load the model from a folder of safetensors"
-        )
+        raise _refused(header, f"sets {key}={said}{known}, which kvexp cannot honour")
 
 
 def _token(header: GgufHeader, name: str, rows: int | None) -> int | None:
@@ -397,22 +400,16 @@ def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
     head_dim = _whole(header, "attention.key_length", hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if _whole(header, key, head_dim) != head_dim:
-            raise ConfigError(
-                f"{header.path} sets {header.architecture}.{key}={_whole(header, key)} and heads of {head_dim}: that "
-                "cannot be said in its family's configuration. Load it from a folder of safetensors"
-            )
+            raise _refused(header, f"sets {header.architecture}.{key}={_whole(header, key)} and heads of {head_dim}")
     scale = header.fields.get(f"{header.architecture}.attention.scale") or head_dim**-0.5
     if not isinstance(scale, int | float) or not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
-        raise ConfigError(
-            f"{header.path} sets {header.architecture}.attention.scale={scale!r}, which its family does not have: the "
-            "model would put out other numbers. Load it from a folder of safetensors"
-        )
+        raise _refused(header, f"sets {header.architecture}.attention.scale={scale!r}, which its family does not have")
     family, more = FAMILIES_OF_GGUF[header.architecture], {}
     window = _whole(header, "attention.sliding_window", 0)
     if window and header.architecture == "llama":
         family, more = "mistral", {"sliding_window": window}
     elif window:
-        raise ConfigError(f"{header.path} has a sliding window of {window}: load it from a folder of safetensors")
+        raise _refused(header, f"has a sliding window of {window}")
     if family == "llama":
         more = {"attention_bias": _has(header, "attn_q.bias"), "mlp_bias": _has(header, "ffn_up.bias")}
     if family != "qwen2":
@@ -466,10 +463,7 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
     base = {"rope_theta": _real(header, "rope.freq_base", 10000.0)}
     kind = header.fields.get(f"{header.architecture}.rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
-        raise ConfigError(
-            f"{header.path} scales its positions by {kind!r}, which cannot be read off a GGUF file exactly: load the "
-            "model from a folder of safetensors"
-        )
+        raise _refused(header, f"scales its positions by {kind!r}, which cannot be read off a GGUF file exactly")
     factor = _linear_factor(header)
     if kind == "none" or factor == 1:
         return {**base, "rope_type": "default"}
@@ -491,10 +485,7 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
     """
     plain = config.rope_parameters
     if plain["rope_type"] != "default":
-        raise ConfigError(
-            f"{header.path} scales its positions twice, by a factor of {plain['factor']} and by rope_freqs.weight: "
-            "load the model from a folder of safetensors"
-        )
+        raise _refused(header, f"scales its positions twice, by a factor of {plain['factor']} and by rope_freqs.weight")
     length = config.head_dim // 2
     frequencies = 1.0 / plain["rope_theta"] ** (torch.arange(length, dtype=torch.float32) * 2 / config.head_dim)
     for known in LLAMA3_ROPE:
@@ -502,10 +493,7 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
         made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         if factors.shape == made.shape and torch.allclose(frequencies / made, factors.float(), rtol=1e-5):
             return dict(config.rope_parameters)
-    raise ConfigError(
-        f"{header.path} scales its positions by factors (rope_freqs.weight) that are not those of Llama 3.1 or 3.2: "
-        "load the model from a folder of safetensors"
-    )
+    raise _refused(header, "scales its positions by factors (rope_freqs.weight) that are not those of Llama 3.1 or 3.2")
 
 
 def _has(header: GgufHeader, ending: str) -> bool:

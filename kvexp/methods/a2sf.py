@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvexp.core import AttentionScoreSpec, Method
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Range
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,9 @@ class A2SF(Method):
     """
 
     name: ClassVar[str] = "a2sf"
-    alpha: float = 0.1  # the authors' ratio sweeps; the paper does not state it
-    protect_recent: int = 0  # 16: the authors' 2026 code
+    alpha: Annotated[float, Range(0, 1)] = 0.1  # the authors' ratio sweeps; the paper does not state it
+    protect_recent: Annotated[int, AtLeast(0)] = 0  # 16: the authors' 2026 code
     score_source: Literal["survivors", "full"] = "survivors"  # full, with cache.mode=mask
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha must be in [0, 1], got {self.alpha:g}")
-        if self.protect_recent < 0:
-            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
-        _ = self.score_spec  # checks score_source
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.core.budget import CakeLayers, LayerBudgets
-from kvexp.util import ConfigError
+from kvexp.core.budget_shares import CakeLayers, LayerBudgets
+from kvexp.util import AtLeast, Odd, Range
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,11 @@ class CAKE(Method):
 
     name: ClassVar[str] = "cake"
     evicts_while_decoding: ClassVar[bool] = False
-    window: int = 32  # queries, and newest tokens kept
-    kernel: int = 5
-    gamma: float = 200.0  # how much the variance over queries counts
-    tau1: float = 1.0  # the authors' code has others for five models
-    tau2: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(f"kernel must be odd and at least 1, got {self.kernel}")
-        if not self.gamma >= 0:
-            raise ConfigError(f"gamma must be at least 0, got {self.gamma:g}")
-        if self.window < 2:
-            raise ConfigError(f"window must be at least 2 queries, got {self.window}")
-        CakeLayers(self.tau1, self.tau2, self.window)
+    window: Annotated[int, AtLeast(2)] = 32  # queries, and newest tokens kept
+    kernel: Annotated[int, Odd(1)] = 5
+    gamma: Annotated[float, AtLeast(0)] = 200.0  # how much the variance over queries counts
+    tau1: Annotated[float, Range(0, above=True)] = 1.0  # the authors' code has others for five models
+    tau2: Annotated[float, Range(0, above=True)] = 1.0
 
     @property
     def needs(self) -> Needs:

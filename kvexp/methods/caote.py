@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Needs
 from kvexp.core.budget import floor_share
-from kvexp.util import ConfigError
+from kvexp.util import Range
 
 EPS = 1e-12  # 1 - alpha is at least this
 
@@ -32,14 +32,7 @@ class CAOTE(Method):
     name: ClassVar[str] = "caote"
     form: Literal["exact", "fast"] = "exact"  # fast: FastCAOTE, the mean value in place of the output
     alpha: Literal["newest", "accumulated"] = "newest"  # accumulated: over H2O's score
-    recent_ratio: float = 0.0  # 0.5 for CAOTE over H2O
-
-    def __post_init__(self) -> None:
-        for setting, allowed in (("form", ("exact", "fast")), ("alpha", ("newest", "accumulated"))):
-            if getattr(self, setting) not in allowed:
-                raise ConfigError(f"{setting} must be {' or '.join(allowed)}, got {getattr(self, setting)!r}")
-        if not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.0  # 0.5 for CAOTE over H2O
 
     @property
     def needs(self) -> Needs:

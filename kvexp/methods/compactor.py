@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn.functional import avg_pool1d
 from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.attention import LocalChunks
 from kvexp.core.noise import EULER, GUMBEL_STD, hash_draws, stream_id
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 JITTER = 0.01  # is added to the diagonal of X^T X
 LEAST_SPREAD = 1e-6  # of scores, which are divided by their spread
@@ -37,21 +37,11 @@ class Compactor(Method):
 
     name: ClassVar[str] = "compactor"
     evicts_while_decoding: ClassVar[bool] = False
-    n_sinks: int = 8
-    n_recent: int = 4
-    chunk: int = 256  # tokens that look at each other
-    sketch: int = 48  # columns of the Gaussian matrix
-    blending: float | None = None  # weight of the leverage scores; null: 1 - k / T
-
-    def __post_init__(self) -> None:
-        for setting in ("n_sinks", "n_recent"):
-            if getattr(self, setting) < 0:
-                raise ConfigError(f"{setting} must be at least 0, got {getattr(self, setting)}")
-        for setting in ("chunk", "sketch"):
-            if getattr(self, setting) < 1:
-                raise ConfigError(f"{setting} must be at least 1, got {getattr(self, setting)}")
-        if self.blending is not None and not 0 <= self.blending < math.inf:
-            raise ConfigError(f"blending must be at least 0, or null for 1 - k / T, got {self.blending:g}")
+    n_sinks: Annotated[int, AtLeast(0)] = 8
+    n_recent: Annotated[int, AtLeast(0)] = 4
+    chunk: Annotated[int, AtLeast(1)] = 256  # tokens that look at each other
+    sketch: Annotated[int, AtLeast(1)] = 48  # columns of the Gaussian matrix
+    blending: Annotated[float, AtLeast(0)] | None = None  # weight of the leverage scores; null: 1 - k / T
 
     @property
     def needs(self) -> Needs:

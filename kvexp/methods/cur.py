@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvexp.core import EvictionContext, Method
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,9 @@ class CUR(Method):
     name: ClassVar[str] = "cur"
     evicts_while_decoding: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = "compares each token of the prompt with the block around it"
-    n_sinks: int = 4  # kvpress
-    block: int = 16  # kvpress
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # kvpress
+    block: Annotated[int, AtLeast(1)] = 16  # kvpress
     leverage: Literal["product", "mean", "key", "value"] = "product"
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
-        if self.block < 1:
-            raise ConfigError(f"block must be at least 1 token, got {self.block}")
-        if self.leverage not in ("product", "mean", "key", "value"):
-            raise ConfigError(f"leverage must be product, mean, key or value, got {self.leverage!r}")
 
     @property
     def sinks(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,7 @@ class DilatedWindow(Method):
     """
 
     name: ClassVar[str] = "dilated_window"
-    dilation: int = 1
-
-    def __post_init__(self) -> None:
-        if self.dilation < 1:
-            raise ConfigError(f"dilation must be at least 1 (0 is method=window), got {self.dilation}")
+    dilation: Annotated[int, AtLeast(1)] = 1
 
     def priority(self, ctx: EvictionContext) -> Tensor:
         on_grid = ctx.positions % (self.dilation + 1) == 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,11 @@ class ExpectedAttention(Method):
 
     name: ClassVar[str] = "expected_attention"
     evicts_while_decoding: ClassVar[bool] = False
-    n_sinks: int = 4  # kvpress
-    n_future: int = 512  # positions
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # kvpress
+    n_future: Annotated[int, AtLeast(1)] = 512  # positions
     covariance: bool = True
-    epsilon: float = 0.0  # the paper: 0.02
+    epsilon: Annotated[float, AtLeast(0)] = 0.0  # the paper: 0.02
     weight: Literal["value", "output", "none"] = "value"  # output: the paper; none
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
-        if self.n_future < 1:
-            raise ConfigError(f"n_future must be at least 1 position, got {self.n_future}")
-        if self.epsilon < 0:
-            raise ConfigError(f"epsilon must be at least 0, got {self.epsilon:g}")
-        if self.weight not in ("value", "output", "none"):
-            raise ConfigError(f"weight must be value, output or none, got {self.weight!r}")
 
     @property
     def needs(self) -> Needs:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
 from kvexp.core.budget import floor_share
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, Range
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,9 @@ class H2O(Method):
     """
 
     name: ClassVar[str] = "h2o"
-    recent_ratio: float = 0.5  # the halves of the official scripts
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.5  # the halves of the official scripts
     impl: Literal["real_drop", "mask"] = "real_drop"  # or mask, with cache.mode=mask
     score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_beam"  # sum_all: the release
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
-        if self.impl not in ("real_drop", "mask"):
-            raise ConfigError(f"impl must be real_drop or mask, got {self.impl!r}")
-        _ = self.score_spec  # checks score_batch
 
     @property
     def simulation_only(self) -> bool:

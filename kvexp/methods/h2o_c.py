@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvexp.core import AttentionScoreSpec, Method
 from kvexp.core.budget import floor_share
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Range
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,9 @@ class H2OC(Method):
     """
 
     name: ClassVar[str] = "h2o_c"
-    n_sinks: int = 4  # 32: the release
-    recent_ratio: float = 0.5
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # 32: the release
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.5
     compensation: Literal["codes", "codes_and_fetch", "none"] = "codes"  # codes_and_fetch: 1.5 times the budget too
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
-        if not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
-        if self.compensation not in ("codes", "codes_and_fetch", "none"):
-            raise ConfigError(f"compensation must be codes, codes_and_fetch or none, got {self.compensation!r}")
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvexp.methods.h2o import H2O
-from kvexp.util import ConfigError
+from kvexp.util import Range
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,8 @@ class H2ODamping(H2O):
     """
 
     name: ClassVar[str] = "h2o_damping"
-    recent_ratio: float = 0.2  # Fig. 5 of Keyformer
-    damping: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.damping <= 1:
-            raise ConfigError(f"damping must be in [0, 1], got {self.damping:g}")
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.2  # Fig. 5 of Keyformer
+    damping: Annotated[float, Range(0, 1)] = 0.9
 
     def after_eviction(self, score: Tensor) -> Tensor:
         return torch.where(score.isinf(), score, score * self.damping)  # -inf marks what mask mode has evicted

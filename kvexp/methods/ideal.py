@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.core.slots import keep_mask
+from kvexp.core.topk import kept_mask
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class Ideal(Method):
     def query_mask(self, probabilities: Tensor, ctx: EvictionContext) -> Tensor:
         own = ctx.age() == 0
         max_keep = min(ctx.positions.shape[-1], int(ctx.budget.max()))
-        return keep_mask(probabilities, ctx.positions, own, ctx.budget, max_keep)
+        return kept_mask(probabilities, ctx.positions, own, ctx.budget, max_keep)

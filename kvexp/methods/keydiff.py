@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvexp.core import EvictionContext, Method
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 GRID = 2**20  # steps of 1 in which cosines are compared
 
@@ -27,11 +27,7 @@ class KeyDiff(Method):
     """
 
     name: ClassVar[str] = "keydiff"
-    protect_recent: int = 2  # 0: as the paper; counts the token being generated
-
-    def __post_init__(self) -> None:
-        if self.protect_recent < 0:
-            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
+    protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: as the paper; counts the token being generated
 
     def recent(self, budget: int) -> int:
         return self.protect_recent

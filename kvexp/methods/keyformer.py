@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Noise
 from kvexp.core.budget import floor_share
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, Range
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,14 @@ class Keyformer(Method):
     """
 
     name: ClassVar[str] = "keyformer"
-    recent_ratio: float = 0.3  # the release's scripts
-    tau_init: float = 1.0  # arXiv:2403.09054 appendix A.8
-    tau_end: float = 2.0
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.3  # the release's scripts
+    tau_init: Annotated[float, Range(0, above=True)] = 1.0  # arXiv:2403.09054 appendix A.8
+    tau_end: Annotated[float, Range(0, above=True)] = 2.0
     noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel"  # all but gumbel: Table 4
     fresh: bool = True  # false: one draw per key
     score_scope: Literal["layer", "shared"] = "layer"  # shared: Table 3
     key_window: Literal["paper", "release_frozen"] = "paper"  # release_frozen: the off-by-one of the release
     score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_sample"  # sum_all: the release
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
-        if self.score_scope not in ("layer", "shared"):
-            raise ConfigError(f"score_scope must be layer or shared, got {self.score_scope!r}")
-        if self.key_window not in ("paper", "release_frozen"):
-            raise ConfigError(f"key_window must be paper or release_frozen, got {self.key_window!r}")
-        Noise(self.noise)
-        _ = self.score_spec  # checks tau and score_batch
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

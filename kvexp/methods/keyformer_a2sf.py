@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from kvexp.core import AttentionScoreSpec
 from kvexp.methods.keyformer import Keyformer
-from kvexp.util import ConfigError
+from kvexp.util import Range
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,7 @@ class KeyformerA2SF(Keyformer):
     """
 
     name: ClassVar[str] = "keyformer_a2sf"
-    alpha: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha must be in [0, 1], got {self.alpha:g}")
+    alpha: Annotated[float, Range(0, 1)] = 0.9
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

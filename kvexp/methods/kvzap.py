@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvexp.core import Method, Needs
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,8 @@ class KVzap(Method):
     """
 
     name: ClassVar[str] = "kvzap"
-    n_sinks: int = 4
-    protect_recent: int = 8  # the paper: 128
-
-    def __post_init__(self) -> None:
-        for setting in ("n_sinks", "protect_recent"):
-            if getattr(self, setting) < 0:
-                raise ConfigError(f"{setting} must be at least 0, got {getattr(self, setting)}")
+    n_sinks: Annotated[int, AtLeast(0)] = 4
+    protect_recent: Annotated[int, AtLeast(0)] = 8  # the paper: 128
 
     @property
     def needs(self) -> Needs:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs, SecondPass
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -31,16 +31,10 @@ class KVzip(Method):
 
     name: ClassVar[str] = "kvzip"
     evicts_while_decoding: ClassVar[bool] = False
-    n_sinks: int = 4
-    chunk: int = 2000  # tokens repeated in one forward
+    n_sinks: Annotated[int, AtLeast(0)] = 4
+    chunk: Annotated[int, AtLeast(1)] = 2000  # tokens repeated in one forward
     instruct: bool = True  # false: no words ahead of a chunk
     end_turn: bool = True  # of the chat template, behind the instruction
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
-        if self.chunk < 1:
-            raise ConfigError(f"chunk must be at least 1 token, got {self.chunk}")
 
     @property
     def needs(self) -> Needs:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,8 @@ class LagKV(Method):
     name: ClassVar[str] = "lagkv"
     evicts_while_decoding: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = "compares each partition of the prompt with the next one"
-    n_sinks: int = 16  # the release; kvpress: 4
-    lag: int = 128  # the release's README and kvpress; the release's class: 1024
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
-        if self.lag < 2:
-            raise ConfigError(f"lag must be at least 2 tokens, got {self.lag}")
+    n_sinks: Annotated[int, AtLeast(0)] = 16  # the release; kvpress: 4
+    lag: Annotated[int, AtLeast(2)] = 128  # the release's README and kvpress; the release's class: 1024
 
     @property
     def sinks(self) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from kvexp.core.budget import LayerBudgets, PyramidLayers
+from kvexp.core.budget_shares import LayerBudgets, PyramidLayers
 from kvexp.methods.snapkv import SnapKV
+from kvexp.util import AtLeast, Odd
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,10 @@ class PyramidKV(SnapKV):
     """
 
     name: ClassVar[str] = "pyramidkv"
-    window: int = 8  # arXiv:2406.02069
-    kernel: int = 7
-    beta: float = 20.0  # k over the top layer's slots, without the window; larger: steeper
+    window: Annotated[int, AtLeast(1)] = 8  # arXiv:2406.02069
+    kernel: Annotated[int, Odd(1)] = 7
+    beta: Annotated[float, AtLeast(1)] = 20.0  # k over the top layer's slots, without the window; larger: steeper
     form: Literal["paper", "kvpress"] = "paper"  # kvpress: the window counts within every layer's share
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        PyramidLayers(self.beta, self.form)
 
     @property
     def layer_budgets(self) -> LayerBudgets:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 GRID = 2**20  # steps of 1 in which projections are compared
 
@@ -28,11 +28,7 @@ class QFilters(Method):
     """
 
     name: ClassVar[str] = "qfilters"
-    protect_recent: int = 2  # 0: the paper
-
-    def __post_init__(self) -> None:
-        if self.protect_recent < 0:
-            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
+    protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: the paper
 
     @property
     def needs(self) -> Needs:

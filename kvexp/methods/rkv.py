@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Odd, Range
 
 GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
 BLOCK = 256  # rows of the cosine matrix at a time
@@ -35,22 +35,11 @@ class RKV(Method):
     """
 
     name: ClassVar[str] = "rkv"
-    window: int = 8  # queries, and newest tokens kept
-    kernel: int = 7
-    importance: float = 0.1  # the release: 0.07
-    similar: float = 0.5  # cosine
+    window: Annotated[int, AtLeast(1)] = 8  # queries, and newest tokens kept
+    kernel: Annotated[int, Odd(1)] = 7
+    importance: Annotated[float, Range(0, 1)] = 0.1  # the release: 0.07
+    similar: Annotated[float, Range(0, 1)] = 0.5  # cosine
     form: Literal["paper", "release"] = "paper"  # release: softmax outside the window, pooled after the mean
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError(f"window must be at least 1 query, got {self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(f"kernel must be odd and at least 1, got {self.kernel}")
-        for setting in ("importance", "similar"):
-            if not 0 <= getattr(self, setting) <= 1:
-                raise ConfigError(f"{setting} must be in [0, 1], got {getattr(self, setting):g}")
-        if self.form not in ("paper", "release"):
-            raise ConfigError(f"form must be paper or release, got {self.form!r}")
 
     @property
     def needs(self) -> Needs:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Odd
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,9 @@ class SnapKV(Method):
 
     name: ClassVar[str] = "snapkv"
     evicts_while_decoding: ClassVar[bool] = False
-    window: int = 32  # arXiv:2404.14469
-    kernel: int = 5  # 7: the authors' LongBench settings
+    window: Annotated[int, AtLeast(1)] = 32  # arXiv:2404.14469
+    kernel: Annotated[int, Odd(1)] = 5  # 7: the authors' LongBench settings
     pool: Literal["max", "avg"] = "max"  # avg: the authors' code where nothing is said, and kvpress
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError(f"window must be at least 1 query, got {self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(f"kernel must be odd and at least 1, got {self.kernel}")
-        if self.pool not in ("max", "avg"):
-            raise ConfigError(f"pool must be max or avg, got {self.pool!r}")
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

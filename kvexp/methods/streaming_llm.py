@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
 from kvexp.core.method import recency
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,7 @@ class StreamingLLM(Method):
     name: ClassVar[str] = "streaming_llm"
     is_window: ClassVar[bool] = True
     positions: ClassVar[str] = "renumbered"
-    n_sinks: int = 4  # arXiv:2309.17453 section 3.2
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # arXiv:2309.17453 section 3.2
 
     @property
     def sinks(self) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from kvexp.core import AttentionScoreSpec, Method
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,7 @@ class TOVA(Method):
     """
 
     name: ClassVar[str] = "tova"
-    protect_recent: int = 0
-
-    def __post_init__(self) -> None:
-        if self.protect_recent < 0:
-            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
+    protect_recent: Annotated[int, AtLeast(0)] = 0
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

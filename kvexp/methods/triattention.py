@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.statistics import mean_rotation
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Range
 
 LARGEST = 1 << 20  # of max_offset: angles in float32 say little beyond
 
@@ -32,17 +32,9 @@ class TriAttention(Method):
     """
 
     name: ClassVar[str] = "triattention"
-    max_offset: int = 65536  # positions
+    max_offset: Annotated[int, Range(1, LARGEST)] = 65536  # positions
     group: Literal["max", "mean"] = "max"  # mean, over query heads
-    protect_recent: int = 2  # 0: the release
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_offset <= LARGEST:
-            raise ConfigError(f"max_offset must be in [1, {LARGEST}] positions, got {self.max_offset}")
-        if self.group not in ("max", "mean"):
-            raise ConfigError(f"group must be max or mean, got {self.group!r}")
-        if self.protect_recent < 0:
-            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
+    protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: the release
 
     @property
     def needs(self) -> Needs:

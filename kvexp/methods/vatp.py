@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
 from kvexp.core.budget import floor_share
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Range
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,8 @@ class VATP(Method):
     """
 
     name: ClassVar[str] = "vatp"
-    n_sinks: int = 20  # the release
-    recent_ratio: float = 0.5  # H2O's
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
-        if not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
+    n_sinks: Annotated[int, AtLeast(0)] = 20  # the release
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.5  # H2O's
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

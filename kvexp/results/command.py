@@ -11,7 +11,7 @@ from typing import Any
 from kvexp.results import views
 from kvexp.results.divergence import print_compared
 from kvexp.results.read import Runs, add_choice, chosen_by, read_runs, unmatched
-from kvexp.results.table import X_AXES, markdown_of, print_blocks
+from kvexp.results.table import markdown_of, print_blocks
 from kvexp.results.views import VIEWS
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
 from kvexp.util import ConfigError, Console, say, tells_errors
@@ -19,13 +19,18 @@ from kvexp.util import ConfigError, Console, say, tells_errors
 DESCRIPTION = (
     """Tables of recorded runs, with intervals and verdicts: kvexp results OUTPUTS [--view NAME] [--plot FILE]."""
 )
-MEASURED = ("measure", "compare", "alike", "epsilon", "epsilon_top1")  # options of --view divergence alone
+OF = {  # option: the views that have it
+    "x": (views.RUNS, views.DIVERGENCE),
+    "metric": (views.RUNS, views.DIVERGENCE, "bytes", "needle"),
+    **dict.fromkeys(("measure", "compare", "alike", "epsilon", "epsilon_top1"), (views.DIVERGENCE,)),
+}
 
 
 @tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
-    methods, words = [], list(sys.argv[1:] if argv is None else argv)
+    methods: list[str] = []
+    words = list(sys.argv[1:] if argv is None else argv)
     if "--measure" in words:  # which may need the code of a method of the user's own
         from kvexp.run.compose import without_method_words
 
@@ -62,12 +67,11 @@ def parser() -> argparse.ArgumentParser:
 def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
     """Measure what is to be measured, write what is to be written, print the table."""
     far = args.view == views.DIVERGENCE
-    if not far and (wrong := [name for name in MEASURED if getattr(args, name)]):
-        raise ConfigError(f"--{wrong[0].replace('_', '-')} is of --view divergence")
+    for name, of in OF.items():
+        if getattr(args, name) and args.view not in of:
+            raise ConfigError(f"--{name.replace('_', '-')} is of --view {' or '.join(of)}, not of {args.view}")
     if any(value is not None and value <= 0 for value in (args.epsilon, args.epsilon_top1)):
         raise ConfigError("--epsilon and --epsilon-top1 must be positive")
-    if args.view == views.RUNS and args.x not in (None, *X_AXES) and args.plot is None:
-        raise ConfigError(f"--x must be one of {', '.join(X_AXES)}, got {args.x}")
     runs, console = read_runs(args.outputs, chosen_by(args)), Console(markup=False)
     unmeasured = measured(runs, methods, TEXTS if args.text == "both" else (args.text,)) if args.measure else {}
     asked = {"epsilon_kl": args.epsilon, "epsilon_top1": args.epsilon_top1, "metric": args.metric}

@@ -45,7 +45,9 @@ OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 
 
 @dataclass(frozen=True)
 class Point:
-    """place: on the axis, in words; order: what orders the places; hash: of the run; values: one for each side."""
+    """What a chart has of a row. place: on the axis, in words; order: what orders the places; hash: of the run; values:
+    one for each side of the view.
+    """
 
     place: str
     order: float
@@ -54,10 +56,12 @@ class Point:
 
 
 def metric_of(row: Row) -> str:
+    """The row's metric as titles call it."""
     return short(str(row["metric"]), row.get("task"))
 
 
 def task_of(folder: Folder) -> str | None:
+    """The name of a run's task, by its configuration."""
     task = folder.run.config.get("task")
     return str(task.get("name")) if isinstance(task, Mapping) else None
 
@@ -84,21 +88,6 @@ QUESTIONS_LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class Context:
-    """A context's questions in order, as a run and its baseline answered them; those that do not count are left out.
-
-    questions: how many the run asked of it. numbers, scores, full, seconds [n]: of each answer its place among them,
-    the run's and the full cache's score, and seconds of prefill, copy and the rest.
-    """
-
-    questions: int
-    numbers: list[int]
-    scores: Floats
-    full: Floats
-    seconds: Floats
-
-
 def questions_table(runs: Runs) -> pd.DataFrame:
     """A row per run and number of questions asked.
 
@@ -110,29 +99,25 @@ def questions_table(runs: Runs) -> pd.DataFrame:
     for folder, baseline in runs.compared():
         contexts, metric = _contexts(folder, baseline), folder.metrics[0]
         common = {**folder.labels, "question": folder.question, "hash": folder.run.hash, "metric": metric}
-        for asked in range(1, max((one.questions for one in contexts), default=0) + 1):
+        for asked in range(1, max((questions for questions, _ in contexts), default=0) + 1):
             rows += [common | made for made in [_asked(contexts, asked, metric)] if made]
     return pd.DataFrame(rows)
 
 
-def _contexts(folder: Folder, baseline: Folder) -> list[Context]:
-    """The contexts with the answers that the run and its baseline both scored."""
+def _contexts(folder: Folder, baseline: Folder) -> list[tuple[int, Floats]]:
+    """(number of questions asked, answers [n, 6]) of each context; answers that both scored, in the order asked.
+
+    Of an answer: its place among the questions, the run's and the full cache's score, seconds of prefill, copy, rest.
+    """
 
     def digest(row: Row) -> Any:
         return (row.get("context") or {}).get("digest")
 
-    asked = Counter(map(digest, folder.rows))
-    found = defaultdict[str, list[tuple[Row, float, float]]](list)
-    for pair in score_pairs(folder, baseline):
-        if digest(pair[0]) and math.isfinite(pair[1] + pair[2]):
-            found[digest(pair[0])].append(pair)
-    made = []
-    for name, pairs in found.items():
-        pairs.sort(key=lambda pair: pair[0]["context"]["question"])
-        rows, *scores = zip(*pairs, strict=True)
-        numbers, (score, full) = [row["context"]["question"] for row in rows], np.array(scores)
-        made.append(Context(asked[name], numbers, score, full, np.array([_spent(row) for row in rows])))
-    return made
+    asked, found = Counter(map(digest, folder.rows)), defaultdict[str, list[tuple[float, ...]]](list)
+    for row, score, full in score_pairs(folder, baseline):
+        if digest(row) and math.isfinite(score + full):
+            found[digest(row)].append((row["context"]["question"], score, full, *_spent(row)))
+    return [(asked[name], np.array(sorted(each, key=lambda answer: answer[0]))) for name, each in found.items()]
 
 
 def _spent(row: Row) -> tuple[float, float, float]:
@@ -145,19 +130,17 @@ def _spent(row: Row) -> tuple[float, float, float]:
     return prefill, copy, each.get("ttft", math.nan) - prefill + further
 
 
-def _asked(contexts: Sequence[Context], asked: int, metric: str) -> dict[str, Any]:
+def _asked(contexts: Sequence[tuple[int, Floats]], asked: int, metric: str) -> dict[str, Any]:
     """Of the first `asked` questions; empty where no context has as many, or none of them counts."""
     sums, kept, spent = [], [], []
-    for one in contexts:
-        there = [place for place, number in enumerate(one.numbers) if number < asked]
-        if one.questions < asked or not there:
+    for questions, answers in contexts:
+        there = answers[answers[:, 0] < asked]
+        if questions < asked or not len(there):
             continue
-        scores, full, times = one.scores[there], one.full[there], one.seconds[there]
-        sign = -1.0 if stats.lower_is_better(metric) else 1.0
+        _, scores, full, prefill, copy, rest = there.T.copy()
         sums.append((scores.sum(), full.sum(), len(there)))
-        kept.append(not (sign * (full - scores) > 0).any())
-        prefill, rest = times[:, 0].mean(), times[:, 2].sum()
-        spent.append((prefill + times[:, 1].sum() + rest, times[:, 0].sum() + rest))
+        kept.append(not ((full > scores) if not stats.lower_is_better(metric) else (full < scores)).any())
+        spent.append((prefill.mean() + copy.sum() + rest.sum(), prefill.sum() + rest.sum()))
     if not sums:
         return {}
     shared, one_by_one = np.array(spent).mean(axis=0)

@@ -90,6 +90,8 @@ def legend_below(figure: Figure, width: float) -> int:
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
+    if not entries:
+        return 0
     labels = [textwrap.fill(label, 60) for label in entries]
     longest = max(len(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(len(labels), int((width - 0.4) / (LEGEND_LETTER * longest + 0.55))))
@@ -367,7 +369,6 @@ BYTES_DASHES: dict[int, Any] = {16: "-", 8: (0, (6, 1.5)), 4: (0, (3, 1.5)), 2: 
 TICKS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 QUANTISED_FULL, FULL_BITS = "full_quantised", 16  # as labels of runs say
 BYTES_PANELS = ("kl", "quality")
-COLUMNS = 4  # of the legend
 
 
 def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
@@ -406,7 +407,7 @@ def draw_bytes(frame: pd.DataFrame, names: Sequence[str] = BYTES_PANELS) -> Figu
         raise ConfigError("no run here has bytes to compare with its full cache's: nothing to draw")
     rows = [(title, runs) for title, _, runs in parts(frame.sort_values(["model", "task"], kind="stable"))]
     width = 2.4 * PANEL[0] if len(names) > 1 else 1.6 * PANEL[0]
-    figure = Figure(layout="constrained", figsize=(width, len(rows) * (PANEL[1] + 0.3) + 1.4))
+    figure = Figure(layout="constrained")
     panels = figure.subplots(len(rows), len(names), squeeze=False)
     for row, (title, runs) in zip(panels, rows, strict=True):
         runs = with_n(runs.assign(setting=runs["rest"])).rename(columns={"rest": "was", "setting": "rest"})
@@ -419,11 +420,7 @@ def draw_bytes(frame: pd.DataFrame, names: Sequence[str] = BYTES_PANELS) -> Figu
         row[0].set_title(textwrap.fill(f"{title} ({n_words(runs)})", 52), fontsize=9)
     if frame["shared"].iloc[0]:
         figure.suptitle(textwrap.fill(frame["shared"].iloc[0], 120), fontsize=8)
-    entries = {
-        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    if entries:
-        figure.legend(list(entries.values()), list(entries), fontsize=7, loc="outside lower center", ncols=COLUMNS)
+    figure.set_size_inches(width, len(rows) * (PANEL[1] + 0.3) + 0.6 + 0.18 * legend_below(figure, width))
     return figure
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvexp
-from kvexp.run.source_files import code_digest, place_of, source_files
 from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
+from kvexp.run.user_methods import place_of, source_files
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Folder:
     asked: every set of labels it was asked for under; labels: the one shown, the latest unless another was chosen.
     questions: of a task whose examples count only where the full cache answers them, how many were asked; None for any
     other task, and where the full cache's answers are not known. made: when its last row, or its refusal, was written,
-    in seconds since 1970. code: digest of the code of a user's method, of its files where the run is from before codes
-    were recorded. apart: what of the setting shown is there because no label tells the run from another.
+    in seconds since 1970. code: digest of the code of a user's method. apart: what of the setting shown is there
+    because no label tells the run from another.
     """
 
     run: Run
@@ -261,18 +261,8 @@ def folders(outputs_dir: str | Path) -> list[Folder]:
     """Every run, then every job that was refused one."""
     if not Path(outputs_dir).is_dir():
         raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: kvexp run")
-    found = [_folder(run) for run in runs(outputs_dir)]
-    code_of = {_short(folder.source): folder.code for folder in found if _recorded_code(folder.run)}
-    found = [
-        _labelled(replace(folder, code=code_of.get(_short(folder.source), folder.code)), folder.asked[-1])
-        for folder in found
-    ]
+    found = [_labelled(folder, folder.asked[-1]) for folder in map(_folder, runs(outputs_dir))]
     return [*found, *map(_refused, refusals(outputs_dir))]
-
-
-def _recorded_code(run: Run) -> str | None:
-    code = (run.command or {}).get("method_code")
-    return code if isinstance(code, str) else None
 
 
 def _folder(run: Run) -> Folder:
@@ -300,7 +290,7 @@ def _files(run: Run) -> list[Path]:
 
 def _code(run: Run) -> str | None:
     source = _source(run)
-    return None if source is None else _recorded_code(run) or _short(source)
+    return None if source is None else _short(source)
 
 
 def _source(run: Run) -> dict[str, Any] | None:
@@ -438,13 +428,10 @@ def _newest(versions: list[Folder]) -> Folder:
     reference = (latest.run.command or {}).get("method_found_as")
     try:
         place = place_of(reference) if isinstance(reference, str) else None
-        if place is None:
-            return latest
-        files = source_files(place)
-        code = code_digest(place.root, files)
-    except (OSError, ConfigError):
+        files = source_files(place) if place is not None else None
+    except OSError:
         return latest
-    return next((one for one in versions if code == one.code or files == (one.source or {}).get("files")), latest)
+    return next((one for one in versions if files and files == (one.source or {}).get("files")), latest)
 
 
 def _replaced(found: Iterable[Folder]) -> set[str]:

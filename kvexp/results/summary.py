@@ -12,10 +12,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvexp.run.build import typed
 from kvexp.run.jobs import plan_jobs
 from kvexp.run.labels import check_objective_of
-from kvexp.util import ConfigError, Console, Session, check_writable, current, say
+from kvexp.util import ConfigError, Console, Session, check_writable, current, say, typed
 
 SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line

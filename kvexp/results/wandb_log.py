@@ -180,7 +180,7 @@ class Chart:
     title: str
     x: str
     y: str
-    points: list[Iterable[Any]]
+    points: Sequence[Iterable[Any]]
 
 
 AXES = ("kv_ratio", "kv_bytes")
@@ -204,15 +204,8 @@ def charts(df: DataFrame, divergence: DataFrame | None = None) -> list[Chart]:
         words = f"{titled(title, (row.get('question') for row in kept))}: log10 of KL, nats"
         for axis in AXES if kept else ():
             points = [[line, x, math.log10(kl)] for line, x, kl in _along(kept, axis, "kl")]
-            made.append(
-                Chart(
-                    f"divergence vs {axis}: {title}",
-                    words,
-                    axis,
-                    "log10_kl",
-                    sorted(points, key=lambda point: point[1]),
-                )
-            )
+            points.sort(key=lambda point: point[1])
+            made.append(Chart(f"divergence vs {axis}: {title}", words, axis, "log10_kl", points))
     return made
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, sdpa_attention
 from kvexp.core.observe import BLOCK_ELEMENTS
-from kvexp.core.slots import topk_slots
+from kvexp.core.topk import topk_slots
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, StoredPrompt
 from kvexp.retrieval.offload import BlockCacheConfig
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError
 
 # InfLLM's arithmetic: block representatives, positions clamped at the window's edge, blockwise prefill.
 
@@ -255,30 +255,24 @@ class InfLLM(Retrieval):
 
     name: ClassVar[str] = "infllm"
     whole_prompt: ClassVar[bool] = True
-    block: int = 128
-    repr_tokens: int = 1  # representative tokens per block
+    block: Annotated[int, AtLeast(1)] = 128
+    repr_tokens: Annotated[int, AtLeast(1)] = 1  # representative tokens per block
     choice: Literal["shared", "kv_head", "query_head"] = "shared"  # kv_head | query_head (keys and values repeated)
     rounding: Literal["exact", "blocks"] = "exact"  # blocks: whole blocks, rounded up, and the incomplete one on top
     # blockwise: the prompt is read in chunks that see only chosen blocks
     prefill: Literal["full", "blockwise"] = "full"
     # clamped: all that is beyond the window stands at its edge
     far_positions: Literal["ordinary", "clamped"] = "ordinary"
-    chunk: int = 512
-    cache_tokens: int = 4096  # block cache on the device, per kv head; 0: none
+    chunk: Annotated[int, AtLeast(1)] = 512
+    cache_tokens: Annotated[int, AtLeast(0)] = 4096  # block cache on the device, per kv head; 0: none
     cache_policy: Literal["lfu", "lru"] = "lru"
-    cache_blocks_per_step: int = 32
+    cache_blocks_per_step: Annotated[int, AtLeast(1)] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block", "repr_tokens", "chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1 token, got {getattr(self, name)}")
         if self.repr_tokens > self.block:
             raise ConfigError(f"repr_tokens={self.repr_tokens} of a block of {self.block} tokens: lower repr_tokens")
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        _ = self.cache  # checks its settings
+        _ = self.cache  # checks that it holds a block
 
     @property
     def cache(self) -> BlockCacheConfig | None:
@@ -419,11 +413,3 @@ class InfLLM(Retrieval):
         probabilities = torch.softmax(x, dim=-1)
         self._observe(inputs, retrieval_query, probabilities)
         return apply_probs(probabilities, inputs.values)
-
-
-_CHOICES = {
-    "choice": ("shared", "kv_head", "query_head"),
-    "rounding": ("exact", "blocks"),
-    "prefill": ("full", "blockwise"),
-    "far_positions": ("ordinary", "clamped"),
-}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams
-from kvexp.core.budget_resolution import ResolvedBudget, resolve_budget
+from kvexp.core.budget import PromptSizes
+from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
 from kvexp.core.config import CacheConfig
 from kvexp.core.eviction import MemoryTracker
 from kvexp.core.quantized import bytes_at_16
@@ -108,7 +109,7 @@ class RetrievalLayer:
         self.slots: Slots | None = None  # the prompt, until it ends
         self.memory: OffloadedKV | None = None
         self.kv_index: KVIndex | None = KVIndex()
-        self.resolved_budget: ResolvedBudget | None = None
+        self.layer_slots: LayerSlots | None = None
         self.selection_stats: SelectionStats | None = None
         self.seq_len = 0
         self.first_eviction: list[int | None] = []  # per row: decode tokens seen when a token was first not attended to
@@ -210,9 +211,8 @@ class RetrievalLayer:
         if sequence.prompt_complete:
             assert sequence.prompt_columns is not None
             lengths, new = list(sequence.prompt_lengths), sequence.max_new_tokens
-            self.resolved_budget = resolve_budget(
-                self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, key.device
-            )
+            prompts = PromptSizes(lengths, sequence.prompt_columns, new, self.layers)
+            self.layer_slots = resolve_layer_slots(self.config, prompts, self.index, key.device)
         inputs = AttentionInputs(
             query=query,
             keys=slots.keys[:, :, : slots.length],
@@ -224,8 +224,8 @@ class RetrievalLayer:
             padded=sequence.padded or not sequence.prompt_complete,
         )
         assert self.kv_index is not None
-        resolved = self.resolved_budget
-        local, counts = ([], []) if resolved is None else (resolved.recent, self._num_to_select())
+        allowed = self.layer_slots
+        local, counts = ([], []) if allowed is None else (allowed.recent, self._num_to_select())
         return StoredPrompt(inputs, self.kv_index, local, counts)
 
     def _end_prompt(self, inputs: AttentionInputs) -> None:
@@ -235,16 +235,16 @@ class RetrievalLayer:
 
     def _num_to_select(self) -> list[int]:
         """How many slots the method selects, per row: the budget without sinks, window and current token."""
-        assert self.resolved_budget is not None
-        pairs = zip(self.resolved_budget.keep, self.resolved_budget.recent, strict=True)
+        assert self.layer_slots is not None
+        pairs = zip(self.layer_slots.kept, self.layer_slots.recent, strict=True)
         return [max(0, kept - recent - self.method.n_sinks) for kept, recent in pairs]
 
     def _finish_prefill(self, inputs: AttentionInputs, lengths: list[int]) -> None:
         """Offload the prompt, which has ended, and index it. lengths: real tokens per row."""
         sequence, method = self.sequence, self.method
-        assert self.resolved_budget is not None and self.slots is not None and self.kv_index is not None
+        assert self.layer_slots is not None and self.slots is not None and self.kv_index is not None
         room = max(lengths) + (sequence.max_new_tokens or 0)
-        layout = OffloadConfig(method.n_sinks, self.resolved_budget.recent, room, method.offload, method.cache)
+        layout = OffloadConfig(method.n_sinks, self.layer_slots.recent, room, method.offload, method.cache)
         memory = OffloadedKV(inputs.keys, inputs.values, lengths, layout)
         self.memory_tracker.set_resident(self.index, memory.resident_bytes, memory.resident_bytes + self.slots.kv_bytes)
         self.memory, self.slots, self.selection_stats = memory, None, SelectionStats(len(lengths))
@@ -253,7 +253,7 @@ class RetrievalLayer:
             keys=memory.keys if on_host else left_aligned(inputs.keys, lengths),
             values=memory.values if on_host else left_aligned(inputs.values, lengths),
             lengths=lengths,
-            recent=self.resolved_budget.recent,
+            recent=self.layer_slots.recent,
             capacity=memory.keys.shape[2],
             host_device=memory.keys.device if method.offload else None,
             device=memory.device,
@@ -282,7 +282,7 @@ class RetrievalLayer:
         assert (
             memory is not None
             and kv_index is not None
-            and self.resolved_budget is not None
+            and self.layer_slots is not None
             and self.selection_stats is not None
         )
         following = self.group.states[(self.index + 1) % self.layers]
@@ -300,7 +300,7 @@ class RetrievalLayer:
         out = method.attend(inputs, retrieval_query, chosen)
         self.selection_stats.update(inputs, retrieval_query, method.n_sinks, out)
         self.first_eviction = self.sequence.first_eviction_steps(
-            self.first_eviction, [k + 1 for k in self.resolved_budget.keep]
+            self.first_eviction, [k + 1 for k in self.layer_slots.kept]
         )
         return out
 
@@ -353,8 +353,8 @@ class RetrievalLayer:
             self.wait_for_index()
             self.memory, self.kv_index = self.memory.index_rows(rows), self.kv_index.index_rows(rows)
             self._report()
-        if self.resolved_budget is not None:
-            self.resolved_budget.select_rows(rows, same_prompts=same_prompts)
+        if self.layer_slots is not None:
+            self.layer_slots.select_rows(rows, same_prompts=same_prompts)
         if self.selection_stats is not None:
             self.selection_stats.select_rows(rows, same_prompts=same_prompts)
         if not same_prompts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,15 +12,15 @@ from torch import Tensor
 from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
 from kvexp.core.budget import floor_share
 from kvexp.core.method import Method
-from kvexp.core.slots import topk_slots
+from kvexp.core.topk import topk_slots
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.offload import BlockCacheConfig, OffloadedKV, step_layout
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Range
 
 # The query of one decode step, with all that a retrieval method may use to select slots for it.
 
 
-COMBINE = ("softmax_sum", "raw_sum", "max")
+Combine = Literal["softmax_sum", "raw_sum", "max"]  # of the logits of a kv head's query heads
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,8 @@ class RetrievalQuery:
         return topk_slots(relevance, self.candidates, self.counts, min(self.max_k, relevance.shape[-1]))
 
 
-def reduce_group(logits: Tensor, how: str) -> Tensor:
-    """One relevance [B, H, S] per kv head from the logits [B, H, G, S] of its query heads.
-
-    how: softmax_sum, raw_sum or max; ConfigError for others.
-    """
-    if how not in COMBINE:
-        raise ConfigError(f"combine must be one of {', '.join(COMBINE)}, got {how!r}")
+def reduce_group(logits: Tensor, how: Combine) -> Tensor:
+    """One relevance [B, H, S] per kv head from the logits [B, H, G, S] of its query heads."""
     if logits.shape[2] == 1:
         return logits[:, :, 0]  # a softmax keeps the order but may round neighbours into ties
     if how == "softmax_sum":
@@ -210,15 +205,9 @@ class Retrieval(Method):
 
     full_cache: ClassVar[bool] = True
     whole_prompt: ClassVar[bool] = False  # whether it can only index a prompt that comes in one forward
-    n_sinks: int = 4  # 32: PQCache's release, for every method; 0: SparQ's authors
-    recent_ratio: float = 0.5  # of the budget less sinks and current token
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # 32: PQCache's release, for every method; 0: SparQ's authors
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.5  # of the budget less sinks and current token
     offload: bool = True  # false: everything stays on the device
-
-    def __post_init__(self) -> None:
-        if self.n_sinks < 0:
-            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
-        if not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
 
     @property
     def sinks(self) -> int:

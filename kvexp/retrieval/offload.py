@@ -8,12 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError, check_fields
 
 # Where the sinks, candidates and window of a decode step lie: the same in every layer, so it is made once a step.
 
@@ -241,10 +241,8 @@ class LRU(Policy):
         return block
 
 
-def make_policy(name: str, limit: int) -> Policy:
-    """The policy called lfu or lru; ConfigError for other names."""
-    if name not in ("lfu", "lru"):
-        raise ConfigError(f"cache_policy must be lfu or lru, got {name!r}")
+def make_policy(name: Literal["lfu", "lru"], limit: int) -> Policy:
+    """The policy called lfu or lru."""
     return LFU(limit) if name == "lfu" else LRU(limit)
 
 
@@ -259,17 +257,13 @@ class BlockCacheConfig:
     `per_step` blocks in which most of its selected tokens lie (k_cache of PQCache, arXiv:2407.12820).
     """
 
-    tokens: int = 4096
-    block: int = 128
-    policy: str = "lfu"
-    per_step: int = 32
+    tokens: Annotated[int, AtLeast(0)] = 4096
+    block: Annotated[int, AtLeast(1)] = 128
+    policy: Literal["lfu", "lru"] = "lfu"
+    per_step: Annotated[int, AtLeast(1)] = 32
 
     def __post_init__(self) -> None:
-        make_policy(self.policy, 1)
-        if self.block < 1 or self.per_step < 1:
-            raise ConfigError(
-                f"cache_block and cache_blocks_per_step must be at least 1, got {self.block} and {self.per_step}"
-            )
+        check_fields(self)
         if self.tokens < self.block:
             raise ConfigError(
                 f"a block cache of cache_tokens={self.tokens} cannot hold one block of {self.block} tokens: "

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.retrieval.index import CostModel, KVIndex, assign, init_rows, lloyd, profile_kmeans
-from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, reduce_group
+from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery, reduce_group
 from kvexp.retrieval.offload import BlockCacheConfig
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError, Range
 
 PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adaptive cap is fitted to, if they are quick
 
@@ -39,34 +39,23 @@ class PQCache(Retrieval):
     """
 
     name: ClassVar[str] = "pqcache"
-    m: int = 2  # sub-vectors
-    b: int = 6  # bits per code
+    m: Annotated[int, AtLeast(1)] = 2  # sub-vectors
+    b: Annotated[int, Range(1, 12)] = 6  # bits per code
     # adaptive: as many k-means iterations as hide behind one layer's prefill on this machine
-    max_iter: int | Literal["adaptive"] = 10
-    combine: Literal["softmax_sum", "raw_sum", "max"] = "softmax_sum"
+    max_iter: Annotated[int, AtLeast(1)] | Literal["adaptive"] = 10
+    combine: Combine = "softmax_sum"
     # outside_window: only keys outside the recent window are clustered
     cluster: Literal["prompt", "outside_window"] = "prompt"
     cluster_on: Literal["cpu", "model"] = "cpu"  # model: where the keys are
-    kmeans_seed: int = 4321
-    cache_tokens: int = 4096  # block cache on the device, per kv head; 0: none
-    cache_block: int = 128
+    kmeans_seed: Annotated[int, Range(0, (1 << 32) - 1)] = 4321
+    cache_tokens: Annotated[int, AtLeast(0)] = 4096  # block cache on the device, per kv head; 0: none
+    cache_block: Annotated[int, AtLeast(1)] = 128
     cache_policy: Literal["lfu", "lru"] = "lfu"
-    cache_blocks_per_step: int = 32
+    cache_blocks_per_step: Annotated[int, AtLeast(1)] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.b <= 12:
-            raise ConfigError(f"b must be 1 to 12 bits per code, got {self.b}")
-        if self.m < 1:
-            raise ConfigError(f"m must be at least 1 sub-vector, got {self.m}")
-        if self.max_iter != "adaptive" and self.max_iter < 1:
-            raise ConfigError(f"max_iter must be at least 1 iteration or adaptive, got {self.max_iter}")
-        for name, allowed in (("cluster", ("prompt", "outside_window")), ("cluster_on", ("cpu", "model"))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if not 0 <= self.kmeans_seed < 1 << 32:
-            raise ConfigError(f"kmeans_seed must be between 0 and 2**32 - 1, got {self.kmeans_seed}")
-        _ = self.cache, reduce_group(torch.zeros(1, 1, 1, 1), self.combine)  # check their settings
+        _ = self.cache  # checks that it holds a block
 
     @property
     def cache(self) -> BlockCacheConfig | None:

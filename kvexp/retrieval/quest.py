@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, reduce_group
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,7 @@ class Quest(Retrieval):
     """
 
     name: ClassVar[str] = "quest"
-    page: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.page < 1:
-            raise ConfigError(f"page must be at least 1 token, got {self.page}")
+    page: Annotated[int, AtLeast(1)] = 16
 
     def index_bits_per_token(self, dim: int) -> float:
         return 2 * 16.0 * dim / self.page

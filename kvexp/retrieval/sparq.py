@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, sdpa_attention
 from kvexp.retrieval.index import KVIndex
-from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, reduce_group
-from kvexp.util import ConfigError
+from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery, Selection, reduce_group
+from kvexp.util import AtLeast, ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,9 @@ class SparQ(Retrieval):
     """
 
     name: ClassVar[str] = "sparq"
-    r: int = 1  # components of the query to score with; PQCache's runs have 1
+    r: Annotated[int, AtLeast(1)] = 1  # components of the query to score with; PQCache's runs have 1
     mean_value: bool = False  # true: its authors
-    combine: Literal["softmax_sum", "raw_sum", "max"] = "raw_sum"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.r < 1:
-            raise ConfigError(f"r must be at least 1 component of the query, got {self.r}")
-        reduce_group(torch.zeros(1, 1, 1, 1), self.combine)
+    combine: Combine = "raw_sum"
 
     def check_heads(self, dim: int) -> None:
         if self.r > dim:

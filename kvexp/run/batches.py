@@ -23,7 +23,7 @@ from kvexp.hf.load import FULL, one_row_per_forward
 from kvexp.methods import Full
 from kvexp.run import store as divergence_lines
 from kvexp.run.answers import PromptBatch, outputs_of_batches, shares_score_across_batch
-from kvexp.run.compose import check_stored
+from kvexp.run.guard import check_stored
 from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
 from kvexp.run.limits import (
     EXIT_HUNG,

@@ -5,56 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import math
 import re
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvexp.util import ConfigError
+from kvexp.run.compose import root_values
+from kvexp.util import ConfigError, field_types, typed
 
 if TYPE_CHECKING:
-    from kvexp.core import (
-        Budget,
-        CacheConfig,
-        HeadScores,
-        Method,
-        Quantization,
-        QueryCalibration,
-        SlotSelection,
-        Surrogate,
-    )
+    from kvexp.core import Budget, CacheConfig, Method, Quantization
 
 
-# The group `cache` of conf/config.yaml: how keys and values are stored, and everything else.
-STORAGE = {
-    "bits": 16,
-    "key_bits": None,
-    "value_bits": None,
-    "residual": 32,
-    "group": 32,
-    "key_axis": "channel",
-    "value_axis": "token",
-    "symmetric": False,
-}
-CACHE = {
-    "mode": "auto",
-    "positions": None,
-    "evict_at_prefill": True,
-    "evict_every": 1,
-    "observe": "blocked",
-    "beyond_context": False,
-    "graph": "off",
-    **STORAGE,
-}
+# The groups `cache` and `select` with the values that conf/config.yaml gives them.
+CACHE: dict[str, Any] = root_values()["cache"]
+SELECT: dict[str, Any] = root_values()["select"]
+# Keys of the group `cache` that say how keys and values are stored.
+STORAGE = ("bits", "key_bits", "value_bits", "residual", "group", "key_axis", "value_axis", "symmetric")
 # Keys of the group `cache` that runs of older versions have not recorded.
 ADDED_LATER = (*STORAGE, "graph")
-# The group `select` of conf/config.yaml.
-SELECT = {"by": "token", "values": "none", "chunk": None}
-TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
-
-
 # The group `cache` as a user types it: fields of kvexp.core's CacheConfig and Cadence, and names its messages use.
 CACHE_KEYS = {
     **{name: f"cache.{name}" for name in CACHE if name != "beyond_context"},
@@ -81,15 +50,18 @@ def build(
     """
     fields = dict(node)
     target = fields.pop("_target_", None)
-    cls = (admitted or {}).get(str(target)) or _class(target, where, within)
-    hints = typing.get_type_hints(cls)
-    known = {field.name for field in dataclasses.fields(cls)}
-    for name, value in fields.items():
+    return made((admitted or {}).get(str(target)) or _class(target, where, within), fields, where, keys)
+
+
+def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] = types.MappingProxyType({})) -> Any:
+    """An object of a dataclass from a node that holds its fields; arguments and errors as of `build`."""
+    hints, known = field_types(cls), {field.name for field in dataclasses.fields(cls)}
+    for name in node:
         if name not in known:
             raise ConfigError(f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}")
-        fields[name] = typed(value, hints[name], f"{where}.{name}")
+    values = {name: typed(value, hints.get(name, Any), f"{where}.{name}") for name, value in node.items()}
     with keys_named({**{name: f"{where}.{name}" for name in known}, **keys}, where):
-        return cls(**fields)
+        return cls(**values)
 
 
 @contextlib.contextmanager
@@ -125,20 +97,15 @@ def build_cache(
     method: Method,
     budget: Budget | None,
     node: Mapping[str, Any],
-    calibration: QueryCalibration | None = None,
-    head_scores: HeadScores | None = None,
     select: Mapping[str, Any] = types.MappingProxyType({}),
-    surrogate: Surrogate | None = None,
-    bounded_chunk: int | None = None,
-    keep: Any = None,
+    **given: Any,
 ) -> CacheConfig:
     """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE.
 
-    calibration, surrogate: of the model, where the method needs one; head_scores: where the budget needs them; select:
-    the group of that name, which a method that evicts nothing leaves alone; bounded_chunk: of the group `prefill`;
-    keep: of the root.
+    select: the group of that name, checked always and left alone by a method that evicts nothing; given: further fields
+    of CacheConfig.
     """
-    from kvexp.core import CacheConfig, Cadence
+    from kvexp.core import CacheConfig, Cadence, SlotSelection
 
     for name in node:
         if name not in CACHE:
@@ -146,27 +113,13 @@ def build_cache(
     known = {**CACHE, **node}
     every = typed(known["evict_every"], int | None, "cache.evict_every")
     at_prefill = typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill")
-    beyond = typed(known["beyond_context"], bool, "cache.beyond_context")
-    asked = build_selection(select)  # also where nothing is chosen: a word may be misspelt
-    chosen = asked if method.evicts else build_selection({})
+    given["beyond_context"] = typed(known["beyond_context"], bool, "cache.beyond_context")
+    given |= {name: known[name] for name in ("mode", "positions", "observe", "graph")}
+    chosen = made(SlotSelection, {**SELECT, **select}, "select")
+    if method.evicts:
+        given["select"] = chosen
     with keys_named(CACHE_KEYS):
-        return CacheConfig(
-            method,
-            budget,
-            Cadence(at_prefill, every),
-            known["mode"],
-            known["positions"],
-            known["observe"],
-            beyond_context=beyond,
-            calibration=calibration,
-            quantization=quantization_of(known),
-            head_scores=head_scores,
-            select=chosen,
-            surrogate=surrogate,
-            bounded_chunk=bounded_chunk,
-            keep=keep,
-            graph=known["graph"],
-        )
+        return CacheConfig(method, budget, Cadence(at_prefill, every), quantization=quantization_of(known), **given)
 
 
 def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
@@ -177,31 +130,18 @@ def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
     from kvexp.core import Quantization
     from kvexp.core.quantized import BITS, FULL_BITS
 
-    known = {**STORAGE, **node}
+    known = {**CACHE, **node}
     for name in ("bits", "key_bits", "value_bits"):
         value = known[name]
         if not (value is None and name != "bits") and (isinstance(value, bool) or value not in BITS):
             null = "" if name == "bits" else " or null for cache.bits"
             raise ConfigError(f"cache.{name} must be one of {', '.join(map(str, BITS))}{null}, got {value!r}")
-    key_bits, value_bits = (
-        known["bits"] if known[name] is None else known[name] for name in ("key_bits", "value_bits")
-    )
-    if key_bits == value_bits == FULL_BITS:
+    bits = [known["bits"] if known[name] is None else known[name] for name in ("key_bits", "value_bits")]
+    if bits == [FULL_BITS, FULL_BITS]:
         return None
     rest = {name: known[name] for name in ("key_axis", "value_axis", "group", "residual", "symmetric")}
     with keys_named(CACHE_KEYS):
-        return Quantization(key_bits, value_bits, **rest)
-
-
-def build_selection(node: Mapping[str, Any]) -> SlotSelection:
-    """How slots are chosen: the group `select`, whose missing keys are its defaults."""
-    from kvexp.core import SlotSelection
-
-    for name in node:
-        if name not in SELECT:
-            raise ConfigError(f"select.{name} is not a setting of select; it has: {', '.join(SELECT)}")
-    known = {**SELECT, **node}
-    return SlotSelection(known["by"], known["values"], typed(known["chunk"], int | None, "select.chunk"))
+        return Quantization(*bits, **rest)
 
 
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
@@ -222,64 +162,3 @@ def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{where}._target_: {target} cannot be configured")
     return cls
-
-
-def typed(value: Any, hint: Any, where: str) -> Any:
-    """`value` if it fits `hint`, whole numbers passing for floats and lists for tuples."""
-    _check_size(value, where)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in arguments:
-            try:
-                return typed(value, option, where)
-            except ConfigError:
-                continue
-        raise ConfigError(f"{where} must be {_words(hint)}, got {value!r}")
-    if origin is typing.Literal:
-        fits = value in arguments
-    elif hint in (tuple, list) or origin in (tuple, list):
-        if isinstance(value, list | tuple):
-            inner = arguments[0] if arguments else Any
-            return tuple(typed(item, inner, f"{where}[{i}]") for i, item in enumerate(value))
-        fits = False
-    elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        fits = False
-    elif hint is int:
-        fits = isinstance(value, int) and not isinstance(value, bool)
-    elif hint is Any:
-        fits = True
-    else:
-        fits = isinstance(value, hint) if isinstance(hint, type) else True
-    if not fits:
-        raise ConfigError(f"{where} must be {_words(hint)}, got {value!r}")
-    return value
-
-
-def _check_size(value: Any, where: str) -> None:
-    """ConfigError for a whole number, alone or in a list, that no integer of 64 bits holds."""
-    if isinstance(value, int) and abs(value) >= TOO_LARGE:
-        raise ConfigError(f"{where} must be below 2**62, got a whole number of {_digits(value)} digits")
-    if isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_size(item, f"{where}[{i}]")
-
-
-def _digits(value: int) -> int:
-    """Nearly: Python writes out no number of thousands of digits."""
-    return int(value.bit_length() * math.log10(2)) + 1
-
-
-def _words(hint: Any) -> str:
-    """A type in the words of a configuration file."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-    if hint in names:
-        return names[hint]
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(str(a) for a in typing.get_args(hint))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_words(a) for a in typing.get_args(hint))
-    if typing.get_origin(hint) in (tuple, list):
-        return "a list"
-    return getattr(hint, "__name__", str(hint))

@@ -1,4 +1,4 @@
-"""The command `kvexp calibrate`."""
+"""The command `kvexp calibrate`: what methods need of a model beforehand, kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,8 +23,9 @@ from kvexp.hf.calibrate import (
 )
 from kvexp.methods import KVzipPlus
 from kvexp.run.calibrated import model_digest
+from kvexp.run.compose import told
 from kvexp.run.jobs import INTERRUPTED, composed_model
-from kvexp.run.model_spec import load, max_positions, tokenizer_of
+from kvexp.run.model_spec import ModelSpec, load, max_positions, tokenizer_of
 from kvexp.tasks.articles import articles, articles_digest, training_articles
 from kvexp.util import CacheError, ConfigError, Progress, path_of, say
 
@@ -39,42 +40,66 @@ The model reads texts once, at full attention. Settings are those of `kvexp run`
 The result is two small files in the cache folder, known by the digest of the model: statistics of queries, and scores
 of heads (budget.heads=duo; not of models without RoPE). They replace older ones.
 """
+KVZAP_DOC = """kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a model, for method=kvzap.
 
-
-OWN = {"data": "", "tokens": "2048", "sequences": "20"}
+The model reads each text, and once more to repeat it; what KVzip+ scores then is predicted, layer by layer and kv head
+by kv head, from what the attention layers got the first time. Settings are those of `kvexp run` for a model, and:
+  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
+                 without it, the last twelve articles that come with kvexp, about which method=kvzap is then not asked
+  tokens=1250    tokens of a prompt at most (fewer where the model holds fewer)
+  prompts=400    how many of them at most; each fourth is held out, and R2 is of those
+The result is a small file in the cache folder, known by the digest of the model; it replaces an older one.
+"""
+SINKS = 4  # KVzip+'s, whose scores are not learned
+EVERY = 4  # the last of so many prompts is held out
 
 
 def calibrate_main(argv: Sequence[str] | None = None) -> int:
     """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
-    from kvexp.run.compose import told
-
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["kvzap"]:
-        return main(argv[1:])
-    _, words = parser().parse_known_args(argv)
-
-    def calibrate() -> None:
-        model_words, own = parted(words)
-        with told(model_words):
-            calibrate_model(model_words, own["data"], number("tokens", own), number("sequences", own))
-
-    return exit_code(calibrate, "calibration")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["kvzap"]:
+        return _command(
+            "kvexp calibrate kvzap", KVZAP_DOC, words[1:], train_kvzap, "training", tokens=1250, prompts=400
+        )
+    return _command("kvexp calibrate", CALIBRATE_DOC, words, calibrate_model, "calibration", tokens=2048, sequences=20)
 
 
-def parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog="kvexp calibrate",
-        usage="%(prog)s model=NAME [model.SETTING=VALUE] [data=FILE] [tokens=N] [sequences=N]",
-        description=CALIBRATE_DOC,
+def _command(
+    name: str,
+    doc: str,
+    words: list[str],
+    make: Callable[[Sequence[str], str, int, int], None],
+    made: str,
+    **sizes: int,
+) -> int:
+    """Carry out one of the commands: `make` takes the words that choose a model, data, and the two sizes.
+
+    made: what is made, in a word; sizes: the settings that are whole numbers, with their defaults.
+    """
+    parser = argparse.ArgumentParser(
+        prog=name,
+        usage=f"%(prog)s model=NAME [model.SETTING=VALUE] [data=FILE] {' '.join(f'[{size}=N]' for size in sizes)}",
+        description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-
-def exit_code(command: Callable[[], None], made: str) -> int:
-    """Carry out a command that keeps a file in the cache folder; returns what `main` does. made: what, in a word."""
+    _, words = parser.parse_known_args(words)
+    own, model_words = {"data": "", **{size: str(default) for size, default in sizes.items()}}, []
     try:
-        command()
+        for word in words:
+            key, equals, value = word.partition("=")
+            if key in own and equals:
+                own[key] = value
+            elif key.lstrip("+").partition(".")[0] == "model" and equals:
+                model_words.append(word)
+            else:
+                raise ConfigError(f"{word}: {name} takes model=NAME, model.SETTING=…, {', '.join(own)}")
+        for size in sizes:
+            if not own[size].isdecimal() or int(own[size]) < 1:
+                raise ConfigError(f"{size} must be a whole number of at least 1, got {own[size]!r}")
+        with told(model_words):
+            tokens, count = (int(own[size]) for size in sizes)
+            make(model_words, own["data"], tokens, count)
     except (ConfigError, CacheError) as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
@@ -82,32 +107,6 @@ def exit_code(command: Callable[[], None], made: str) -> int:
         say(f"\ninterrupted: nothing was kept of this {made}, an older one stays as it was", file=sys.stderr)
         return INTERRUPTED
     return 0
-
-
-def parted(
-    words: Sequence[str], defaults: Mapping[str, str] = OWN, command: str = "kvexp calibrate"
-) -> tuple[list[str], dict[str, str]]:
-    """The words that choose a model, and the values of the command's own settings; ConfigError for any other word."""
-    own, model_words = dict(defaults), []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key in defaults and equals:
-            own[key] = value
-        elif key.lstrip("+").partition(".")[0] == "model" and equals:
-            model_words.append(word)
-        else:
-            raise ConfigError(f"{word}: {command} takes model=NAME, model.SETTING=…, {', '.join(defaults)}")
-    return model_words, own
-
-
-def number(key: str, own: dict[str, str]) -> int:
-    """A setting that is a whole number of at least 1; ConfigError for anything else."""
-    if not own[key].isdecimal() or int(own[key]) < 1:
-        raise ConfigError(f"{key} must be a whole number of at least 1, got {own[key]!r}")
-    return int(own[key])
-
-
-# What a calibration pass reads: texts from a file or kvexp's own, joined and cut into sequences of token ids.
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,12 @@ class CalibrationTexts:
     texts: tuple[str, ...]
 
 
-def calibration_texts(data: str) -> CalibrationTexts:
-    """The texts of a file, or kvexp's articles for an empty name; ConfigError for a file without texts."""
+def calibration_texts(data: str, made: str = "calibration") -> CalibrationTexts:
+    """The texts of a file, else of kvexp's articles kept for what is `made`; ConfigError for a file without texts."""
     if not data:
-        found = articles()
-        return CalibrationTexts(
-            f"kvexp's {len(found)} articles", articles_digest(), tuple(f"{one.title}\n\n{one.text}" for one in found)
-        )
+        found = training_articles() if made == "training" else articles()
+        name = f"{len(found)} of kvexp's articles" if made == "training" else f"kvexp's {len(found)} articles"
+        return CalibrationTexts(name, articles_digest(), tuple(f"{one.title}\n\n{one.text}" for one in found))
     file = path_of(data, "data")
     try:
         content = file.read_bytes()
@@ -173,53 +171,6 @@ def sequences_of(texts: Sequence[str], tokenizer: Any, length: int, count: int) 
     return [[*first, *joined[at * room : (at + 1) * room]] for at in range(whole)]
 
 
-KVZAP_DOC = """kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a model, for method=kvzap.
-
-The model reads each text, and once more to repeat it; what KVzip+ scores then is predicted, layer by layer and kv head
-by kv head, from what the attention layers got the first time. Settings are those of `kvexp run` for a model, and:
-  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
-                 without it, the last twelve articles that come with kvexp, about which method=kvzap is then not asked
-  tokens=1250    tokens of a prompt at most (fewer where the model holds fewer)
-  prompts=400    how many of them at most; each fourth is held out, and R2 is of those
-The result is a small file in the cache folder, known by the digest of the model; it replaces an older one.
-"""
-
-
-KVZAP_OWN = {"data": "", "tokens": "1250", "prompts": "400"}
-NAME = "kvexp calibrate kvzap"
-
-
-def main(argv: Sequence[str]) -> int:
-    """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
-    from kvexp.run.compose import told
-
-    _, words = kvzap_parser().parse_known_args(argv)
-
-    def train() -> None:
-        model_words, own = parted(words, KVZAP_OWN, NAME)
-        with told(model_words):
-            train_kvzap(model_words, own["data"], number("tokens", own), number("prompts", own))
-
-    return exit_code(train, "training")
-
-
-def kvzap_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=NAME,
-        usage="%(prog)s model=NAME [model.SETTING=VALUE] [data=FILE] [tokens=N] [prompts=N]",
-        description=KVZAP_DOC,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-# All of `kvexp calibrate kvzap`: the model, the texts, KVzip+'s scores, the linear maps and their file.
-
-
-SINKS = 4  # KVzip+'s, whose scores are not learned
-EVERY = 4  # the last of so many prompts is held out
-
-
 def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> None:
     """Train the surrogate of the model that the words of a command line choose, and say where it is kept.
 
@@ -227,7 +178,7 @@ def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> Non
     ConfigError for what cannot be read, loaded or written; everything but the weights is looked at before they load.
     """
     name, spec = composed_model(words)
-    texts = calibration_texts(data) if data else own_texts()
+    texts = calibration_texts(data, "training")
     tokenizer = tokenizer_of(spec)
     # A prompt is fed again behind itself: half of the positions, less the instruction.
     length = min(tokens, (max_positions(spec) - 64) // 2)
@@ -240,16 +191,12 @@ def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> Non
     with Progress(f"training kvzap of {name}", len(prompts), 0, "prompts") as progress:
         made = train_surrogate(model, method, fitted, held_out, tokenizer, progress.advance)
     about = {
-        "data": texts.name,
-        "data_digest": texts.digest,
+        **_about(texts, spec),
         "articles": [] if data else [one.id for one in training_articles()],
         "prompts": len(fitted),
         "tokens": made.fitted_tokens,
         "held_out_tokens": made.held_out_tokens,
         "r2": made.r2,
-        "dtype": spec.dtype,
-        "device": spec.resolved_device().split(":")[0],
-        "numerics": kvexp.NUMERICS,
     }
     file = SURROGATES.write(made.surrogate, model_digest(spec), about)
     if made.r2 is None:
@@ -266,12 +213,10 @@ def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> Non
     )
 
 
-def own_texts() -> CalibrationTexts:
-    """The articles that are kept for training."""
-    found = training_articles()
-    return CalibrationTexts(
-        f"{len(found)} of kvexp's articles", articles_digest(), tuple(f"{one.title}\n\n{one.text}" for one in found)
-    )
+def _about(texts: CalibrationTexts, spec: ModelSpec) -> dict[str, Any]:
+    """What a file says of the texts and of the machine that it was made with."""
+    made = {"dtype": spec.dtype, "device": spec.resolved_device().split(":")[0], "numerics": kvexp.NUMERICS}
+    return {"data": texts.name, "data_digest": texts.digest, **made}
 
 
 def prompts_of(texts: CalibrationTexts, tokenizer: object, length: int, count: int) -> list[list[int]]:
@@ -286,9 +231,6 @@ def prompts_of(texts: CalibrationTexts, tokenizer: object, length: int, count: i
             f"no text of {texts.name} has more than {SINKS + 2} tokens: give longer texts, or raise tokens"
         )
     return prompts
-
-
-# All of `kvexp calibrate`: the model composed as `kvexp run` composes it, the pass over the texts, the file.
 
 
 def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) -> None:
@@ -306,15 +248,7 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) ->
     with Progress(f"calibrating {name}", len(sequences), 0, "sequences") as progress:
         made, heads = calibrate_queries_and_heads(model, sequences, progress.advance)
     read = sum(len(ids) for ids in sequences)
-    about = {
-        "data": texts.name,
-        "data_digest": texts.digest,
-        "sequences": len(sequences),
-        "tokens": read,
-        "dtype": spec.dtype,
-        "device": spec.resolved_device().split(":")[0],
-        "numerics": kvexp.NUMERICS,
-    }
+    about = {**_about(texts, spec), "sequences": len(sequences), "tokens": read}
     file = QUERIES.write(made, model_digest(spec), about)
     if heads is not None:
         HEADS.write(heads, model_digest(spec), about)

@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from kvexp.run.build import build
-from kvexp.run.compose import check, check_keys, guard
+from kvexp.run.compose import check_keys
+from kvexp.run.guard import check, guard
 from kvexp.run.labels import (
     check_idle,
     check_objective,

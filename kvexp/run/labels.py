@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvexp.run.build import STORAGE, build, typed
+from kvexp.run.build import STORAGE, build
 from kvexp.run.compose import option, root_values
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
-from kvexp.util import CONF, ConfigError
+from kvexp.util import CONF, AtLeast, ConfigError, Range, Rule, reason_against, typed
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings
@@ -135,35 +135,25 @@ def _experiment(choices: Mapping[str, str]) -> dict[str, str]:
 # Checked by themselves: a mistake is told before torch is imported.
 
 
-KINDS: dict[str, Any] = {
+ROOT: dict[str, Any] = {
     "outputs_dir": str,
-    "limit": int | None,
-    "seed": int,
-    "batch_size": int,
-    "timeout_s": float | None,
+    "limit": Annotated[int, AtLeast(1)] | None,
+    "seed": Annotated[int, AtLeast(0)],
+    "batch_size": Annotated[int, AtLeast(1)],
+    "timeout_s": Annotated[float, Range(0, above=True)] | None,
     "retry": bool,
 }
-QUESTIONS = ("each", "all")
+ROOT_LATER: dict[str, Any] = {  # keys that a run of before has not recorded
+    "bytes_ratio": Annotated[float, Range(0, 1, above=True)] | None,
+    "questions": Literal["each", "all"],
+}
 
 
 def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """ConfigError in the words of the command line. choices: group -> the option taken."""
-    for name, kind in KINDS.items():
-        typed(config[name], kind, name)
-    limit, seed, timeout = config["limit"], config["seed"], config["timeout_s"]
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit must be at least 1 example or null for all, got {limit}")
-    if seed < 0:
-        raise ConfigError(f"seed must be at least 0, got {seed}")
-    if config["batch_size"] < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {config['batch_size']}")
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise ConfigError(f"timeout_s must be a positive number of seconds or null, got {timeout:g}")
-    share = config.get("bytes_ratio")  # a run of before has no such key
-    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
-        raise ConfigError(f"bytes_ratio must be a number in (0, 1] or null, got {share!r}")
-    if config.get("questions", "each") not in QUESTIONS:  # a run of before has no such key
-        raise ConfigError(f"questions must be one of {', '.join(QUESTIONS)}, got {config['questions']!r}")
+    for name, kind in (ROOT | ROOT_LATER).items():
+        if name in ROOT or name in config:
+            typed(config[name], kind, name)
     budget = config.get("budget")
     if isinstance(budget, Mapping):
         _check_budget(budget, config.get("kv_ratio"), choices.get("budget"))
@@ -324,15 +314,10 @@ class DivergenceOptions:
 
         "auto" is true here: whoever knows that a run is no part of a sweep has put `decided` in its place.
         """
-        asked, text = config.get("divergence", False), config.get("divergence_text", OWN)
-        if not (isinstance(asked, bool) or asked in (AUTO, ONLY)):
-            raise ConfigError(f"divergence must be {AUTO}, true, false or {ONLY}, got {asked!r}")
-        if text not in (*TEXTS, BOTH):
-            raise ConfigError(f"divergence_text must be one of {', '.join((*TEXTS, BOTH))}, got {text!r}")
+        asked = typed(config.get("divergence", False), bool | Literal["auto", "only"], "divergence")
+        text = typed(config.get("divergence_text", OWN), Literal[(*TEXTS, BOTH)], "divergence_text")
         for name, default in (("epsilon_kl", EPSILON_KL), ("epsilon_top1", EPSILON_TOP1)):
-            value = typed(config.get(name, default), float, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a positive number, got {value:g}")
+            typed(config.get(name, default), Annotated[float, Range(0, above=True)], name)
         return cls((TEXTS if text == BOTH else (text,)) if asked else (), only=asked == ONLY)
 
 
@@ -355,28 +340,44 @@ def decided(config: Mapping[str, Any], overrides: Sequence[str], *, sweep: bool)
 def refusal(settings: Settings) -> str | None:
     """Why a run has no divergence, in the user's words; None if it has one."""
     from kvexp.hf.load import one_row_per_forward
-    from kvexp.tasks import LMEval
 
-    decoding, task = settings.decoding, settings.task
-    if settings.is_baseline:
-        return "the full cache is what divergence is measured from"
-    if isinstance(task, LMEval):
-        return "lm-eval's items are scored under their own protocol: their flips are counted from the rows"
-    if task.has_turns:
-        return f"the rows of task={task.name} say how far each turn is from the full cache (info.kl)"
-    if not generates(settings):
-        return f"task={task.name} scores given texts itself: flips and divergence over choices come from the rows"
-    if decoding.num_beams > 1:
-        return "beams take over one another's caches: there is no one path to compare (generation=greedy)"
-    if decoding.sample:
-        return "sampled answers differ by chance: divergence follows the greedy answer (generation=greedy)"
-    if decoding.prefill_chunk is not None:
-        return "prompts are prefilled in chunks, which runs cannot share (generation.prefill_chunk=null)"
-    if settings.method.modifies_prefill:
-        return f"{settings.method.name} changes what the prompt's own tokens attend to: its prefill cannot be shared"
     if one_row_per_forward(settings.model.dtype, settings.model.resolved_device()):
-        return "in half precision on a CPU rows of one batch round otherwise than alone (model.dtype=float32)"
-    return None
+        half = "in half precision on a CPU rows of one batch round otherwise than alone (model.dtype=float32)"
+        return reason_against(settings, WITHOUT_DIVERGENCE) or half
+    return reason_against(settings, WITHOUT_DIVERGENCE)
+
+
+WITHOUT_DIVERGENCE: tuple[Rule[Settings], ...] = (
+    (lambda c: c.is_baseline, "the full cache is what divergence is measured from"),
+    (
+        lambda c: c.task.name == "lm_eval",
+        "lm-eval's items are scored under their own protocol: their flips are counted from the rows",
+    ),
+    (
+        lambda c: c.task.has_turns,
+        "rows of task={c.task.name} say how far each turn is from the full cache (info.kl)",
+    ),
+    (
+        lambda c: not generates(c),
+        "task={c.task.name} scores given texts itself: flips and divergence over choices come from the rows",
+    ),
+    (
+        lambda c: c.decoding.num_beams > 1,
+        "beams take over one another's caches: there is no one path to compare (generation=greedy)",
+    ),
+    (
+        lambda c: c.decoding.sample,
+        "sampled answers differ by chance: divergence follows the greedy answer (generation=greedy)",
+    ),
+    (
+        lambda c: c.decoding.prefill_chunk is not None,
+        "prompts are prefilled in chunks, which runs cannot share (generation.prefill_chunk=null)",
+    ),
+    (
+        lambda c: c.method.modifies_prefill,
+        "{c.method.name} changes what the prompt's own tokens attend to: its prefill cannot be shared",
+    ),
+)
 
 
 def generates(settings: Settings) -> bool:

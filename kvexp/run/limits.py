@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvexp.core.budget import PromptSizes
 from kvexp.core.quantized import SlotBytes
 from kvexp.run.prompts import Items
 from kvexp.run.settings import Settings, batch_budget
@@ -204,8 +205,8 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
     cache = settings.cache
     if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
         return [length + new for length in lengths]
-    granted = budget.resolve(lengths, max(lengths), new, 0, 1)
-    return [min(slots + 1, length + new) for slots, length in zip(granted, lengths, strict=True)]
+    held = budget.resolve(PromptSizes(lengths, max(lengths), new, 1), 0)
+    return [min(slots + 1, length + new) for slots, length in zip(held, lengths, strict=True)]
 
 
 def token_bytes(model: Model) -> int:

@@ -28,17 +28,17 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-import kvexp.retrieval
 from kvexp.core import Budget, CacheConfig, Method
 from kvexp.hf import chat_template, cpu_linear, load_model, load_tokenizer
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.lm_eval import Ask, Bench, check_row_mask
-from kvexp.run.build import build, build_cache, typed
+from kvexp.run.build import build, build_cache
+from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
 from kvexp.tasks.lm_eval import Protocol, protocol_of
-from kvexp.util import CacheError, ConfigError, say
+from kvexp.util import CacheError, ConfigError, say, typed
 
 # Words of `KvexpLM` itself: about the model, and about the measurement.
 LOADING = (
@@ -60,21 +60,15 @@ def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
         if settings:
             raise ConfigError(f"method is a {type(name).__name__} already: give it its settings, not as method.NAME")
         return name
-    packages = (kvexp.methods, kvexp.retrieval)
-    classes = {getattr(p, found).name: f"{p.__name__}.{found}" for p in packages for found in p.__all__}
     users = {method.option: method for method in admitted().values()}
-    if name not in classes and name not in users:
+    if name not in options("method") and name not in users:
         raise ConfigError(
-            f"method must be one of {', '.join(sorted(classes))}, or a class of yours, named in --model_args as "
+            f"method must be one of {', '.join(options('method'))}, or a class of yours, named in --model_args as "
             f"method=FILE.py or method=MODULE.CLASS, got {name!r}"
         )
-    target = users[name].target if name in users else classes[name]
-    method: Method = build(
-        {"_target_": target, **settings},
-        "method",
-        within=("kvexp.methods", "kvexp.retrieval"),
-        admitted={one.target: one.cls for one in users.values()},
-    )
+    node = {"_target_": users[name].target} if name in users else option("method", name)
+    own = {one.target: one.cls for one in users.values()}
+    method: Method = build({**node, **settings}, "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
     return method
 
 

@@ -2,31 +2,83 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import hydra
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from kvexp.run.compose import guard, stop, told, with_user_methods
+from kvexp.run.compose import mistaken_option, stop, told, with_user_methods
+from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
 from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
 
 if TYPE_CHECKING:
     from kvexp.run.plan import TimeOf
 
-# Hydra's parser wants all overrides in one block: of `method=h2o -m kv_ratio=0.2,0.5` the last would be "unrecognized".
-ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
+
+def compose_and_run() -> None:
+    """Run the job or jobs that Hydra composes of sys.argv, or show what was asked for (--help, --cfg, --info).
+
+    Hydra's own main, but for the loader that checks what is composed (`kvexp.run.guard`).
+    """
+    parser = get_args_parser()
+    args, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        raise ConfigError(mistaken_option(unknown[0], parser._option_string_actions))
+    if args.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun unpickles {args.experimental_rerun}, which can run code; type the command again "
+            "instead"
+        )
+    guard()
+    version.setbase("1.3")
+    name, words = args.config_name or "config", args.overrides
+    hydra = Hydra.create_main_hydra2("kvexp", path := _search_path(args.config_path, args.config_dir))
+    hydra.config_loader = CheckedLoader(path)
+    try:
+        if args.help:
+            hydra.app_help(config_name=name, args_parser=parser, args=args)
+        elif args.hydra_help:
+            hydra.hydra_help(config_name=name, args_parser=parser, args=args)
+        elif args.cfg:
+            hydra.show_cfg(name, words, cfg_type=args.cfg, package=args.package, resolve=args.resolve)
+        elif args.shell_completion:
+            hydra.shell_completion(config_name=name, overrides=words)
+        elif args.info:
+            hydra.show_info(args.info, config_name=name, overrides=words)
+        else:
+            sweep = args.multirun or hydra.get_mode(name, words) == RunMode.MULTIRUN  # which an experiment may set
+            mode, perform = ("MULTIRUN", hydra.multirun) if sweep else ("RUN", hydra.run)
+            perform(config_name=name, task_function=_job, overrides=[*words, f"hydra.mode={mode}"])
+    finally:
+        GlobalHydra.instance().clear()
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def compose_and_run(config: DictConfig) -> None:
-    """Run the job or jobs that Hydra composes of sys.argv."""
+def _search_path(config_path: str | None, config_dir: str | None) -> Any:
+    """Where Hydra finds configurations: in conf/, or config_path in place of it, then in config_dir."""
+    main = config_path or str(CONF)
+    path = create_config_search_path(main if "://" in main else f"file://{os.path.abspath(main)}")
+    if config_dir is not None:
+        if not os.path.isdir(config_dir):
+            raise ConfigError(f"--config-dir: there is no folder {config_dir}")
+        folder = f"file://{os.path.abspath(config_dir)}"
+        path.prepend(provider="command-line", path=folder, anchor=SearchPathQuery(provider="schema"))
+    return path
+
+
+def _job(config: DictConfig) -> float | None:
     from kvexp.run.jobs import main_job  # late: --help must not wait for torch
 
-    main_job(config, current())
+    return main_job(config, current())
 
 
 def own_launchers() -> None:
@@ -42,21 +94,19 @@ def main(session: Session | None = None, time_of: TimeOf | None = None) -> NoRet
 
     session: to look at afterwards; time_of: how long a group of runs takes, for --dry-run (`kvexp.run.plan.show_plan`).
     """
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
     watch_pipes()
+    session = session or Session()
     try:
         sys.argv[1:] = with_user_methods(sys.argv[1:])
+        session.typed_keys = keys_of(sys.argv[1:])
+        own_launchers()
+        planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
+        with active(session), interruptible(), told(sys.argv[1:]):
+            if planning:
+                from kvexp.run.plan import dry_run
+
+                sys.exit(dry_run(compose_and_run, planning[-1], session, time_of))
+            compose_and_run()
     except ConfigError as error:
         stop(str(error))
-    session = session or Session()
-    session.typed_keys = keys_of(sys.argv[1:])
-    guard()
-    own_launchers()
-    planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
-    with active(session), interruptible(), told(sys.argv[1:]):
-        if planning:
-            from kvexp.run.plan import dry_run
-
-            sys.exit(dry_run(compose_and_run, planning[-1], session, time_of))
-        compose_and_run()
     sys.exit(session.exit_code)

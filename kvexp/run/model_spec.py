@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp.run.build import CACHE_KEYS, keys_named, typed
+from kvexp.run.build import CACHE_KEYS, keys_named
 from kvexp.run.labels import MOVING, model_label
-from kvexp.util import ConfigError, file_digest, path_of
+from kvexp.util import ConfigError, file_digest, path_of, typed
 
 if TYPE_CHECKING:
     from kvexp.core import CacheConfig

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvexp.core import Budget
+from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.hf.chat_template import render
 from kvexp.hf.patch import check_positions, num_layers
@@ -356,9 +357,10 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
         size, fed = len(prompt.ids), _fed(settings, prompt)
         check_length(settings, settings.budget, config, size, fed)
         cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
-        for new in fed:
-            check_spans(cache, [prompt.spans] if prompt.spans else None, [size], size, new, num_layers(config))
-        if not cache.beyond_context and any(may_evict(cache, [size], size, new, num_layers(config)) for new in fed):
+        coming = [PromptSizes([size], size, new, num_layers(config)) for new in fed]
+        for each in coming:
+            check_spans(cache, each, [prompt.spans] if prompt.spans else None)
+        if not cache.beyond_context and any(may_evict(cache, each) for each in coming):
             check_second_pass(cache, tokenizer, size, positions_of(config))
     except ConfigError as error:
         return str(error)
@@ -370,7 +372,7 @@ def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed
     budget = batch_budget(settings, [size]) or budget
     cache = dataclasses.replace(settings.cache, budget=budget)
     for new in fed:
-        check_budget(cache, [size], size, new, num_layers(config))
+        check_budget(cache, PromptSizes([size], size, new, num_layers(config)))
 
 
 def _fed(settings: Settings, prompt: TokenizedExample) -> list[int]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Method
-from kvexp.core.budget import DEFAULT_FLOORS
+from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import MODEL_PROCESSORS, check_generation_config, set_fields
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import batch_size_identifies_run, beside_weights
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import CUR, Full
-from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, keys_named, quantization_of, typed
+from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, made, quantization_of
 from kvexp.run.calibrated import calibration_for, head_scores_for, surrogate_for
 from kvexp.run.labels import (
     MOVING,
@@ -41,7 +38,6 @@ from kvexp.run.model_spec import (
     rows_alone,
     stretches_context,
 )
-from kvexp.run.store import runs
 from kvexp.run.user_methods import admitted, source_of
 from kvexp.tasks import ContextQA, LMEval, Needle, Perplexity, Stories, Task
 from kvexp.tasks.base import with_shared_context
@@ -49,11 +45,10 @@ from kvexp.tasks.lm_eval import written_after
 from kvexp.tasks.metrics import is_unspaced
 from kvexp.tasks.needle import has_plain_sentences
 from kvexp.tasks.summaries import SummaryTask
-from kvexp.util import ConfigError, path_of
+from kvexp.util import ConfigError, Rule, field_types, path_of, refuse, typed
 
 # Corrections of NUMERICS 10 that move rows: the identity of each run that one touches names it; others keep theirs.
-#
-# The next NUMERICS holds them all, and this file goes with it.
+# The next NUMERICS holds them all, and this part goes with it.
 
 
 def writes_text(settings: Settings) -> bool:
@@ -177,88 +172,134 @@ def corrections_of(settings: Settings) -> list[str]:
     return sorted(name for name, touches in CORRECTIONS.items() if touches(settings))
 
 
-# Settings of different groups that do not go together: ConfigError before any model loads.
+# Settings of different groups that exclude each other, looked through before any model loads.
 
 
-def check_chat(settings: Settings) -> None:
-    """ConfigError where a frame or a template is asked for and model.chat=false would leave it out."""
-    task = settings.task
-    if settings.model.chat:
-        return
-    if task.frame is not None:
-        raise ConfigError(
-            f"task.chat_frame={task.frame!r} goes around a chat model's prompts, and model.chat=false: set "
-            "model.chat=true or task.chat_frame=null"
-        )
-    for asked, default in ((True, "false"), ("always", "official")):
-        if getattr(task, "chat_wrap", None) == asked:
-            raise ConfigError(
-                f"task.chat_wrap={str(asked).lower()} puts a chat template around prompts, and model.chat=false: set "
-                f"model.chat=true or task.chat_wrap={default}"
-            )
+def _is_lm_eval(c: Settings) -> bool:
+    return isinstance(c.task, LMEval)
 
 
-def check_padding(settings: Settings) -> None:
-    """ConfigError where padding would do nothing, or where a row's budget would be its neighbours'."""
-    task, budget = settings.task, settings.budget
-    if task.pad_to is not None and isinstance(task, LMEval):
-        raise ConfigError("task.pad_to does not reach lm-eval's tasks: leave it at null")
-    if budget is None:
-        return
-    if task.pad_to is not None and isinstance(budget, BytesBudget):
-        raise ConfigError(
-            f"task.pad_to={task.pad_to} makes pads count towards a ratio of tokens, bytes_ratio={budget.bytes_ratio:g} "
-            "is of the real prompt's bytes: set task.pad_to=null, or leave out bytes_ratio"
-        )
-    if task.pad_to is not None and budget.tokens is not None and budget.of != "padded":
-        raise ConfigError(
-            f"task.pad_to={task.pad_to} has no effect with budget.tokens={budget.tokens}, a number of slots for "
-            "prompts of any length: set task.pad_to=null"
-        )
-    if task.pad_to is not None and budget.of != "padded":
-        raise ConfigError(
-            f"task.pad_to={task.pad_to} makes pads count towards the budget, budget.of={budget.of} leaves them out: "
-            "set budget.of=padded, or task.pad_to=null"
-        )
-    whole = task.pad_to is not None and task.pad_to == task.max_prompt_tokens  # then all prompts are of one width
-    if budget.of == "padded" and settings.batch_size > 1 and not whole:
-        raise ConfigError(
-            f"batch_size must be 1 with budget.of=padded, got {settings.batch_size}: the longest prompt of a batch "
-            "would set the budget of all (unless task.pad_to is task.max_prompt_tokens)"
-        )
+def _pads_without_effect(c: Settings) -> bool:
+    return c.task.pad_to is not None and c.budget is not None and c.budget.of != "padded"
 
 
-def check_turns(settings: Settings) -> None:
-    """ConfigError where a conversation is asked for that settings of other groups cannot go on after its first turn."""
-    task, decoding, budget = settings.task, settings.decoding, settings.budget
-    if not task.has_turns:
-        return
-    if decoding.num_beams > 1 or decoding.stop_strings or generation_config_of(settings.model).stop_strings:
-        raise ConfigError(
-            f"task={task.name} goes on behind an answer token by token, which generation.num_beams above 1 and "
-            "generation.stop_strings (or those of the model's generation_config.json) do not leave at its end: set "
-            "generation=greedy, and use a model without stop_strings"
-        )
-    if budget is not None and budget.of == "sequence":
-        raise ConfigError(
-            f"task={task.name} has tokens to come in every turn: set budget.of=prompt, got budget.of=sequence"
-        )
+def _budget_of_neighbours(c: Settings) -> bool:
+    """Whether the longest prompt of a batch would set the budget of all."""
+    whole = c.task.pad_to is not None and c.task.pad_to == c.task.max_prompt_tokens  # then all prompts are of one width
+    return c.budget is not None and c.budget.of == "padded" and c.batch_size > 1 and not whole
 
 
-def check_keep(settings: Settings) -> None:
-    """ConfigError where marked spans are to be spared (`keep`) and the task's prompts cannot be marked."""
-    keep, task = settings.cache.keep, settings.task
-    if keep is None:
-        return
-    if isinstance(task, LMEval):
-        raise ConfigError(
-            f"keep={keep} does not reach lm-eval's tasks, whose prompts have no marked spans: leave it out"
-        )
-    if task.truncate == "halves":
-        raise ConfigError(
-            f"keep={keep} needs to know where a prompt's parts stand, which task.truncate=halves takes apart: set "
-            "task.truncate=middle or skip"
-        )
+REFUSED: tuple[Rule[Settings], ...] = (
+    (
+        lambda c: c.batch_size > 1 and (spec := c.method.score_spec) and spec.batch == "sum_all",
+        "batch_size must be 1 with method.score_batch=sum_all, got {c.batch_size}: it adds up the scores of all "
+        "prompts of a batch",
+    ),
+    (
+        lambda c: getattr(c.task, "shared_context", False) and c.budget and c.budget.of == "sequence",
+        "questions=all evicts a context once for all of its questions, and budget.of=sequence counts each question's "
+        "tokens: set budget.of=prompt, or questions=each",
+    ),
+    # Pads.
+    (
+        lambda c: c.task.pad_to is not None and _is_lm_eval(c),
+        "task.pad_to does not reach lm-eval's tasks: leave it at null",
+    ),
+    (
+        lambda c: c.task.pad_to is not None and isinstance(c.budget, BytesBudget),
+        "task.pad_to={c.task.pad_to} makes pads count towards a ratio of tokens, bytes_ratio={c.budget.bytes_ratio:g} "
+        "is of the real prompt's bytes: set task.pad_to=null, or leave out bytes_ratio",
+    ),
+    (
+        lambda c: _pads_without_effect(c) and c.budget and c.budget.tokens is not None,
+        "task.pad_to={c.task.pad_to} has no effect with budget.tokens={c.budget.tokens}, a number of slots for prompts "
+        "of any length: set task.pad_to=null",
+    ),
+    (
+        _pads_without_effect,
+        "task.pad_to={c.task.pad_to} makes pads count towards the budget, budget.of={c.budget.of} leaves them out: set "
+        "budget.of=padded, or task.pad_to=null",
+    ),
+    (
+        _budget_of_neighbours,
+        "batch_size must be 1 with budget.of=padded, got {c.batch_size}: the longest prompt of a batch would set the "
+        "budget of all (unless task.pad_to is task.max_prompt_tokens)",
+    ),
+    # Prompts read in chunks.
+    (
+        lambda c: c.cache.bounded_chunk is not None and c.decoding.prefill_chunk is not None,
+        "generation.prefill_chunk={c.decoding.prefill_chunk} has no effect with prefill.chunk={c.cache.bounded_chunk}, "
+        "which evicts after each chunk: set generation.prefill_chunk=null",
+    ),
+    (
+        lambda c: c.cache.bounded_chunk is not None and c.decoding.num_beams > 1,
+        "prefill=bounded reads a prompt in one row, got generation.num_beams={c.decoding.num_beams}",
+    ),
+    (
+        lambda c: c.cache.bounded_chunk is not None and _is_lm_eval(c),
+        "prefill=bounded does not reach lm-eval's tasks, which read a context whole: set prefill=whole",
+    ),
+    (
+        lambda c: c.cache.bounded_chunk is not None and c.batch_size > 1,
+        "batch_size must be 1 with prefill=bounded, got {c.batch_size}: padding would cut the chunks of a shorter "
+        "prompt elsewhere",
+    ),
+    # Marked spans.
+    (
+        lambda c: c.cache.keep is not None and _is_lm_eval(c),
+        "keep={c.cache.keep} does not reach lm-eval's tasks, whose prompts have no marked spans: leave it out",
+    ),
+    (
+        lambda c: c.cache.keep is not None and c.task.truncate == "halves",
+        "keep={c.cache.keep} needs to know where a prompt's parts stand, which task.truncate=halves takes apart: set "
+        "task.truncate=middle or skip",
+    ),
+    # Conversations.
+    (
+        lambda c: (
+            c.task.has_turns
+            and (c.decoding.num_beams > 1 or c.decoding.stop_strings or generation_config_of(c.model).stop_strings)
+        ),
+        "task={c.task.name} goes on behind an answer token by token, which generation.num_beams above 1 and "
+        "generation.stop_strings (or those of the model's generation_config.json) do not leave at its end: set "
+        "generation=greedy, and use a model without stop_strings",
+    ),
+    (
+        lambda c: c.task.has_turns and c.budget and c.budget.of == "sequence",
+        "task={c.task.name} has tokens to come in every turn: set budget.of=prompt, got budget.of=sequence",
+    ),
+    # Chat templates.
+    (
+        lambda c: c.task.frame is not None and not c.model.chat,
+        "task.chat_frame={c.task.frame!r} goes around a chat model's prompts, and model.chat=false: set "
+        "model.chat=true or task.chat_frame=null",
+    ),
+    (
+        lambda c: getattr(c.task, "chat_wrap", None) is True and not c.model.chat,
+        "task.chat_wrap=true puts a chat template around prompts, and model.chat=false: set model.chat=true or "
+        "task.chat_wrap=false",
+    ),
+    (
+        lambda c: getattr(c.task, "chat_wrap", None) == "always" and not c.model.chat,
+        "task.chat_wrap=always puts a chat template around prompts, and model.chat=false: set model.chat=true or "
+        "task.chat_wrap=official",
+    ),
+)
+
+
+def check_together(settings: Settings) -> None:
+    """ConfigError where settings of different groups exclude each other, or the model, without weights or data."""
+    if settings.divergence.only and not settings.is_baseline and (why := refusal(settings)) is not None:
+        raise ConfigError(f"divergence=only would measure nothing: {why}")
+    if writes_text(settings):
+        check_generation_config(generation_config_of(settings.model))
+    moving = moving_rope(settings.model)
+    if moving is not None and settings.decoding.prefill_chunk is not None:
+        raise ConfigError(f"{moving.why}, so a prompt is read whole: set generation.prefill_chunk=null")
+    check_rope(moving, settings.cache)
+    refuse(settings, REFUSED)
+    if isinstance(settings.task, LMEval):
+        check_item_settings(settings)
 
 
 def batch_cache(settings: Settings, lengths: Sequence[int]) -> CacheConfig:
@@ -283,12 +324,12 @@ def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
     if len(widths) > 1:
         raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
     flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
-    (slots,) = flat.resolve([0], widths.pop(), None, 0, 1)
+    (slots,) = flat.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
     return dataclasses.replace(budget, kv_ratio=None, tokens=slots)
 
 
 def check_item_settings(settings: Settings) -> None:
-    """What lm-eval decides by itself must not be set; and the method must have a row mask where one is asked for."""
+    """ConfigError where lm-eval's tasks are given what they decide themselves, or the method has no row mask."""
     from kvexp.lm_eval import check_row_mask
 
     task, plain = settings.task, GenerationParams(max_new_tokens=settings.task.max_new_tokens)
@@ -303,9 +344,6 @@ def check_item_settings(settings: Settings) -> None:
         check_row_mask(settings.cache, task.measured.mask)
 
 
-# The group `prefill`: whether prompts are read whole, or in chunks with an eviction after each.
-
-
 def bounded_chunk(config: Mapping[str, Any]) -> int | None:
     """Tokens per chunk of a bounded prefill, None where prompts are read whole; of a resolved configuration.
 
@@ -317,53 +355,8 @@ def bounded_chunk(config: Mapping[str, Any]) -> int | None:
     for name in node:
         if name != "chunk":
             raise ConfigError(f"prefill.{name} is not a setting of prefill; it has: chunk")
-    chunk: int | None = typed(node.get("chunk"), int | None, "prefill.chunk")
-    if chunk is not None and chunk < 1:
-        raise ConfigError(f"prefill.chunk must be at least 1 token, got {chunk}")
+    chunk: int | None = typed(node.get("chunk"), field_types(CacheConfig)["bounded_chunk"], "prefill.chunk")
     return chunk
-
-
-def check_prefill(settings: Settings) -> None:
-    """ConfigError where a prefill in chunks is asked for and other settings exclude it; no weights are needed."""
-    from kvexp.tasks import LMEval
-
-    chunk, decoding = settings.cache.bounded_chunk, settings.decoding
-    if decoding.prefill_chunk is not None and (moving := moving_rope(settings.model)) is not None:
-        raise ConfigError(f"{moving.why}, so a prompt is read whole: set generation.prefill_chunk=null")
-    if chunk is None:
-        return
-    if decoding.prefill_chunk is not None:
-        raise ConfigError(
-            f"generation.prefill_chunk={decoding.prefill_chunk} has no effect with prefill.chunk={chunk}, which evicts "
-            "after each chunk: set generation.prefill_chunk=null"
-        )
-    if decoding.num_beams > 1:
-        raise ConfigError(f"prefill=bounded reads a prompt in one row, got generation.num_beams={decoding.num_beams}")
-    if isinstance(settings.task, LMEval):
-        raise ConfigError(
-            "prefill=bounded does not reach lm-eval's tasks, which read a context whole: set prefill=whole"
-        )
-    if settings.batch_size > 1:
-        raise ConfigError(
-            f"batch_size must be 1 with prefill=bounded, got {settings.batch_size}: padding would cut the chunks of a "
-            "shorter prompt elsewhere"
-        )
-
-
-# `bytes_ratio`: the budget of a run as a share of bytes, made from the configuration and the model's head.
-
-
-SHARED: dict[str, Any] = {  # fields of every budget
-    **{
-        "of": str,
-        "counts_self": bool,
-        "pyramid": float,
-        "layers": str | None,
-        "heads": str,
-        "head_floor": float | None,
-    },
-    **{"stream_sinks": int | None, "stream_recent": int | None},
-}
 
 
 def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
@@ -373,26 +366,21 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
     """
     from kvexp.hf.patch import head_dim
 
-    node = config["budget"]
-    if node.get("threshold") is not None:
-        raise ConfigError(f"bytes_ratio={config['bytes_ratio']} and budget=threshold are two budgets: leave out one")
-    if node.get("tokens") is not None:
-        raise ConfigError(
-            f"bytes_ratio={config['bytes_ratio']} and budget.tokens={node['tokens']} are two budgets: leave out one"
-        )
+    share, node = config["bytes_ratio"], dict(config["budget"])
+    for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
+        if node.get(name) is not None:
+            raise ConfigError(f"bytes_ratio={share} and {words} are two budgets: leave out one")
     width = head_dim(config_of_spec(model))
-    shared = {name: typed(node[name], kind, f"budget.{name}") for name, kind in SHARED.items() if name in node}
-    with keys_named({"pyramid": "budget.pyramid"}):
-        return BytesBudget(
-            bytes_ratio=typed(config["bytes_ratio"], float, "bytes_ratio"),
-            key_dim=width,
-            value_dim=width,
-            quantization=quantization_of(config["cache"]),
-            **shared,
-        )
-
-
-# A composed configuration as checked objects, and what of it identifies a run. Nothing here loads a model.
+    for name in ("_target_", "kv_ratio", "tokens", "threshold", "threshold_recent"):  # of a budget of another kind
+        node.pop(name, None)
+    node |= {
+        "bytes_ratio": share,
+        "key_dim": width,
+        "value_dim": width,
+        "quantization": quantization_of(config["cache"]),
+    }
+    budget: BytesBudget = made(BytesBudget, node, "budget", {"bytes_ratio": "bytes_ratio"})
+    return budget
 
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
@@ -487,7 +475,7 @@ class Settings:
         }
         if self.model.strip_thinking is True and self.templated:
             del identity["model"]["strip_thinking"]  # as auto does
-        if (source := _source_of_run(self.method, self.outputs_dir)) is not None:
+        if (source := source_of(type(self.method))) is not None:
             identity["method"]["source"] = source
         if self.cache.calibration is not None:
             identity["method"]["calibration"] = self.cache.calibration.digest
@@ -549,14 +537,20 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     else:  # that of a method without a budget is checked as well: a word may be misspelt
         asked: Budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
         budget = asked if method.evicts else None
-    calibration = calibration_for(method, model, choices, overrides)
-    head_scores = head_scores_for(budget, model, choices, overrides)
-    surrogate = surrogate_for(method, model, task, choices, overrides)
-    select = config.get("select", {})
-    chunk, keep = (bounded_chunk(config), config.get("keep")) if method.evicts else (None, None)
+    cache = build_cache(
+        method,
+        budget,
+        config["cache"],
+        config.get("select", {}),
+        calibration=calibration_for(method, model, choices, overrides),
+        head_scores=head_scores_for(budget, model, choices, overrides),
+        surrogate=surrogate_for(method, model, task, choices, overrides),
+        bounded_chunk=bounded_chunk(config) if method.evicts else None,
+        keep=config.get("keep") if method.evicts else None,
+    )
     settings = Settings(
         model=model,
-        cache=build_cache(method, budget, config["cache"], calibration, head_scores, select, surrogate, chunk, keep),
+        cache=cache,
         task=task,
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
@@ -568,10 +562,10 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
-        command={"config": config, "choices": choices, "overrides": list(overrides), **_code_of(method)},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **_reference_of(method)},
         divergence=DivergenceOptions.read(config),
     )
-    _check(settings)
+    check_together(settings)
     settings = settings.identified(_labels(settings, choices, overrides))
     return settings.baseline() if settings.is_baseline else settings
 
@@ -606,39 +600,6 @@ def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
     return decoding
 
 
-def _check(settings: Settings) -> None:
-    """What can be wrong without a model or data at hand."""
-    spec = settings.method.score_spec
-    if settings.batch_size > 1 and spec is not None and spec.batch == "sum_all":
-        raise ConfigError(
-            f"batch_size must be 1 with method.score_batch=sum_all, got {settings.batch_size}: it adds up the scores "
-            "of all prompts of a batch"
-        )
-    if getattr(settings.task, "shared_context", False) and settings.budget is not None:
-        _check_shared_budget(settings.budget)
-    if settings.divergence.only and not settings.is_baseline and (why := refusal(settings)) is not None:
-        raise ConfigError(f"divergence=only would measure nothing: {why}")
-    if writes_text(settings):
-        check_generation_config(generation_config_of(settings.model))
-    check_padding(settings)
-    check_prefill(settings)
-    check_rope(moving_rope(settings.model), settings.cache)
-    check_keep(settings)
-    check_turns(settings)
-    check_chat(settings)
-    if isinstance(settings.task, LMEval):
-        check_item_settings(settings)
-
-
-def _check_shared_budget(budget: Budget) -> None:
-    """ConfigError for a budget that goes by what each question adds: there would be as many evictions as lengths."""
-    if budget.of == "sequence":
-        raise ConfigError(
-            "questions=all evicts a context once for all of its questions, and budget.of=sequence counts each "
-            "question's tokens: set budget.of=prompt, or questions=each"
-        )
-
-
 def _check_protocol(protocol: Any, task: str) -> None:
     """A paper's preset sets the switches of the paper's tasks: on another one it would be half a preset."""
     if protocol is not None and task not in protocol["tasks"]:
@@ -666,38 +627,10 @@ def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str
     )
 
 
-def _code_of(method: Method) -> dict[str, Any]:
+def _reference_of(method: Method) -> dict[str, Any]:
     """Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it."""
     found = [one for one in admitted().values() if one.cls is type(method)]
-    return {"method_found_as": found[0].reference, "method_code": found[0].code} if found else {}
-
-
-def _source_of_run(method: Method, outputs_dir: Path) -> dict[str, Any] | None:
-    """What identifies the code of a user's method; None for kvexp's own.
-
-    Where runs of outputs_dir were made by the same code with other comments, layout or docstrings, theirs: such an edit
-    makes no new run.
-    """
-    source = source_of(type(method))
-    if source is None:
-        return None
-    code = str(_code_of(method)["method_code"])
-    return json.loads(_known_source(str(outputs_dir.absolute()), code, json.dumps(source)))  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _known_source(outputs_dir: str, code: str, source: str) -> str:
-    """`_source_of_run` as JSON, looked up once: what this process runs under one name keeps that name."""
-    own, alike = json.loads(source), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of unreadable folders, of which tables tell
-        for run in runs(outputs_dir):
-            found = (run.config.get("method") or {}).get("source")
-            if found == own:
-                return source
-            if found and found.get("class") == own["class"] and (run.command or {}).get("method_code") == code:
-                alike.append(found)
-    return json.dumps(alike[0]) if alike else source
+    return {"method_found_as": found[0].reference} if found else {}
 
 
 def _budget_identity(budget: Any) -> dict[str, Any]:

@@ -54,8 +54,7 @@ from kvexp.util import (
     write_all,
 )
 
-# What the fields of rows and labels hold, so that an edited file is told before a number is drawn from it.
-
+# -- what the fields of rows and labels hold: an edited file is told before a number is drawn from it ------------------
 
 NUMBER, WHOLE, TEXT, TRUTH, GROUP = "a number", "a whole number", "a text", "true or false", "a group of fields"
 EACH = "*"  # every field of a group
@@ -88,7 +87,7 @@ LABELS = {
 def wrong_row(row: Mapping[str, Any]) -> str | None:
     """The first field that holds what no run writes: its name, what it must be and what was found; None if all fit.
 
-    A field that is missing is none, for older rows have fewer; null stands for what could not be told.
+    A field may be missing; null stands for what could not be told.
     """
     if "index" in row and row["index"] is None:
         return _must("index", WHOLE, None)
@@ -132,15 +131,14 @@ def _fits(value: Any, kind: str) -> bool:
     return abs(value) < 1 << (63 if kind == WHOLE else 1000)  # inf is not; larger ones fit no column of a table
 
 
-# examples.jsonl: one row per line, appended wholly or not at all; a line that is no row is moved out of the way.
+# -- examples.jsonl: one row per line, appended wholly or not at all; a line that is no row is moved out of the way ----
+
+EXAMPLES, QUARANTINE = "examples.jsonl", "quarantine.jsonl"
 
 
-JSONL_NAME, QUARANTINE = "examples.jsonl", "quarantine.jsonl"
-
-
-def jsonl_rows(folder: Path) -> list[Json]:
+def _rows(folder: Path) -> list[Json]:
     """The rows of a run folder, as `Run.rows` promises them."""
-    file = folder / JSONL_NAME
+    file = folder / EXAMPLES
     with explained(file, "read"):
         lines = _lines(file)
     found, bad = _scan(lines, file)
@@ -160,21 +158,14 @@ def jsonl_rows(folder: Path) -> list[Json]:
     return found
 
 
-def jsonl_append(folder: Path, *rows: Mapping[str, Any]) -> None:
-    """Write rows, as `Run.append` promises it."""
-    for row in rows:
-        if not isinstance(row.get("example"), str):
-            raise ValueError(f"a row needs its example's id as a string, got example={row.get('example')!r}")
-    if not rows:
-        return
-    file = folder / JSONL_NAME
-    line = b"".join(canonical(plain(row, "row"), sort_keys=False) + b"\n" for row in rows)
-    with explained(file), locked(folder):
+def _append(file: Path, content: bytes) -> None:
+    """Write whole lines durably, all of them or, after a kill, those that are whole; an OSError says what failed."""
+    with explained(file), locked(file.parent):
         fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             end = _cut_truncated(fd)
             try:
-                write_all(fd, line)
+                write_all(fd, content)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.ftruncate(fd, end)  # what this cannot cut the next append does
@@ -182,7 +173,7 @@ def jsonl_append(folder: Path, *rows: Mapping[str, Any]) -> None:
         finally:
             os.close(fd)
         if not end:
-            sync_folder(folder)
+            sync_folder(file.parent)
 
 
 def _lines(file: Path) -> list[bytes]:
@@ -224,9 +215,9 @@ def _quarantine(folder: Path, lines: list[bytes], bad: dict[int, str]) -> None:
     file, moved = folder / QUARANTINE, b""
     for number, why in bad.items():
         text = lines[number - 1].decode("utf-8", "surrogateescape")  # encode likewise to get the bytes back
-        moved += canonical({"file": JSONL_NAME, "line": number, "why": why, "text": text}) + b"\n"
+        moved += canonical({"file": EXAMPLES, "line": number, "why": why, "text": text}) + b"\n"
     replace(file, (file.read_bytes() if file.exists() else b"") + moved)
-    replace(folder / JSONL_NAME, b"".join(line + b"\n" for number, line in enumerate(lines, 1) if number not in bad))
+    replace(folder / EXAMPLES, b"".join(line + b"\n" for number, line in enumerate(lines, 1) if number not in bad))
 
 
 def _cut_truncated(fd: int) -> int:
@@ -238,7 +229,7 @@ def _cut_truncated(fd: int) -> int:
     return end
 
 
-# One run folder: what was run, its rows, how it ended, and who is working on it.
+# -- one run folder: what was run, its rows, how it ended, and who is working on it ------------------------------------
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -369,7 +360,7 @@ class Run:
 
     @property
     def command(self) -> Json | None:
-        """The latest that was composed for this run; None of runs of before, and where the file cannot be read."""
+        """The latest that was composed for this run; None where the file cannot be read."""
         try:
             return load(self.path / "command.json")
         except (OSError, ValueError):
@@ -389,14 +380,19 @@ class Run:
         A last line without its end is left out. Any other line that is no row moves to quarantine.jsonl, with a warning
         that names file and line; it is left out also where it cannot be moved.
         """
-        return jsonl_rows(self.path)
+        return _rows(self.path)
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Write one row or several at once, durably: all wholly or none, and after a kill those that are whole.
 
         NaN and the like are a ValueError, a full disk an OSError.
         """
-        jsonl_append(self.path, *rows)
+        for row in rows:
+            if not isinstance(row.get("example"), str):
+                raise ValueError(f"a row needs its example's id as a string, got example={row.get('example')!r}")
+        if rows:
+            lines = [canonical(plain(row, "row"), sort_keys=False) + b"\n" for row in rows]
+            _append(self.path / EXAMPLES, b"".join(lines))
 
     def finish(self, total: int) -> None:
         """Say that the run is complete with this many rows."""
@@ -413,7 +409,7 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Record that this attempt ended with an error; its rows stay, and it can be taken up again."""
-        self._write("failure.json", told(error) | {"traceback": "".join(traceback.format_exception(error))})
+        self._write("failure.json", _error_record(error) | {"traceback": "".join(traceback.format_exception(error))})
 
     def failure(self) -> Json | None:
         """What `fail` recorded: error, message, time, traceback; None if nothing."""
@@ -497,14 +493,13 @@ def _check(found: Json) -> None:
         raise ValueError(why)
 
 
-def told(error: BaseException) -> Json:
+def _error_record(error: BaseException) -> Json:
     """An error and the time, for a file."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"error": type(error).__name__, "message": str(error), "time": now}
 
 
-# Jobs that failed before they had a run folder: what was asked, and why not. Nothing asked goes unrecorded.
-
+# -- jobs that failed before they had a run folder: what was asked, and why not ----------------------------------------
 
 REFUSED_JOBS_FOLDER = ".refused"
 
@@ -525,8 +520,8 @@ def refuse(
 ) -> Refusal:
     """Record that what these overrides ask for could not begin. An OSError says where it could not be written."""
     words = sorted(overrides)
-    file = _file(outputs_dir, words)
-    content: Json = {"overrides": words, "labels": setting(labels, "labels")} | told(error)
+    file = _refusal_file(outputs_dir, words)
+    content: Json = {"overrides": words, "labels": setting(labels, "labels")} | _error_record(error)
     with explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.parent):
@@ -536,7 +531,7 @@ def refuse(
 
 def accept(outputs_dir: str | Path, overrides: Iterable[str]) -> None:
     """What these overrides ask for has a run now: forget that it was refused once."""
-    file = _file(outputs_dir, sorted(overrides))
+    file = _refusal_file(outputs_dir, sorted(overrides))
     with explained(file), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         file.unlink()
 
@@ -551,20 +546,19 @@ def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
             yield Refusal(file, *(found[name] for name in ("overrides", "labels", "error", "message")))
 
 
-def _file(outputs_dir: str | Path, words: list[str]) -> Path:
+def _refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
     return Path(outputs_dir) / REFUSED_JOBS_FOLDER / f"{hashlib.sha256(canonical(words)).hexdigest()[:16]}.json"
 
 
-# How a model's full cache compared with published numbers: a file per model in the outputs, which tables read.
+# -- how a model's full cache compared with published numbers: a file per model in the outputs, which tables read ------
 
-
-FOLDER = ".yardstick"
+CHECKS_FOLDER = ".yardstick"
 ELSEWHERE = ("chat", "device")  # of a model's identity: what does not change the weights
 
 
 def keep_check(outputs_dir: str | Path, model: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
     """Write what was found of a model (as a run's identity has it); `content` has the text "verdict" and "numerics"."""
-    file = _place(outputs_dir, model)
+    file = _check_file(outputs_dir, model)
     with explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.parent):
@@ -577,21 +571,20 @@ def check_of(outputs_dir: str | Path, model: Any, numerics: int) -> str:
     if not isinstance(model, Mapping):
         return "unchecked"
     try:
-        found: Json = load(_place(outputs_dir, model))
+        found: Json = load(_check_file(outputs_dir, model))
     except (OSError, ValueError, ConfigError):
         return "unchecked"
     verdict = found.get("verdict")
     return verdict if isinstance(verdict, str) and found.get("numerics") == numerics else "unchecked"
 
 
-def _place(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
+def _check_file(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
     weights = {key: value for key, value in model.items() if key not in ELSEWHERE}
     name = hashlib.sha256(canonical(setting(weights, "model"))).hexdigest()[:16]
-    return Path(outputs_dir) / FOLDER / f"{name}.json"
+    return Path(outputs_dir) / CHECKS_FOLDER / f"{name}.json"
 
 
-# divergence.jsonl of a run folder: one line per example and kind of text, appended wholly or not at all.
-
+# -- divergence.jsonl of a run folder: one line per example and kind of text, appended wholly or not at all ------------
 
 NAME = "divergence.jsonl"
 OWN, REFERENCE = "own", "reference"  # the full cache's greedy answer; the example's reference answer
@@ -628,16 +621,7 @@ def read(run: Run) -> dict[tuple[str, str], Line]:
 def append(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
     """Write lines durably, all wholly or none."""
     content = b"".join(json.dumps(_short(line), separators=(",", ":")).encode() + b"\n" for line in lines)
-    file = run.path / NAME
-    with explained(file), locked(run.path):
-        fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            size = os.lseek(fd, 0, os.SEEK_END)
-            if size and os.pread(fd, 1, size - 1) != b"\n":
-                os.ftruncate(fd, os.pread(fd, size, 0).rfind(b"\n") + 1)
-            write_all(fd, content)
-        finally:
-            os.close(fd)
+    _append(run.path / NAME, content)
 
 
 def _short(line: Mapping[str, Any]) -> Line:
@@ -661,7 +645,7 @@ def wrong(line: Any) -> str | None:
     return None
 
 
-# What a run is called among the runs of one model and task.
+# -- what a run is called, and which rows can be compared --------------------------------------------------------------
 
 
 def run_name(labels: Mapping[str, Any]) -> str:
@@ -672,9 +656,6 @@ def run_name(labels: Mapping[str, Any]) -> str:
     ratio = labels.get("kv_ratio")
     known = isinstance(ratio, int | float) and math.isfinite(ratio)
     return " ".join(filter(None, [str(labels["method"]), f"{ratio:g}" if known else "", labels.get("setting") or ""]))
-
-
-# Rows are compared where they were sent the same tokens: their digests say so, whatever made prompts differ.
 
 
 DIGESTS = ("prompt_digest", "continuation_digest")  # fields of a row; one that lacks either is taken as it is

@@ -208,128 +208,102 @@ _ABSTRACT = (
 
 # The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
 # the spaces at line ends and the missing newline before "Next line of code" are theirs.
-SUBSETS: dict[str, Subset] = {
-    "narrativeqa": Subset(
+PROMPTS = {
+    "narrativeqa": (
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
         f"asconcisely {_STORY}Story: {{context}}\n\nNow, answer the question based on the story asconcisely {_STORY}"
-        "Question: {input}\n\nAnswer:",
-        qa_f1,
-        128,
-        extended=False,
+        "Question: {input}\n\nAnswer:"
     ),
-    "qasper": Subset(
+    "qasper": (
         f"You are given a scientific article and a question. Answer the question {_ARTICLE}Article: {{context}}\n\n "
-        f"Answer the question based on the above article {_ARTICLE}Question: {{input}}\n\nAnswer:",
-        qa_f1,
-        128,
+        f"Answer the question based on the above article {_ARTICLE}Question: {{input}}\n\nAnswer:"
     ),
-    "multifieldqa_en": Subset(
+    "multifieldqa_en": (
         "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
-        "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
-        qa_f1,
-        64,
+        "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:"
     ),
-    "hotpotqa": Subset(_PASSAGES, qa_f1, 32),
-    "2wikimqa": Subset(_PASSAGES, qa_f1, 32),
-    "musique": Subset(_PASSAGES, qa_f1, 32, extended=False),
-    "gov_report": Subset(
+    "hotpotqa": _PASSAGES,
+    "2wikimqa": _PASSAGES,
+    "musique": _PASSAGES,
+    "gov_report": (
         "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
-        "\n\nNow, write a one-page summary of the report.\n\nSummary:",
-        rouge_l,
-        512,
+        "\n\nNow, write a one-page summary of the report.\n\nSummary:"
     ),
-    "qmsum": Subset(
+    "qmsum": (
         "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
         "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
-        "in one or more sentences.\n\nQuery: {input}\nAnswer:",
-        rouge_l,
-        512,
-        extended=False,
+        "in one or more sentences.\n\nQuery: {input}\nAnswer:"
     ),
-    "multi_news": Subset(
+    "multi_news": (
         "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
-        "Now, write a one-page summary of all the news.\n\nSummary:",
-        rouge_l,
-        512,
+        "Now, write a one-page summary of all the news.\n\nSummary:"
     ),
-    "trec": Subset(
-        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
-        classification,
-        64,
-        chat=False,
-        first_line=True,
+    "trec": (
+        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}"
     ),
-    "triviaqa": Subset(
+    "triviaqa": (
         f"Answer the question based on the given passage. {_BRIEF} The following are some examples.\n\n"
-        "{context}\n\n{input}",
-        qa_f1,
-        32,
-        chat=False,
-        first_line=True,
+        "{context}\n\n{input}"
     ),
-    "samsum": Subset(
-        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
-        rouge_l,
-        128,
-        chat=False,
-        first_line=True,
+    "samsum": (
+        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}"
     ),
-    "passage_count": Subset(_PARAGRAPHS, count, 32),
-    "passage_retrieval_en": Subset(_ABSTRACT, retrieval, 32),
-    "lcc": Subset(
-        "Please complete the code given below. \n{context}Next line of code:\n",
-        code_similarity,
-        64,
-        chat=False,
-        in_14=False,
-    ),
-    "repobench-p": Subset(
-        "Please complete the code given below. \n{context}{input}Next line of code:\n",
-        code_similarity,
-        64,
-        chat=False,
-        in_14=False,
-    ),
-    "multifieldqa_zh": Subset(
+    "passage_count": _PARAGRAPHS,
+    "passage_retrieval_en": _ABSTRACT,
+    "lcc": "Please complete the code given below. \n{context}Next line of code:\n",
+    "repobench-p": "Please complete the code given below. \n{context}{input}Next line of code:\n",
+    "multifieldqa_zh": (
         "阅读以下文字并用中文简短回答：\n\n{context}\n\n"  # noqa: RUF001
-        "现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答：",  # noqa: RUF001
-        qa_f1_zh,
-        64,
-        in_14=False,
-        extended=False,
+        "现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答："  # noqa: RUF001
     ),
-    "dureader": Subset(
+    "dureader": (
         "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n"  # noqa: RUF001
-        "请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",  # noqa: RUF001
-        rouge_l_zh,
-        128,
-        in_14=False,
-        extended=False,
+        "请基于上述文章回答下面的问题。\n\n问题：{input}\n回答："  # noqa: RUF001
     ),
-    "vcsum": Subset(
-        "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",  # noqa: RUF001
-        rouge_l_zh,
-        512,
-        in_14=False,
-        extended=False,
-    ),
-    "lsht": Subset(
-        "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}",  # noqa: RUF001
-        classification,
-        64,
-        chat=False,
-        first_line=True,
-        in_14=False,
-        extended=False,
-    ),
-    "passage_retrieval_zh": Subset(
+    "vcsum": "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",  # noqa: RUF001
+    "lsht": "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}",  # noqa: RUF001
+    "passage_retrieval_zh": (
         "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n"  # noqa: RUF001
-        '下面是一个摘要\n\n{input}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',  # noqa: RUF001
-        retrieval,
-        32,
-        in_14=False,
-        extended=False,
+        '下面是一个摘要\n\n{input}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：'  # noqa: RUF001
     ),
+}
+NO_CHAT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p", "lsht"}
+FIRST_LINE = {"trec", "triviaqa", "samsum", "lsht"}
+NOT_IN_14 = {"lcc", "repobench-p", "multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
+NOT_EXTENDED = NOT_IN_14 - {"lcc", "repobench-p"} | {"narrativeqa", "musique", "qmsum"}
+SUBSETS = {
+    name: Subset(
+        PROMPTS[name],
+        metric,
+        tokens,
+        name not in NO_CHAT,
+        name in FIRST_LINE,
+        name not in NOT_IN_14,
+        name not in NOT_EXTENDED,
+    )
+    for name, metric, tokens in (
+        ("narrativeqa", qa_f1, 128),
+        ("qasper", qa_f1, 128),
+        ("multifieldqa_en", qa_f1, 64),
+        ("hotpotqa", qa_f1, 32),
+        ("2wikimqa", qa_f1, 32),
+        ("musique", qa_f1, 32),
+        ("gov_report", rouge_l, 512),
+        ("qmsum", rouge_l, 512),
+        ("multi_news", rouge_l, 512),
+        ("trec", classification, 64),
+        ("triviaqa", qa_f1, 32),
+        ("samsum", rouge_l, 128),
+        ("passage_count", count, 32),
+        ("passage_retrieval_en", retrieval, 32),
+        ("lcc", code_similarity, 64),
+        ("repobench-p", code_similarity, 64),
+        ("multifieldqa_zh", qa_f1_zh, 64),
+        ("dureader", rouge_l_zh, 128),
+        ("vcsum", rouge_l_zh, 512),
+        ("lsht", classification, 64),
+        ("passage_retrieval_zh", retrieval, 32),
+    )
 }
 CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
 

@@ -27,6 +27,7 @@ What carries over to real models, and what does not:
 from __future__ import annotations
 
 import argparse
+import textwrap
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -717,22 +718,16 @@ def show(seed: int, split: str, tokens: int, facts: int) -> None:
     rng = Random(f"sample {split} {seed}")
     doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
     print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
-    print(_wrapped(opening(doc.text)))
+    print(textwrap.fill(opening(doc.text), 118))
     print(f"\ntestbed_summary: the prompt ends in {SUMMARY!r}\n  -> {summary(doc.marked)}")
     print("\ntestbed_qa, testbed_choice: questions and answers (an update counts, not what it replaced)")
     for fact in rng.sample(doc.current(), 4):
         print(f"  {ask(fact).strip()}  ->  {fact.value}")
     text, needle = needle_document(rng, split, tokens, 0.5)
     print("\ntestbed_needle: a code in the middle of a text\n")
-    print(_wrapped(opening(text.text)))
+    print(textwrap.fill(opening(text.text), 118))
     print(f"\n  {ask(needle).strip()}  ->  {needle.value}")
     pieces = dialogue(rng, split, DocumentShape(tokens, facts, 0, 1), recalls=2)
     print("\ntestbed_dialogue: the last turn is to be said\n")
     print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
     print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")
-
-
-def _wrapped(text: str) -> str:
-    import textwrap
-
-    return textwrap.fill(text, 118)

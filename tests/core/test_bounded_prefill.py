@@ -200,7 +200,7 @@ def test_methods_that_need_the_whole_prompt_are_refused_with_the_reason(name: st
     [
         (H2O(), {"mode": "mask"}, "drops nothing"),
         (H2O(), {"cadence": Cadence(at_prefill=False)}, "evict_at_prefill=true"),
-        (H2O(), {"bounded_chunk": 0}, "at least 1 token, got 0"),
+        (H2O(), {"bounded_chunk": 0}, "bounded_chunk must be at least 1 or null, got 0"),
         (ExpectedAttention(), {"positions": "renumbered"}, "turns the prompt's queries back"),
     ],
 )
@@ -301,7 +301,7 @@ def test_the_table_says_where_nothing_was_read_in_chunks(tmp_path: Any, capsys: 
         (("method=snapkv",), "last 32 queries, which have not come when a chunk is evicted: leave prefill=whole"),
         (("method=lagkv",), "leave prefill=whole"),
         (("method=pqcache",), "evicts nothing, so that its prompts have to fit: leave prefill=whole"),
-        (("prefill.chunk=0",), "prefill.chunk must be at least 1 token, got 0"),
+        (("prefill.chunk=0",), "prefill.chunk must be at least 1 or null, got 0"),
         (("prefill.chunk=many",), "prefill.chunk must be a whole number or null, got 'many'"),
         (("batch_size=2",), "batch_size must be 1 with prefill=bounded, got 2"),
         (("generation.prefill_chunk=8",), "set generation.prefill_chunk=null"),

@@ -12,6 +12,7 @@ from test_quantised import streams_of
 from tiny import prompts_of, run_core, tiny
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Quantization
+from kvexp.core.budget import PromptSizes
 from kvexp.core.quantized import SlotBytes, bytes_at_16
 from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.lm_eval import check_row_mask
@@ -21,12 +22,12 @@ from kvexp.results.table import table
 from kvexp.retrieval import PQCache, SparQ
 from kvexp.run import plan as cost
 from kvexp.run.batches import evaluate_run
-from kvexp.run.build import CACHE, STORAGE, build_cache
+from kvexp.run.build import STORAGE, build_cache
 from kvexp.run.labels import QUANTISED_FULL, check_idle, check_values
 from kvexp.run.model_spec import check_cache_fits_model
-from kvexp.run.plan import model_shape
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import identity
+from kvexp.run.workload import model_shape
 from kvexp.util import ConfigError
 
 # Quantised slots from the command line: settings, what identifies a run, labels, rows and tables.
@@ -42,9 +43,6 @@ def settings(*overrides: str) -> Settings:
 def test_the_configurations_defaults_are_the_classs() -> None:
     made = settings("cache.bits=4").cache.quantization
     assert made == Quantization(4, 4)
-    config, _ = composed()
-    assert {name: config["cache"][name] for name in STORAGE} == STORAGE
-    assert set(config["cache"]) == set(CACHE)
 
 
 def test_bits_of_keys_and_of_values() -> None:
@@ -194,7 +192,7 @@ def test_a_cache_holds_no_more_than_its_share(how: Quantization | None, share: f
     budget = BytesBudget(bytes_ratio=share, key_dim=width, value_dim=width, quantization=how)
     state = run_core(CacheConfig(H2O(), budget, quantization=how), streams, [tokens, *[1] * 40]).states[0]
     full = 2 * tokens * 2 * width * 2
-    (slots,) = budget.resolve([tokens], tokens, None, 0, 1)
+    (slots,) = budget.resolve(PromptSizes([tokens], tokens, None, 1), 0)
     per_slot = 2 * (SlotBytes(width, width, how).of(slots + 3) - SlotBytes(width, width, how).of(slots))
     few = 0 if how is None or how.key_axis == "token" else 2 * 3 * (2 * width * 2 + 8)  # groups of few survivors
     few += 0 if how is None or how.value_axis == "token" else 2 * 3 * (2 * width * 2 + 8)
@@ -205,12 +203,13 @@ def test_a_cache_holds_no_more_than_its_share(how: Quantization | None, share: f
 def test_few_bits_hold_more_tokens_than_there_are() -> None:
     how = Quantization(2, 2)
     budget = BytesBudget(bytes_ratio=0.5, quantization=how)
-    (slots,) = budget.resolve([1000], 1000, None, 0, 1)
+    (slots,) = budget.resolve(PromptSizes([1000], 1000, None, 1), 0)
     assert slots > 2000
-    (half,) = BytesBudget(bytes_ratio=0.5).resolve([1000], 1000, None, 0, 1)
+    (half,) = BytesBudget(bytes_ratio=0.5).resolve(PromptSizes([1000], 1000, None, 1), 0)
     assert half == 500
     top, bottom = (
-        BytesBudget(bytes_ratio=0.5, pyramid=0.5).resolve([1000], 1000, None, layer, 3)[0] for layer in (0, 2)
+        BytesBudget(bytes_ratio=0.5, pyramid=0.5).resolve(PromptSizes([1000], 1000, None, 3), layer)[0]
+        for layer in (0, 2)
     )
     assert (top, bottom) == (750, 250)
 
@@ -219,7 +218,7 @@ def test_a_budget_in_bytes_runs_like_the_same_number_of_slots() -> None:
     model, rows, decoding = tiny("llama"), prompts_of(3, (40,)), GenerationParams(8, eos=None)
     how = Quantization(4, 4, group=7, residual=6)
     budget = BytesBudget(bytes_ratio=0.6, key_dim=14, value_dim=14, quantization=how)
-    (slots,) = budget.resolve([40], 40, None, 0, 1)
+    (slots,) = budget.resolve(PromptSizes([40], 40, None, 1), 0)
     made = [
         generate(model, rows, H2O(), b, decoding=decoding, quantization=how) for b in (budget, Budget(tokens=slots))
     ]
@@ -266,7 +265,7 @@ def test_a_share_that_holds_no_slot_is_told() -> None:
     with pytest.raises(
         ConfigError, match=r"bytes_ratio=0.01 of a prompt of 20 tokens is 51 bytes .* one slot takes 256"
     ):
-        BytesBudget(bytes_ratio=0.01).resolve([20], 20, None, 0, 1)
+        BytesBudget(bytes_ratio=0.01).resolve(PromptSizes([20], 20, None, 1), 0)
 
 
 def test_the_command_line_makes_it_of_the_models_head() -> None:
@@ -287,7 +286,7 @@ def test_the_command_line_makes_it_of_the_models_head() -> None:
     with pytest.raises(ConfigError, match=r"kv_ratio has no effect with bytes_ratio=0.25: leave out kv_ratio=0.3"):
         check_idle(config, {}, ["kv_ratio=0.3", "bytes_ratio=0.25"])
     wrong = {"limit": None, "seed": 0, "batch_size": 1, "timeout_s": None, "retry": False, "outputs_dir": "x"}
-    with pytest.raises(ConfigError, match=r"bytes_ratio must be a number in \(0, 1\] or null, got 2"):
+    with pytest.raises(ConfigError, match=r"bytes_ratio must be in \(0, 1\] or null, got 2"):
         check_values(wrong | {"bytes_ratio": 2}, {})
 
 

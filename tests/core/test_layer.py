@@ -7,14 +7,14 @@ import inspect
 import json
 
 import pytest
-import yaml
 from commands import run_py
 from tiny import LETTERS, tiny
 from turns import in_turn
 
 import kvexp.retrieval
 from kvexp.core import Budget, CacheConfig, Cadence, EvictionLayer, Method, Quantization
-from kvexp.core.budget_resolution import granted
+from kvexp.core.budget import PromptSizes
+from kvexp.core.budget_resolution import layer_slots
 from kvexp.core.eviction import LayerCache, RowsCache
 from kvexp.core.row_mask import MaskedLayer
 from kvexp.diagnose.twin import TwinLayer
@@ -28,7 +28,7 @@ from kvexp.results.table import table
 from kvexp.retrieval.layer import RetrievalLayer
 from kvexp.run.build import CACHE, STORAGE, build_cache
 from kvexp.run.store import refusals, runs
-from kvexp.util import CONF, ConfigError
+from kvexp.util import ConfigError
 
 # The five kinds of layer that can stand behind Hugging Face's cache have what the protocol says, called as it says.
 
@@ -59,14 +59,17 @@ def test_it_is_called_as_the_protocol_says(kind, protocol):
 @pytest.mark.parametrize("kind", WITH_ROWS)
 def test_what_only_an_object_has_is_there_too(kind):
     """Attributes are no part of a class: those of a new layer."""
-    from kvexp.core import Budget, CacheConfig, MemoryTracker, SequenceState
+    from kvexp.core import Budget, CacheConfig, CacheState, SequenceState
     from kvexp.methods import H2O
     from kvexp.retrieval import Quest
     from kvexp.retrieval.layer import LayerGroup
 
-    budget, common = Budget(tokens=8), (0, 1, SequenceState(), MemoryTracker(1))
-    retrieves = kind is RetrievalLayer
-    layer = kind(CacheConfig(Quest() if retrieves else H2O(), budget), *common, LayerGroup() if retrieves else None)
+    config = CacheConfig(Quest() if kind is RetrievalLayer else H2O(), Budget(tokens=8))
+    common = CacheState(config, 1, SequenceState())
+    if kind is RetrievalLayer:
+        layer = RetrievalLayer(config, 0, 1, common.sequence, common.memory_tracker, LayerGroup())
+    else:
+        layer = EvictionLayer(config, 0, common)
     assert (layer.seq_len, layer.slots, layer.first_eviction, layer.retained_attention) == (0, None, [], None)
     assert isinstance(layer.heavy_buffers, list)
 
@@ -251,7 +254,7 @@ def test_what_is_granted_can_be_generated_with(cls):
     for slots in (1, 4, 5, 41):
         budget = Budget(tokens=slots)
         try:
-            granted(method, budget, [50], 50, 3, 0, 2)
+            layer_slots(method, budget, PromptSizes([50], 50, 3, 2), 0)
             allowed.append(slots)
         except ConfigError as error:
             with pytest.raises(ConfigError, match=str(error).partition(";")[0].replace("+", r"\+")):
@@ -298,15 +301,15 @@ WRONG = {
     ),
     "positions": (
         lambda: CacheConfig(H2O(), HALF, positions="x"),
-        "positions must be one of original, renumbered, got",
+        "positions must be one of original, renumbered or null, got",
     ),
     "observe": (
         lambda: CacheConfig(H2O(), HALF, observe="x"),
         "observe must be one of blocked, naive, triton, got 'x'",
     ),
-    "cadence": (lambda: CacheConfig(H2O(), HALF, {"mode": "mask"}), "cadence must be a Cadence such as"),
+    "cadence": (lambda: CacheConfig(H2O(), HALF, {"mode": "mask"}), "cadence must be a Cadence, got"),
     "method": (lambda: CacheConfig("h2o", HALF), "method must be a method object such as"),
-    "budget": (lambda: CacheConfig(H2O(), 0.5), "budget must be a Budget such as"),
+    "budget": (lambda: CacheConfig(H2O(), 0.5), "budget must be a Budget or null, got 0.5"),
     "no budget": (lambda: CacheConfig(H2O()), "needs a budget"),
     "both": (lambda: CacheConfig.of(CacheConfig(Full()), HALF, mode="mask"), "a CacheConfig holds budget, mode itself"),
     "key": (
@@ -324,9 +327,7 @@ def test_what_cannot_be(case):
         make()
 
 
-def test_the_groups_defaults_are_those_of_the_configuration():
-    written = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["cache"]
-    assert written == CACHE
+def test_the_keys_of_the_group_are_fields():
     fields = {field.name for field in dataclasses.fields(CacheConfig)}
     assert set(CACHE) - {"evict_at_prefill", "evict_every", *STORAGE} <= fields
     assert set(STORAGE) - {"bits"} == {field.name for field in dataclasses.fields(Quantization)}

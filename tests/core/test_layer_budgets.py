@@ -13,9 +13,9 @@ from test_kept_sets import masks_by_hand
 from tiny import CONFIGS, LETTERS, distinct, stock, tiny
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method
-from kvexp.core.budget import CakeLayers, LayerBudgets, PyramidLayers
-from kvexp.core.budget_resolution import granted, least_slots
-from kvexp.core.budget_shares import layer_budgets_of
+from kvexp.core.budget import PromptSizes
+from kvexp.core.budget_resolution import layer_slots, least_slots
+from kvexp.core.budget_shares import CakeLayers, LayerBudgets, PyramidLayers, layer_budgets_of
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache
@@ -74,7 +74,8 @@ def test_what_all_layers_share_is_what_a_method_does_not_protect() -> None:
     assert least_slots(SnapKV(window=32), 100, 500, True) == 32
     assert least_slots(StreamingLLM(n_sinks=4), 100, 500, True) == 5  # the token being generated is one
     assert least_slots(H2O(), 100, 500, True) == 1
-    shares = [granted(SnapKV(), Budget(tokens=50, layers="pyramid"), [300], 300, 9, i, 5)[0] for i in range(5)]
+    budget, prompts = Budget(tokens=50, layers="pyramid"), PromptSizes([300], 300, 9, 5)
+    shares = [layer_slots(SnapKV(), budget, prompts, i)[0] for i in range(5)]
     assert shares == [67, 59, 50, 41, 33]
 
 

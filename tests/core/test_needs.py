@@ -11,9 +11,7 @@ import torch
 from tiny import CONFIGS, Streams, run_core, stock, tiny
 from torch import Tensor
 
-from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs, RoPE
-from kvexp.core import eviction as prompt_statistics
-from kvexp.core import ranking as due_eviction
+from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs, RoPE, eviction
 from kvexp.core import statistics as query_statistics
 from kvexp.core.method import output_norms
 from kvexp.core.statistics import QueryStatistics
@@ -46,9 +44,9 @@ def test_an_undeclared_need_is_not_computed_and_leaves_the_fast_step(
     def refuse(*_: object) -> None:
         raise AssertionError("computed")
 
-    monkeypatch.setattr(due_eviction, "newest_attention", refuse)
-    monkeypatch.setattr(prompt_statistics, "QueryStatistics", refuse)
-    monkeypatch.setattr(prompt_statistics, "LastQueries", refuse)
+    monkeypatch.setattr(eviction, "newest_attention", refuse)
+    monkeypatch.setattr(eviction, "QueryStatistics", refuse)
+    monkeypatch.setattr(eviction, "LastQueries", refuse)
     seen = run_core(CacheConfig(method, Budget(tokens=6)), Streams.random(3, 12), (9, 1, 1, 1))
     assert seen.states[0].fast_path_allowed == (method.name != "knorm")  # its score comes with the key
 

@@ -18,7 +18,6 @@ from kvexp.core import (
     CacheConfig,
     Cadence,
     EvictionLayer,
-    MemoryTracker,
     Noise,
     SequenceState,
 )
@@ -26,9 +25,11 @@ from kvexp.core import observe as blocked
 from kvexp.core import observe as naive
 from kvexp.core import observe as tiles
 from kvexp.core.attention import AttentionInputs
+from kvexp.core.eviction import CacheState
 from kvexp.core.method import AttentionScoreSpec as AttentionScoreSpec_of_method
 from kvexp.core.noise import EULER, GUMBEL_STD, POOL_OVERLAP, POOL_SIZE, pool
 from kvexp.core.noise import Noise as Noise_of_noise
+from kvexp.core.observe import ObservedRows
 from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
 
 # Observation at prefill: blocks change nothing, memory stays linear, and hand-computed sums come out.
@@ -43,7 +44,7 @@ def observe(view_method, *, block=None, naive=False, padding=0, alibi=False, win
     mask[1, :padding] = False
     slopes = torch.arange(1, heads * groups + 1) / 10 if alibi else None
     plan = CacheConfig(view_method, Budget(tokens=40), Cadence(), observe="naive" if naive else "blocked", block=block)
-    state = EvictionLayer(plan, 0, 1, SequenceState(max_new_tokens=4, seeds=9), MemoryTracker(1), None)
+    state = EvictionLayer(plan, 0, CacheState(plan, 1, SequenceState(max_new_tokens=4, seeds=9)))
     out = state.forward(q, k, v, AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes), mask)
     return out, state.slots.score[:, :, :length]
 
@@ -77,7 +78,8 @@ def test_three_tokens_by_hand():
         A2SF(alpha=0.0): [1 / 4, 1 / 2, 1 / 4],
     }
     for method, columns in expected.items():
-        state = EvictionLayer(CacheConfig(method, Budget(tokens=9)), 0, 1, SequenceState(), MemoryTracker(1), None)
+        config = CacheConfig(method, Budget(tokens=9))
+        state = EvictionLayer(config, 0, CacheState(config, 1, SequenceState()))
         out = state.forward(queries, keys, keys, AttentionParams(1.0), None)
         torch.testing.assert_close(state.slots.score[0, 0, :3], torch.tensor(columns))
         assert math.isclose(out[0, 0, 2, 0].item(), math.log(2) / 2, rel_tol=1e-6)
@@ -128,13 +130,13 @@ def test_tau_schedule():
 MEMORY = """
     import resource, sys
     import torch
-    from kvexp.core import Budget, Cadence, AttentionParams, EvictionLayer, MemoryTracker, CacheConfig, SequenceState
+    from kvexp.core import AttentionParams, Budget, CacheConfig, CacheState, EvictionLayer, SequenceState
     from kvexp.methods import H2O
     torch.set_num_threads(1)
     length, heads, dim = 16384, 8, 64
     q, k, v = (torch.randn(1, heads, length, dim) for _ in range(3))
-    state = EvictionLayer(CacheConfig(H2O(), Budget(kv_ratio=0.5)), 0, 1, SequenceState(), MemoryTracker(1), None)
-    small = EvictionLayer(CacheConfig(H2O(), Budget(kv_ratio=0.5)), 0, 1, SequenceState(), MemoryTracker(1), None)
+    config = CacheConfig(H2O(), Budget(kv_ratio=0.5))
+    state, small = (EvictionLayer(config, 0, CacheState(config, 1, SequenceState())) for _ in range(2))
     with torch.inference_mode():
         small.forward(q[:, :, :64], k[:, :, :64], v[:, :, :64], AttentionParams(dim**-0.5), None)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -298,7 +300,7 @@ def sums(inputs, method, how, rows_left=0, **options):
     weights = naive.row_weights(spec, inputs.query_positions, rows_left)
     taus = torch.full((inputs.query.shape[3],), spec.tau[0])
     seeds = torch.arange(5, 5 + inputs.query.shape[0])
-    return how(inputs, spec, weights, taus, seeds, 3, **options)
+    return how(inputs, ObservedRows(spec, weights, taus, seeds, 3, rows_left), **options)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -339,7 +341,7 @@ def test_a_row_is_the_same_in_any_company():
             spec = method.score_spec
             weights = naive.row_weights(spec, alone.query_positions, 0)
             taus = torch.full((59 - pad,), spec.tau[0])
-            got = tiles.tiled_column_sums(alone, spec, weights, taus, torch.tensor([5 + row]), 3, None)
+            got = tiles.tiled_column_sums(alone, ObservedRows(spec, weights, taus, torch.tensor([5 + row]), 3), None)
             assert torch.equal(together[row, :, pad:], got[0])
             assert (together[row, :, :pad] == 0).all()
 

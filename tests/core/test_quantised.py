@@ -20,11 +20,11 @@ from kvexp.core import (
     CacheConfig,
     Cadence,
     EvictionLayer,
-    MemoryTracker,
     Method,
     Quantization,
     SequenceState,
 )
+from kvexp.core.eviction import CacheState
 from kvexp.core.quantized import Codec, QuantizedSlots, pack, unpack
 from kvexp.generate import GenerationParams, divergence_from_full, generate, prefill, prefill_together
 from kvexp.generate.loop import batched_cache
@@ -76,7 +76,8 @@ def by_hand(
     layers, batch, heads = streams.k.shape[:3]
     sequence = SequenceState(prompt_columns=given.get("prompt"), max_new_tokens=sum(widths), seeds=0)
     sequence.multi_token_steps_allowed = True
-    states = [EvictionLayer(plain, i, layers, sequence, MemoryTracker(layers), None) for i in range(layers)]
+    common = CacheState(plain, layers, sequence)
+    states = [EvictionLayer(plain, i, common) for i in range(layers)]
     for state in states:
         state.fast_path_allowed = False
     rest = (how.group, how.residual, how.symmetric)
@@ -205,7 +206,7 @@ def test_what_was_quantised_is_never_quantised_again(method: Method) -> None:
     streams = streams_of(7, 50)
     found: dict[tuple[int, int], torch.Tensor] = {}
     sequence = SequenceState(prompt_columns=30, max_new_tokens=20)
-    state = EvictionLayer(config, 0, 1, sequence, MemoryTracker(1), None)
+    state = EvictionLayer(config, 0, CacheState(config, 1, sequence))
     changed = set()
     for start, end in [(0, 30), *((i, i + 1) for i in range(30, 50))]:
         part = [x[0, :, :, start:end] for x in (streams.q, streams.k, streams.v)]

@@ -79,9 +79,7 @@ def test_full_probabilities(recorded: Recorded) -> None:
 @pytest.mark.parametrize("series", SERIES)
 def test_first_generation(recorded: Recorded, series: str) -> None:
     heavy, recent, decay = recorded.knobs(series)
-    mask, accumulated = rm.local_mask(
-        recorded.logits, heavy, recent, decay=decay, dtype=recorded.dtype, return_accumulated=True
-    )
+    mask, accumulated = rm.local_mask_and_scores(recorded.logits, heavy, recent, decay=decay, dtype=recorded.dtype)
     recorded.same_mask(mask, f"gen1_{series}_mask")
     recorded.attended(mask, f"gen1_{series}")
     agree = (mask == recorded[f"gen1_{series}_mask"]).all(-1).cummin(-1).values  # A remembers every earlier row
@@ -170,7 +168,7 @@ def test_local_by_hand(heavy: int, recent: int, decay: float, want: list[list[in
 def test_decay_changes_who_goes() -> None:
     """Row 3 of FOUR, heavy 2: row 2 keeps {0, 2}; A = decay * A_0 + .1 against .7 (full row, not renormalised)."""
     assert rows(rm.local_mask(FOUR, 2, 0, decay=0.1))[3] == [2, 3]  # .16 + .1 = .26 < .7
-    mask, acc = rm.local_mask(FOUR, 2, 0, decay=1.0, return_accumulated=True)
+    mask, acc = rm.local_mask_and_scores(FOUR, 2, 0, decay=1.0)
     assert rows(mask)[3] == [0, 3]  # 1.6 + .1 = 1.7 > .7
     torch.testing.assert_close(acc, torch.tensor([[0, 0, 0, 0], [1.6, 0.4, 0, 0], [1.7, 0, 0.7, 0], [2.0, 0, 0, 0.1]]))
 
@@ -179,7 +177,7 @@ def test_given_scores_replace_softmax() -> None:
     """Rows < heavy come from block_scores, later ones from scores; the noisy rows rank, plain logits would not."""
     block = torch.tensor([[1.0, 0, 0, 0], [0.1, 0.9, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])  # A = (1.1, .9)
     later = torch.tensor([[0, 0, 0, 1.0], [0, 0, 0, 1], [0.1, 0.1, 0.8, 0], [0.5, 0.5, 0, 0]])
-    mask, acc = rm.local_mask(FOUR, 2, 0, scores=later, block_scores=block, return_accumulated=True)
+    mask, acc = rm.local_mask_and_scores(FOUR, 2, 0, scores=later, block_scores=block)
     assert rows(mask) == [[0], [0, 1], [0, 2], [0, 3]]
     torch.testing.assert_close(acc[2], torch.tensor([1.2, 0, 0.8, 0]))
     joined = torch.cat((block[:2], later[2:]))

@@ -301,7 +301,7 @@ def test_a_cache_whose_prompt_was_never_repeated_takes_no_more_tokens() -> None:
     ("settings", "why"),
     [
         ({"n_sinks": -1}, "n_sinks must be at least 0, got -1"),
-        ({"chunk": 0}, "chunk must be at least 1 token, got 0"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], why: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 import kvexp.methods
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method, SlotSelection
 from kvexp.core.selection import attention_shares, by_chunk, by_values, projected_sizes
-from kvexp.core.slots import keep_mask, select_keep
+from kvexp.core.topk import kept_mask, select_keep
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache
@@ -321,4 +321,4 @@ def test_the_mask_holds_the_slots_that_the_order_keeps_first(dtype, rows, slots,
     most = min(slots, int(keep.max()))
     index, chosen = select_keep(priority, positions, protected, keep, most)
     expected = torch.zeros(shape, dtype=torch.bool).scatter_(-1, index, chosen)
-    assert torch.equal(keep_mask(priority, positions, protected, keep, most), expected)
+    assert torch.equal(kept_mask(priority, positions, protected, keep, most), expected)

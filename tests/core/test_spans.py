@@ -11,10 +11,11 @@ from test_bounded_prefill import settings
 from test_kept_sets import METHODS
 from tiny import LAYERS, Streams, prompts_of, tiny
 
-from kvexp.core import AttentionParams, Budget, CacheConfig, EvictionLayer, MemoryTracker, SequenceState
+from kvexp.core import AttentionParams, Budget, CacheConfig, EvictionLayer, SequenceState
+from kvexp.core.eviction import CacheState
 from kvexp.core.ranking import spare
 from kvexp.core.sequence import MarkedSpans
-from kvexp.core.slots import select_keep
+from kvexp.core.topk import select_keep
 from kvexp.generate import generate, prefill, prefill_together
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache
@@ -64,9 +65,9 @@ def test_what_an_eviction_spares_is_what_a_loop_over_tokens_spares(keep: Any, sp
     both = [spans, [(1, 4)]]
     marked = MarkedSpans.of(both, [total, total])
     protected = (positions < sinks) | (positions >= total - recent)
-    resolved: Any = SimpleNamespace(keep=[slots] * 2, recent=[recent] * 2)
-    held = torch.ones_like(protected)
-    changed, guarded = spare(keep, marked, priority, protected, held, positions, resolved, sinks)
+    allowed: Any = SimpleNamespace(kept=[slots] * 2, recent=[recent] * 2)
+    ctx: Any = SimpleNamespace(positions=positions, held=lambda: torch.ones_like(protected))
+    changed, guarded = spare(keep, marked, ctx, priority, protected, allowed, sinks)
     index, _ = select_keep(changed, positions, guarded, torch.tensor([slots] * 2), slots)
     for row, each in enumerate(both):
         for head in range(3):
@@ -83,7 +84,7 @@ def test_spans_stay_through_the_answer_in_every_mode_and_whatever_the_padding(mo
         config = CacheConfig(H2O(), Budget(tokens=14), mode=mode, keep=keep)
         sequence = SequenceState(prompt_columns=24, max_new_tokens=16)
         sequence.mark_spans(spans, [24, 19])
-        layer = EvictionLayer(config, 0, 1, sequence, MemoryTracker(1), None)
+        layer = EvictionLayer(config, 0, CacheState(config, 1, sequence))
         seen = []
         for start, end in ((0, 24), *((t, t + 1) for t in range(24, 40))):
             part = slice(start, end)

@@ -23,6 +23,7 @@ from kvexp.core import observe as naive
 from kvexp.core import triton_ops as triton_decode
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.decode_stack import StackedLayer
+from kvexp.core.observe import ObservedRows
 from kvexp.generate import CacheConfig as CacheConfig_of_generate
 from kvexp.generate import GenerationParams, generate, prefill_together
 from kvexp.generate.loop import decode
@@ -78,7 +79,8 @@ def sums(inputs, method, how):
     spec = method.score_spec
     weights = naive.row_weights(spec, inputs.query_positions, 0)
     taus = torch.full((inputs.query.shape[3],), spec.tau[0], device=DEVICE)
-    return accumulate.column_sums_by(how, inputs, spec, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
+    observed = ObservedRows(spec, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0)
+    return accumulate.column_sums_by(how, inputs, observed, None)
 
 
 def same(got, expected):
@@ -162,7 +164,8 @@ def test_three_tokens_by_hand():
     seeds, taus = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
     for method, columns in ((H2O(), [19 / 12, 7 / 6, 1 / 4]), (A2SF(alpha=0.5), [2 / 3, 5 / 6, 1 / 4])):
         weights = naive.row_weights(method.score_spec, at, 0)
-        got = accumulate.column_sums_by("triton", inputs, method.score_spec, weights, taus, seeds, 0, 0, None)
+        observed = ObservedRows(method.score_spec, weights, taus, seeds, 0, 0)
+        got = accumulate.column_sums_by("triton", inputs, observed, None)
         torch.testing.assert_close(got[0, 0].cpu(), torch.tensor(columns))
 
 

@@ -238,7 +238,7 @@ def test_from_rows_to_a_reason(tmp_path, command, capsys):
     assert found.phrase in told and found.back == found.full != found.answer == row["output"]
     needle = require_example_log(run, row["example"])
     for span, text in zip(found.cause.spans, found.spans, strict=True):
-        assert span_text(needle, span) == text
+        assert span_text(needle.texts, span) == text
     assert main(["replay", str(run.path), str(row["index"])]) == 0
     assert found.phrase in capsys.readouterr().out.replace("\n", " ")
     assert main(["replay", str(run.path.parent / run.baseline), "0"]) == 2

@@ -18,7 +18,7 @@ from test_sweep_divergence import ONE_BY_ONE
 from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.log import EvictionRecord, watch
 from kvexp.engines.trace import BLOCK, main, trace_of, write_trace
-from kvexp.engines.trace_check import PROFILES, SHOWN, TraceError, check_rules, compare, held, read_trace
+from kvexp.engines.trace_check import PROFILES, SHOWN, TraceError, check_rules, differences, held, read_trace
 from kvexp.engines.trace_check import main as check_main
 from kvexp.generate.prefill import decode_step
 from kvexp.methods import A2SF, H2O, TOVA, Full, KeyDiff, Keyformer, SnapKV, StreamingLLM
@@ -124,16 +124,16 @@ def as_engine(trace):
 def test_an_engine_that_keeps_the_same_conforms_and_one_that_does_not_is_told_where():
     reference = traced(H2O())
     engine = as_engine(reference)
-    assert compare(reference, engine) == []
+    assert differences(reference, engine) == []
     wrong = copy.deepcopy(engine)
     gone = next(at for at in range(31) if at not in held(reference, 2, 1, 2))
     lost = held(reference, 2, 1, 2)[0]
     wrong["step_held"][2, 1, 2][wrong["step_held"][2, 1, 2] == lost] = gone
-    (first, *_) = compare(reference, wrong)
+    (first, *_) = differences(reference, wrong)
     assert first == f"after step 2, layer 1, head 2: lacks [{lost}], holds [{gone}] instead"
     other = {**engine, "tokens": engine["tokens"] + 1}
-    assert "tokens fed are not the reference's" in compare(reference, other)[0]
-    assert "has the shape" in compare(reference, {**engine, "prompt_kept": engine["prompt_kept"][:1]})[0]
+    assert "tokens fed are not the reference's" in differences(reference, other)[0]
+    assert "has the shape" in differences(reference, {**engine, "prompt_kept": engine["prompt_kept"][:1]})[0]
 
 
 def test_traces_of_two_profiles_are_not_compared_and_many_differences_are_counted(tmp_path, capsys):
@@ -158,24 +158,24 @@ def test_rounding_may_choose_between_equals_and_nothing_else():
     other = int(np.flatnonzero(~kept)[0])
     engine = as_engine(reference)
     engine["prompt_kept"][0, 0, [one, other]] = engine["prompt_kept"][0, 0, [other, one]]
-    assert any("after the prompt, layer 0, head 0" in line for line in compare(reference, engine))
+    assert any("after the prompt, layer 0, head 0" in line for line in differences(reference, engine))
     scores[other] = scores[one] * (1 - 1e-5)
-    assert not any("after the prompt" in line for line in compare(reference, engine))
+    assert not any("after the prompt" in line for line in differences(reference, engine))
 
 
 def test_scores_and_probabilities_are_compared_where_there_are_some():
     reference = traced(H2O())
     near = {**as_engine(reference), "prompt_scores": reference["prompt_scores"] * (1 + 1e-5)}
-    assert compare(reference, near) == []
+    assert differences(reference, near) == []
     off = reference["prompt_scores"].copy()
     off[0, 0, 3] *= 1.5
-    assert compare(reference, {**near, "prompt_scores": off}) == [
+    assert differences(reference, {**near, "prompt_scores": off}) == [
         f"1 of {off.size} scores of the prompt differ by more than 0.001"
     ]
     tops = {name: reference[name].copy() for name in ("top_ids", "top_logprobs")}
-    assert compare(reference, near | tops) == []
+    assert differences(reference, near | tops) == []
     tops["top_logprobs"][4] -= 0.5
-    assert "after step 3, token" in compare(reference, near | tops)[0]
+    assert "after step 3, token" in differences(reference, near | tops)[0]
 
 
 def test_a_trace_that_breaks_its_rules_is_told(tmp_path, capsys):
@@ -247,4 +247,4 @@ def test_the_traces_that_come_with_kvexp_are_made_again(tmp_path, profile, capsy
     out = tmp_path / "again.npz"
     assert main([f"{tmp_path}@method=h2o", "0", "--profile", profile, "--new-tokens", "24", "--out", str(out)]) == 0
     capsys.readouterr()
-    assert compare(read_trace(KIT / f"h2o_{profile}.npz"), read_trace(out)) == []
+    assert differences(read_trace(KIT / f"h2o_{profile}.npz"), read_trace(out)) == []

@@ -20,6 +20,8 @@ from tiny import CONFIGS, stock, tiny
 from transformers import DynamicCache
 
 from experiments.studies.causal import (
+    METHODS,
+    SCORES,
     ForcedAnswer,
     Removal,
     RemovalCache,
@@ -38,6 +40,8 @@ from experiments.studies.causal import (
     precision_at,
     prompt_scores,
     rank_correlation,
+    read_frame,
+    read_measured,
     removal_units,
     score_quality,
     score_rows,
@@ -47,16 +51,7 @@ from experiments.studies.causal import (
 from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.log import EvictionRecord, watch
-from kvexp.diagnose.replay import (
-    METHODS,
-    REMOVALS,
-    SCORES,
-    UndoneEvictions,
-    cause,
-    ordered_by_effect,
-    read_frame,
-    read_measured,
-)
+from kvexp.diagnose.replay import REMOVALS, UndoneEvictions, cause, ordered_by_effect
 from kvexp.generate import GenerationParams, divergence_from_full
 from kvexp.hf.cache import EvictionCacheLayer
 from kvexp.methods import H2O, TOVA, Full, Random, SnapKV, StreamingLLM, Window
@@ -461,7 +456,7 @@ def test_the_tables_hold_what_the_files_say(run, capsys):
     [
         (["--methods", "h3o"], "no method 'h3o'; one of a2sf"),
         (["--methods", "full"], "no method 'full'"),
-        (["--methods", "pqcache"], "chooses anew for every query"),
+        (["--methods", "pqcache"], "pqcache keeps everything and chooses anew for every token"),
         (["--tokens", "some"], "--tokens must be a whole number or all"),
         (["--span", "0"], "--span must be at least 1"),
         (["--first", "0"], "--first must be at least 1"),
@@ -480,7 +475,10 @@ def test_all_methods_are_those_with_a_score_and_the_others_are_named(run, capsys
     told = capsys.readouterr().out
     assert {"h2o", "tova", "snapkv", "random", "window", "streaming_llm"} <= set(found)
     assert not {"full", "ideal", "quest", "pqcache"} & set(found)
-    assert "without pqcache: pqcache chooses anew for every query" in told and "without full" not in told
+    assert (
+        "without pqcache: pqcache keeps everything and chooses anew for every token" in told
+        and "without full" not in told
+    )
     assert found["tova"].cache.budget == found["h2o"].cache.budget
     with pytest.raises(ConfigError, match="one of a2sf"):
         method_settings(settings_at(run), ["nothing"])

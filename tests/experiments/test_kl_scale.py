@@ -182,15 +182,13 @@ def test_few_examples_decide_nothing_and_two_runs_are_none(tmp_path):
 
 def test_the_command_prints_it_and_names_what_it_lacks(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "220")
-    assert (
-        command.agreement_main([str(tmp_path)]) == 2
-        and "kvexp results --view divergence --measure" in capsys.readouterr().err
-    )
+    assert command.main(["agreement", str(tmp_path)]) == 2
+    assert "kvexp results --view divergence --measure" in capsys.readouterr().err
     made(tmp_path, "full", None, noisy(30, 0))
     made(tmp_path, "h2o", noisy(0.1, 1, 0.01), noisy(10, 4))
     made(tmp_path, "keyformer", noisy(0.2, 2, 0.01), noisy(15, 5))
     made(tmp_path, "window", noisy(0.3, 3, 0.01), noisy(20, 6))
-    assert command.agreement_main([str(tmp_path), "--csv", str(tmp_path / "a.csv")]) == 0
+    assert command.main(["agreement", str(tmp_path), "--csv", str(tmp_path / "a.csv")]) == 0
     out = capsys.readouterr().out
     assert "tiny / xsum" in out and "-1.00" in out and (tmp_path / "a.csv").exists()
     assert "xsum: h2o 0.5 diverges less than window 0.5, which has more rouge2" in out

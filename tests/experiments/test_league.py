@@ -23,6 +23,7 @@ from experiments.studies.league import (
     entry_of,
     entry_settings,
     html_page,
+    main,
     markdown,
     read_entry,
     tolerance_file,
@@ -30,8 +31,6 @@ from experiments.studies.league import (
     words_of,
     write_entry,
 )
-from experiments.studies.league import league_main as main
-from experiments.studies.league import submit_main as submit
 from kvexp.diagnose.case import rows_of
 from kvexp.run import store as divergence_lines
 from kvexp.run.batches import run_group
@@ -60,7 +59,7 @@ def league(tmp_path_factory):
     folder = tmp_path_factory.mktemp("league")
     command(folder / "outputs", "method=h2o")
     (run,) = (run for run in runs(folder / "outputs") if run.baseline is not None)
-    assert submit([str(run.path), "--league", str(folder / "league")]) == 0
+    assert main(["submit", str(run.path), "--league", str(folder / "league")]) == 0
     ((file, entry),) = entries_in(folder / "league")
     return folder / "league", file, entry, run
 
@@ -138,7 +137,7 @@ def test_a_users_method_is_run_only_where_its_file_is_named(tmp_path, capsys):
     command(tmp_path / "outputs", f"+method_file={file}")
     (run,) = (run for run in runs(tmp_path / "outputs") if run.baseline is not None)
     league = tmp_path / "league"
-    assert submit([str(run.path), "--league", str(league)]) == 0
+    assert main(["submit", str(run.path), "--league", str(league)]) == 0
     assert "code of yours (mine.Mine of mine.py)" in " ".join(capsys.readouterr().out.split())
     ((_, entry),) = entries_in(league)
     assert entry["code"] and str(tmp_path) not in json.dumps(entry)
@@ -178,7 +177,7 @@ def test_what_makes_no_entry_is_said(tmp_path, capsys):
     (made["h2o"].path / divergence_lines.NAME).unlink(missing_ok=True)
     with pytest.raises(ConfigError, match="has no divergence yet"):
         entry_of(made["h2o"])
-    assert submit([str(tmp_path / "nothing")]) == 2 and "is no run" in capsys.readouterr().err
+    assert main(["submit", str(tmp_path / "nothing")]) == 2 and "is no run" in capsys.readouterr().err
     assert main(["page", "--league", str(tmp_path)]) == 2 and "has no entries" in capsys.readouterr().err
 
 

@@ -1,5 +1,5 @@
 """How a sweep takes time and memory by measured speeds: the model of cost on planted speeds, the arrangement of prompts
-that the sweep itself would make, the kept file, the peak of memory."""
+that the sweep itself would make, and the kept file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from experiments.studies import speed as study
 from experiments.studies.speed import (
     GroupPlan,
     GroupWork,
-    HeldCaches,
     KeptSpeed,
     RunWork,
     Speed,
@@ -47,7 +46,7 @@ SHAPE_OF_BITS = dataclasses.replace(SHAPE, head_dim=32)
 PLENTY = 1 << 40
 # A prefill takes a second a prompt, a step nothing but a tenth of a second for each of its rows.
 SPEED = Speed(1, 1, (1.0, 0.0, 0.0), 0.0, 0.0, ((1.0, 0.1), (101.0, 10.1)), 0.0, 0.0)
-KEPT = KeptSpeed((SPEED,), 0.0, 0, "2026-11-22")
+KEPT = KeptSpeed((SPEED,), "2026-11-22")
 
 
 @functools.cache
@@ -84,7 +83,7 @@ def test_a_limit_of_time_takes_batches_alone():
 
 def test_short_memory_splits_groups_then_runs():
     plenty = plan(4, 5)
-    need = plenty.held().bytes + 100 * plenty.held().token
+    need = sum(plenty.held()) + 100 * SHAPE.token_bytes("float32")
     assert plenty.arrangement().groups == 1
 
     def with_room(batches: float):
@@ -97,8 +96,7 @@ def test_short_memory_splits_groups_then_runs():
 
 def test_texts_are_forced_beside_the_full_cache_on_copies():
     without, made = plan(4, 3), plan(4, 3, texts=4)
-    assert made.kinds == ["own"] and made.held().copies == 2 and without.held().copies == 1
-    assert made.peak().caches > without.peak().caches > 0
+    assert made.kinds == ["own"] and made.copies == 2 and without.copies == 1
     # 4 prefills; 12 rows of answers and 12 of texts (two variants and the full cache on four prompts), 10 steps each.
     assert made.seconds(KEPT) == pytest.approx(4 + 10 * 1.2 + 10 * 1.2)
     assert without.seconds(KEPT) == pytest.approx(4 + 10 * 1.2)
@@ -108,7 +106,7 @@ def test_a_full_cache_that_is_done_stands_beside_its_texts():
     made = plan(4, 3, texts=4)
     rest = [dataclasses.replace(run, answers=0) for run in made.runs]
     only = dataclasses.replace(made, runs=rest)
-    assert len(only.active) == 2 and len(only.held().slots) == 3 and only.held().copies == 1
+    assert len(only.active) == 2 and len(only.held()) == 3 and only.copies == 1
     assert only.seconds(KEPT) == pytest.approx(4 + 10 * 1.2)
 
 
@@ -119,18 +117,6 @@ def test_a_run_alone_reads_its_prompts_again_for_its_texts():
     assert made.seconds(KEPT) == pytest.approx(4 + 2 * 10 * 0.2 + 4 + 10 * 0.8)
     answers = dataclasses.replace(made, runs=[RunWork(one, 4, {})], prompts=4)
     assert answers.seconds(KEPT) == pytest.approx(4 + 2 * 10 * 0.2)
-    assert dataclasses.replace(made, runs=[RunWork(one, 0, {})], prompts=0).peak().caches == 0
-
-
-def test_the_peak_is_of_all_processes():
-    # Two processes with two prompts each hold what one holds that decodes all four in the same steps.
-    two, one = plan(4, 3, threads=2), plan(4, 3, threads=1)
-    assert two.arrangement().processes == 2 and one.arrangement().groups == 1
-    assert two.peak(base=7).caches == one.peak().caches > 0
-    peak = two.peak(base=7)
-    assert (peak.base, peak.weights, peak.packed) == (7, 4000, 3200)
-    assert peak.total == peak.base + peak.weights + peak.packed + peak.caches + peak.working
-    assert plan(4, 3, "model.pack_linear=false").peak().packed == 0
 
 
 BENT = Speed(
@@ -143,7 +129,7 @@ BENT = Speed(
     slot_s=1e-3,
     forced_s=0.25,
 )
-BENT_KEPT = KeptSpeed((BENT,), start_s=7.0, base_bytes=300 << 20, date="2026-11-22")
+BENT_KEPT = KeptSpeed((BENT,), date="2026-11-22")
 WORK = GroupWork(
     prompts=4, prompt=100.0, new=10.0, scores=2, variants=8, answers=36, texts=0, slots=50.0, text_slots=0.0, groups=4
 )
@@ -214,23 +200,6 @@ def test_a_group_costs_its_prefills_steps_and_texts():
     assert work_seconds(BENT, repeated) == pytest.approx(prefills + apart + again)
 
 
-def test_the_peak_holds_copies_and_the_padding_of_stacks():
-    def caches(slots, stacks, token):
-        sizes = [token * each for each in slots]
-        return HeldCaches(slots, sizes, stacks, kinds=0, answers=True, token=token, layers=4)
-
-    held = caches([105, 50, 50], [False, True, True], 400)
-    assert held.bytes == 205 * 400 and held.copies == 1 and held.stacked_bytes == 2 * 50 * 400
-    assert held.peak(1) == (205 + 100) * 400 and held.peak(3) == 3 * held.peak(1)
-    forced = dataclasses.replace(held, kinds=1)
-    assert forced.copies == 2 and forced.peak(1) == (205 + 105 + 170) * 400, "what is stacked is shared until then"
-    assert dataclasses.replace(forced, answers=False).peak(1) == held.peak(1)
-    wide = caches([100, 60, 60], [True] * 3, 400)
-    assert wide.stacked_bytes == 3 * 100 * 400, "as wide as the widest"
-    alone = caches([10_000, 10], [True, True], 4_000_000)
-    assert alone.stacked_bytes == 0, "too unlike to be put together"
-
-
 @pytest.fixture
 def spec(tmp_path, monkeypatch):
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
@@ -243,7 +212,7 @@ def test_a_kept_speed_is_read_as_it_was_measured(spec):
     path = study.keep(key, BENT_KEPT)
     assert study.kept(key) == BENT_KEPT and [path] == list(path.parent.iterdir())
     two = dataclasses.replace(BENT, processes=2)
-    both = KeptSpeed((two, BENT), 7.0, 1, "2026-11-22")
+    both = KeptSpeed((two, BENT), "2026-11-22")
     assert both.of(2) == two and both.of(1) == BENT and both.of(9) == two
 
 
@@ -300,8 +269,7 @@ def test_a_plan_goes_by_what_was_measured_here(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
     asked = []
 
-    def measured(spec, started):
-        assert started >= 0
+    def measured(spec):
         asked.append(spec)
         return BENT_KEPT
 
@@ -312,10 +280,10 @@ def test_a_plan_goes_by_what_was_measured_here(tmp_path, monkeypatch, capsys):
     few = small("limit=4", "task.max_new_tokens=5", "task.nll=false", "batch_size=2")
     sweep = ("-m", "method=h2o,window", "kv_ratio=0.3,0.5", "divergence=false", *few, f"outputs_dir={tmp_path / 'out'}")
     code, before, err = study_of("plan", *sweep)
-    assert code == 0 and "estimated for" in before and "peak of memory about" in before and not asked
+    assert code == 0 and "estimated for" in before and not asked
     code, out, err = study_of("measure", *sweep)
     assert code == 0 and err == "", err
-    assert len(asked) == 1 and "time: measured here on 2026-11-22" in out and "take 7 s beside" in out
+    assert len(asked) == 1 and "time: measured here on 2026-11-22" in out
     assert not (tmp_path / "out").exists()
     assert study_of("plan", *sweep)[1] == out, "kept, and used from then on"
     assert "estimated for" in run_py(monkeypatch, capsys, "--dry-run", *sweep)[1]
@@ -332,17 +300,17 @@ def test_a_measurement_has_all_its_parts(monkeypatch):
     monkeypatch.setattr(study, "load", lambda _: (model, None))
     monkeypatch.setattr(study, "num_workers", lambda _: 1)
     monkeypatch.setattr(study, "SECONDS", 0.01)  # the shortest lengths
-    made = study.measure(spec, started=3.0)
+    made = study.measure(spec)
     (speed,) = made.speeds
-    assert made.start_s >= 3 and [rows for rows, _ in speed.step_s] == list(study.ROWS)
+    assert [rows for rows, _ in speed.step_s] == list(study.ROWS)
     assert study.kept_of(json.loads(json.dumps(dataclasses.asdict(made)))) == made
     assert environment()["threads"] == speed.threads
 
 
-def test_fewer_bits_are_fewer_bytes_at_the_peak_too():
-    def peak(*words):
+def test_fewer_bits_are_fewer_bytes_too():
+    def held(*words):
         one = settings("method=h2o", "kv_ratio=0.5", "cache.group=16", *words)
         made = GroupPlan([RunWork(one, 1, {})], SHAPE_OF_BITS, 1, 800, 40, shared=False, free=PLENTY, threads=1)
-        return made.peak().caches
+        return sum(made.held())
 
-    assert peak("cache.bits=4") < 0.5 * peak()
+    assert held("cache.bits=4") < 0.5 * held()

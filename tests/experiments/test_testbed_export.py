@@ -10,7 +10,7 @@ from test_conf import composed
 
 import kvexp.run.batches as runner
 from experiments.studies import testbed as command
-from experiments.studies.testbed import export_tasks_export as export
+from experiments.studies.testbed import export_tasks as export
 from kvexp.run.model_spec import load
 from kvexp.run.settings import settings_of
 from kvexp.tasks import TestbedChoice, TestbedQA
@@ -109,7 +109,7 @@ def test_the_files_hold_what_the_tasks_ask(tmp_path):
 def test_the_command_prints_commands_that_hydra_reads(tmp_path, capsys):
     import shlex
 
-    command.export_main([str(tmp_path / "a folder, with 'marks'"), "--size", "3"])
+    command.main(["export", str(tmp_path / "a folder, with 'marks'"), "--size", "3"])
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines] == [["kvexp", "run"]] * 3
     for line in lines:

@@ -195,7 +195,7 @@ def test_disagreement_with_lm_eval_fails(yardstick, monkeypatch):
     [
         (["method=h2o"], "method=h2o: the yardstick sets task, method and protocol itself; it takes model, limit"),
         (["task.num_fewshot=5"], "task.num_fewshot=5: the yardstick sets task, method and protocol itself"),
-        (["limit=0"], "limit must be at least 1 example or null for all, got 0"),
+        (["limit=0"], "limit must be at least 1 or null, got 0"),
         (["--check-lm-eval", "0"], "--check-lm-eval must be at least 1 item, got 0"),
         (["--numbers", "nobody"], "no published number is known for model=nobody"),
         (["model.dtype=float8"], "dtype"),

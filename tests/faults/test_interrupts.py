@@ -33,7 +33,7 @@ slow.made = 0
 
 
 SLOW_ROW = slow_append("from kvexp.run.store import Run", "Run", 3)
-SLOW_TEXT = slow_append("from kvexp.run.store import divergence_lines", "divergence_lines", 2)
+SLOW_TEXT = slow_append("from kvexp.run import store as divergence_lines", "divergence_lines", 2)
 SLOW_LOAD = """
 import time
 import kvexp.hf
@@ -119,7 +119,7 @@ def test_twice_in_a_row(stage, tmp_path, pause):
 
 
 def test_a_summary_that_hangs_is_ended_by_the_second_one(stage, tmp_path):
-    hang = "import time, kvexp.run.jobs as i\ni._summary = lambda: print('HANGS', flush=True) or time.sleep(60)"
+    hang = "import time, kvexp.run.jobs as i\ni.summary = lambda _: print('HANGS', flush=True) or time.sleep(60)"
     child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW + hang)
     child.until("HERE")
     child.send(signal.SIGINT)

@@ -35,7 +35,7 @@ def run_py():
 def command():
     """`kvexp`, from sys.argv."""
     if sys.argv[1] == "train-surrogate":
-        from experiments.studies.testbed import train_main as main
+        from kvexp.run.calibrate import calibrate_main as main
 
         sys.exit(main(["kvzap", *sys.argv[2:]]))
     from kvexp.cli import main

@@ -84,7 +84,7 @@ def test_static_caches_are_refused():
 
 @pytest.mark.parametrize("block", [0, -1])
 def test_blocks_of_nothing(block):
-    with pytest.raises(ConfigError, match=f"at least 1 row or null, got {block}"):
+    with pytest.raises(ConfigError, match=f"block must be at least 1 or null, got {block}"):
         generate(tiny("llama"), [PROMPT], H2O(), Budget(tokens=8), decoding=GenerationParams(3), block=block)
 
 
@@ -214,8 +214,8 @@ VALUES = {
     "top_p": (lambda: GenerationParams(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
     "stop text": (lambda: GenerationParams(stop_strings="abc"), "list of texts, got 'abc'"),
     "new tokens": (lambda: GenerationParams(max_new_tokens=2.5), "whole number, got 2.5"),
-    "tau": (lambda: Keyformer(tau_init=-1.0), "tau must be positive"),
-    "batch": (lambda: Keyformer(score_batch="x"), "per_sample, per_beam or sum_all, got 'x'"),
+    "tau": (lambda: Keyformer(tau_init=-1.0), "tau_init must be above 0"),
+    "batch": (lambda: Keyformer(score_batch="x"), "one of per_beam, per_sample, sum_all, got 'x'"),
     "typo": (lambda: random_model("llama", hidden_sizee=3), "'hidden_sizee' is not a setting of a llama"),
     "two places": (lambda: load_model("x", device="cpu", device_map="auto"), "not both"),
 }

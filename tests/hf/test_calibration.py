@@ -16,7 +16,7 @@ from tiny import CONFIGS, tiny
 
 from kvexp.core import Budget, CacheConfig, QueryCalibration
 from kvexp.core import statistics as query_calibration
-from kvexp.core.eviction import CalibrationLayer
+from kvexp.core.statistics import CalibrationLayer
 from kvexp.hf import EvictionCache, calibrate_queries
 from kvexp.hf import calibrate as calibration_file
 from kvexp.hf.calibrate import QUERIES
@@ -96,8 +96,8 @@ def test_a_method_that_needs_one_is_refused_without_and_with_another_models() ->
         EvictionCache(tiny("llama"), QFilters(), Budget(tokens=9), calibration=drawn(1, 2, 3, 5, 12))
     for wrong, why in (
         ({"protect_recent": -1}, "protect_recent must be at least 0, got -1"),
-        ({"max_offset": 0}, r"max_offset must be in \[1, 1048576\] positions, got 0"),
-        ({"group": "sum"}, "group must be max or mean, got 'sum'"),
+        ({"max_offset": 0}, r"max_offset must be in \[1, 1048576\], got 0"),
+        ({"group": "sum"}, "group must be one of max, mean, got 'sum'"),
     ):
         with pytest.raises(ConfigError, match=why):
             TriAttention(**wrong)

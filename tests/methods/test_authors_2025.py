@@ -30,13 +30,12 @@ from kvexp.core import (
     CacheConfig,
     Cadence,
     EvictionLayer,
-    MemoryTracker,
     Method,
     QueryCalibration,
     RoPE,
     SequenceState,
 )
-from kvexp.core.budget_shares import LayerAllocation, layer_budgets_of
+from kvexp.core.eviction import CacheState
 from kvexp.methods import CAKE, H2O, RKV, VATP, SnapKV, TriAttention
 
 FILE = Path(__file__).parents[1] / "fixtures" / "authors_2025.npz"
@@ -72,11 +71,8 @@ class Recorded:
             rope = RoPE(torch.tensor(self.arrays["triattention/inv_freq"]), interleaved=False)
             how = {"calibration": self.calibration(), **how}
         config = CacheConfig(method, Budget(tokens=slots(case), counts_self=False), Cadence(every=None), **how)
-        common = (SequenceState(), MemoryTracker(self.layers), None)
-        shares = None
-        if config.shares_by_preference and config.budget is not None:
-            shares = LayerAllocation(layer_budgets_of(method, config.budget), self.layers)
-        states = [EvictionLayer(config, i, self.layers, *common, layer_allocation=shares) for i in range(self.layers)]
+        common = CacheState(config, self.layers, SequenceState())
+        states = [EvictionLayer(config, i, common) for i in range(self.layers)]
         params = AttentionParams(self.width**-0.5, rope=rope)
         for state, *inputs in zip(states, query, keys, self.v, strict=True):
             state.forward(*(each[None] for each in inputs), params, None)
@@ -191,7 +187,7 @@ def test_rkv_differs_from_the_second_eviction_on_where_the_release_leaves_slots_
     found: dict[bool, list[int]] = {True: [], False: []}  # by score? -> sets that differ, at each eviction
     ours = []
     for layer in range(recorded.layers):
-        state = EvictionLayer(config, 0, 1, SequenceState(prompt_columns=ends[0]), MemoryTracker(1), None)
+        state = EvictionLayer(config, 0, CacheState(config, 1, SequenceState(prompt_columns=ends[0])))
         at = []
         for part in (slice(0, ends[0]), *(slice(t, t + 1) for t in range(ends[0], recorded.length))):
             states = (each[layer][None, :, part] for each in (recorded.q, recorded.k, recorded.v))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from commands import run_py
-from omegaconf import OmegaConf
 from planted import ID, PLANTS, Plant, T, induction, lay, sink
 from planted import WORDS as WORDS_of_planted
 from small import small
@@ -57,7 +56,7 @@ from kvexp.methods import (
     TriAttention,
     Window,
 )
-from kvexp.run.compose import check_hydra, check_job, check_source
+from kvexp.run.guard import check_hydra, check_job, check_source
 from kvexp.run.store import runs
 from kvexp.util import CONF, ConfigError
 
@@ -587,19 +586,20 @@ def test_the_environment_reaches_no_message_and_no_file(command, place, tmp_path
         assert code == 1 and (word.startswith("task=") or "environment" in err), err
 
 
-def test_the_guards_names_are_hydras():
-    """Where Hydra renames what the guard stands at, this says so before a configuration does."""
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.config_repository import ConfigRepository
-    from hydra._internal.instantiate import _instantiate2
+def test_nothing_is_built_of_what_an_interpolation_hides(command, place, tmp_path):
+    """An option of a launcher that kvexp lists, whose value is written elsewhere or as a text."""
+    marker, conf, _ = place
+    evil = MKDIR.replace("MARKER", str(marker))
+    for value in ("'${evil}'", f"'${{oc.decode:\"{evil}\"}}'"):
+        text = "# @package _global_\ndefaults: [{override /hydra/launcher: joblib}]\n"
+        text += f"hydra: {{launcher: {{n_jobs: {value}}}}}\nevil: {evil}\n"
+        (conf / "experiment" / "evil.yaml").write_text(text)
+        done = command("-m", "--config-dir", str(conf), "experiment=evil")
+        refused(done, marker, tmp_path, "hydra.launcher.n_jobs._target_", "os.mkdir")
 
-    from kvexp.run.compose import guard
 
-    guard()
-    for call in (
-        ConfigLoaderImpl.load_configuration,
-        ConfigRepository.initialize_sources,
-        _instantiate2._resolve_target,
-    ):
-        assert call.guarded
-    assert OmegaConf.has_resolver("oc.env")
+def test_no_file_takes_the_name_of_a_method(command, place, tmp_path):
+    marker, conf, _ = place
+    (conf / "method").mkdir()
+    (conf / "method" / "h2o.yaml").write_text("_target_: kvexp.methods.H2O\nrecent_ratio: 0.9\n")
+    refused(command("--config-dir", str(conf), "seed=1"), marker, tmp_path, "method/h2o.yaml is called as an option of")

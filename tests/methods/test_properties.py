@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from turns import in_turn
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method, QueryCalibration
+from kvexp.core.budget import PromptSizes
 from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
@@ -384,7 +385,7 @@ def test_cadence(name: str, mode: str) -> None:
 @pytest.mark.parametrize(("pyramid", "want"), [(0.0, (100, 100)), (0.15, (115, 85)), (0.5, (150, 50))])
 def test_pyramid_budgets_average_to_the_budget(pyramid: float, want: tuple[int, int]) -> None:
     budget = Budget(tokens=100, pyramid=pyramid)
-    assert tuple(budget.resolve([200], 200, None, layer, 2)[0] for layer in range(2)) == want
+    assert tuple(budget.resolve(PromptSizes([200], 200, None, 2), layer)[0] for layer in range(2)) == want
 
 
 @torch.inference_mode()

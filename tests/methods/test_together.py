@@ -33,7 +33,7 @@ from kvexp.generate import (
     receipts,
 )
 from kvexp.hf import calibrate_queries
-from kvexp.hf.cache import MultiMethodCache, bin_by_length
+from kvexp.hf.cache import MultiMethodCache, bin_by_bytes
 from kvexp.methods import (
     A2SF,
     CAOTE,
@@ -284,12 +284,13 @@ def test_buffers_are_common_where_little_is_wasted(monkeypatch):
         keys = torch.zeros(2, 3, count, 8)
         return Slots(keys, keys.clone(), torch.zeros(2, 3, count, dtype=torch.int64), torch.zeros(2, 3, count))
 
-    held = {4: slots(10), 7: slots(40), 8: slots(10), 9: slots(38)}
-    assert bin_by_length(held) == [[7, 9, 4, 8]]
+    each = {4: slots(10), 7: slots(40), 8: slots(10), 9: slots(38)}
+    held = {place: (one.length, one.kv_bytes) for place, one in each.items()}
+    assert bin_by_bytes(held) == [[7, 9, 4, 8]]
     monkeypatch.setattr("kvexp.hf.cache.MAX_PAD_BYTES", 2 * 2 * 3 * 2 * 8 * 4 + 1)  # two slots of a cache, and rounding
-    assert bin_by_length(held) == [[7, 9], [4, 8]]
+    assert bin_by_bytes(held) == [[7, 9], [4, 8]]
     monkeypatch.setattr("kvexp.hf.cache.MAX_PAD_BYTES", 0)
-    assert bin_by_length(held) == [[7], [9], [4, 8]]
+    assert bin_by_bytes(held) == [[7], [9], [4, 8]]
 
 
 def test_what_cannot_be_shared_is_refused():

@@ -15,12 +15,12 @@ from small import small
 import kvexp.retrieval
 import kvexp.tasks
 from kvexp.run.build import build
-from kvexp.run.compose import PAIRS, listed, option, options
+from kvexp.run.compose import LISTED, listed, option, options
 from kvexp.run.settings import settings_of
 from kvexp.tasks.data import DataSource
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = {name: options(name) for name in (*PAIRS, *(g.name for g in CONF.iterdir() if g.is_dir()))}
+GROUPS = {name: options(name) for name in (*LISTED, *(g.name for g in CONF.iterdir() if g.is_dir()))}
 
 
 def composed(*overrides):

@@ -167,7 +167,9 @@ def test_tasks_and_models_are_listed_with_what_they_are(monkeypatch, capsys):
         assert code == 0 and title in line and all(len(each.split()) > 2 for each in out.splitlines())
         code, out, _ = command(monkeypatch, capsys, group, name)
         assert (
-            code == 0 and f"{group[:-1]}={name}\n" in out and ("kind: random" in out or "hub_id: EdinburghNLP" in out)
+            code == 0
+            and f"{group[:-1]}={name}\n" in out
+            and ('kind: "random"' in out or 'hub_id: "EdinburghNLP' in out)
         )
         code, _, err = command(monkeypatch, capsys, group, f"{name}s")
         assert code == 2 and f"did you mean {name}?" in err

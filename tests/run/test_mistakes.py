@@ -124,7 +124,7 @@ KEYS = [  # key and value typed, what is said once torch is there
         "error: method ideal drops nothing, it is a simulation: set cache.mode=mask",
     ),
     (["method=a2sf", "method.alpha=3"], "error: method.alpha must be in [0, 1], got 3"),
-    (["method=keyformer", "method.tau_init=0"], "error: tau must be positive, got method.tau_init=0 method.tau_end="),
+    (["method=keyformer", "method.tau_init=0"], "error: method.tau_init must be above 0, got 0"),
     (["budget=tokens", "budget.tokens=0"], "error: budget.tokens must be at least 1, got 0"),
     (["model.dtype=int8"], "error: model.dtype must be one of float32, bfloat16, float16, got 'int8'"),
     (
@@ -161,11 +161,11 @@ def test_every_key_of_the_defaults_is_known():
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("limit", 0, "limit must be at least 1 example or null for all, got 0"),
+        ("limit", 0, "limit must be at least 1 or null, got 0"),
         ("limit", 1.5, "limit must be a whole number or null, got 1.5"),
         ("seed", -1, "seed must be at least 0, got -1"),
         ("batch_size", 0, "batch_size must be at least 1, got 0"),
-        ("timeout_s", float("inf"), "timeout_s must be a positive number of seconds or null, got inf"),
+        ("timeout_s", float("inf"), "timeout_s must be above 0 or null, got inf"),
         ("retry", "yes", "retry must be true or false, got 'yes'"),
         ("outputs_dir", 3, "outputs_dir must be a text, got 3"),
         ("budget", {"kv_ratio": 120}, r"budget.kv_ratio must be in \(0, 1\], got 120$"),

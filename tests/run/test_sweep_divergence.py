@@ -243,7 +243,7 @@ def test_why_an_example_is_forced_nothing_is_said_where_there_are_no_rows(tmp_pa
     [
         (("divergence=maybe",), "auto, true, false or only"),
         (("divergence_text=all",), "own, reference, both"),
-        (("epsilon_kl=0",), "epsilon_kl must be a positive number"),
+        (("epsilon_kl=0",), "epsilon_kl must be above 0, got 0"),
         (("epsilon_top1=x",), "epsilon_top1"),
         (("divergence=only", "generation=sampling"), "sampled answers differ by chance"),
         (("divergence=only", "generation=beam4"), "beams take over one another's caches"),

@@ -27,9 +27,8 @@ from kvexp.generate import GenerationParams, generate
 from kvexp.results.command import main as results
 from kvexp.run.compose import option, without_method_words
 from kvexp.run.settings import settings_of
-from kvexp.run.source_files import texts_digest
 from kvexp.run.store import runs
-from kvexp.run.user_methods import admitted, class_method, load_method
+from kvexp.run.user_methods import admitted, class_method, code_digest, load_method
 from kvexp.run.workers import JobBatch, run_batch
 from kvexp.util import CONF, ConfigError
 
@@ -175,8 +174,8 @@ def test_a_comment_layout_or_docstring_makes_no_new_run_and_older_code_is_left_o
     ],
 )
 def test_the_digest_of_code(text, same):
-    assert (texts_digest({"a.py": text}) == texts_digest({"a.py": "x = 1\n"})) is same
-    assert texts_digest({"a.py": text.encode()}) == texts_digest({"a.py": text})
+    assert (code_digest(text) == code_digest("x = 1\n")) is same
+    assert code_digest(text.encode()) == code_digest(text)
 
 
 @pytest.mark.parametrize("how", ["package", *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "late"))])
@@ -348,7 +347,7 @@ def test_what_is_wrong_is_one_line_before_anything_runs(command, folder, case):
 
 def test_two_classes_of_one_name(command, folder):
     (folder / "other").mkdir()
-    (folder / "other" / "keydiff.py").write_text(KEYDIFF + "# other\n")
+    (folder / "other" / "keydiff.py").write_text(KEYDIFF + "other = 1\n")
     code, _, err = command("-m", "+method_file=keydiff.py,other/keydiff.py")
     assert code == 1 and "are both called keydiff.KeyDiff in a run; rename one" in err
 
@@ -654,17 +653,17 @@ import torch
 
 from kvexp.core import Method
 
-SIGN = -1.0
-
-def unit(keys):
-    return torch.nn.functional.normalize(keys.float(), dim=-1)
+class Base(Method):
+    def unit(self, keys):
+        return torch.nn.functional.normalize(keys.float(), dim=-1)
 
 @dataclass(frozen=True)
-class MyMethod(Method):
+class MyMethod(Base):
     alpha: float = 0.3
 
     def initial_score(self, keys, positions, seeds, layer):
-        return SIGN * self.alpha * (unit(keys) * unit(keys).mean(2, keepdim=True)).sum(-1)
+        unit = self.unit(keys)
+        return -1.0 * self.alpha * (unit * unit.mean(2, keepdim=True)).sum(-1)
 """
 
 
@@ -693,7 +692,7 @@ def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
     assert set(again["hash"]) <= set(table["hash"])
     noted = cell(CELL.replace("    alpha: float = 0.3\n", "    alpha: float = 0.3  # mild\n\n"))["MyMethod"]
     assert set(kvexp.compare([noted], kv_ratio=0.3, **few).table["hash"]) == set(again["hash"])
-    kvexp.compare([cell(CELL.replace("SIGN = -1.0", "SIGN = 1.0"))["MyMethod"]], kv_ratio=0.3, **few)
+    kvexp.compare([cell(CELL.replace("return -1.0", "return 1.0"))["MyMethod"]], kv_ratio=0.3, **few)
     after = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
     assert len(after) == len(before) + 1 and before.items() <= after.items()
 
@@ -728,13 +727,14 @@ def test_what_is_not_given_is_as_the_command_line_has_it(folder, monkeypatch):
 DIGESTS = {  # an edit of the cell: whether it is another method
     ("alpha: float = 0.3", "alpha: float = 0.4"): True,
     ("dim=-1)", "dim=-1) * 1.0"): True,
-    ("SIGN = -1.0", "SIGN = -2.0"): True,
-    ("SIGN = -1.0", "SIGN = -1.0\nother = 3"): False,
+    ("return -1.0", "return -2.0"): True,
+    ("alpha: float = 0.3", "alpha: float = 0.3  # mild"): False,
+    ("class Base", "other = 3\n\nclass Base"): False,
 }
 
 
 @pytest.mark.parametrize(("old", "new"), DIGESTS)
-def test_a_cells_digest_is_of_all_that_the_class_uses(old, new):
+def test_a_cells_digest_is_of_the_class_and_those_it_extends(old, new):
     one, other = (class_method(cell(text)["MyMethod"]).source for text in (CELL, CELL.replace(old, new)))
     assert (one != other) == DIGESTS[old, new]
 
@@ -744,8 +744,10 @@ def test_a_class_whose_source_cannot_be_had_is_refused():
     exec(CELL, scope)
     with pytest.raises(ConfigError, match=r"the source of MyMethod cannot be had .* put it into a file"):
         kvexp.compare([scope["MyMethod"]])
-    with pytest.raises(ConfigError, match="MyMethod uses SIGN, a Tensor of the notebook"):
-        class_method(cell(CELL.replace("-1.0", "torch.ones(())"))["MyMethod"])
+    for used in ("SIGN = 1.0", "def SIGN(): return 1.0"):
+        text = CELL.replace("class Base", f"{used}\n\nclass Base").replace("-1.0", "SIGN")
+        with pytest.raises(ConfigError, match=r"MyMethod uses SIGN of the notebook, .* put it into the class, or both"):
+            class_method(cell(text)["MyMethod"])
     with pytest.raises(ConfigError, match=r"methods must be a list .* got 'h2o'"):
         kvexp.compare("h2o")
     with pytest.raises(ConfigError, match="methods holds a int"):
@@ -772,12 +774,11 @@ def test_an_imported_class_runs_as_its_file_is_now(folder, monkeypatch):
         class_method(other.made())
 
 
-def test_what_a_cells_class_holds_of_a_function_around_it_counts():
-    around = CELL.replace("SIGN = -1.0\n", "").split("@dataclass")
-    inner = "".join(f"    {line}\n" if line else "\n" for line in ("@dataclass" + around[1]).splitlines())
-    text = f"{around[0]}\ndef made(SIGN):\n{inner}\n    return MyMethod\n"
-    one, other = (class_method(cell(text)["made"](sign)).source for sign in (1.0, -1.0))
-    assert one != other
+def test_a_file_that_a_package_beside_it_hides_is_refused(folder):
+    (folder / "keydiff").mkdir()
+    (folder / "keydiff" / "__init__.py").write_text(KEYDIFF)
+    with pytest.raises(ConfigError, match=r"keydiff\.py is hidden by .*__init__\.py, which comes first; rename one"):
+        load_method("keydiff.py")
 
 
 def test_a_class_without_a_name_is_called_as_its_class():
