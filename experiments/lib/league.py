@@ -36,8 +36,14 @@ LONGEST = {"news": 1200, "news_qa": 1200, "cnn_dailymail": 1920, "needle": 8000}
 TOKEN_BYTES = 30 * 3 * 64 * 2 * 4  # of a slot of SmolLM2-135M in all layers: 30 layers, 3 kv heads, keys and values
 MOST_BYTES = 4 << 30  # as much again is held for the texts that are forced, where answers are written too
 
-OLD = "random window dilated_window streaming_llm h2o keyformer a2sf tova spatten snapkv knorm vatp".split()
-NEW = "keydiff lagkv cur compactor caote expected_attention qfilters pyramidkv cake kvzap".split()
+OLD = [
+    *("random", "window", "dilated_window", "streaming_llm", "h2o", "keyformer"),
+    *("a2sf", "tova", "spatten", "snapkv", "knorm", "vatp"),
+]
+NEW = [
+    *("keydiff", "lagkv", "cur", "compactor", "caote"),
+    *("expected_attention", "qfilters", "pyramidkv", "cake", "kvzap"),
+]
 EVERY_128 = ["triattention", "rkv"]
 READ_TWICE = ["kvzip", "kvzip_plus"]
 ADAPTIVE = ["snapkv", "expected_attention"]
