@@ -6,7 +6,7 @@ python -m experiments.methods_league --data FOLDER news news_qa       these task
 python -m experiments.methods_league --record                         keep the numbers for docs/methods_league.md
 
 First the calibrations that methods need are made, on the twelve articles of kvexp's own that no task of the league asks
-about; then one sweep after the other (experiments/lib/league_pieces.py), split by what fits into memory. The rows of
+about; then one sweep after the other (experiments/lib/league.py), split by what fits into memory. The rows of
 FOLDER are found by experiments/real_data.yaml; without --data the tasks on kvexp's own articles are run alone.
 """
 
@@ -18,10 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.lib import league_page
+from experiments.lib import league
 from experiments.lib.exhibits import REAL
-from experiments.lib.league_calibration import calibrate_for_league
-from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, Piece, pieces
+from experiments.lib.league import GROUPS, LONGEST, QUESTIONS, Piece, calibrate_for_league, pieces
 from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import late, planned_seconds, sweep
 from kvexp.util import CacheError, ConfigError, watch_pipes
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where: Path = args.outputs.resolve()
     try:
         if args.record:
-            print(f"wrote {league_page.record(where)}")
+            print(f"wrote {league.record(where)}")
             return 0
         wanted = _checked(args)
         if not args.plan and any(_calibrated(piece) for piece in wanted):
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{len(failed)} of {len(wanted)} sweeps failed: {', '.join(failed)}", file=sys.stderr)
     print(f"{len(wanted)} sweeps, {sum(filter(None, seconds)) / 3600:.1f} hours{' left' if args.plan else ''}")
     if not args.plan:
-        print(league_page.text_of(league_page.frame_of(where)))
+        print(league.text_of(league.frame_of(where)))
     return 1 if failed else 0
 
 

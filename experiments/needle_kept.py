@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from experiments.lib.exhibits import REAL
-from experiments.lib.league_pieces import QUESTIONS
+from experiments.lib.league import QUESTIONS
 from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import jobs, late
 from kvexp.generate import prefill_together

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from experiments.lib import inside
-from experiments.lib.exhibits import HERE, ROOT, load, names
+from experiments.lib.exhibits import HERE, load, names
 from experiments.lib.inside import accumulated, attention, full_attention
 from experiments.lib.tables import COLUMNS, KINDS, paper_numbers
 from kvexp.core import Budget, CacheConfig
 from kvexp.methods import A2SF, H2O, Ideal, Window
+from kvexp.run.compose import options
 from tests.exhibits import whole
 from tests.tiny import tiny
 
@@ -127,7 +128,7 @@ def test_a_papers_numbers_have_the_schema_and_possible_values(name):
         values = read.loc[read["metric"].eq(metric), "value"]
         assert ((values >= low) & (values <= high)).all(), metric
     for group, column in (("model", "model"), ("method", "method")):
-        assert {f"{value}.yaml" for value in read[column]} <= {path.name for path in (ROOT / "conf" / group).iterdir()}
+        assert set(read[column]) <= set(options(group))
     own = [column for column in read if column not in ("value", "kind", "reading_error")]
     assert not read.duplicated(own).any()
 

@@ -10,12 +10,13 @@ import pandas as pd
 import pytest
 
 from experiments import methods_league, real_tasks
-from experiments.lib import floors, league_page, real_scale
-from experiments.lib.exhibits import ROOT, declared, params
+from experiments.lib import floors, league, real_scale
+from experiments.lib.exhibits import declared, params
 from experiments.lib.floors import CHANCE, FREQUENT, LEAD, RANDOM, judged, of_examples
-from experiments.lib.league_pieces import GROUPS, LEFT_OUT, LONGEST, MOST_BYTES, QUESTIONS, RATIOS, pieces
+from experiments.lib.league import GROUPS, LEFT_OUT, LONGEST, MOST_BYTES, QUESTIONS, RATIOS, pieces
 from kvexp.results.read import folders
 from kvexp.results.stats import MIN_PAIRS
+from kvexp.run.compose import options
 from kvexp.run.store import Run
 from kvexp.tasks import Example
 from kvexp.util import ConfigError
@@ -24,7 +25,7 @@ from kvexp.util import ConfigError
 
 
 def test_every_method_is_in_the_league_or_left_out_for_a_reason():
-    known = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
+    known = options("method")
     taken = {name for group in GROUPS for name in group.methods}
     assert sorted([*taken, *LEFT_OUT]) == sorted(known)
 
@@ -60,13 +61,11 @@ def test_every_method_is_run_on_every_task(task):
 
 
 def test_methods_run_with_words_of_their_own_have_a_name_of_their_own():
-    assert league_page._how("budget.stream_recent=28 budget.heads=duo seed=1 budget.stream_sinks=4") == "duo"
-    assert league_page._how("budget.heads=adaptive") == "adaptive"
-    assert league_page._how("method.chunk=128") == "chunk128" and league_page._how("method.chunk=1280") == ""
-    assert {"kvzip+chunk128", "kvzip_plus+chunk128"} == set(league_page._names_of("needle")) - set(
-        league_page._names_of("news")
-    )
-    assert {"kvzip", "kvzip_plus"} == set(league_page._names_of("news")) - set(league_page._names_of("needle"))
+    assert league._how("budget.stream_recent=28 budget.heads=duo seed=1 budget.stream_sinks=4") == "duo"
+    assert league._how("budget.heads=adaptive") == "adaptive"
+    assert league._how("method.chunk=128") == "chunk128" and league._how("method.chunk=1280") == ""
+    assert {"kvzip+chunk128", "kvzip_plus+chunk128"} == set(league._names_of("needle")) - set(league._names_of("news"))
+    assert {"kvzip", "kvzip_plus"} == set(league._names_of("news")) - set(league._names_of("needle"))
 
 
 def test_what_cannot_be_asked_for_is_told(capsys, monkeypatch, tmp_path):
@@ -102,7 +101,7 @@ def test_a_sweep_that_fails_is_told_and_the_others_are_run(capsys, monkeypatch, 
     ]
     said = capsys.readouterr()
     assert "1 of 2 sweeps failed: news/in_prompt/old/knorm" in said.err
-    assert league_page.NOT_RECORDED in said.out and "2 sweeps, 0.0 hours\n" in said.out
+    assert league.NOT_RECORDED in said.out and "2 sweeps, 0.0 hours\n" in said.out
     monkeypatch.setattr(methods_league, "planned_seconds", lambda experiment, words: 3600.0)
     assert methods_league.main(["news", "--methods", "knorm", "--plan", "--outputs", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -137,7 +136,7 @@ def test_the_page_says_what_the_rows_say():
             row("ideal", 0.01),
         ]
     )
-    text = league_page.text_of(frame)
+    text = league.text_of(frame)
     assert text.startswith("### news, question after eviction (n = 20)")
     evicting, keeping = text.split("Methods that keep everything")
     assert "| keydiff | **0.100 (0.090..0.110)** |" in evicting and "| ideal | **0.010" in keeping
@@ -151,7 +150,7 @@ def test_the_page_says_what_the_rows_say():
     assert "duo before" not in text, "what was not run is not judged"
     missing = text.partition("Not run, or not finished: ")[2].partition(".\n")[0].split(", ")
     assert {"h2o+duo", "snapkv+adaptive", "random"} < set(missing) and not {"h2o", "keydiff"} & set(missing)
-    few = text_of_few = league_page.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
+    few = text_of_few = league.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
     assert few == text_of_few and "0.100 (too few)" in few and "**" not in few
 
 
@@ -169,14 +168,14 @@ def test_several_blocks_are_shown_at_a_glance():
             row("snapkv", 0.5, order="+knorm", **seen),
         ]
     )
-    text = league_page.text_of(frame)
+    text = league.text_of(frame)
     glance, _, blocks = text.partition("### news, question after eviction")
     assert blocks and "| method | news hidden (2) | news seen (2) |" in glance
     assert "| snapkv | 1.5 | 1.0 |\n| knorm | 1.5 | 2.0 |" in glance
     assert "| window |" not in glance and "ideal" not in glance
     assert "| snapkv before knorm | `.?.-` | `..+.` |" in glance
     assert "| h2o+duo before snapkv | `....` | `....` |" in glance
-    assert "glance" not in league_page.text_of(frame[frame["question"].eq("in_prompt")])
+    assert "glance" not in league.text_of(frame[frame["question"].eq("in_prompt")])
 
 
 def test_the_published_order_is_corrected_for_its_own_pairs_alone():
@@ -191,27 +190,27 @@ def test_the_published_order_is_corrected_for_its_own_pairs_alone():
             ),
         ]
     )
-    assert league_page._order(pairs) == {"keydiff": ["+snapkv"], "snapkv": ["-h2o", "+knorm"]}
+    assert league._order(pairs) == {"keydiff": ["+snapkv"], "snapkv": ["-h2o", "+knorm"]}
     doubted = pairs.assign(p=[0.02, 0.03, 0.04, *[0.9] * 4])
-    assert league_page._order(doubted) == {"keydiff": ["?snapkv"], "snapkv": ["?h2o", "?knorm"]}
+    assert league._order(doubted) == {"keydiff": ["?snapkv"], "snapkv": ["?h2o", "?knorm"]}
 
 
 def examples(start, step=0.001, count=20):
     """Means of so many examples, as the page keeps them."""
-    return league_page._joined({f"length 1000, depth {place}": start + step * place for place in range(count)})
+    return league._joined({f"length 1000, depth {place}": start + step * place for place in range(count)})
 
 
 def test_a_recording_made_in_pieces_keeps_what_is_larger():
     hidden = pd.DataFrame([row("h2o", 0.2), row("knorm", 3.0)])
     seen = pd.DataFrame([row("h2o", 0.1, question="in_prompt")])
-    assert list(league_page.merged(league_page.recorded().iloc[:0], hidden)["kl"]) == [0.2, 3.0]
-    both = league_page.merged(hidden, seen)
+    assert list(league.merged(league.recorded().iloc[:0], hidden)["kl"]) == [0.2, 3.0]
+    both = league.merged(hidden, seen)
     assert list(both["question"]) == ["after_eviction", "after_eviction", "in_prompt"]
     trial, again = pd.DataFrame([row("h2o", 9.0, n=2)]), hidden.assign(kl=[0.3, 4.0])
-    assert league_page.merged(both, trial).equals(both), "a smaller trial replaces nothing"
-    assert list(league_page.merged(both, again)["kl"]) == [0.3, 4.0, 0.1], "the same once more does"
+    assert league.merged(both, trial).equals(both), "a smaller trial replaces nothing"
+    assert list(league.merged(both, again)["kl"]) == [0.3, 4.0, 0.1], "the same once more does"
     more = pd.DataFrame([row("h2o", 0.25, n=40)])
-    assert list(league_page.merged(both, more)["kl"]) == [0.25, 0.1], "a block has one number of examples"
+    assert list(league.merged(both, more)["kl"]) == [0.25, 0.1], "a block has one number of examples"
 
 
 def test_methods_that_are_added_to_a_block_are_compared_with_its_leader():
@@ -224,18 +223,18 @@ def test_methods_that_are_added_to_a_block_are_compared_with_its_leader():
     )
     cake = row("cake", 0.9, each=examples(0.9, 0.002))
     with pytest.raises(ConfigError, match=r"cake cannot stand beside h2o, which is ahead .*; run h2o too"):
-        league_page.merged(older, pd.DataFrame([cake]))
+        league.merged(older, pd.DataFrame([cake]))
     once_more = row("h2o", 0.2, each=examples(0.2))
-    frame = league_page.merged(older, pd.DataFrame([cake, once_more])).set_index("method")
+    frame = league.merged(older, pd.DataFrame([cake, once_more])).set_index("method")
     assert frame.loc["h2o", "ahead_of"] == "cake knorm tova" and frame.loc["cake", "behind"] == "h2o"
     assert frame.loc["knorm", "behind"] == "h2o tova" and frame.loc["cake", "ahead_of"] == "", "not compared"
     assert frame.loc["h2o", "of_full"] == 70, "answers were not written once more"
     ahead = row("cake", 0.1, each=examples(0.1))
-    page = league_page.text_of(league_page.merged(older, pd.DataFrame([ahead, once_more])))
+    page = league.text_of(league.merged(older, pd.DataFrame([ahead, once_more])))
     assert "| cake | **0.100" in page and "| tova | *0.500 (0.450..0.550)* |" in page, "never compared"
     assert "| h2o | 0.200 (" in page, "and told from the first"
     later = pd.DataFrame([row("knorm", 3.0, each=examples(3.0, 0.003)), row("tova", 0.5, each=examples(0.2, 0.0009))])
-    frame = league_page.merged(frame.reset_index(), later).set_index("method")
+    frame = league.merged(frame.reset_index(), later).set_index("method")
     assert frame.loc["cake", "ahead_of"] == "knorm" and frame.loc["knorm", "behind"] == "cake h2o tova"
     assert frame.loc["h2o", "ahead_of"] == "cake knorm", "h2o before tova is judged by what is known now"
 
@@ -249,7 +248,7 @@ def test_marks_are_those_of_paired_examples():
             row("snapkv", 0.1, ratio=0.25, each=examples(0.1)),
         ]
     )
-    marks = league_page.marked(frame).set_index(["method", "kv_ratio"])
+    marks = league.marked(frame).set_index(["method", "kv_ratio"])
     assert marks.loc[("keydiff", 0.5), "ahead_of"] == "h2o snapkv" and marks.loc[("snapkv", 0.5), "behind"] == "keydiff"
     assert marks.loc[("keydiff", 0.5), "order"] == "+snapkv" and marks.loc[("snapkv", 0.5), "order"] == "?h2o"
     assert marks.loc[("snapkv", 0.25), "ahead_of"] == ""
@@ -257,16 +256,16 @@ def test_marks_are_those_of_paired_examples():
 
 def test_a_run_that_was_interrupted_is_no_entry():
     frame = pd.DataFrame([row("h2o", 0.1), row("knorm", 0.2, n=4), row("tova", 0.3, question="in_prompt", n=4)])
-    assert list(league_page.finished(frame)["method"]) == ["h2o", "tova"]
+    assert list(league.finished(frame)["method"]) == ["h2o", "tova"]
 
 
 def test_the_page_shows_what_is_recorded():
-    page = league_page.PAGE.read_text("utf-8")
-    assert page == league_page.page_with(page, league_page.text_of(league_page.recorded())), (
+    page = league.PAGE.read_text("utf-8")
+    assert page == league.page_with(page, league.text_of(league.recorded())), (
         "python -m experiments.methods_league --record"
     )
     with pytest.raises(ConfigError, match="must have the lines"):
-        league_page.page_with("nothing", "made")
+        league.page_with("nothing", "made")
 
 
 # Floors: what an answer that read nothing gets, and when a task tells methods apart at all.

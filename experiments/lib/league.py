@@ -1,5 +1,7 @@
-"""The league of methods as numbers and words: rows of its sweeps, tables with intervals, and the published order.
+"""The league of methods: its sweeps, what methods learn beforehand, and its rows as tables, intervals and words.
 
+A piece is one sweep: a task, whether eviction sees the question, and methods at four budgets. What it holds at once
+is its caches at the longest prompt of the task; `MOST_BYTES` of them at most, so that no piece needs a larger machine.
 `frame_of` reads run folders; what `record` keeps of it (methods_league.csv) is what docs/methods_league.md shows. Every
 sentence about who is ahead is made here, from rows: there is none where nothing was recorded.
 """
@@ -8,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +21,177 @@ import numpy as np
 import pandas as pd
 
 from experiments.lib.exhibits import HERE, ROOT
-from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, RATIOS
+from experiments.lib.real_scale import MODEL
 from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, WORDS, folders
 from kvexp.results.stats import LEVEL
 from kvexp.results.table import table, without_question
 from kvexp.run.store import OWN
-from kvexp.util import ConfigError
+from kvexp.tasks.articles import training_articles
+from kvexp.util import ConfigError, replace
+
+RATIOS = (0.125, 0.25, 0.5, 0.75)
+QUESTIONS = (AFTER_EVICTION, IN_PROMPT)
+LONGEST = {"news": 1200, "news_qa": 1200, "cnn_dailymail": 1920, "needle": 8000}  # tokens of a prompt, by task
+TOKEN_BYTES = 30 * 3 * 64 * 2 * 4  # of a slot of SmolLM2-135M in all layers: 30 layers, 3 kv heads, keys and values
+MOST_BYTES = 4 << 30  # as much again is held for the texts that are forced, where answers are written too
+
+OLD = [
+    *("random", "window", "dilated_window", "streaming_llm", "h2o", "keyformer"),
+    *("a2sf", "tova", "spatten", "snapkv", "knorm", "vatp"),
+]
+NEW = [
+    *("keydiff", "lagkv", "cur", "compactor", "caote"),
+    *("expected_attention", "qfilters", "pyramidkv", "cake", "kvzap"),
+]
+EVERY_128 = ["triattention", "rkv"]
+READ_TWICE = ["kvzip", "kvzip_plus"]
+ADAPTIVE = ["snapkv", "expected_attention"]
+KEEP_ALL = ["ideal", "pqcache", "sparq", "quest", "infllm"]
+# A chunk is fed behind the prompt, and behind 8,000 tokens the model's 8,192 positions have no room for 2,000 more.
+SHORT_CHUNKS = ("method.chunk=128",)
+# Prompts of news have a few hundred tokens, an eighth of which kvpress's 128 and 256 would overrun.
+DUO = ("budget.heads=duo", "budget.stream_sinks=4", "budget.stream_recent=28")
+LEFT_OUT = {
+    "full": "what all are measured against",
+    "h2o_c": "it takes more slots than the budget",
+    "h2o_keyformer_paper": "h2o with another recent window",
+    "h2o_damping": "an ablation of h2o",
+    "key_attention": "an ablation of h2o",
+    "keyformer_a2sf": "an ablation of keyformer",
+    "oracle": "ideal once more: the exact top of every query",
+}
+
+
+@dataclass(frozen=True)
+class MethodGroup:
+    """Methods that are run in one sweep. words: overrides that all of them get; keeps_all: they hold every token.
+
+    label: what the page puts behind a method's name for these words, "" nothing; tasks: those the group is run on.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    keeps_all: bool = False
+    label: str = ""
+    tasks: tuple[str, ...] = tuple(LONGEST)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of one method at all budgets, per token of a prompt."""
+        return TOKEN_BYTES * (len(RATIOS) if self.keeps_all else sum(RATIOS))
+
+
+GROUPS = (
+    MethodGroup("old", tuple(OLD)),
+    MethodGroup("new", tuple(NEW)),
+    # Their papers evict every 128 tokens; at every step R-KV, which compares all keys, takes longer than all others.
+    MethodGroup("every_128", tuple(EVERY_128), ("cache.evict_every=128",)),
+    MethodGroup("read_twice", tuple(READ_TWICE), tasks=("news", "news_qa", "cnn_dailymail")),
+    MethodGroup("short_chunks", tuple(READ_TWICE), SHORT_CHUNKS, label="chunk128", tasks=("needle",)),
+    MethodGroup("adaptive", tuple(ADAPTIVE), ("budget.heads=adaptive",), label="adaptive"),
+    MethodGroup("duo", ("h2o",), DUO, label="duo"),
+    MethodGroup("keep_all", tuple(KEEP_ALL), keeps_all=True),
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sweep of the league: overrides of `experiment=real/league_TASK`."""
+
+    task: str
+    question: str
+    group: MethodGroup
+    methods: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As it is asked for and told: task, question, group, and the first method where a group has several pieces."""
+        first = "" if self.methods == self.group.methods else f"/{self.methods[0]}"
+        return f"{self.task}/{self.question}/{self.group.name}{first}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The overrides, without where rows are from and where runs go."""
+        return (f"task.question={self.question}", f"method={','.join(self.methods)}", *self.group.words)
+
+
+def pieces(
+    tasks: Sequence[str], only: Sequence[str] = (), questions: Sequence[str] = QUESTIONS, *, answers: bool = True
+) -> list[Piece]:
+    """Every piece of these tasks; only: of these methods; questions: where the question stands.
+
+    answers: whether answers are written beside the divergence; without them twice as many methods go together.
+    """
+    return [
+        Piece(task, question, group, part)
+        for task in tasks
+        for question in questions
+        for group in GROUPS
+        if task in group.tasks
+        for part in parts_by_memory(group, LONGEST[task], only, MOST_BYTES if answers else 2 * MOST_BYTES)
+    ]
+
+
+def parts_by_memory(
+    group: MethodGroup, tokens: int, only: Sequence[str] = (), most_bytes: int = MOST_BYTES
+) -> Iterator[tuple[str, ...]]:
+    """The methods of a group in parts whose caches take at most so many bytes at prompts of so many tokens."""
+    methods = [name for name in group.methods if not only or name in only]
+    most = max(1, int(most_bytes / (group.bytes_per_token * tokens)))
+    count = -(-len(methods) // most)
+    ends = [len(methods) * (place + 1) // count for place in range(count)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield tuple(methods[start:end])
+
+
+TEXTS = "calibration_texts.jsonl"  # in the league's outputs
+DIGESTS = "calibrations.json"
+
+
+def calibrate_for_league(outputs: Path) -> None:
+    """Make the calibrations that are missing or that are not the league's: of queries, heads, and KVzap's scores.
+
+    They are made on the articles that are kept for training, and take the place of the model's older ones in the cache
+    folder. ConfigError where one cannot be made.
+    """
+    from kvexp.hf.calibrate import SURROGATES
+    from kvexp.run.calibrate import calibrate_model, train_kvzap
+    from kvexp.run.calibrated import model_digest
+    from kvexp.run.jobs import composed_model
+
+    words = [f"model={MODEL}"]
+    digest = model_digest(composed_model(words)[1])
+    outputs.mkdir(parents=True, exist_ok=True)
+    kept = outputs / DIGESTS
+    if not kept.exists() or json.loads(kept.read_text("utf-8")) != _digests(digest):
+        texts = outputs / TEXTS
+        lines = [json.dumps({"text": f"{one.title}\n\n{one.text}"}) for one in training_articles()]
+        replace(texts, ("\n".join(lines) + "\n").encode())
+        calibrate_model(words, str(texts), tokens=2048, count=20)
+        replace(kept, json.dumps(_digests(digest)).encode())
+    wanted = [one.id for one in training_articles()]
+    if list(SURROGATES.about(digest).get("articles", ())) != wanted:
+        train_kvzap(words, "", tokens=1250, count=400)
+
+
+def _digests(model: str) -> dict[str, str | None]:
+    """Digests of what the cache folder holds of a model's queries and heads; None for what is not there."""
+    from kvexp.hf.calibrate import HEADS, QUERIES
+
+    found: dict[str, str | None] = {}
+    for name, file in (("queries", QUERIES), ("heads", HEADS)):
+        try:
+            made = file.read(model)
+        except ConfigError:  # written by another version: made anew
+            made = None
+        found[name] = None if made is None else made.digest
+    return found
+
 
 PAGE, RECORDED = ROOT / "docs" / "methods_league.md", HERE / "methods_league.csv"
-BEGIN, END = "<!-- league: made by experiments/lib/league_page.py -->", "<!-- end of the league -->"
+BEGIN, END = "<!-- league: made by experiments/lib/league.py -->", "<!-- end of the league -->"
 NOT_RECORDED = "The league is not recorded yet."
 # https://huggingface.co/spaces/nvidia/kvpress-leaderboard: RULER-4k, 8B models, question hidden; better first.
 PUBLISHED = (
