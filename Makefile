@@ -92,7 +92,7 @@ test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer n
 # and are found first; torch stays. Without lm-eval, whose own dependencies are newer (data_dir).
 oldest: $(OLDEST)/.stamp ## these tests with the oldest versions that pyproject.toml allows (constraints-oldest.txt)
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m 'not slow and not peers and not real' $(addprefix tests/test_,identity.py patch.py generation.py layer_cache.py padding.py gguf.py checkpoints.py) -k 'not data_dir and not lm_eval' $(ARGS)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m 'not slow and not peers and not real' $(addprefix tests/,hf/test_identity.py hf/test_patch.py hf/test_gguf.py hf/test_checkpoints.py generate/test_generation.py core/test_layer.py) -k 'not data_dir and not lm_eval' $(ARGS)
 
 $(OLDEST)/.stamp: $(VENV)/.stamp constraints-oldest.txt
 	@echo 'installing the versions of constraints-oldest.txt into $(OLDEST)'
