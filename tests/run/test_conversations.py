@@ -209,7 +209,7 @@ def test_soda_turn_by_turn(tmp_path: Any) -> None:
     [
         (("generation=beam4",), "set generation=greedy"),
         (("budget.of=sequence",), "set budget.of=prompt"),
-        (("divergence=only",), "the rows of task=dialogue say how far"),
+        (("divergence=only",), "rows of task=dialogue say how far"),
         (("questions=all",), "questions=all is for tasks with several questions"),
     ],
 )
