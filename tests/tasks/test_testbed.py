@@ -235,7 +235,7 @@ def test_sample_refuses_what_it_cannot_show(arguments, words, capsys):
     from kvexp.tasks.testbed import main
 
     with pytest.raises(SystemExit):
-        main(["sample", *arguments])
+        main(arguments)
     assert words in capsys.readouterr().err
 
 
@@ -243,7 +243,7 @@ def test_sample_refuses_what_it_cannot_show(arguments, words, capsys):
 def test_sample_prints_a_document_and_answers(arguments, capsys):
     from kvexp.tasks.testbed import main
 
-    main(["sample", "--seed", "3", *arguments])
+    main(["--seed", "3", *arguments])
     shown = capsys.readouterr().out
     for task in ("testbed_summary", "testbed_qa", "testbed_needle", "testbed_dialogue"):
         assert task in shown
