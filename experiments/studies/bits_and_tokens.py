@@ -29,7 +29,7 @@ from kvexp.run.build import CACHE_KEYS, keys_named, quantization_of
 from kvexp.run.compose import told
 from kvexp.run.jobs import composed_model
 from kvexp.run.model_spec import config_of_spec
-from kvexp.util import CacheError, ConfigError, say
+from kvexp.util import CacheError, ConfigError, say, watch_pipes
 
 STORAGE = ("residual", "group", "key_axis", "value_axis", "symmetric")  # of the group `cache`, one value each
 DEFAULTS = {
@@ -78,6 +78,7 @@ def possibilities(
 
 def main(words: Sequence[str] | None = None) -> int:
     """0, or 2 for what cannot be done, which is told."""
+    watch_pipes()
     words = sys.argv[1:] if words is None else words
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
