@@ -7,7 +7,7 @@ import torch
 from capture_checker import CaptureChecker, changes
 from tiny import CONFIGS, prompts_of, tiny
 
-from kvexp.core import Budget
+from kvexp.core import Budget, QueryCalibration, Surrogate
 from kvexp.core.graph import ReplayableStep, capture_obstacle
 from kvexp.generate import CacheConfig, prefill_together
 from kvexp.generate.loop import batched_cache
@@ -16,6 +16,12 @@ from kvexp.methods import H2O, VATP, Keyformer, StreamingLLM
 from kvexp.run.build import build
 from kvexp.run.compose import option, options
 
+NOTHING = torch.zeros(0)
+# What a pass over texts would have found, at which nothing here looks.
+NOT_LOOKED_AT = {
+    "calibration": QueryCalibration("", NOTHING, NOTHING, NOTHING),
+    "surrogate": Surrogate("", NOTHING, NOTHING),
+}
 HALF = Budget(kv_ratio=0.5)
 NEW = 30
 
@@ -31,9 +37,7 @@ def obstacles():
     found = {}
     for name in options("method"):
         method = build(option("method", name), "method", within=("kvexp.methods", "kvexp.retrieval"))
-        given = object()  # what a pass over texts would have found, at which this does not look
-        budget = HALF if method.evicts else None
-        config = CacheConfig(method, budget, mode="auto", calibration=given, surrogate=given)
+        config = CacheConfig(method, HALF if method.evicts else None, mode="auto", **NOT_LOOKED_AT)
         found[name] = method, capture_obstacle(config)
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_steps import ALL, CASES, FAMILIES, NEW, Stepped, checked, obstacles, prompts_for
+from capture_steps import ALL, CASES, FAMILIES, NEW, NOT_LOOKED_AT, Stepped, checked, obstacles, prompts_for
 from device_runs import METHODS, config_of
 from host_reads import on_gpu, reads_of_decode_steps
 from recorded_graph import RecordedGraphs
@@ -169,8 +169,7 @@ def test_caches_that_decode_together_are_captured_together(monkeypatch):
 
 def not_captured():
     """Name -> why, of every method with small settings, those that keep everything too."""
-    given = object()  # what a pass over texts would have found, at which this does not look
-    configs = {name: config_of("llama", name, calibration=given, surrogate=given) for name in METHODS}
+    configs = {name: config_of("llama", name, **NOT_LOOKED_AT) for name in METHODS}
     configs |= {name: CacheConfig(method, SCARCE) for name, method in RETRIEVAL.items()}
     found = {name: capture_obstacle(config) for name, config in configs.items()}
     return {name: why for name, why in found.items() if why is not None}
