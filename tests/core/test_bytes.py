@@ -25,9 +25,9 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.build import STORAGE, build_cache
 from kvexp.run.labels import QUANTISED_FULL, check_idle, check_values
 from kvexp.run.model_spec import check_cache_fits_model
+from kvexp.run.plan import model_shape
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import identity
-from kvexp.run.workload import model_shape
 from kvexp.util import ConfigError
 
 # Quantised slots from the command line: settings, what identifies a run, labels, rows and tables.

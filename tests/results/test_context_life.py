@@ -10,12 +10,11 @@ import pytest
 from life_runs import EVIL, instructions, opened, outputs
 
 from kvexp.results import report as life_section
-from kvexp.results.command import main
 from kvexp.results.plots import draw_life
 from kvexp.results.read import folders, in_order, read_runs
 from kvexp.results.report import page, read
 from kvexp.results.table import print_blocks
-from kvexp.results.views import RUNS, VIEWS, View, chart_of, shown
+from kvexp.results.views import RUNS, VIEWS, View, chart_of, main, shown
 from kvexp.util import ConfigError, Console
 
 

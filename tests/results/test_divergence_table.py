@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvexp.results.command import main as results
 from kvexp.results.divergence import (
     NO_END,
     PerExample,
@@ -27,6 +26,7 @@ from kvexp.results.divergence import (
 )
 from kvexp.results.read import folders, read_runs
 from kvexp.results.table import interval
+from kvexp.results.views import main as results
 from kvexp.run import store as divergence_lines
 from kvexp.run.batches import settings_at
 from kvexp.run.model_spec import tokenizer_of

@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 from test_bytes import settings
 from turns import in_turn
 
-from kvexp.results.command import main
 from kvexp.results.plots import color_of, draw_quality, heatmap, marker_of, quality
 from kvexp.results.plots import draw_bytes as draw
 from kvexp.results.read import read_runs
 from kvexp.results.table import table
-from kvexp.results.views import bytes_table, grid
+from kvexp.results.views import bytes_table, grid, main
 from kvexp.run.batches import evaluate_run
 from kvexp.run.store import Run
 from kvexp.util import ConfigError

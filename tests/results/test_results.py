@@ -18,11 +18,11 @@ from rich.console import Console
 import kvexp
 from kvexp.results import stats
 from kvexp.results import stats as intervals
-from kvexp.results.command import main
 from kvexp.results.plots import draw_quality as draw
 from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.stats import n_needed
 from kvexp.results.table import CONTAINS, count, print_table, seconds, size, table, to_markdown
+from kvexp.results.views import main
 from kvexp.run.compose import listed
 from kvexp.run.store import Run, refuse
 from kvexp.util import ConfigError

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvexp.hf.cache import section
-from kvexp.results.command import main as results
 from kvexp.results.report import page, read
 from kvexp.results.table import print_table, table, to_markdown
+from kvexp.results.views import main as results
 from kvexp.run.store import Run
 from kvexp.util import CONTROL, Console, say, visible
 

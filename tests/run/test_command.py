@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from small import small
 
-from kvexp.results.command import main as results
 from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.table import table
+from kvexp.results.views import main as results
 from kvexp.run.jobs import duration, job_line, plan_jobs
 from kvexp.run.store import Run, accept, refusals, refuse, runs
 from kvexp.util import Session

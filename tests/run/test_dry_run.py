@@ -14,9 +14,8 @@ from tiny import tiny
 from kvexp.hf.load import random_config, shape_of
 from kvexp.methods import H2O, KVzip, KVzipPlus
 from kvexp.run.compose import listed
-from kvexp.run.plan import second_passes, tokens
+from kvexp.run.plan import DATA, MODELS, second_passes, tokens
 from kvexp.run.store import runs
-from kvexp.run.workload import DATA, MODELS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FEW = small("limit=4", "task.max_new_tokens=5", "task.nll=false", "batch_size=2")

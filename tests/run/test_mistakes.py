@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import run_py
 
-from kvexp.results.command import main as results
+from kvexp.results.views import main as results
 from kvexp.run.build import keys_named, with_keys
 from kvexp.run.compose import check_keys, settings, unknown
 from kvexp.run.labels import check_values

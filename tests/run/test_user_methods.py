@@ -24,7 +24,7 @@ from kvexp.core import AttentionScoreSpec, Budget, Method
 from kvexp.diagnose.show import main as diagnose
 from kvexp.diagnose.show import parser
 from kvexp.generate import GenerationParams, generate
-from kvexp.results.command import main as results
+from kvexp.results.views import main as results
 from kvexp.run.compose import option, without_method_words
 from kvexp.run.settings import settings_of
 from kvexp.run.store import runs

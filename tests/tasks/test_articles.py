@@ -296,7 +296,7 @@ def test_the_table_counts_what_the_full_cache_answers(tmp_path, capsys):
     assert (run["n"], run["questions"], run["paired"]) == (40, 60, 40)
     assert run["exact"] == run["exact_of_full"] == 50.0  # 20 of the 40 that count, whatever it said of the others
     assert run["verdict99"] == "fail"
-    from kvexp.results.command import main
+    from kvexp.results.views import main
 
     assert main([str(tmp_path)]) == 0
     told = " ".join(capsys.readouterr().out.split())

@@ -17,9 +17,8 @@ from conftest import SHARED
 from test_conf import composed
 
 from kvexp.hf.load import byte_tokenizer
-from kvexp.results.command import main
 from kvexp.results.table import table
-from kvexp.results.views import FOURTEEN, averages
+from kvexp.results.views import FOURTEEN, averages, main
 from kvexp.run.prompts import continuation, tokenize, with_stop_tokens
 from kvexp.run.settings import settings_of
 from kvexp.run.store import Run
