@@ -241,7 +241,7 @@ def test_why_an_example_is_forced_nothing_is_said_where_there_are_no_rows(tmp_pa
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("divergence=maybe",), "auto, true, false or only"),
+        (("divergence=maybe",), "divergence must be true or false or one of auto, only"),
         (("divergence_text=all",), "own, reference, both"),
         (("epsilon_kl=0",), "epsilon_kl must be above 0, got 0"),
         (("epsilon_top1=x",), "epsilon_top1"),
