@@ -34,7 +34,7 @@ model would score (`kvexp/tasks/testbed.py`). Intervals are 95 % intervals over 
 / **does not hold**: every part of the claim is supported / one part is contradicted, by its interval or where it counts
 points, by the count; **undecided**:
 the intervals leave it open; **waits for a GPU**: it is about speed, and nothing was measured yet. Numbers of both and
-reasons: [FINDINGS.md](FINDINGS.md). Seconds: of CPU time (all threads, user and system) on the testbed in a run of
+reasons: [findings.csv](findings.csv). Seconds: of CPU time (all threads, user and system) on the testbed in a run of
 all exhibits that found nothing there; what another exhibit had already run is not run again.
 """
 COLUMNS = ("exhibit", "the paper's claim", "SmolLM2-135M", "testbed", "command", "CPU seconds")
