@@ -381,7 +381,7 @@ def _keep_all() -> set[str]:
 
 def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
     """A heading, a row per budget, and what was not run."""
-    yield f"### {task}, {SHORT[question]} (n = {int(part['n'].max())})"
+    yield f"### {task}, {SHORT[question]} (n={int(part['n'].max())})"
     rows = [row for ratio in RATIOS if (row := _row(f"{ratio:g}", part[part["kv_ratio"].eq(ratio)]))]
     yield _lines("budget | method | KL | as near | keeps all", rows)
     if missing := [name for name in _names_of(task) if name not in {name_of(row) for _, row in part.iterrows()}]:

@@ -137,7 +137,7 @@ def test_the_page_says_what_the_rows_say():
         ]
     )
     text = league.text_of(frame)
-    assert text.startswith("### news, hidden (n = 20)")
+    assert text.startswith("### news, hidden (n=20)")
     assert "| 0.5 | keydiff | 0.100 (0.090..0.110) | expected_attention+adaptive | - |" in text, (
         "not told from the first"
     )
