@@ -75,7 +75,7 @@ def test_a_haystack_too_short_is_said_before_the_model_loads(tmp_path, monkeypat
         def __call__(self, text, add_special_tokens=True, verbose=True):
             return type("Encoding", (), {"input_ids": list(range(len(text.split())))})
 
-    monkeypatch.setattr(runner, "tokenizer_of", lambda spec: Words())
+    monkeypatch.setattr("kvexp.run.prompts.tokenizer_of", lambda spec: Words())
     monkeypatch.setattr(runner, "load", lambda spec: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError, match=r"makes a prompt of \d+ of this model's tokens, and 1500 are asked for"):
         runner.evaluate_run(settings(tmp_path, *NEEDLE, "task.lengths=[1500]", "method=full"))
