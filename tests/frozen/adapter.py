@@ -4,7 +4,7 @@ import sys
 
 
 def whole_batches():
-    """Let no clock part a batch: the last digits of KL depend on how many rows small linear layers are given at once."""
+    """Let no clock part a batch: KL's last digits depend on how many rows small linear layers get at once."""
     import kvexp.run.batches as batches
 
     batches.WRITE_EVERY_S = None
