@@ -1,6 +1,6 @@
 """Compile the kernels for sm_80, sm_90 and sm_100 without a GPU, and hold their machine code against bars.
 
-    make gpu-compile                      # the default set, compared with the table of docs/gpu.md
+    make gpu-compile                      # the default set, compared with the table in table.md
     make gpu-compile ARGS=--write         # writes that table
     make gpu-compile ARGS=--all           # every specialisation, bars alone (about an hour)
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from benchmarks.machine_code.cases import ALL, DEFAULT, Case
 from benchmarks.machine_code.compiler import check_installed, compile_all
 from benchmarks.machine_code.launches import Specialisation, specialisations
 from benchmarks.machine_code.sass import DEVICES, Line, broken, differences, markdown, write
-from benchmarks.store import ROOT
 from kvexp.util import ConfigError, watch_pipes
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = Path(__file__).with_name("table.md")
 
 
 def calls_of(cases: tuple[Case, ...]) -> dict[Specialisation, list[str]]:
@@ -36,7 +36,7 @@ def calls_of(cases: tuple[Case, ...]) -> dict[Specialisation, list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_code", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every specialisation, not the default set")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write the table in benchmarks/machine_code/table.md")
     parser.add_argument("--only", default="", help="calls and kernels that contain this text; no table")
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -66,9 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif not options.all:
         changed = differences(PAGE, made)
         wrong += len(changed)
-        print(
-            "\n".join(["docs/gpu.md says something else: make gpu-compile ARGS=--write", *changed] if changed else [])
-        )
+        print("\n".join(["table.md says something else: make gpu-compile ARGS=--write", *changed] if changed else []))
     seconds = time.perf_counter() - start
     print(f"{len(tasks)} machine codes of {len(calls)} specialisations in {seconds:.0f} s; {wrong or 'nothing'} wrong")
     return 1 if wrong else 0

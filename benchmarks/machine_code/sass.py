@@ -1,4 +1,4 @@
-"""What cuobjdump says of a kernel's machine code, what the code must hold, and the table of docs/gpu.md."""
+"""What cuobjdump says of a kernel's machine code, what the code must hold, and the table of table.md."""
 
 from __future__ import annotations
 

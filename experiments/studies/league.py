@@ -213,6 +213,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("hash", lambda entry: entry["hash"]),
     ("digests", _digests),
 )
+HTML_ONLY = ("TTFT, TPOT", "baseline", "code", "commit, NUMERICS", "digests")  # columns that docs/league.md leaves out
 LEAD = (
     "One line per method, budget and protocol. KL: mean KL divergence from the full cache per token of its own answer, "
     "in nats, the first token left out; less is better. Every entry can be measured again: "
@@ -268,11 +269,12 @@ def command(entry: Entry) -> str:
 
 def markdown(entries: Sequence[Entry]) -> str:
     """The tables as Markdown, for docs/league.md."""
+    columns = [(name, cell) for name, cell in COLUMNS if name not in HTML_ONLY]
     lines = []
     for title, own in groups_of(entries):
-        lines += [f"**{_cell(title)}**", "", _line([name for name, _ in COLUMNS])]
-        lines += [_line(["---", *["---:"] * (len(COLUMNS) - 1)])]
-        lines += [*(_line([_cell(cell(entry)) for _, cell in COLUMNS]) for entry in own), ""]
+        lines += [f"**{_cell(title)}**", "", _line([name for name, _ in columns])]
+        lines += [_line(["---", *["---:"] * (len(columns) - 1)])]
+        lines += [*(_line([_cell(cell(entry)) for _, cell in columns]) for entry in own), ""]
     return "\n".join(lines)
 
 

@@ -199,8 +199,7 @@ def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = Fa
 def qk_matmul(query: Tensor, keys: Tensor) -> Tensor:
     """Dot products of queries [B, H, n, D] and keys [B, H, S, D]: [B, H, n, S].
 
-    On a CPU the product of few queries with wide heads takes half the time with its factors swapped (measured:
-    docs/decisions/speed.md).
+    On a CPU the product of few queries with wide heads takes half the time with its factors swapped (measured).
     """
     count, width = query.shape[-2:]
     if query.device.type == "cpu" and count <= SWAP_MAX_QUERIES and width >= SWAP_MIN_HEAD_DIM:

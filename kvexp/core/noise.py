@@ -4,7 +4,7 @@ No generator state means that blocks, batches, beams, padding and devices cannot
 per (query, key), would cost several times what attention costs if every draw were hashed and put through two
 logarithms. So the draws lie ready in a pool: (seed, layer, head, query) are hashed to an offset into it, and the keys
 of that query take the draws from there on, `pool[offset + key position]`. Within a row of attention no draw comes
-twice; two rows share a run of draws where their offsets are near, at different keys (docs/decisions/core.md).
+twice; two rows share a run of draws where their offsets are near, at different keys (DECISIONS.md).
 
 The mixer is the public-domain 32-bit integer hash "lowbias32" (two multiplications, three xor-shifts).
 """
@@ -129,7 +129,7 @@ class Noise:
 
     `fresh`: one draw per (query, key), as the authors' code does; otherwise one per key, the other reading of
     Algorithm 1. Gaussian and constant have the mean (and standard deviation) of the Gumbel distribution, as Table 4 of
-    that paper; a constant cannot change a softmax, so it must equal none (docs/decisions/core.md).
+    that paper; a constant cannot change a softmax, so it must equal none (DECISIONS.md).
     """
 
     kind: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel"

@@ -5,7 +5,7 @@
 `torch.nn.functional.linear` hands float32 to MKL, whose product of one row runs on one thread whatever there are,
 and which takes two to three times as long as the weights take to read where the processor is not Intel's. oneDNN,
 which torch brings along, comes near to memory's limit if it is given a copy of the weights in the order it reads
-them (measured: docs/decisions/numerics.md). From two rows on its kernels for AVX2 and AVX-512 add up a row's sums
+them (measured: DECISIONS.md). From two rows on its kernels for AVX2 and AVX-512 add up a row's sums
 in one order, whatever the number of rows or threads and whether they read the copy or the weights; so a single row
 is given to it twice.
 

@@ -41,8 +41,8 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
     if session.failures and jobs:
         console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)
         for why, names in _by_reason(session.failures).items():
-            reason = f"\n    {why}" if why else ""
-            console.print(f"  {', '.join(names)}{reason}", highlight=False, soft_wrap=True)
+            for line in (*names, *([f"  {why}"] if why else [])):
+                console.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
 def _by_reason(failures: Sequence[Failure]) -> dict[str, list[str]]:

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 PROMPT, NEW = 128, 3  # tokens of a warm-up: enough for every kind of call
 # Places for batches in all rounds of the processes, over batches: a process per thread gains about as much.
 MIN_UTILISATION = 4 / 3
-# Rows of a decode step, above which reading the weights once for more of them gains little (docs/decisions/speed.md).
+# Rows of a decode step, above which reading the weights once for more of them gains little (DECISIONS.md).
 MAX_DECODE_ROWS = 64
 ANSWER = "answer"  # what a row is of; the other kinds of work are TEXTS, which are forced
 

@@ -35,7 +35,7 @@ MEMORY, TIME = "memory", "time"  # the values of a row's `failed`
 SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
 WRITE_EVERY_S = 55.0  # aimed at between two writes
 FEW_STEPS = 16  # of an answer that is soon there, however many are decoded together
-WORTH_ROWS = 16  # fewer make steps costly (docs/decisions/speed.md): taken together even where that takes twice as long
+WORTH_ROWS = 16  # fewer make steps costly (DECISIONS.md): taken together even where that takes twice as long
 
 
 class TimeLimitExceeded(BaseException):

@@ -1,7 +1,7 @@
 """Worker processes of a sweep: forks that share one model, and an engine's workers that take whole jobs.
 
 On a CPU a small model's decode step is hundreds of short calls, which a second thread hardly makes faster and a second
-process does (measured: docs/decisions/speed.md). Forks have one thread each, and the weights are there once.
+process does (measured: DECISIONS.md). Forks have one thread each, and the weights are there once.
 """
 
 from __future__ import annotations

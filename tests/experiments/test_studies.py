@@ -1,4 +1,4 @@
-"""The yardstick: a full cache beside published numbers, beside lm-eval's own model, and what tables say of it."""
+"""Studies that no sweep needs: bits or tokens, the yardstick, the testbed's export."""
 
 from __future__ import annotations
 
@@ -9,17 +9,65 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from test_conf import composed
 from test_results import noisy, write
 from tiny import stock
 
+import kvexp.run.batches as runner
+from experiments.studies import testbed as command
 from experiments.studies import yardstick as hflm_agreement
 from experiments.studies import yardstick as published_numbers
-from experiments.studies.yardstick import FullCacheScore, PublishedNumber, main, mean_score, published, verdict
+from experiments.studies.bits_and_tokens import main, possibilities
+from experiments.studies.testbed import export_tasks as export
+from experiments.studies.yardstick import FullCacheScore, PublishedNumber, mean_score, published, verdict
+from experiments.studies.yardstick import main as main_of_yardstick
 from kvexp import NUMERICS
 from kvexp.hf.load import byte_tokenizer
 from kvexp.results.table import notes, table
+from kvexp.run.model_spec import load
+from kvexp.run.settings import settings_of
 from kvexp.run.store import Run, check_of, keep_check, runs
+from kvexp.tasks import TestbedChoice, TestbedQA
 from kvexp.util import ConfigError
+
+# Which numbers of tokens and of bits fit into a share of bytes.
+
+
+def test_the_list_of_what_fits() -> None:
+    found = possibilities([0.5, 0.01], [(16, 16), (8, 8), (4, 2)], {"residual": 32, "group": 32}, 64, 1000)
+    slots = [one.slots for one in found]
+    assert slots[0] == 500 and slots[0] < slots[1] < slots[2] and slots[3] == 10
+    for one in found:
+        assert one.bytes <= one.allowed and (one.bytes_ratio, one.key_bits) != (0, 0)
+    assert found[1].prompt_share == slots[1] / 1000
+
+
+def test_the_lists_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=tiny", "bytes_ratio=0.5,0.25", "prompt_tokens=200", "cache.bits=16,4", "cache.group=8"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "tiny: heads of 16 channels, prompts of 200 tokens; bytes of one kv head"
+    assert out[2].split()[:4] == ["0.5", "16", "16", "100"] and len(out) == 7
+    assert out[-1] == "kvexp run -m bytes_ratio=0.5,0.25 cache.bits=16,4 cache.group=8 model=tiny"
+    assert main(["model=tiny", "cache.key_bits=4", "cache.value_bits=2,4", "cache.group=8", "bytes_ratio=0.3"]) == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .endswith("cache.key_bits=4 cache.value_bits=2,4 cache.group=8 model=tiny")
+    )
+    for words, told in (
+        (["bits=4"], "bits=4: the settings are model=NAME"),
+        (["model=tiny", "bytes_ratio=2"], "bytes_ratio must be in (0, 1], got '2'"),
+        (["model=tiny", "prompt_tokens=1.5"], "prompt_tokens must be a whole number of at least 1, got '1.5'"),
+        (["model=tiny", "cache.bits=3"], "must be one of 16, 8, 4, 2"),
+        (["model=tiny"], "cache.group=32 does not divide the 16 channels"),
+    ):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
+
+
+# The yardstick: a full cache beside published numbers, beside lm-eval's own model, and what tables say of it.
+
 
 ROWS = Path(__file__).parents[1] / "fixtures" / "lm_eval"
 PIQA = PublishedNumber("piqa", "acc_norm", 60.0)
@@ -144,7 +192,7 @@ def yardstick(tmp_path, monkeypatch, capsys):
         own = [f"outputs_dir={tmp_path / 'out'}", "model=local", f"model.path={folder}", f"task.data_dir={ROWS}"]
         monkeypatch.setattr(sys, "argv", ["yardstick"])
         capsys.readouterr()
-        code = main(["--numbers", "tiny_random", *own, *words])
+        code = main_of_yardstick(["--numbers", "tiny_random", *own, *words])
         return (code, *capsys.readouterr())
 
     return called
@@ -207,5 +255,119 @@ def test_mistakes_are_one_line(yardstick, words, told):
 
 
 def test_random_weights_have_no_yardstick(yardstick, monkeypatch, capsys):
-    assert main(["--numbers", "tiny_random", "model=tiny", f"task.data_dir={ROWS}"]) == 2
+    assert main_of_yardstick(["--numbers", "tiny_random", "model=tiny", f"task.data_dir={ROWS}"]) == 2
     assert "model=tiny has random weights: there is nothing to compare them with" in capsys.readouterr().err
+
+
+# The testbed through lm-eval's, LongBench's and needle's own code: high scores where nothing is evicted, and ours.
+
+
+SIZE = 12
+OWN = (f"task.size={SIZE}", "task.marked=4")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("testbed"), size=SIZE)
+
+
+def settings(folder, *overrides):
+    words = [*overrides, "model=testbed_rope", f"outputs_dir={folder}", "method=h2o", "kv_ratio=0.3"]
+    return settings_of(*composed(*words))
+
+
+def both(folder, *overrides):
+    """Rows of full attention and of h2o at 0.3."""
+    (asked,) = settings(folder, *overrides).parts()
+    runner.evaluate_run(asked)
+    return [runner.evaluate_run(each).rows() for each in (asked.baseline(), asked)]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def mean(rows, metric):
+    return sum(row["metrics"][metric] for row in rows) / len(rows)
+
+
+def test_lm_eval_and_our_own_choice_agree(tmp_path, written):
+    """Item by item, choice by choice, with full attention and under eviction."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    theirs, ours = both(tmp_path, *written["lm_eval"]), both(tmp_path, "task=testbed_choice", *OWN)
+    for one, other in zip(theirs, ours, strict=True):
+        assert len(one) == len(other) == SIZE
+        for row, own in zip(one, other, strict=True):
+            assert row["prompt_tokens"] == own["prompt_tokens"] and row["reference"] == own["reference"]
+            assert row["choices"]["tokens"] == own["choices"]["tokens"]
+            assert row["choices"]["logprobs"] == pytest.approx(own["choices"]["logprobs"], abs=1e-4)
+            assert row["metrics"]["acc"] == own["metrics"]["acc"]
+    full, evicted = theirs
+    assert [row["receipt"]["slots"] for row in evicted] == [row["receipt"]["slots"] for row in ours[1]]
+    assert mean(full, "acc") >= 90 > mean(evicted, "acc")
+
+
+def test_lm_evals_own_model_agrees(tmp_path, written):
+    """The third judge: lm-eval's HFLM, which knows nothing of kvexp, on the same weights."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM
+
+    (asked,) = settings(tmp_path, *written["lm_eval"], "limit=4").parts()
+    items = list(asked.task.examples())
+    hf = HFLM(AutoModelForCausalLM.from_pretrained(asked.model.path), tokenizer=load(asked.model)[1], batch_size=2)
+    found = hf.loglikelihood([instance for item in items for instance in item.instances], disable_tqdm=True)
+    full = runner.evaluate_run(asked.baseline()).rows()
+    logprobs = [value for row in full for value in row["choices"]["logprobs"]]
+    assert [value for value, _ in found] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_longbenchs_code_on_the_questions(tmp_path, written):
+    """Its prompt in front, its metric; the answers are those that our own task gets where nothing is evicted."""
+    full, evicted = both(tmp_path, *written["longbench"])
+    ours, _ = both(tmp_path, "task=testbed_qa", *OWN)
+    assert [row["reference"] for row in full] == [row["reference"] for row in ours]
+    assert mean(full, "score") >= 85 and mean(ours, "f1") >= 85
+    assert mean(evicted, "score") < mean(full, "score")
+    assert full[0]["prompt_tokens"] > ours[0]["prompt_tokens"]  # the official instruction
+
+
+def test_needles_code_on_the_codes(tmp_path, written):
+    full, evicted = both(tmp_path, *written["needle"], "task.lengths=[200]", "task.depths=[0,30]")
+    assert len(full) == 6 and all(199 <= row["prompt_tokens"] <= 200 for row in full)
+    assert mean(full, "exact") == 100 > mean(evicted, "exact")
+
+
+def test_the_files_hold_what_the_tasks_ask(tmp_path):
+    export(tmp_path, size=5, split="validation", seed=3)
+    options = {"size": 5, "split": "validation", "seed": 3, "marked": 4}
+    rows = read(tmp_path / "lm_eval" / "testbed_choice.test.jsonl")
+    for row, example in zip(rows, TestbedChoice(**options).examples(), strict=True):
+        assert row["prompt"] == example.prompt and row["choices"][row["answer"]] == example.reference
+        assert tuple(f" {choice}" for choice in row["choices"]) == example.choices
+    rows = read(tmp_path / "longbench" / "triviaqa.jsonl")
+    for row, example in zip(rows, TestbedQA(**options).examples(), strict=True):
+        assert f"{row['context']} {row['input']}" == example.prompt and row["answers"] == [example.reference]
+    words = " ".join(path.read_text() for path in sorted((tmp_path / "haystack").iterdir())).split()
+    assert "code" not in words and len(words) > 1000
+
+
+def test_the_command_prints_commands_that_hydra_reads(tmp_path, capsys):
+    import shlex
+
+    command.main(["export", str(tmp_path / "a folder, with 'marks'"), "--size", "3"])
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines] == [["kvexp", "run"]] * 3
+    for line in lines:
+        values = {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides(line[2:])}
+        place = {"lm_eval": "task.tasks", "longbench": "task.data_files", "needle": "task.haystack"}[values["task"]]
+        assert "a folder, with 'marks'" in str(values[place])
+        settings_of(*composed(*line[2:])).task.check()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write to"):
+        export(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"task\.size must be at least 1, got 0"):
+        export(tmp_path, size=0)
