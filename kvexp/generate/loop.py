@@ -121,6 +121,7 @@ def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int
             part.record(ended, now, last=left == 0)
         worked(ANSWERS, answers / max_new_tokens)
         if left == 0 or not any(part.num_going for part in going):
+            worked(ANSWERS, answers * left / max_new_tokens)  # the steps that no row needed
             break
         # 3. Leave out the contexts all of whose rows have ended, once they are many; the others go on.
         ended_share = _ended_share(going)
@@ -136,7 +137,6 @@ def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int
         logits = steps(cat_rows(tokens), positions)
         for part, own in zip(going, logits.split([len(token) for token in tokens]), strict=True):
             part.batch.logits = own
-    worked(ANSWERS, answers * left / max_new_tokens)  # the steps that no row needed
     return counts.note
 
 
