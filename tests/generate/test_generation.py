@@ -505,7 +505,10 @@ CALLS = {
     "official mask": (dict(method=H2O(impl="mask"), budget=Budget(tokens=8)), "set mode=mask"),
     "full rows": (dict(method=A2SF(score_source="full"), budget=Budget(tokens=8)), "set mode=mask"),
     "mode": (dict(method=H2O(), budget=Budget(tokens=8), mode="drop"), "overwrite, compact, mask, auto, got 'drop'"),
-    "positions": (dict(method=H2O(), budget=Budget(tokens=8), positions="new"), "positions must be one of original, renumbered or null, got 'new'"),
+    "positions": (
+        dict(method=H2O(), budget=Budget(tokens=8), positions="new"),
+        "positions must be one of original, renumbered or null, got 'new'",
+    ),
     "too long": (
         dict(method=Full(), decoding=GenerationParams(300)),
         "17 tokens and max_new_tokens=300, the model holds 211",
