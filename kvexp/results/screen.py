@@ -93,7 +93,10 @@ def print_screen(
         console.print()
         _print_rows(rows, console)
         below |= dict.fromkeys(_below(rows, all(_is_greedy(known[row["hash"]]) for row in rows)))
-    lines = [*below, *_troubles(frame, several), *quality.refused_line(frame)]
+    told = (
+        frame if frame["n"].sum() or not far else frame[frame["status"] == "refused"]
+    )  # divergence=only makes no rows
+    lines = [*below, *_troubles(told, several), *quality.refused_line(frame)]
     if several and took:
         lines.append(f"{len(shown)} runs in {took}")
     more = f" · also: --view {', '.join(views)}" if views else ""
@@ -142,6 +145,11 @@ def _in_order(rows: list[Record]) -> list[Record]:
 
 def _is_full(row: Row) -> bool:
     return bool(row["verdict99"] == "baseline")
+
+
+def _only_distance(row: Row) -> bool:
+    """Whether the run makes no rows (divergence=only), or is the full cache's of such runs."""
+    return not row["n"] and (bool(row["far_n"]) or _is_full(row))
 
 
 def _cache(row: Row) -> str:
@@ -240,10 +248,8 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
         limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
         always += [Column(limit, _kl_verdict, right=False)] if enough and text != {"choices"} else []
     task = rows[0].get("task")
-    enough, headline = (
-        False,
-        next((m for m in metrics if any(not absent(row[f"{m}_of_full"]) for row in rows)), *metrics[:1]),
-    )
+    with_percent = (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows))
+    enough, headline = False, next(with_percent, metrics[0] if metrics else None)
     if headline is not None:
         enough = any(not absent(row["paired"]) and not quality.few(row) for row in ran)
         score = quality.metric_column(headline, task)
@@ -256,7 +262,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
         else:
             always.append(score)
         more.append([score] if enough else [])
-    if any(row["status"] != "done" for row in rows):
+    if any(row["status"] != "done" and not _only_distance(row) for row in rows):
         always.append(plain("status", "status", right=False))
     always += telling(rows, Column("KV peak", lambda row: size(row["peak_kv_bytes"])))
     times = (Column("TTFT", lambda row: seconds(row["ttft_s"])), Column("TPOT", lambda row: seconds(row["tpot_s"])))
@@ -349,9 +355,9 @@ def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: st
 
 def _below(rows: list[Record], greedy: bool) -> Iterator[str]:
     """What the lines of one table leave open. greedy: KL can be measured along the answers of these runs."""
-    ran = [row for row in rows if not _is_full(row) and row["status"] == "done"]
+    ran = [row for row in rows if not _is_full(row) and (row["status"] == "done" or _only_distance(row))]
     counts = [int(row["paired"]) for row in ran if not absent(row["paired"])]
-    counts += [int(row["far_n"]) for row in ran if absent(row["paired"]) and row["far_n"]]
+    counts += [int(row["far_n"]) for row in ran if not row["n"] and row["far_n"]]
     few = [count for count in counts if count < stats.MIN_PAIRS]
     if few:
         least = min(few)
@@ -384,13 +390,13 @@ def _is_greedy(folder: Folder) -> bool:
 
 
 def _needed(rows: Sequence[Row]) -> str:
-    """The range of examples that decide the 99 % of these rows."""
-    lows, highs = ([row[name] for row in rows if not absent(row[name])] for name in ("needed_low", "needed_high"))
-    if not lows or not highs:
+    """How many examples would probably decide the 99 % of these rows."""
+    each = [row["needed"] for row in rows if not absent(row["needed"])]
+    if not each:
         return ""
-    low, high = quality.count(min(lows)), quality.count(max(highs))
-    words = f"about {low}" if low == high else f"{low} to {high}"
-    return f"; {_long(str(rows[0]['headline']), rows[0].get('task'))} here needs {words}"
+    low, high = quality.count(min(each)), quality.count(max(each))
+    words = low if low == high else f"{low} to {high}"
+    return f"; {_long(str(rows[0]['headline']), rows[0].get('task'))} here needs about {words}"
 
 
 def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
