@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, ParamSpec, TextIO, TypeVar
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.segment import Segment
 
@@ -393,7 +393,8 @@ class Session:
 
     typed_keys: keys of the command line, which a person thereby trusts; None where there is none, as in a worker,
     whose jobs were checked before they came. hashes: runs and baselines to show at the end, in the order they were
-    asked for. filled_ahead: hashes of runs that a shared prefill has filled in before their turn.
+    asked for. filled_ahead: hashes of runs that a shared prefill has filled in before their turn;
+    complete_ahead: those of them that lack nothing.
     overrides_of_jobs: what tells each job of a sweep apart, empty where that is not known. begun: a job has been
     composed. job_seconds: of the jobs that made rows. texts_measured: texts forced for the divergence. may_defer:
     whether a job that another process is at may wait until the end. unmeasured: why runs have no divergence, with
@@ -407,6 +408,7 @@ class Session:
     rows_written: int = 0
     texts_measured: int = 0
     filled_ahead: set[str] = field(default_factory=set)
+    complete_ahead: set[str] = field(default_factory=set)
     overrides_of_jobs: list[list[str]] = field(default_factory=list)
     begun: bool = False
     jobs_done: int = 0
@@ -415,6 +417,12 @@ class Session:
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
     collected: list[Any] | None = None
     deferred: list[Any] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """How long the command has been at work."""
+        return time.monotonic() - self.started
 
     def add_runs(self, *hashes: str | None) -> None:
         """These runs belong to what the command shows; None is no run."""
@@ -467,7 +475,11 @@ def keys_of(words: Sequence[str]) -> set[str]:
     return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
-EVERY_S = 10.0  # between plain lines
+EVERY_S = 60.0  # between plain lines
+TITLE = 32  # letters beside a bar
+REDRAW_S = 0.2  # between two changes of a bar
+KNOWN = 0.02  # of a kind of work, done: from then on it is known how long the rest takes
+PROMPTS, ANSWERS, TEXTS = "prompts", "answers", "texts"  # kinds of work of a run: read, written, forced
 
 
 class Console(rich.console.Console):
@@ -481,41 +493,135 @@ class Console(rich.console.Console):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
-class Progress:
-    """Context manager around the examples of a run, or whatever else is counted; `advance` after each."""
+Listener = Callable[[str, float], None]
+_listeners: list[Listener] = []  # to work as it is done, the innermost last
 
-    def __init__(self, title: str, total: int, done: int, what: str = "examples") -> None:
-        self.title, self.total, self.done, self.first, self.what = title, total, done, done, what
-        self.start = self.last = time.monotonic()
+
+def worked(kind: str, count: float) -> None:
+    """Tell whoever shows progress, if anybody does, that so many prompts, answers or texts are done: a part of one too.
+
+    Called after every decode step, in timed runs too, so that a listener has to be quick.
+    """
+    if _listeners:
+        _listeners[-1](kind, count)
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """In the block, `worked` tells this listener."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+class Progress:
+    """Context manager around the examples of a run, or whatever else is counted; `advance` after each.
+
+    work: how many of each kind are to be done, where kinds take times of their own: prompts are read, then answers
+    written, then texts forced. The time left is said once each kind's pace is known by some of it (`worked` tells of
+    parts of an answer); forced texts count as fast as answers until then.
+    """
+
+    def __init__(
+        self, title: str, total: int, done: int, what: str = "examples", work: Mapping[str, int] | None = None
+    ) -> None:
+        self.title, self.total, self.done, self.what = title, total, done, what
+        self.work = dict(work or {what: total - done})
+        self.made = dict.fromkeys(self.work, 0.0)  # of each kind, parts included
+        self.written = dict.fromkeys(self.work, 0)
+        self.spent = dict.fromkeys(self.work, 0.0)  # seconds
+        self.start = self.last = self.told = time.monotonic()
         self.bar: Bar | None = None
 
     def __enter__(self) -> Progress:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(listening(self._worked))
         if sys.stdout.isatty():
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-            self.bar = Bar(*columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console())
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), TaskProgressColumn())
+            self.bar = Bar(*columns, TextColumn("{task.fields[words]}", markup=False), console=Console())
             self.bar.start()
-            self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, rate="")
+            self.task = self.bar.add_task(_shortened(self.title), total=1.0, completed=0, words=self._counts())
         else:
-            say(f"{self.title}: {self.total - self.done} {self.what}", flush=True)
+            say(f"{self.title}: {self._counts(done=False)}", flush=True)
         return self
 
-    def advance(self, count: int = 1) -> None:
-        """So many more are done: rows are on disk."""
+    def advance(self, count: int = 1, kind: str | None = None) -> None:
+        """So many more are done: rows are on disk. kind: of `work`."""
+        kind = kind or next(iter(self.work))
         self.done += count
+        self.written[kind] += count
+        self._worked(kind, max(0.0, self.written[kind] - self.made[kind]))
+
+    def seconds_left(self) -> float | None:
+        """How long the rest takes; None until that is known."""
+        each = {kind: self.spent[kind] / self.made[kind] for kind in self.work if self._is_known(kind)}
+        if TEXTS in self.work and TEXTS not in each and ANSWERS in each:
+            each[TEXTS] = each[ANSWERS]
+        left = {kind: max(0.0, self.work[kind] - self.made[kind]) for kind in self.work}
+        later = [1 - self.made[kind] / self.work[kind] for kind in (ANSWERS, TEXTS) if self.work.get(kind)]
+        if PROMPTS in left and later and min(later) < 1:  # prompts are read before; some kinds of task tell of none
+            left[PROMPTS] = min(left[PROMPTS], max(later) * self.work[PROMPTS]) if self.made[PROMPTS] else 0.0
+        if any(left[kind] and kind not in each for kind in left):
+            return None
+        return sum(count * each[kind] for kind, count in left.items() if count)
+
+    def _is_known(self, kind: str) -> bool:
+        return self.made[kind] > 0 and self.made[kind] >= KNOWN * self.work[kind]
+
+    def _worked(self, kind: str, count: float) -> None:
+        """Listens to `worked`; the time since the last was this kind's."""
+        if kind not in self.work:
+            kind = next(iter(self.work))
+            count = 0.0
         now = time.monotonic()
-        rate = (self.done - self.first) / max(now - self.start, 1e-9)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done, rate=f"{rate:.2g}/s")
-        elif now - self.last > EVERY_S:
-            self.last = now
-            left = (self.total - self.done) / rate
-            say(f"{self.title}: {self.done}/{self.total}, {rate:.2g}/s, {left:.0f} s left", flush=True)
+        self.spent[kind] += now - self.last
+        self.last = now
+        self.made[kind] = min(float(self.work[kind]), self.made[kind] + count)
+        if now - self.told < (EVERY_S if self.bar is None else REDRAW_S):
+            return
+        self.told = now
+        left = self.seconds_left()
+        about = "about" if any(self.written.values()) else "at most"  # answers may end before max_new_tokens
+        words = f"{self._counts()}, {'time not known yet' if left is None else f'{about} {duration(left)} left'}"
+        if self.bar is None:
+            say(f"{self.title}: {words}", flush=True)
+            return
+        spent = sum(self.spent.values())
+        share = self.done / max(1, self.total) if left is None else spent / max(spent + left, 1e-9)
+        self.bar.update(self.task, completed=share, words=words)
+
+    def _counts(self, *, done: bool = True) -> str:
+        """ "12/20 prompts, 30/76 answers"; without what is done, "20 prompts, 76 answers"."""
+        if list(self.work) == [self.what]:
+            return f"{self.done}/{self.total} {self.what}" if done else f"{self.total - self.done} {self.what}"
+        each = {kind: count for kind, count in self.work.items() if count}
+        words = (
+            f"{int(self.made[kind])}/{count} {kind}" if done else f"{count} {kind}" for kind, count in each.items()
+        )
+        return ", ".join(words)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stack.close()
         if self.bar is not None:
+            if kind is None:
+                self.bar.update(self.task, completed=1.0, words=self._counts())
             self.bar.stop()
+
+
+def _shortened(title: str) -> str:
+    """A title that leaves room for the numbers of a bar."""
+    return title if len(title) <= TITLE else title[: TITLE - 1] + "…"
+
+
+def duration(seconds: float) -> str:
+    """80 s, 12 min, 3.2 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 # What is to be known of the Hugging Face hub before it is used: whether it answers, and which commit `main` is.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvexp.generate.inputs import check_finite, check_length, check_tokens, rows_that_fit
 from kvexp.generate.loop import MIN_ENDED_SHARE, batched_cache
 from kvexp.generate.prefill import PrefilledContext, decode_step
-from kvexp.util import ConfigError
+from kvexp.util import TEXTS, ConfigError, worked
 
 ROWS_AT_ONCE = 16  # rows whose log-softmax is held at a time: 16 x 49k x 4 bytes is 3 MB
 
@@ -214,7 +214,10 @@ def divergence_of_batches(
     for batch in batches:
         batch.begin(max_new_tokens, eos)
     going, cache = batches, batched_cache([context for batch in batches for context in batch.contexts])
+    texts = sum(len(batch.variants) * batch.size for batch in batches)
+    longest = max((len(text) for batch in batches for text in batch.texts or ()), default=max_new_tokens or 0)
     while True:
+        worked(TEXTS, texts / max(1, longest))
         tokens = [batch.compare_next() for batch in going]
         if all(batch.ended for batch in going):
             break

@@ -23,7 +23,7 @@ from kvexp.generate.inputs import (
     seeds_per_row,
 )
 from kvexp.hf import EvictionCache, MultiMethodCache
-from kvexp.util import ConfigError
+from kvexp.util import PROMPTS, ConfigError, worked
 
 
 @dataclass
@@ -122,6 +122,7 @@ def prefill(
     # 4. Wait for the device, so that the time is true.
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
+    worked(PROMPTS, len(prompts))
     return PrefilledContext(cache, ids, mask, logits, time.perf_counter() - start)
 
 
@@ -234,4 +235,5 @@ def _read_together(
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
     seconds = time.perf_counter() - start
+    worked(PROMPTS, len(ids))
     return [PrefilledContext(cache, ids, mask, logits, seconds) for cache in caches]

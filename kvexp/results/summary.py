@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.run.jobs import plan_jobs
 from kvexp.run.labels import check_objective_of
-from kvexp.util import ConfigError, Console, Session, check_writable, current, say, typed
+from kvexp.util import ConfigError, Console, Failure, Session, check_writable, current, duration, say, typed
 
 SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
@@ -29,22 +29,28 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
     if session.hashes:
         from kvexp.results import views  # late: a command that made nothing does not wait for pandas
         from kvexp.results.read import read_runs
-        from kvexp.results.table import print_blocks
+        from kvexp.results.screen import print_answers, print_screen, screen_console
 
         runs = read_runs(outputs_dir, {"hash": session.hashes}, limit)
-        frame, blocks, below = views.shown(runs, views.RUNS)
-        far, far_blocks, far_below = views.shown(runs, views.DIVERGENCE)
-        if frame["n"].sum() or far.empty:  # divergence=only makes no rows
-            print_blocks(blocks, below, console)
-        print_blocks(far_blocks, far_below, console)
+        if not jobs:
+            print_answers(runs, screen_console())
+        took = duration(session.seconds) if session.rows_written + session.texts_measured else ""
+        print_screen(runs, screen_console(), took=took, views=views.further_views(runs))
         for why, names in session.unmeasured.items():
             console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
-        console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
     if session.failures and jobs:
         console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)
-        for failure in session.failures:
-            why = "" if failure.told else f"\n    {failure.why}"
-            console.print(f"  {failure.job}{why}", highlight=False, soft_wrap=True)
+        for why, names in _by_reason(session.failures).items():
+            for line in (*names, *([f"  {why}"] if why else [])):
+                console.print(f"  {line}", highlight=False, soft_wrap=True)
+
+
+def _by_reason(failures: Sequence[Failure]) -> dict[str, list[str]]:
+    """Reason -> jobs that failed for it; reasons that were told before are empty."""
+    found: dict[str, list[str]] = {}
+    for failure in failures:
+        found.setdefault(failure.why if not failure.told else "", []).append(failure.job)
+    return found
 
 
 class SweepTable(Callback):
@@ -85,15 +91,19 @@ class SweepTable(Callback):
 
     def _publish(self, config: Any, session: Session) -> None:
         if config.log.wandb and session.hashes:
-            from kvexp.results.wandb_log import publish
+            from kvexp.results.wandb_log import check, publish
 
             # All at once: the verdicts are corrected for the number of runs compared.
             folders = [Path(config.outputs_dir) / name for name in session.hashes]
-            mode = None if config.log.mode == "auto" else config.log.mode
+            mode = check(config.log.project, None if config.log.mode == "auto" else config.log.mode)
             written = publish(
                 folders, config.log.project, mode, experiment=config.hydra.runtime.choices.get("experiment")
             )
-            say(f"wandb: {len(written)} runs, beside the rows; kvexp log replays them at any time")
+            if mode == "offline" and written:
+                place = written[0].parent
+                say(f"wandb: {len(folders)} runs, offline in {place}; to upload them: wandb sync {place}/offline-run-*")
+            else:
+                say(f"wandb: {len(folders)} runs, {mode}, project {config.log.project}")
 
 
 def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:

@@ -228,7 +228,7 @@ def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) 
         return f"the baseline scores 0 in {', '.join(nothing)}: no percentage of that"
     if pair is None or pair.pairs < stats.MIN_PAIRS:
         few = f"{pair.pairs if pair else 0} paired examples are too few"
-        return f"{few}: a percentage of full and a verdict need at least {stats.MIN_PAIRS}"
+        return f"{few}: {TOO_FEW_PAIRS} {stats.MIN_PAIRS}"
     if set(pair.metrics) != set(baseline.metrics):
         return f"scored {', '.join(folder.metrics)}, the baseline {', '.join(baseline.metrics)}"
     if lost := [why for name, why in folder.unscored.items() if name in baseline.scored]:
@@ -331,6 +331,7 @@ def _label(column: pd.Series[Any]) -> pd.Series[Any]:
     return column.map(lambda value: None if value is None or value != value else str(value))
 
 
+TOO_FEW_PAIRS = "a percentage of full and a verdict need at least"
 TOO_FEW = "too few"  # examples for a percentage or an interval to mean anything
 # Tasks whose metric `exact` asks whether the reference stands in the answer, not whether it is the answer.
 CONTAINS = ("context_qa", "dialogue", "needle", "needle_multi", "news_needle", "news_qa", "passkey")
@@ -560,7 +561,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
     metrics = [name for name in metrics if any(not absent(row[name]) for row in rows)]
     runs = f"({rows[0]['comparisons']} run{'s' * (rows[0]['comparisons'] != 1)})"
     task = rows[0].get("task")
-    columns = [_metric(name, task) for name in metrics]
+    columns = [metric_column(name, task) for name in metrics]
     if metrics:
         headline = next(
             (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
@@ -575,13 +576,13 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
     return [
         *([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []),
         *columns,
-        Column(f"99 %\n{runs}", lambda row: _verdict(row, "99", metrics), right=False),
-        Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
-        Column("n to\ndecide", _needed),
+        Column(f"99 %\n{runs}", lambda row: verdict_of(row, "99", metrics), right=False),
+        Column(f"99.9 %\n{runs}", lambda row: verdict_of(row, "999", metrics), right=False),
+        Column("n to\ndecide", needed_cell),
         *([] if _n_differs(rows) else [_N]),
-        *_telling(rows, plain("questions", "of asked")),
+        *telling(rows, plain("questions", "of asked")),
         plain("paired", "paired"),
-        *_telling(
+        *telling(
             rows,
             plain("skipped", "skip-\nped"),
             plain("prompt_cut", "prompt\ncut"),
@@ -594,17 +595,17 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         numeric("slots", "slots", 1),
         *ratio_reached(rows),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
-        *_telling(
+        *telling(
             rows,
             Column("TTFT", lambda row: seconds(row["ttft_s"])),
             Column("TPOT", lambda row: seconds(row["tpot_s"])),
             numeric("tokens/s", "tokens_per_s", 1),
         ),
         *([plain("timed", "timed")] if any(map(partly_timed, rows)) else []),
-        *(_telling(rows, Column("TT2T", lambda row: seconds(row["tt2t_s"]))) if moved else []),
+        *(telling(rows, Column("TT2T", lambda row: seconds(row["tt2t_s"]))) if moved else []),
         *([Column("moved", lambda row: size(row["moved_bytes"]))] if moved else []),
         *([numeric("cache\nhits", "cache_hit_rate", 2)] if moved else []),
-        *([Column("batch", _batch)] if any(_batch(row) not in ("1", "-") for row in rows) else []),
+        *([Column("batch", batch_of)] if any(batch_of(row) not in ("1", "-") for row in rows) else []),
     ]
 
 
@@ -616,7 +617,7 @@ def _n_differs(rows: Sequence[Row]) -> bool:
     return len({row["n"] for row in rows if row["n"]}) > 1
 
 
-def _telling(rows: Sequence[Row], *columns: Column) -> list[Column]:
+def telling(rows: Sequence[Row], *columns: Column) -> list[Column]:
     """The columns in which a row has something else than a dash or 0."""
     return [column for column in columns if any(column.cell(row) not in ("-", "0") for row in rows)]
 
@@ -634,17 +635,17 @@ def partly_timed(row: Row) -> bool:
     return bool(0 < row["timed"] < row["n"])
 
 
-def _batch(row: Row) -> str:
+def batch_of(row: Row) -> str:
     """Prompts per forward, from the smallest batch to the largest."""
     least, most = row["smallest_batch"], row["batch_size"]
     return "-" if absent(most) else f"{most:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
 
 
-def _metric(name: str, task: Any) -> Column:
+def metric_column(name: str, task: Any) -> Column:
     return Column(short(name, task), lambda row: fixed(row[name], 3 if stats.lower_is_better(name) else 2))
 
 
-def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
+def verdict_of(row: Row, ending: str, metrics: Sequence[str]) -> str:
     """A failure that the headline does not show names its cause."""
     verdict = "-" if row["status"] == "refused" else str(row[f"verdict{ending}"])
     if verdict != "fail":
@@ -664,7 +665,7 @@ def _percent(row: Row, metric: str) -> str:
     return TOO_FEW if few(row) else fixed(row[f"{metric}_of_full"], 1)
 
 
-def _needed(row: Row) -> str:
+def needed_cell(row: Row) -> str:
     if few(row):
         return TOO_FEW
     if absent(row["needed"]) and absent(row["needed999"]):
@@ -804,7 +805,12 @@ def notes(df: pd.DataFrame) -> list[str]:
     """What a reader must know to trust the table, then every run that has something missing."""
     if df.empty:
         return ["no runs"]
-    lines = list(df.attrs.get("left_out", ()))
+    return [*df.attrs.get("left_out", ()), *legend(df), *missing(df)]
+
+
+def legend(df: pd.DataFrame) -> list[str]:
+    """What the columns and verdicts of `groups` mean, as far as these runs have them."""
+    lines: list[str] = []
     if set(df.loc[df["status"] != "refused", "verdict99"]) - {"baseline", "void"}:
         lines += [
             "% of full and its 95 % interval (paired bootstrap): over the examples that a run and its baseline both "
@@ -850,11 +856,16 @@ def notes(df: pd.DataFrame) -> list[str]:
             "n differs between runs of one table, which are of other examples: compare % of full (paired), or run them "
             "with one limit."
         ]
-    lines += refused_line(df)
+    return lines
+
+
+def missing(df: pd.DataFrame) -> list[str]:
+    """The jobs that were refused, then what is missing of a run, a line for each reason with the runs it is true of."""
+    lines = refused_line(df)
     named: dict[tuple[str, str], list[str]] = {}
     for row in records(df):
-        for note in () if row["status"] == "refused" and not only_refused(df) else _own_notes(row):
-            named.setdefault((_title(row), note), []).append(_name(row))
+        for note in () if row["status"] == "refused" and not only_refused(df) else own_notes(row):
+            named.setdefault((title_of(row), note), []).append(_name(row))
     return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
 
 
@@ -868,7 +879,7 @@ def refused_line(df: pd.DataFrame) -> list[str]:
     jobs = [row for row in records(df) if row["status"] == "refused"]
     if not jobs or only_refused(df):
         return []
-    names = dict.fromkeys(f"{_title(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
+    names = dict.fromkeys(f"{title_of(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
     return [f"refused, without rows: {', '.join(names)}; --where status=refused says why."]
 
 
@@ -878,7 +889,7 @@ def _shares(df: pd.DataFrame) -> list[tuple[str, str]]:
     for row in records(df):
         if row["verdict99"] == "baseline" and not absent(row["questions"]):
             n, asked = int(row["n"]), int(row["questions"])
-            found.setdefault(_title(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
+            found.setdefault(title_of(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
     return list(found.items())
 
 
@@ -899,7 +910,7 @@ def _levels(df: pd.DataFrame) -> list[str]:
     return [f"{100 * level:.4g} % for {count} run{'s' * (count != 1)}" for count, level in pairs if count]
 
 
-def _own_notes(row: Row) -> Iterator[str]:
+def own_notes(row: Row) -> Iterator[str]:
     if row["note"]:
         yield row["note"]
     if row["unscored"]:
@@ -938,7 +949,7 @@ def groups(df: pd.DataFrame, x: str) -> Iterator[Block]:
         yield title, inside, [*keys, *columns_of(inside, x)], len(keys)
 
 
-def _title(row: Row) -> str:
+def title_of(row: Row) -> str:
     return " / ".join(str(row[name]) for name in ("model", "task") if not absent(row.get(name))) or "runs"
 
 

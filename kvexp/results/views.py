@@ -36,6 +36,7 @@ from kvexp.results.read import (
     titled,
     unmatched,
 )
+from kvexp.results.screen import print_screen, screen_console
 from kvexp.results.table import (
     Block,
     Row,
@@ -370,9 +371,14 @@ RUNS, DIVERGENCE = "runs", "divergence"
 NAMED = ("questions", "turns", "distance", "chunks", "long", "instructions", "longbench", "needle")  # by `more_views`
 
 
+def further_views(runs: Runs) -> list[str]:
+    """Names of the views that the runs shown have beside their tables of quality and divergence."""
+    return [name for name in NAMED if any(map(VIEWS[name].applies, runs.ran))]
+
+
 def more_views(runs: Runs) -> list[str]:
     """A line that names the further views of the runs shown; none where there are none."""
-    found = [name for name in NAMED if any(map(VIEWS[name].applies, runs.ran))]
+    found = further_views(runs)
     return [f"more of these runs: kvexp results {runs.outputs} --view {' or '.join(found)}"] if found else []
 
 
@@ -541,7 +547,9 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     add_choice(result)
-    add("--view", choices=VIEWS, default=RUNS, help="which table (default: runs)", metavar="NAME")
+    add("--full", action="store_true", help="every column of quality and divergence, in as many tables as they need")
+    add("--explain", action="store_true", help="say below what the columns and verdicts mean")
+    add("--view", choices=VIEWS, help="one table of those named below (default: one line per run)", metavar="NAME")
     add("--x", help="runs: order by kv_ratio or bytes; figure of divergence: kv_ratio, bytes or position")
     add(
         "--metric", metavar="NAME", help="of a figure or of needle: a metric of the task; divergence: kl or top1 orders"
@@ -564,37 +572,54 @@ def parser() -> argparse.ArgumentParser:
 
 def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
     """Measure what is to be measured, write what is to be written, print the table."""
-    far = args.view == DIVERGENCE
+    view, alone = args.view or RUNS, args.view is None
+    far = view == DIVERGENCE
+    if not alone and (args.full or args.explain):
+        raise ConfigError("--full and --explain are of all runs: leave out --view, which shows all of its columns")
     for name, of in OF.items():
-        if getattr(args, name) and args.view not in of:
-            raise ConfigError(f"--{name.replace('_', '-')} is of --view {' or '.join(of)}, not of {args.view}")
+        if getattr(args, name) and view not in of:
+            raise ConfigError(f"--{name.replace('_', '-')} is of --view {' or '.join(of)}, not of {view}")
     if any(value is not None and value <= 0 for value in (args.epsilon, args.epsilon_top1)):
         raise ConfigError("--epsilon and --epsilon-top1 must be positive")
     runs, console = read_runs(args.outputs, chosen_by(args)), Console(markup=False)
     unmeasured = measured(runs, methods, TEXTS if args.text == "both" else (args.text,)) if args.measure else {}
     asked = {"epsilon_kl": args.epsilon, "epsilon_top1": args.epsilon_top1, "metric": args.metric}
-    given = {name: value for name in VIEWS[args.view].options if (value := asked[name]) is not None}
+    given = {name: value for name in VIEWS[view].options if (value := asked[name]) is not None}
     order = args.metric if far else args.x
-    frame, blocks, below = shown(runs, args.view, order, given)
+    frame, blocks, below = shown(runs, view, order, given)
     if not blocks:
         nothing = unmatched(args.outputs, chosen_by(args))
-        say(nothing if not runs.shown else f"no run under {args.outputs} {VIEWS[args.view].missing or nothing}")
+        say(nothing if not runs.shown else f"no run under {args.outputs} {VIEWS[view].missing or nothing}")
     else:
         write(args.csv, lambda path: frame.to_csv(path, index=False))
         write(args.parquet, lambda path: frame.to_parquet(path, index=False))
         write(args.markdown, lambda path: path.write_text(markdown_of(blocks, below), encoding="utf-8"))
         if "text" in frame and (args.compare or args.alike):  # else of choices
             print_compared(runs, frame, args.alike, console)
+        elif alone and args.full:
+            print_full(runs, console, order=order, explain=args.explain)
+        elif alone and order is None and not quality.only_refused(frame):
+            print_screen(runs, screen_console(), views=further_views(runs), explain=args.explain)
         else:
             print_blocks(blocks, below, console)
     if args.plot is not None:
         from kvexp.results.plots import write_figure  # late: a table waits for no matplotlib
 
         text = OWN if args.text == "both" else args.text
-        write(args.plot, lambda path: write_figure(path, runs, args.view, args.metric, args.x, text))
+        write(args.plot, lambda path: write_figure(path, runs, view, args.metric, args.x, text))
     for name, why in unmeasured.items():
         say(f"{name}: {why}")
     return 0 if blocks else 1
+
+
+def print_full(runs: Runs, console: Console, *, order: str | None = None, explain: bool = False) -> None:
+    """Every column of quality and divergence. order: of the rows; explain: with what the columns mean."""
+    frame, blocks, _ = shown(runs, RUNS, order)
+    far, far_blocks, far_below = shown(runs, DIVERGENCE)
+    if frame["n"].sum() or far.empty:  # divergence=only makes no rows
+        told = quality.legend(frame) if explain else []
+        print_blocks(blocks, [*frame.attrs["left_out"], *told, *quality.missing(frame), *more_views(runs)], console)
+    print_blocks(far_blocks, far_below if explain else [], console)
 
 
 def measured(runs: Runs, methods: Sequence[str], texts: Sequence[str]) -> dict[str, str]:

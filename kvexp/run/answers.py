@@ -38,14 +38,13 @@ from kvexp.run.store import OWN, Line
 from kvexp.tasks import Example
 from kvexp.tasks.dialogues import DialogueTask
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ConfigError
+from kvexp.util import ANSWERS, TEXTS, ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
     from kvexp.lm_eval import Bench
 
 NO_TIMES: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
-ANSWERS, TEXTS = "answers", "texts"  # kinds of work whose steps a `Pace` knows
 
 
 @dataclass(frozen=True)

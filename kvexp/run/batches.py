@@ -63,7 +63,8 @@ from kvexp.run.store import REFERENCE, TEXTS, Line, Run, identity, run_name
 from kvexp.run.workers import ForkPool, num_workers
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import CacheError, ConfigError, NotFinite, Progress, Session, say
+from kvexp.util import ANSWERS, PROMPTS, CacheError, ConfigError, NotFinite, Progress, Session, say
+from kvexp.util import TEXTS as FORCED
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
@@ -136,7 +137,9 @@ def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = Tr
             return False
         prompts = Prompts(settings[0], list(settings[0].task.examples()))
         fill([Member(*pair, prompts.examples) for pair in pairs], prompts, session)
+        whole = [run.hash for one, run in pairs if not Member(one, run, prompts.examples).lacking]
     session.filled_ahead.update(run.hash for _, run in pairs)
+    session.complete_ahead.update(whole)
     return True
 
 
@@ -313,36 +316,38 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
         check_commit(member.run, commit)
         member.settings, member.commit = with_stop_tokens(member.settings, model, tokenizer), commit
     size = 1 if timed else _processes(members, model, prompts, work)
-    title, what = _title(members, names)
+    title = _title(members, names)
     title += f", in {size} processes" if size > 1 else ""
     filler = Filler(members, prompts, model, tokenizer, title, size, timed)
     if timed:
         runnable = (some for batch in work if (some := prompts.for_run(lead, batch)[0]))
         warm_up(members[0].settings, model, tokenizer, next(runnable, []), filler.time_limit)
     groups = [[batch] for batch in work] if timed else decode_groups(work, members, size)
-    missing = sum(len(member.lacking) for member in members if member.error is None)
-    with ForkPool(size, filler.made) as pool, Progress(title, missing, 0, what) as progress:
+    lacking = [kind for member in members if member.error is None for _, kind in member.lacking]
+    answers = lacking.count(ANSWER)
+    prompts_read = len({example.prompt for batch in work for _, example in batch})
+    parts = {PROMPTS: prompts_read, ANSWERS: answers, FORCED: len(lacking) - answers}
+    with ForkPool(size, filler.made) as pool, Progress(title, len(lacking), 0, work=parts) as progress:
         for is_row in pool.imap(groups):
-            progress.advance()
+            progress.advance(kind=ANSWERS if is_row else FORCED)
             session.rows_written += is_row
             session.texts_measured += not is_row
     free_memory()
 
 
-def _title(members: Sequence[Member], names: Collection[str]) -> tuple[str, str]:
-    """(What is being done, what is counted), for a line of progress."""
+def _title(members: Sequence[Member], names: Collection[str]) -> str:
+    """What is being done, for a line of progress."""
     kinds = [member.kinds(names) for member in members]
     answers = any(ANSWER in each for each in kinds)
     forced = sum(any(kind in TEXTS for kind in each) for each in kinds)
-    what = "examples" if not forced else "rows and texts" if answers else "texts"
     labels = members[0].settings.labels
     if forced and not answers:
-        return f"divergence of {forced} run{'s' * (forced != 1)}, {labels['model']}, {labels['task']}", what
+        return f"divergence of {forced} run{'s' * (forced != 1)}, {labels['model']}, {labels['task']}"
     if len(members) == 1:
-        return members[0].title, what
+        return members[0].title
     evicting = sum(not member.settings.is_baseline for member in members)
     full = " and the full cache" if evicting < len(members) else ""
-    return f"{evicting} run{'s' * (evicting != 1)}{full} that share each prompt's prefill", what
+    return f"{evicting} run{'s' * (evicting != 1)}{full} that share each prompt's prefill"
 
 
 def decode_groups(work: Sequence[Batch], members: Sequence[Member], processes: int) -> list[list[Batch]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import statistics
 import sys
@@ -41,7 +42,7 @@ from kvexp.run.labels import (
 )
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.store import Run, accept, identity, refuse
-from kvexp.util import CONF, CacheError, ConfigError, Session, active, current, keys_of, say
+from kvexp.util import CONF, CacheError, ConfigError, Session, active, current, duration, keys_of, say
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 POLL_S = 0.5
+RUN_FOLDER = re.compile(r"\b[0-9a-f]{16}\b")  # in an error: the same one in two folders is one
 
 
 class Diagnosis(Protocol):
@@ -207,13 +209,6 @@ def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
     return f"{line}, about {duration(left)} left"
 
 
-def duration(seconds: float) -> str:
-    """80 s, 12 min, 3.2 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
-
-
 def main_job(config: DictConfig, session: Session) -> float | None:
     """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
     session.begun = True
@@ -242,10 +237,16 @@ def _take_turns(jobs: Sequence[tuple[HydraJob, Sequence[Settings]]], session: Se
     found: dict[int, float | None] = {}
 
     def take(place: int) -> None:
-        found[place] = run_job(jobs[place][0], session)
+        job, runs = jobs[place]
+        found[place] = run_job(job, session, announced=not _is_filled_ahead(runs, session))
 
     run_unclaimed_first([(place, runs) for place, (_, runs) in enumerate(jobs)], take)
     return [found[place] for place in range(len(jobs))]
+
+
+def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
+    """Whether a shared prefill of this command has made all of these runs: their turns have nothing to do."""
+    return bool(wanted) and {identity(each.identity) for each in wanted} <= session.complete_ahead
 
 
 def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
@@ -267,10 +268,13 @@ def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
     return _take_turns(each, session)
 
 
-def run_job(job: HydraJob, session: Session) -> float | None:
-    """Run it and return its objective. Errors of the user's making are one line on stderr, others have a traceback."""
+def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float | None:
+    """Run it and return its objective. announced: with a line that says which it is.
+
+    Errors of the user's making are one line on stderr, others have a traceback.
+    """
     settings: Settings | None = None
-    with job_progress(session, job.number, job.overrides):
+    with job_progress(session, job.number if announced else None, job.overrides):
         try:
             settings = settings_of_job(job, session)
             diagnosis = diagnosis_of(job.config)
@@ -300,12 +304,16 @@ def run_job(job: HydraJob, session: Session) -> float | None:
 
 
 def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
-    """Say on stderr why a job failed, and note it for the end."""
-    if is_user_error(error):
-        say(f"error: {error_text(error)}", file=sys.stderr, flush=True)
+    """Say on stderr why a job failed, once for all jobs that failed alike, and note it for the end."""
+    text = error_text(error)
+    alike = RUN_FOLDER.sub("", text)
+    if any(failure.told and RUN_FOLDER.sub("", failure.why) == alike for failure in session.failures):
+        say(f"error: {job.name}: as before", file=sys.stderr, flush=True)
+    elif is_user_error(error):
+        say(f"error: {text}", file=sys.stderr, flush=True)
     else:
         traceback.print_exc()
-    session.add_failure(job.name, error_text(error), told=True)
+    session.add_failure(job.name, text, told=True)
 
 
 def is_user_error(error: Exception) -> bool:

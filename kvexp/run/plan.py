@@ -17,7 +17,7 @@ import torch
 
 from kvexp.hf.load import ModelSize, parse_dtype, random_config, shape_of
 from kvexp.run.batches import prefill_groups
-from kvexp.run.jobs import HydraJob, duration, report_failure, runs_of
+from kvexp.run.jobs import HydraJob, report_failure, runs_of
 from kvexp.run.labels import refusal
 from kvexp.run.limits import head_slot_bytes, slots_held
 from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_spec, tokenizer_of
@@ -27,7 +27,7 @@ from kvexp.run.settings import Settings
 from kvexp.run.store import Run, identity, runs
 from kvexp.run.store import read as divergence_lines
 from kvexp.tasks import Example, LMEval, Task
-from kvexp.util import ConfigError, Session, say
+from kvexp.util import ConfigError, Session, duration, say
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Tokenizer

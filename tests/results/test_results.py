@@ -613,7 +613,8 @@ def test_of_too_few_pairs_no_percentage_interval_or_forecast_is_shown(
     ]
     for text in (terminal, markdown):
         assert "inf" not in text and "n to decide: examples" not in text
-        assert f"{n} paired examples are too few: a percentage of full and a verdict need at least 20" in text
+    assert f"{n} paired examples are too few: a percentage of full and a verdict need at least 20" in markdown
+    assert f"{n} examples: a first look, no verdicts, 20 needed" in terminal and "99 %?" not in terminal
     row = pd.read_csv(tmp_path / "a.csv").set_index("method").loc["h2o"]
     ends = ("low", "high", "low_corrected", "high_corrected")
     assert row[[*(f"rouge1_{end}" for end in ends), "needed", "needed999"]].isna().all()

@@ -268,8 +268,7 @@ def test_the_command_prints_the_table_and_what_has_none(command, tmp_path):
     few = ("task=testbed_summary", "task.max_new_tokens=4", "limit=2", f"outputs_dir={tmp_path / 'out'}")
     code, said = command("-m", "method=h2o,window", "kv_ratio=0.3,0.5", *few)
     assert code == 0, said
-    assert "KL divergence from the full cache along its own greedy answer" in said
-    assert "no divergence of" not in said
+    assert "KL to" in said and "2 examples: a first look" in said and "no divergence of" not in said
     code, said = command("method=h2o", *few, "generation=beam4", "divergence=true")
     assert code == 0 and "no divergence of h2o 0.5" in said
     code, said = command("-m", "method=h2o,window", "task=testbed_choice", "limit=2", few[-1])
@@ -281,13 +280,14 @@ def test_a_single_run_measures_it_where_that_is_asked_for(command, tmp_path):
     words = ("method=h2o", "task=testbed_summary", "task.max_new_tokens=4", "limit=2", f"outputs_dir={out}")
     code, said = command(*words)
     assert code == 0, said
-    assert "h2o" in said and "divergence" not in said and not lines_of(out)
+    assert "full cache    " in said and "h2o, 50 % of the cache" in said, "both answers"
+    assert "KL to the full cache was not measured: divergence=true" in said and not lines_of(out)
     rows = {run.hash: run.rows() for run in runs(out)}
     code, said = command("-m", *words)  # of one job: its turn finds the rows
-    assert code == 0 and "KL divergence from the full cache" in said, said
+    assert code == 0 and "KL to " in said and "was not measured" not in said, said
     assert len(lines_of(out)) == 2 and rows == {run.hash: run.rows() for run in runs(out)}
     code, said = command(*words)  # what is measured is shown, by whatever command
-    assert code == 0 and "KL divergence from the full cache" in said
+    assert code == 0 and "KL to " in said and "was not measured" not in said
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_what_the_file_imports_beside_it_counts_too(command, folder, how):
 def test_in_a_sweep_it_shares_prefills_and_makes_the_rows_it_makes_alone(command, folder):
     words = ("-m", "method=h2o,keydiff.KeyDiff", "kv_ratio=0.3")
     code, out, err = command(*words)
-    assert code == 0 and "[2/2] keydiff.KeyDiff" in out, err
+    assert code == 0 and "keydiff.KeyDiff" in out and "[2/2]" not in out, err
     assert command(*words, "hydra/launcher=basic", "outputs_dir=alone")[0] == 0
     ours, alone = content(folder / "outputs"), content(folder / "alone")
     assert len(ours) == 3 and ours.keys() == alone.keys()

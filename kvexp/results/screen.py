@@ -1,0 +1,451 @@
+"""Recorded runs on one screen: a line for each, with what a decision needs, and a few lines around them.
+
+A line has the run's budget, its KL divergence from the full cache, its score in percent of the full cache's, both
+verdicts, peak memory and, where they were measured, times. Wider consoles get more columns; `kvexp results --full` has
+all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvexp.results import divergence, stats
+from kvexp.results import table as quality
+from kvexp.results.read import Folder, Runs, answer_of, baseline_of, number, question_words
+from kvexp.results.table import (
+    STYLES,
+    TOO_FEW,
+    Column,
+    Record,
+    Row,
+    absent,
+    fixed,
+    numeric,
+    parts,
+    plain,
+    records,
+    seconds,
+    shared_settings,
+    short,
+    size,
+    telling,
+    verdict_of,
+    without,
+    without_question,
+)
+from kvexp.run.store import OWN
+from kvexp.util import Console
+
+COLUMNS = 100  # where the console has no width
+NO_VERDICT = "no verdict"
+MORE = 5  # times as many examples are proposed where an interval holds its limit: it gets less than half as wide
+NAMED = 4  # runs that a line below the table names; of more it says how many
+ANSWER_LINES = 8  # of an answer that is shown
+LEGEND = (
+    "cache: kept slots, in percent of the prompt's tokens (or tokens, where the budget counts them).",
+    "KL to full: mean KL divergence of the run's next-token distributions from the full cache's, nats per token, along "
+    "the full cache's own answer; 95 % interval over examples. vs LIMIT (epsilon_kl): equivalent where the whole "
+    "interval is below the limit, worse where it is above.",
+    "% of full: the task's first metric over the examples that a run and its full cache both scored, with its 95 % "
+    "interval; the full cache's line has its score in brackets. 99 %?: pass where every metric is at least 99 % of "
+    "full's, and the answers at least 90 % as long.",
+    "Both verdicts are decided by intervals corrected (Bonferroni) for the number of compared runs of one model and "
+    "task. no verdict: the interval holds the limit.",
+    "KV peak: most bytes of keys and values at any time, and the difference from the full cache's.",
+    "TTFT, TPOT: median seconds to the first token, and per further token.",
+    "Each run's rows, configuration and environment: OUTPUTS/<hash>/ (docs/results.md; words: docs/glossary.md).",
+)
+
+
+def screen_console() -> Console:
+    """A console for `print_screen`; what is piped into a file or another program has no width of its own."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(markup=False, width=None if known else COLUMNS)
+
+
+def print_screen(
+    runs: Runs, console: Console, *, took: str = "", views: Sequence[str] = (), explain: bool = False
+) -> None:
+    """A table of one line per run for each model, task and NUMERICS, and what must be known to read it.
+
+    took: how long the command took, in words; views: names of further views of these
+    runs; explain: with a legend.
+    """
+    frame = runs.frame(quality.quality_table)
+    shown = frame[frame["status"] != "refused"]
+    far = _distances(runs)
+    several = len(list(parts(shown))) > 1
+    below: dict[str, None] = dict.fromkeys(frame.attrs.get("left_out", ()))
+    for title, _, part in parts(shown):
+        rows = _in_order([_with_distance(row, far.get(row["hash"]), part) for row in records(part)])
+        known = {folder.run.hash: folder for folder in runs.ran}
+        console.print(_title(title, rows, known, "" if several else took))
+        console.print()
+        _print_rows(rows, console)
+        below |= dict.fromkeys(_below(rows, all(_is_greedy(known[row["hash"]]) for row in rows)))
+    told = (
+        frame if frame["n"].sum() or not far else frame[frame["status"] == "refused"]
+    )  # divergence=only makes no rows
+    lines = [*below, *_troubles(told, several), *quality.refused_line(frame)]
+    if several and took:
+        lines.append(f"{len(shown)} runs in {took}")
+    more = f" · also: --view {', '.join(views)}" if views else ""
+    end = f"All columns: kvexp results {runs.outputs} --full · legend: --explain · texts: kvexp report {runs.outputs}"
+    for line in [*lines, end + more]:
+        console.print(Text(line), soft_wrap=not console.is_terminal)
+    if explain:
+        for line in ("", *LEGEND):
+            console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
+
+
+# --- what stands in a line
+
+
+def _distances(runs: Runs) -> dict[str, Row]:
+    """Hash -> row of the divergence table, along the full cache's own answer where it was forced; else over choices."""
+    frame = runs.frame(divergence.frame_of)
+    found: dict[str, Row] = {row["hash"]: row for row in records(frame)} if len(frame) else {}
+    if len(frame):
+        found |= {row["hash"]: row for row in records(frame[frame["text"] == OWN])}
+    for row in records(runs.frame(divergence.choice_table)):
+        if row["hash"] not in found and not absent(row["choice_kl"]):
+            found[row["hash"]] = {**row, "kl": row["choice_kl"], "text": "choices"}
+    return found
+
+
+def _with_distance(row: Row, far: Row | None, part: pd.DataFrame) -> Record:
+    """A row of the quality table with its divergence, and with the full cache's peak."""
+    names = ("kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio")
+    more = {name: (far or {}).get(name) for name in names}
+    full = part.loc[part["hash"] == row["baseline"], "peak_kv_bytes"]
+    return {**row, **more, "far_n": (far or {}).get("n"), "full_peak": float(full.iloc[0]) if len(full) else None}
+
+
+def _in_order(rows: list[Record]) -> list[Record]:
+    """The full cache first, the largest budget next; of one budget the nearest to the full cache first."""
+
+    def place(row: Row) -> tuple[Any, ...]:
+        of_full = f"{row['headline']}_of_full"
+        ratio, tokens, kl, score = (number(row.get(name)) for name in ("kv_ratio", "tokens", "kl", of_full))
+        each = (-ratio, -tokens, kl, -score)
+        return (not _is_full(row), *(math.inf if math.isnan(value) else value for value in each))
+
+    return sorted(rows, key=place)
+
+
+def _is_full(row: Row) -> bool:
+    return bool(row["verdict99"] == "baseline")
+
+
+def _only_distance(row: Row) -> bool:
+    """Whether the run makes no rows (divergence=only), or is the full cache's of such runs."""
+    return not row["n"] and (bool(row["far_n"]) or _is_full(row))
+
+
+def _cache(row: Row) -> str:
+    if _is_full(row):
+        return "100 %"
+    if not absent(row.get("kv_ratio")):
+        ratio = row["kv_ratio"]
+        return f"{100 * ratio:.3g} %" if isinstance(ratio, int | float) else str(ratio)
+    return f"{plain('tokens', '').cell(row)} tok" if not absent(row.get("tokens")) else "-"
+
+
+def _nats(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.4f}" if 0 < value < 0.01 else f"{value:.3f}"
+
+
+def _kl(row: Row) -> str:
+    return "0" if _is_full(row) else "-" if absent(row["kl"]) else _nats(row["kl"])
+
+
+def _kl_interval(row: Row) -> str:
+    if _is_full(row):
+        return ""
+    if absent(row["kl"]) or absent(row["kl_low"]):
+        return "-" if absent(row["kl"]) else TOO_FEW
+    high = f">{divergence.NO_END}" if row["kl_high"] > divergence.NO_END else _nats(row["kl_high"])
+    return f"{_nats(row['kl_low'])} - {high}"
+
+
+def _kl_verdict(row: Row) -> str:
+    verdict = row.get("verdict_kl")
+    if _is_full(row) or absent(verdict):
+        return ""
+    if absent(row["kl_low"]):
+        return TOO_FEW
+    return NO_VERDICT if verdict == divergence.UNDECIDED else str(verdict)
+
+
+def _quality_verdict(metrics: Sequence[str]) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        if _is_full(row):
+            return ""
+        if quality.few(row):
+            return TOO_FEW
+        return verdict_of(row, "99", metrics).replace("undecided", NO_VERDICT)
+
+    return cell
+
+
+def _long(metric: str, task: Any) -> str:
+    """The metric's name in a head of two lines."""
+    return short(metric, task).replace("R-", "ROUGE-")
+
+
+def _percent(metric: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        if _is_full(row):
+            return "100" if not absent(row[metric]) else "-"
+        return TOO_FEW if quality.few(row) else fixed(row[f"{metric}_of_full"], 1)
+
+    return cell
+
+
+def _percent_interval(metric: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        if _is_full(row):
+            return f"({quality.metric_column(metric, row.get('task')).cell(row)})"
+        low, high = row[f"{metric}_low"], row[f"{metric}_high"]
+        return "-" if quality.few(row) or absent(low) else f"{low:.1f} - {high:.1f}"
+
+    return cell
+
+
+def _change(row: Row) -> str:
+    """The peak's difference from the full cache's."""
+    full, own = row["full_peak"], row["peak_kv_bytes"]
+    return "" if absent(full) or absent(own) or not full else f"{100 * (own / full - 1):+.0f} %"
+
+
+def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[Column]]]:
+    """(columns that name a row, columns that every console gets, groups of columns for what room is left)."""
+    metrics = [name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full")]
+    metrics = [name for name in metrics if name != "length" and any(not absent(row[name]) for row in rows)]
+    ran = [row for row in rows if not _is_full(row)]
+    names = [Column("cache", _cache), plain("method", "method", right=False)]
+    names += [column for column in quality.keys_of(rows, "kv_ratio")[2:] if column.head not in ("tokens", "n")]
+    if len({row["n"] for row in rows if row["n"]}) > 1:
+        names.append(plain("n", "n"))
+    always, more = [], []
+    if any(not absent(row["kl"]) for row in ran):
+        enough = any(not absent(row["kl_low"]) for row in ran)
+        text = {str(row["text"]) for row in ran if not absent(row["kl"])}
+        head = "KL over\nchoices" if text == {"choices"} else "KL to\nfull"
+        always.append(Column(head, _kl))
+        always += [Column("95 %", _kl_interval, right=False)] if enough else []
+        limits = {row["epsilon"] for row in ran if not absent(row["epsilon"])}
+        limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
+        always += [Column(limit, _kl_verdict, right=False)] if enough and text != {"choices"} else []
+    task = rows[0].get("task")
+    with_percent = (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows))
+    enough, headline = False, next(with_percent, metrics[0] if metrics else None)
+    if headline is not None:
+        enough = any(not absent(row["paired"]) and not quality.few(row) for row in ran)
+        score = quality.metric_column(headline, task)
+        if enough:
+            always += [
+                Column(f"{_long(headline, task)}\n% of full", _percent(headline)),
+                Column("95 %", _percent_interval(headline), right=False),
+                Column("99 %?", _quality_verdict(metrics), right=False),
+            ]
+        else:
+            always.append(score)
+        more.append([score] if enough else [])
+    if any(row["status"] != "done" and not _only_distance(row) for row in rows):
+        always.append(plain("status", "status", right=False))
+    always += telling(rows, Column("KV peak", lambda row: size(row["peak_kv_bytes"])))
+    times = (Column("TTFT", lambda row: seconds(row["ttft_s"])), Column("TPOT", lambda row: seconds(row["tpot_s"])))
+    always += telling(rows, *times)
+    more.insert(0, [Column("vs full", _change)] if any(_change(row) for row in rows) else [])
+    more += [
+        [quality.metric_column(name, task) for name in metrics if name != headline],
+        telling(rows, Column("n to decide\n99 / 99.9 %", quality.needed_cell)) if enough else [],
+        telling(rows, numeric("same\ntop-1 %", "top1", 1, 100)),
+        telling(rows, numeric("slots", "slots", 1)),
+        telling(rows, numeric("tokens/s", "tokens_per_s", 1)),
+        telling(rows, numeric("ended\n%", "ended", 0)),
+        telling(rows, numeric("equal\ntokens %", "same_tokens", 0, 100)),
+        telling(rows, numeric("perplexity\nratio", "ppl_ratio", 3)),
+        telling(rows, plain("skipped", "skipped"), plain("prompt_cut", "prompt\ncut")),
+    ]
+    return names, always, [group for group in more if group]
+
+
+def _width(column: Column, rows: Sequence[Row]) -> int:
+    return max(len(line) for text in (column.head, *map(column.cell, rows)) for line in text.split("\n"))
+
+
+LEAST_NAME = 16  # columns of letters that a name which folds must have
+
+
+def _print_rows(rows: list[Record], console: Console) -> None:
+    """One table; in parts only where the console is too narrow for what every console gets."""
+    _, rows = shared_settings([without(row, "code=") for row in without_question(rows)])
+    names, always, more = _columns(rows)
+
+    def used(columns: Sequence[Column], gap: int) -> int:
+        return sum(_width(column, rows) + gap for column in columns)
+
+    room, gap = console.width, 2
+    if used([*names, *always], 2) > room:
+        gap = 1
+    over = used([*names, *always], gap) - room
+    widest = max(names[1:], key=lambda column: _width(column, rows))
+    most = _width(widest, rows) - max(0, over)
+    if over > 0 and most < LEAST_NAME:
+        quality.print_columns(rows, [*names, *always], len(names), console)  # ends with an empty line
+        return
+    columns = [*names, *always]
+    for group in more:
+        if used([*columns, *group], gap) <= room:
+            place = 1 + next(i for i, each in enumerate(columns) if each.head == "KV peak") if _is_change(group) else 0
+            columns[place or len(columns) : place or len(columns)] = group
+    grid = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="")
+    for column in columns:
+        width = most if column is widest and over > 0 else None
+        grid.add_column(Text(column.head), justify="right" if column.right else "left", overflow="fold", width=width)
+    before = ""
+    for row in rows:
+        cells = [column.cell(row) for column in columns]
+        cells[0], before = "" if cells[0] == before else cells[0], cells[0]
+        style = "dim" if row["verdict99"] == "void" else ""
+        grid.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in cells), style=style)
+    console.print(grid)
+    console.print()
+
+
+def _is_change(group: Sequence[Column]) -> bool:
+    return group[0].head == "vs full"
+
+
+# --- what stands around the table
+
+
+def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: str) -> Text:
+    """Model and task, then what is the same for all of these runs."""
+    examples = sorted({row["n"] for row in rows if row["n"]} or {row["far_n"] for row in rows if row["far_n"]})
+    counted = f"{examples[0]} to {examples[-1]}" if len(examples) > 1 else str(examples[0]) if examples else "no"
+    count = f"{counted} example{'s' * (counted != '1')}"
+    of = next((row["questions"] for row in rows if _is_full(row) and not absent(row["questions"])), None)
+    count += f" (of {of}: those the full cache answers)" if of is not None else ""
+    new = {(known[row["hash"]].run.config.get("generation") or {}).get("max_new_tokens") for row in rows}
+    tokens = new.pop() if len(new) == 1 else None
+    shared = shared_settings([without(row, "code=") for row in without_question(rows)])[0]
+    words = [
+        f"{title}, {count}",
+        *quality.marks_of(rows).values(),
+        question_words(asked) if len(asked := {row.get("question") for row in rows}) > 1 else "",
+        f"at most {tokens} new tokens" if tokens else "",
+        f"{len(rows)} run{'s' * (len(rows) != 1)}" + (f" in {took}" if took else ""),
+        *(word for word in shared if not tokens or not word.startswith("task.max_new_tokens=")),
+    ]
+    return Text(" · ".join(filter(None, words)), style="bold")
+
+
+def _below(rows: list[Record], greedy: bool) -> Iterator[str]:
+    """What the lines of one table leave open. greedy: KL can be measured along the answers of these runs."""
+    ran = [row for row in rows if not _is_full(row) and (row["status"] == "done" or _only_distance(row))]
+    counts = [int(row["paired"]) for row in ran if not absent(row["paired"])]
+    counts += [int(row["far_n"]) for row in ran if not row["n"] and row["far_n"]]
+    few = [count for count in counts if count < stats.MIN_PAIRS]
+    if few:
+        least = min(few)
+        few_words = f"{least} example{'s' * (least != 1)}: a first look"
+        yield f"{few_words}, no verdicts, {stats.MIN_PAIRS} needed (limit={stats.MIN_PAIRS})."
+    if ran and all(absent(row["kl"]) for row in ran) and all(row["ended"] >= 0 for row in ran) and greedy:
+        yield "KL to the full cache was not measured: divergence=true measures it."
+    open_kl = any(_kl_verdict(row) == NO_VERDICT for row in ran)
+    open_quality = [row for row in ran if row["verdict99"] == "undecided" and not quality.few(row)]
+    open_quality = [row for row in open_quality if not row["note"]]
+    if open_kl or open_quality:
+        most = max(counts, default=stats.MIN_PAIRS)
+        yield (
+            f"{NO_VERDICT}: the interval holds the limit. More examples (limit={MORE * most}) narrow it"
+            f"{_needed(open_quality)}."
+        )
+    if len({quality.batch_of(row) for row in rows if row["n"]}) > 1:
+        yield "Batch sizes differ between runs (--full): compare bytes and times only where they are equal."
+    if any(row["n"] and absent(row["ttft_s"]) and row["text"] != "choices" for row in rows):
+        yield (
+            "Speed was not measured: these runs read each prompt together. With times: hydra/launcher=basic."
+            if all(absent(row["ttft_s"]) for row in rows)
+            else "Runs without times read each prompt together with others. With times: hydra/launcher=basic."
+        )
+
+
+def _is_greedy(folder: Folder) -> bool:
+    options = folder.run.config.get("generation") or {}
+    return options.get("num_beams") == 1 and not options.get("sample")
+
+
+def _needed(rows: Sequence[Row]) -> str:
+    """How many examples would probably decide the 99 % of these rows."""
+    each = [row["needed"] for row in rows if not absent(row["needed"])]
+    if not each:
+        return ""
+    low, high = quality.count(min(each)), quality.count(max(each))
+    words = low if low == high else f"{low} to {high}"
+    return f"; {_long(str(rows[0]['headline']), rows[0].get('task'))} here needs about {words}"
+
+
+def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
+    """A line for each thing that is wrong with runs, and the runs."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for row in records(frame):
+        for note in quality.own_notes(row) if row["status"] != "refused" else ():
+            told = quality.TOO_FEW_PAIRS in note or note.startswith("also asked for as")
+            if not told:
+                title = quality.title_of(row) if several else ""
+                name = row["method"] if _is_full(row) else f"{row['method']} {_cache(row)}"
+                named.setdefault((title, note), []).append(name)
+    lines = []
+    for (title, note), names in named.items():
+        names = list(dict.fromkeys(names))
+        some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        lines.append(": ".join(filter(None, [title, some, note])))
+    return lines
+
+
+# --- one run: its answer beside the full cache's
+
+
+def print_answers(runs: Runs, console: Console) -> None:
+    """The first answer of a run beside the full cache's; nothing where none was generated."""
+    ran = [folder for folder in runs.ran if not folder.is_baseline]
+    folder = ran[0] if ran else next(iter(runs.ran), None)
+    if folder is None or len(ran) > 1:
+        return
+    baseline = None if folder.is_baseline else baseline_of(folder, runs.known)
+    sides = [each for each in (baseline, folder) if each is not None]
+    names = [name for name in folder.scored if all(name in each.scored for each in sides)]
+    names.sort(key=lambda name: not all(answer_of(each.scored[name]).strip() for each in sides))
+    if not names or any(not each.scored[names[0]].get("finish_reason") for each in sides):  # not generated
+        return
+    width = (console.width - 2) // len(sides) - 2
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for each in sides:
+        setting = shared_settings([{"setting": one.labels.get("setting")} for one in sides])[1][-1]["setting"]
+        words = f"{each.labels['method']} {setting or ''}".strip()
+        ratio = number(each.labels.get("kv_ratio"))
+        words += "" if each.is_baseline or math.isnan(ratio) else f", {100 * ratio:.3g} % of the cache"
+        grid.add_column(Text(f"{'full cache' if each.is_baseline else words}"), width=width, overflow="fold")
+    grid.add_row(*(Text(_cropped(answer_of(each.scored[names[0]]), width)) for each in sides))
+    console.print(f"answers to example {names[0]}:", highlight=False, style="dim")
+    console.print(Padding(grid, (0, 0, 1, 0)))
+
+
+def _cropped(text: str, width: int) -> str:
+    """The beginning of an answer, in as many lines as are shown."""
+    lines = textwrap.wrap(text, width) or ["(empty)"]
+    return "\n".join(lines[:ANSWER_LINES]) + (" …" if len(lines) > ANSWER_LINES else "")

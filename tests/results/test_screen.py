@@ -1,0 +1,203 @@
+"""One screen: a line for every run and few lines around them, in a hundred columns; and progress to be believed."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from kvexp.results.read import read_runs
+from kvexp.results.screen import print_answers, print_screen
+from kvexp.results.views import main
+from kvexp.run.store import EPSILON_KL, OWN, Run
+from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
+
+AROUND = 6  # lines, the empty ones not counted
+
+
+def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=None, evicts=True, timed=False, **labels):
+    """A run whose scores and divergences differ a little from example to example."""
+    named = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": "", **labels}
+    config = {"method": {"name": method}, "kv_ratio": kv_ratio, "generation": {"max_new_tokens": 8, "num_beams": 1}}
+    run = Run.open(folder, config, named, {}, baseline=baseline)
+    receipt = {"slots": 50.0, "kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
+    receipt["first_eviction_step"] = 0 if evicts and baseline else None
+    for index in range(n):
+        run.append(
+            {
+                "example": str(index),
+                "index": index,
+                "metrics": {"rouge1": score + index % 5, "rouge2": score / 2},
+                "output": f"{method} says {index} " + "and more of it " * 60,
+                "seconds": {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None},
+                "receipt": receipt,
+                "new_tokens": 8,
+                "prompt_tokens": 100,
+                "finish_reason": "length",
+                "skipped": None,
+            }
+        )
+        if kl is not None:
+            each = [kl * (1 + index % 3 / 10)] * 4
+            line = {"example": str(index), "index": index, "text": OWN, "kl": each, "same_top1": [1] * 4}
+            line |= {"logprob": [-1.0] * 4, "full_logprob": [-1.0] * 4, "first_by_prefill": False, "tokens": [1] * 4}
+            with open(run.path / "divergence.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    run.finish(n)
+    return run.hash
+
+
+def shown(folder, width=100, **options):
+    out = io.StringIO()
+    print_screen(read_runs(folder), Console(file=out, width=width, markup=False), **options)
+    return out.getvalue()
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    full = record(tmp_path, "full")
+    for method, worse, kl in (("keyformer", 1.0, 0.01), ("h2o", 0.9, 0.4), ("a2sf", 0.8, EPSILON_KL / 1.1)):
+        for ratio in (0.3, 0.7):
+            record(tmp_path, method, ratio, score=40 * worse, kl=kl, baseline=full)
+    return tmp_path
+
+
+def test_a_sweep_is_a_table_of_one_line_per_run_and_six_lines_around_it(sweep):
+    lines = [line for line in shown(sweep, took="4 min").splitlines() if line.strip()]
+    assert max(len(line.rstrip()) for line in lines[:-1]) <= 100 and lines[-1].startswith("All columns: ")
+    runs = [line for line in lines if any(line[5:].split()[:1] == [m] or f" {m} " in line[:20] for m in METHODS)]
+    heads = [line for line in lines if line.startswith("cache ") or line.lstrip().startswith("KL to")]
+    assert len(runs) == 7 and len(heads) == 2 and len(lines) - len(runs) - len(heads) <= AROUND
+    assert lines[0].startswith("tiny / xsum, 24 examples · at most 8 new tokens · 7 runs in 4 min")
+    order = [line.split("%")[-1].split()[0] if "%" in line[:6] else line.split()[0] for line in runs]
+    assert runs[0].startswith("100 %") and "(41.92)" in runs[0]
+    assert [name in line for name, line in zip(("full", *NEAREST * 2), runs, strict=True)] == [True] * 7, order
+    assert "equivalent" in runs[1] and "no verdict" in runs[2] and "worse" in runs[3] and "fail" in runs[3]
+    assert " 70 %" in runs[1] and " 30 %" in runs[4] and "-40 %" in shown(sweep, 140)
+
+
+METHODS = ("full", "keyformer", "a2sf", "h2o")
+NEAREST = ("keyformer", "a2sf", "h2o")
+
+
+def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep):
+    narrow, wide = shown(sweep, 60), shown(sweep, 240)
+    for head in ("R-2", "slots", "perplexity"):
+        assert head in wide and head not in shown(sweep)
+    for cell in ("99 %?", "KV peak", "vs 0.05", "10 KiB", "equivalent"):
+        assert cell in narrow
+    assert max(map(len, narrow.partition("no verdict:")[0].splitlines())) <= 60
+
+
+def test_of_few_examples_there_are_no_verdicts_and_one_line_says_so(tmp_path):
+    full = record(tmp_path, "full", n=4)
+    record(tmp_path, "h2o", 0.5, n=4, score=20.0, kl=0.3, baseline=full)
+    text = shown(tmp_path)
+    assert "4 examples: a first look, no verdicts, 20 needed (limit=20)" in text
+    for head in ("99 %?", "vs 0.05", "95 %", "too few"):
+        assert head not in text
+    assert "0.323" in text and "21.50" in text
+
+
+def test_what_is_wrong_stays_on_the_screen(tmp_path):
+    full = record(tmp_path, "full")
+    record(tmp_path, "h2o", 1.0, baseline=full, evicts=False)
+    unfinished = record(tmp_path, "tova", 0.5, score=30.0, baseline=full)
+    (tmp_path / unfinished / "done.json").unlink()
+    text = shown(tmp_path)
+    assert "h2o 100 %: void: no example evicted anything" in text and "tova 50 %: partial" in text
+    assert "KL to the full cache was not measured: divergence=true" in text
+
+
+def test_times_appear_where_they_were_measured(tmp_path):
+    full = record(tmp_path, "full", timed=True)
+    record(tmp_path, "h2o", 0.5, kl=0.3, baseline=full, timed=True)
+    text = shown(tmp_path)
+    assert "TTFT" in text and "100 ms" in text and "10 ms" in text and "Speed was not measured" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()[:-1]) <= 100
+
+
+def test_the_command_prints_the_screen_and_more_on_request(sweep, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([str(sweep)]) == 0
+    assert capsys.readouterr().out == shown(sweep)
+    assert main([str(sweep), "--explain"]) == 0
+    assert "KL to full: mean KL divergence" in capsys.readouterr().out
+    assert main([str(sweep), "--full"]) == 0
+    full = capsys.readouterr().out
+    assert "99.9 %" in full and "KL divergence from the full cache along" in full and "Bonferroni" not in full
+    assert main([str(sweep), "--full", "--explain"]) == 0
+    assert "Bonferroni" in capsys.readouterr().out
+    assert main([str(sweep), "--view", "runs", "--full"]) == 2
+    assert "leave out --view" in capsys.readouterr().err
+
+
+def test_a_single_run_shows_both_answers_cut_short(tmp_path):
+    full = record(tmp_path, "full", n=1)
+    record(tmp_path, "h2o", 0.5, n=1, baseline=full)
+    out = io.StringIO()
+    print_answers(read_runs(tmp_path), Console(file=out, width=100, markup=False))
+    first, head, answers, *rest = out.getvalue().splitlines()
+    assert first == "answers to example 0:" and "full cache" in head and "h2o, 50 % of the cache" in head
+    assert "full says 0" in answers and "h2o says 0" in answers
+    assert len([line for line in rest if line.strip()]) < 10 and "…" in rest[-2] + rest[-3]
+
+
+# --- progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr("kvexp.util.time.monotonic", lambda: Clock.now)
+    monkeypatch.setattr("kvexp.util.sys.stdout.isatty", lambda: False, raising=False)
+    return Clock
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("seconds", [(1.0, 0.2, 0.1), (0.1, 2.0, 1.5), (5.0, 0.5, 0.3)], ids=str)
+def test_the_time_left_is_right_within_a_factor_of_two_once_it_is_said(clock, capsys, groups, seconds):
+    """seconds: of a prompt, of an answer's step and of a text's step, for 16 prompts, 3 runs and 10 steps."""
+    prompts, steps, runs = 16 // groups, 10, 3
+    end = groups * (prompts * seconds[0] + steps * (seconds[1] + seconds[2]))
+    work = {PROMPTS: 16, ANSWERS: 16 * runs, TEXTS: 16 * (runs - 1)}
+    wrong = []
+    with Progress("runs", 16 * (2 * runs - 1), 0, work=work) as progress:
+
+        def passed(kind, count, took):
+            clock.now += took
+            worked(kind, count)
+            left = progress.seconds_left()
+            if left is not None and 0.1 * end < clock.now < 0.95 * end:
+                wrong.append(max(left / (end - clock.now), (end - clock.now) / max(left, 1e-9)))
+
+        for _ in range(groups):
+            for _ in range(prompts):
+                passed(PROMPTS, 1, seconds[0])
+            for kind, each, took in ((ANSWERS, runs, seconds[1]), (TEXTS, runs - 1, seconds[2])):
+                for _ in range(steps):
+                    passed(kind, prompts * each / steps, took)
+                progress.advance(prompts * each, kind)
+    assert wrong and max(wrong) <= 2
+    assert capsys.readouterr().out.startswith("runs: 16 prompts, 48 answers, 32 texts\n")
+
+
+def test_piped_progress_is_a_line_a_minute_at_most(clock, capsys):
+    with Progress("run", 100, 0) as progress:
+        for _ in range(100):
+            clock.now += 5.0
+            progress.advance()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run: 100 examples" and len(lines) == 9
+    assert lines[1] == "run: 12/100 examples, about 7 min left"
+
+
+def test_work_that_tells_of_no_steps_is_counted_by_what_is_written(clock):
+    with Progress("run", 4, 0, work={PROMPTS: 4, ANSWERS: 4, TEXTS: 0}) as progress:
+        assert progress.seconds_left() is None
+        clock.now += 3.0
+        progress.advance(kind=ANSWERS)
+        assert progress.seconds_left() == pytest.approx(9.0)
