@@ -89,7 +89,6 @@ They choose anew at every token; the budget is what a token attends to (`kvexp.r
 
 {base}
 """
-COLUMNS = ("setting", "value", "may be", "note")
 
 
 @dataclass(frozen=True)
@@ -208,13 +207,20 @@ def _title(entry: Entry) -> str:
 def _section(entry: Entry) -> str:
     cls, hints = entry.cls, typing.get_type_hints(entry.cls)
     package = cls.__module__.rpartition(".")[0]
-    lines = [f"### {entry.name}", "", f"{_title(entry)} `{package}.{cls.__name__}`", ""]
+    lines = [f"### {entry.name}", "", f"`{package}.{cls.__name__}`", ""]
     if entry.own:
         formula, _, rest = (inspect.getdoc(cls) or "").partition("\n\n")
         lines += ["```text", formula, "```", "", *([_prose(rest), ""] if rest else [])]
         lines += [f"{fact}\n" for fact in facts(entry)]
-    rows = [(f"`method.{key}`", f"`{_yaml(value)}`", _allowed(hints[key]), note) for key, value, note in entry.settings]
-    return "\n".join([*lines, *([_table(COLUMNS, rows), ""] if rows else [])])
+    settings = [_setting(key, value, hints[key], note) for key, value, note in entry.settings]
+    return "\n".join([*lines, *settings, *([""] if settings else [])])
+
+
+def _setting(key: str, value: Any, hint: Any, note: str) -> str:
+    """A line of a list: the default as it is typed, other words that it may be, the note of its field."""
+    others = [f"`{word}`" for word in _words(hint) if word != _yaml(value)]
+    may_be = f" or {' '.join(others)}" if others else ""
+    return f"- `method.{key}={_yaml(value)}`{may_be}{f' ({note})' if note else ''}"
 
 
 def facts(entry: Entry) -> list[str]:
@@ -228,17 +234,17 @@ def facts(entry: Entry) -> list[str]:
     return [words for words, true in said.items() if true]
 
 
-def _allowed(hint: Any) -> str:
+def _words(hint: Any) -> list[str]:
+    """Those that a setting may be; none for a number."""
     if typing.get_origin(hint) is typing.Literal:
-        return " ".join(f"`{value}`" for value in typing.get_args(hint))
-    if typing.get_args(hint):
-        return " or ".join(_allowed(one) for one in typing.get_args(hint))
-    kinds = {int: "a whole number", float: "a number", bool: "`true` `false`", str: "a word", type(None): "`null`"}
-    return kinds[hint]
+        return [str(value) for value in typing.get_args(hint)]
+    if hint is type(None):
+        return ["null"]
+    return [word for one in typing.get_args(hint) for word in _words(one)] + ["true", "false"] * (hint is bool)
 
 
 def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _prose(words: str) -> str:

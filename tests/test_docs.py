@@ -341,7 +341,7 @@ def test_every_method_and_each_of_its_settings_is_told(name):
     section = METHODS.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     assert section
     for key in set(option("method", name)) - {"_target_"}:
-        assert f"`method.{key}`" in section, key
+        assert f"- `method.{key}=" in section, key
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.name)

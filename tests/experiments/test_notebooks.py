@@ -6,6 +6,7 @@ import json
 import re
 
 import nbformat
+import pandas as pd
 import pytest
 from nbclient import NotebookClient
 
@@ -109,13 +110,44 @@ def test_it_runs_and_shows_a_verdict_and_a_figure_of_each_exhibit(paper, exhibit
 
 def test_the_findings_are_current():
     assert findings.FINDINGS.read_text("utf-8") == findings.text(), "python -m experiments.findings"
+    assert findings.JUDGEMENTS.read_text("utf-8") == findings.judgements(), "python -m experiments.findings"
+
+
+def test_the_findings_are_one_page():
+    assert len(findings.text().split()) <= 1500 and len(findings.SUMMARY.read_text("utf-8").split()) <= 500
+    for name in names():
+        assert len(findings.words(name)["short"].split()) <= 12, name
+        entry = record.recorded("real").get(name)
+        assert entry is None or findings._number(name, entry) != entry["words"], f"{name}: number names nothing"
+
+
+def test_every_judgement_stands_in_the_csv_with_its_sentence():
+    lines = pd.read_csv(findings.JUDGEMENTS).fillna("").groupby("exhibit", sort=False)
+    assert list(lines.groups) == list(names())
+    for name, found in lines:
+        entry, told = record.recorded("real").get(name), found.set_index(["scale", "judged_by"])
+        assert told.loc[("testbed", "metric"), "verdict"] == record.status(record.recorded("testbed").get(name))
+        if entry is not None:
+            metric = told.loc[("SmolLM2-135M", "metric")]
+            assert (metric["verdict"], metric["sentence"]) == (record.status(entry), entry["words"])
+            assert (("SmolLM2-135M", "divergence") in told.index) == ("divergence" in entry)
+
+
+def test_the_number_of_an_exhibit_is_the_recorded_one(monkeypatch):
+    entry = {
+        "words": "% of full: h2o at 0.9 91.5 (78.3 … 110.5)",
+        "divergence": {"words": "KL: keyformer at 0.7 0.041"},
+    }
+    monkeypatch.setattr(findings, "words", lambda name: {"number": "{keyformer at 0.7}; H2O {h2o at 0.9}"})
+    assert findings._number("keyformer_fig7", entry) == "0.041; H2O 91.5 (78.3..110.5)"
+    assert findings._number("keyformer_fig7", {"words": "another | sentence"}) == "another \\| sentence"
 
 
 def test_every_exhibit_has_its_reason_and_no_other_has():
     told = [line.partition(":")[0] for line in findings.WORDS.read_text("utf-8").splitlines() if re.match(r"\w", line)]
     assert sorted(told) == sorted(names()) and all(findings.words(name)["why"] for name in names())
     written = findings.text()
-    assert all(load(name).title in written for name in names())
+    assert all(findings._short_title(name) in written and load(name).title in findings.judgements() for name in names())
 
 
 def test_reasons_hold_no_numbers_that_were_measured():
@@ -130,9 +162,10 @@ def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(record, "MEASURED", tmp_path / "measured.json")
     record.MEASURED.write_text(json.dumps(known))
     assert findings.main(["--check"]) == 1
-    written = findings.text()
-    assert "| testbed | **holds** | - | otherwise |" in written and "make reproduce-a2sf_fig5 SCALE=testbed" in written
+    written = findings.judgements()
+    assert "testbed,metric,holds,,otherwise," in written and "make reproduce-a2sf_fig5 SCALE=testbed" in written
     monkeypatch.setattr(findings, "FINDINGS", tmp_path / "FINDINGS.md")
+    monkeypatch.setattr(findings, "JUDGEMENTS", tmp_path / "findings.csv")
     assert findings.main([]) == 0 and findings.main(["--check"]) == 0
 
 
