@@ -151,6 +151,6 @@ def test_where_interrupts_are_ignored_they_stay_so(stage, tmp_path):
     """A shell's background job is not to end when somebody presses Ctrl-C at another one."""
     ignore = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     child = stage.start(sweep(tmp_path / "out", "limit=1"), tmp_path / "log", ignore)
-    child.until("examples")
+    child.until("answers")
     child.send(signal.SIGINT)
     assert child.wait() == 0
