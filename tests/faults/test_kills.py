@@ -116,7 +116,7 @@ def test_every_row_is_made_once(stage, tmp_path, launcher, count):
 def test_one_that_is_killed_leaves_its_run_to_the_others(stage, tmp_path):
     out = tmp_path / "out"
     first = stage.start(sweep(out), tmp_path / "log0", SLOW.replace("0.3", "30"))
-    first.until("3 examples")
+    first.until("3 prompts")
     second = stage.start(sweep(out), tmp_path / "log1")
     second.until("other processes are working on all that is left (2): waiting for them")
     first.send(9)
