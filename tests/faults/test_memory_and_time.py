@@ -9,6 +9,7 @@ import pytest
 from faults.stage import ENV, ROOT
 from faults.sweeps import METHODS, folder_of, launchers, rows_of, sweep
 from kvexp.results.table import table
+from kvexp.results.views import main as results
 
 # A forward of more than ROWS rows finds no memory, in the words of CUDA's allocator or of the CPU's.
 SHORT = """
@@ -47,7 +48,7 @@ def truth(stage, tmp_path_factory):
         *(pytest.param(*one, marks=pytest.mark.slow) for one in (("cpu", "shared_prefill"), ("cuda", "basic"))),
     ],
 )
-def test_batches_and_groups_are_halved(stage, tmp_path, truth, error, launcher):
+def test_batches_and_groups_are_halved(stage, tmp_path, truth, error, launcher, capsys):
     out = tmp_path / "out"
     short = SHORT.replace("ERROR", ERRORS[error]).replace("ROWS", "1")
     code, said = stage.run(sweep(out, "batch_size=3", launcher=launcher), tmp_path / "log", short)
@@ -58,7 +59,8 @@ def test_batches_and_groups_are_halved(stage, tmp_path, truth, error, launcher):
         assert [row["receipt"]["batch_size"] for row in rows.values()] == [1, 1, 1]
     shown = table(out)
     assert list(shown["halved"]) == [3, 3, 3] and list(shown["skipped"]) == [0, 0, 0]
-    assert "hal-" in said, "the table of the command has a column for it"
+    assert results([str(out), "--full"]) == 0
+    assert "hal-" in capsys.readouterr().out, "the full table has a column for it"
 
 
 @pytest.mark.parametrize("launcher", launchers("shared_prefill"))

@@ -46,11 +46,11 @@ def test_an_interrupted_search_goes_on_as_if_nothing_had_been(command, tmp_path,
     assert len({alpha for alpha, _ in whole}) == 4 and all(0 <= alpha <= 1 for alpha, _ in whole)
     good, calls = jobs.run_job, []
 
-    def stopped(one, session):
+    def stopped(one, session, **how):
         calls.append(one)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return good(one, session)
+        return good(one, session, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "run_job", stopped)
