@@ -298,7 +298,7 @@ def test_the_table_counts_what_the_full_cache_answers(tmp_path, capsys):
     assert run["verdict99"] == "fail"
     from kvexp.results.views import main
 
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path), "--full", "--explain"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "of asked" in told and "m / news_qa: n of the questions asked count" in told and "(40 of 60, 67 %)" in told
 
