@@ -18,6 +18,7 @@ from kvexp.core import Budget
 from kvexp.generate import GenerationParams, divergence_from_full, generate, prefill
 from kvexp.hf import load_model, load_tokenizer
 from kvexp.methods import H2O, Full, Window
+from kvexp.results.views import main as results
 from kvexp.run.prompts import in_template
 from kvexp.run.store import read, runs
 from kvexp.tasks.articles import articles
@@ -85,8 +86,10 @@ def test_heavy_hitters_stay_nearer_to_the_full_cache_than_a_window(model, tokeni
 
 def test_a_run_says_what_the_model_is_and_how_answers_ended(smollm2, tmp_path, monkeypatch, capsys):
     words = ("model=smollm2_135m", "task=sample", "limit=1", "task.max_new_tokens=16", f"outputs_dir={tmp_path}")
-    code, out, err = run_py(monkeypatch, capsys, *words)
+    code, _, err = run_py(monkeypatch, capsys, *words)
     assert code == 0, err
+    assert results([str(tmp_path), "--full"]) == 0
+    out = capsys.readouterr().out
     assert "smollm2_135m / sample, Q4_1 weights, chat template" in out and "ended" in out
     files = [file.read_text("utf-8").splitlines() for file in tmp_path.glob("*/examples.jsonl")]
     rows = [json.loads(line) for lines in files for line in lines]
