@@ -29,7 +29,7 @@ from kvexp.results.stats import LEVEL, t_quantile
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompts_of
 from kvexp.run.settings import Settings, batch_cache
-from kvexp.util import CacheError, ConfigError, watch_pipes
+from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
 
 WHOLE = 0.9  # share of a needle from which on a head counts as holding it
 
@@ -84,6 +84,7 @@ def table(question: str, names: Sequence[str], found: np.ndarray) -> str:
     return "\n".join(lines)
 
 
+@tells_errors(ConfigError, CacheError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 2 for what cannot be asked for."""
     parser = argparse.ArgumentParser(
@@ -95,22 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--kv-ratio", type=float, default=0.5)
     add("--lengths", type=int, nargs="+", default=[1000, 2000], help="tokens of prompt and question")
     args = parser.parse_args(arguments)
-    try:
-        scale_of(REAL, args.data)
-        (command,) = commands_of(f"{REAL}/league_needle", args.data)
-        for question in QUESTIONS:
-            words = [
-                *command.overrides,
-                f"task.question={question}",
-                f"kv_ratio={args.kv_ratio}",
-                f"method={','.join(args.methods)}",
-            ]
-            fixed = [f"task.lengths=choice({args.lengths})", "limit=null"]
-            runs = jobs(command.experiment, [*map(late, words), *fixed])
-            print(table(question, args.methods, shares(runs)), flush=True)
-    except (ConfigError, CacheError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    scale_of(REAL, args.data)
+    (command,) = commands_of(f"{REAL}/league_needle", args.data)
+    for question in QUESTIONS:
+        words = [
+            *command.overrides,
+            f"task.question={question}",
+            f"kv_ratio={args.kv_ratio}",
+            f"method={','.join(args.methods)}",
+        ]
+        fixed = [f"task.lengths=choice({args.lengths})", "limit=null"]
+        runs = jobs(command.experiment, [*map(late, words), *fixed])
+        print(table(question, args.methods, shares(runs)), flush=True)
     return 0
 
 

@@ -327,19 +327,32 @@ def say(*words: object, end: str = "\n", file: TextIO | None = None, flush: bool
 P = ParamSpec("P")
 
 
-def tells_errors(main: Callable[P, int]) -> Callable[P, int]:
-    """A command that prints a ConfigError and warnings as a line each; the exit code of an error is 2."""
+def tells_errors(*kinds: type[Exception]) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorator of a command: errors of these kinds are a line, an OSError by its reason, and the exit code 2."""
+
+    def telling(main: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(main)
+        def told(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                return main(*args, **kwargs)
+            except kinds as error:
+                say(f"error: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+                return 2
+
+        return told
+
+    return telling
+
+
+def tells_warnings(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorator of a command: each warning is a line."""
 
     @functools.wraps(main)
     def told(*args: P.args, **kwargs: P.kwargs) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
             warnings.simplefilter("always")
-            try:
-                return main(*args, **kwargs)
-            except ConfigError as error:
-                say(f"error: {error}", file=sys.stderr)
-                return 2
+            return main(*args, **kwargs)
 
     return told
 

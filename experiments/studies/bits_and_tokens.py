@@ -26,10 +26,10 @@ from omegaconf import OmegaConf
 from kvexp.core.quantized import SlotBytes
 from kvexp.hf.patch import head_dim
 from kvexp.run.build import CACHE_KEYS, keys_named, quantization_of
-from kvexp.run.compose import told
+from kvexp.run.compose import parted, told
 from kvexp.run.jobs import composed_model
 from kvexp.run.model_spec import config_of_spec
-from kvexp.util import CacheError, ConfigError, say, watch_pipes
+from kvexp.util import CacheError, ConfigError, say, tells_errors, watch_pipes
 
 STORAGE = ("residual", "group", "key_axis", "value_axis", "symmetric")  # of the group `cache`, one value each
 DEFAULTS = {
@@ -76,6 +76,7 @@ def possibilities(
     return found
 
 
+@tells_errors(ConfigError, CacheError)
 def main(words: Sequence[str] | None = None) -> int:
     """0, or 2 for what cannot be done, which is told."""
     watch_pipes()
@@ -83,35 +84,17 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    try:
-        model_words, own = parted(words)
-        with told(model_words):
-            name, spec = composed_model(model_words)
-            width = head_dim(config_of_spec(spec))
-        shares = [number(text, "bytes_ratio") for text in own["bytes_ratio"].split(",")]
-        tokens = int(number(own["prompt_tokens"], "prompt_tokens"))
-        given = [f"cache.{name}={own[f'cache.{name}']}" for name in STORAGE if own[f"cache.{name}"]]
-        storage = OmegaConf.to_container(OmegaConf.from_dotlist(given)).get("cache", {})  # type: ignore[union-attr]
-        found = possibilities(shares, pairs_of(own), storage, width, tokens)
-        show(name, width, tokens, found, [*given, *model_words])
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+    model_words, own = parted(words, DEFAULTS, "the settings are")
+    with told(model_words):
+        name, spec = composed_model(model_words)
+        width = head_dim(config_of_spec(spec))
+    shares = [number(text, "bytes_ratio") for text in own["bytes_ratio"].split(",")]
+    tokens = int(number(own["prompt_tokens"], "prompt_tokens"))
+    given = [f"cache.{name}={own[f'cache.{name}']}" for name in STORAGE if own[f"cache.{name}"]]
+    storage = OmegaConf.to_container(OmegaConf.from_dotlist(given)).get("cache", {})  # type: ignore[union-attr]
+    found = possibilities(shares, pairs_of(own), storage, width, tokens)
+    show(name, width, tokens, found, [*given, *model_words])
     return 0
-
-
-def parted(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words that choose a model, and the values of the study's own settings; ConfigError for any other word."""
-    own, model_words = dict(DEFAULTS), []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key in own and equals:
-            own[key] = value
-        elif key.lstrip("+").partition(".")[0] == "model" and equals:
-            model_words.append(word)
-        else:
-            raise ConfigError(f"{word}: the settings are model=NAME, model.SETTING=…, {', '.join(own)}")
-    return model_words, own
 
 
 def pairs_of(own: Mapping[str, str]) -> list[tuple[int, int]]:

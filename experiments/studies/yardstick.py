@@ -28,22 +28,19 @@ from kvexp.run.labels import QUOTES, model_label
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, keep_check
 from kvexp.tasks.lm_eval import LMEval
-from kvexp.util import CONF, CacheError, ConfigError, Session, active, keys_of, say, watch_pipes
+from kvexp.util import CONF, CacheError, ConfigError, Session, active, keys_of, say, tells_errors, watch_pipes
 
 SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "shard", "task.data_dir")
 SLICE = 25
 
 
+@tells_errors(ConfigError, CacheError)
 def main(argv: Sequence[str] | None = None) -> int:
     """0 where every number is inside two standard errors, 1 where one is not (or lm-eval disagrees), 2 for errors."""
     args, words = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    try:
-        check_words(words)
-        with told(words):
-            return compare_with(words, args.numbers, args.check_lm_eval)
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+    check_words(words)
+    with told(words):
+        return compare_with(words, args.numbers, args.check_lm_eval)
 
 
 def parser() -> argparse.ArgumentParser:

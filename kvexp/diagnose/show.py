@@ -22,7 +22,7 @@ from kvexp.run import evictions
 from kvexp.run.batches import settings_at
 from kvexp.run.compose import with_user_methods, without_method_words
 from kvexp.run.evictions import View
-from kvexp.util import CacheError, ConfigError, Console, Session, active, keys_of, say, visible
+from kvexp.util import CacheError, ConfigError, Console, Session, active, keys_of, say, tells_errors, visible
 
 STYLES = ("dim", "cyan", "green", "yellow", "bold")  # none, a third, two thirds, nearly all, all
 
@@ -107,21 +107,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return carried_out(parser(), sys.argv[1:] if argv is None else argv)
 
 
+@tells_errors(ConfigError, CacheError, OSError)
 def carried_out(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Do what `parser`'s arguments say: its `command` gets them and a console. 0, or 2 for an error, which is told."""
     trusted = [word for word in words if TRUSTED.fullmatch(word)]
     methods, others = without_method_words([word for word in words if word not in trusted])
     args = parser.parse_args(others)
-    try:
-        with active(Session(typed_keys=keys_of(trusted))):
-            with_user_methods(methods)
-            args.command(args, Console())
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        say(f"error: {error.strerror or error}", file=sys.stderr)
-        return 2
+    with active(Session(typed_keys=keys_of(trusted))):
+        with_user_methods(methods)
+        args.command(args, Console())
     return 0
 
 

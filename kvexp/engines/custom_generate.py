@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from kvexp import NUMERICS, __version__
-from kvexp.util import ConfigError, say
+from kvexp.util import ConfigError, say, tells_errors
 
 ENTRY, ENTRY_FILE = "kvexp.engines.custom_generate_entry", "generate"
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,19 +154,13 @@ Pad on the left. The model is left as it was; the cache holds no more than its b
 """
 
 
+@tells_errors(ConfigError, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     """`kvexp export transformers FOLDER`: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
     parser = argparse.ArgumentParser(prog="kvexp export transformers", description=main.__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is not there")
     args = parser.parse_args(argv)
-    try:
-        count = write_folder(args.folder)
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        say(f"error: {error.strerror or error}", file=sys.stderr)
-        return 2
+    count = write_folder(args.folder)
     say(f"wrote {args.folder} ({count} files)")
     return 0
 

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,23 +33,16 @@ from kvexp.diagnose.case import Case
 from kvexp.engines.trace_check import PROFILES, VERSION
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
-from kvexp.util import CacheError, ConfigError, say
+from kvexp.util import CacheError, ConfigError, say, tells_errors
 
 TRACE_DOC = """kvexp export trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
 follow."""
 
 
+@tells_errors(ConfigError, CacheError, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 if the request cannot work."""
-    args = parser().parse_args(argv)
-    try:
-        say(made(args))
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        say(f"error: {error.strerror or error}", file=sys.stderr)
-        return 2
+    say(made(parser().parse_args(argv)))
     return 0
 
 

@@ -55,7 +55,7 @@ from kvexp.results.table import Block, Column, absent, called, few, groups, note
 from kvexp.results.views import VIEWS, Line, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
 from kvexp.run.store import TEXTS
-from kvexp.util import ConfigError, say, tells_errors, visible
+from kvexp.util import ConfigError, say, tells_errors, tells_warnings, visible
 
 
 def plain(value: Any) -> Any:
@@ -632,7 +632,8 @@ def asset(name: str) -> str:
 REPORT_DOC = """kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever has been run."""
 
 
-@tells_errors
+@tells_warnings
+@tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 where there is nothing to show or no place to put it."""
     parser = argparse.ArgumentParser(prog="kvexp report", description=REPORT_DOC)

@@ -55,7 +55,7 @@ from kvexp.results.table import (
     without_question,
 )
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, run_name
-from kvexp.util import ConfigError, Console, say, tells_errors
+from kvexp.util import ConfigError, Console, say, tells_errors, tells_warnings
 
 # The tables of recorded runs, by the name that stands after `kvexp results OUTPUTS --view`.
 #
@@ -530,7 +530,8 @@ OF = {  # option: the views that have it
 }
 
 
-@tells_errors
+@tells_warnings
+@tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
     methods: list[str] = []

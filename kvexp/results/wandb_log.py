@@ -24,7 +24,7 @@ from kvexp.results.plots import color_of
 from kvexp.results.read import add_choice, chosen_by, read_runs, titled, unmatched
 from kvexp.results.table import absent, parts, quality_table, records, with_n
 from kvexp.run.store import Run
-from kvexp.util import ConfigError, say, tells_errors
+from kvexp.util import ConfigError, say, tells_errors, tells_warnings
 
 PROJECT = "kvexp"
 MODES = ("online", "offline", "disabled")
@@ -287,7 +287,8 @@ Everything comes from the run folders, so publishing can wait, fail or be repeat
 is its hash: published again, it is the same run there."""
 
 
-@tells_errors
+@tells_warnings
+@tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """0, 1 where no run was chosen, 2 where the request cannot work."""
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
@@ -420,7 +421,8 @@ were logged, is plain data (`spec`), printed by --print; wandb's public API (wan
 heat-maps are not among them: what kvexp.results.wandb_log publishes has no such table."""
 
 
-@tells_errors
+@tells_warnings
+@tells_errors(ConfigError)
 def dashboards(argv: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why not."""
     parser = argparse.ArgumentParser(prog="kvexp log dashboards", description=DASHBOARDS_DESCRIPTION)

@@ -23,11 +23,11 @@ from kvexp.hf.calibrate import (
 )
 from kvexp.methods import KVzipPlus
 from kvexp.run.calibrated import model_digest
-from kvexp.run.compose import told
+from kvexp.run.compose import parted, told
 from kvexp.run.jobs import INTERRUPTED, composed_model
 from kvexp.run.model_spec import ModelSpec, load, max_positions, tokenizer_of
 from kvexp.tasks.articles import articles, articles_digest, training_articles
-from kvexp.util import CacheError, ConfigError, Progress, path_of, say
+from kvexp.util import CacheError, ConfigError, Progress, path_of, say, tells_errors
 
 CALIBRATE_DOC = """kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods and
 budgets that need them.
@@ -64,6 +64,7 @@ def calibrate_main(argv: Sequence[str] | None = None) -> int:
     return _command("kvexp calibrate", CALIBRATE_DOC, words, calibrate_model, "calibration", tokens=2048, sequences=20)
 
 
+@tells_errors(ConfigError, CacheError)
 def _command(
     name: str,
     doc: str,
@@ -84,25 +85,15 @@ def _command(
         allow_abbrev=False,
     )
     _, words = parser.parse_known_args(words)
-    own, model_words = {"data": "", **{size: str(default) for size, default in sizes.items()}}, []
+    defaults = {"data": "", **{size: str(default) for size, default in sizes.items()}}
     try:
-        for word in words:
-            key, equals, value = word.partition("=")
-            if key in own and equals:
-                own[key] = value
-            elif key.lstrip("+").partition(".")[0] == "model" and equals:
-                model_words.append(word)
-            else:
-                raise ConfigError(f"{word}: {name} takes model=NAME, model.SETTING=…, {', '.join(own)}")
+        model_words, own = parted(words, defaults, f"{name} takes")
         for size in sizes:
             if not own[size].isdecimal() or int(own[size]) < 1:
                 raise ConfigError(f"{size} must be a whole number of at least 1, got {own[size]!r}")
         with told(model_words):
             tokens, count = (int(own[size]) for size in sizes)
             make(model_words, own["data"], tokens, count)
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         say(f"\ninterrupted: nothing was kept of this {made}, an older one stays as it was", file=sys.stderr)
         return INTERRUPTED

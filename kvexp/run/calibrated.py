@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from kvexp.run.model_spec import ModelSpec, config_of_spec
 from kvexp.tasks import Task
@@ -12,6 +12,7 @@ from kvexp.util import ConfigError, cached_commit
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, HeadScores, Method, QueryCalibration, Surrogate
+    from kvexp.hf.calibrate import Made, StatisticsFile
 
 
 # The calibration of a run's model: what stands for the model, and its file read before any weights.
@@ -31,18 +32,8 @@ def calibration_for(
     from kvexp.hf.patch import query_shape
 
     shape = query_shape(config_of_spec(model))  # first, for a hub may have a newer commit, and this asks it
-    try:
-        found = QUERIES.read(model_digest(model))
-        if found is not None:
-            found.check_shape(*shape)
-            return found
-        why = "this model has none yet"
-    except ConfigError as error:
-        why = str(error)
-    raise ConfigError(
-        f"method={method.name} needs statistics of the model's queries from a calibration pass: {why}. Run: "
-        f"{calibrate_command(choices, overrides)}"
-    )
+    lacks = f"method={method.name} needs statistics of the model's queries from a calibration pass"
+    return _kept(QUERIES, model, lacks, calibrate_command(choices, overrides), shape)
 
 
 def head_scores_for(
@@ -64,18 +55,25 @@ def head_scores_for(
             "does not have: take another budget.heads"
         )
     layers, heads, _, _ = query_shape(config)
+    lacks = "budget.heads=duo needs scores of the model's heads from a calibration pass"
+    return _kept(HEADS, model, lacks, calibrate_command(choices, overrides), (layers, heads))
+
+
+def _kept(files: StatisticsFile[Made], model: ModelSpec, lacks: str, command: str, shape: Sequence[int] = ()) -> Made:
+    """What is kept of the model, of the shape (none: not looked at); ConfigError with why there is none and `command`.
+
+    lacks: how that sentence begins.
+    """
     try:
-        found = HEADS.read(model_digest(model))
+        found = files.read(model_digest(model))
         if found is not None:
-            found.check_shape(layers, heads)
+            if shape:
+                cast(Any, found).check_shape(*shape)
             return found
         why = "this model has none yet"
     except ConfigError as error:
         why = str(error)
-    raise ConfigError(
-        f"budget.heads=duo needs scores of the model's heads from a calibration pass: {why}. Run: "
-        f"{calibrate_command(choices, overrides)}"
-    )
+    raise ConfigError(f"{lacks}: {why}. Run: {command}")
 
 
 def calibrate_command(choices: Mapping[str, str], overrides: Sequence[str]) -> str:
@@ -121,13 +119,7 @@ def surrogate_for(
     from kvexp.hf.calibrate import SURROGATES
 
     command = f"kvexp calibrate kvzap {shlex.join(words_of_model(choices, overrides))}"
-    try:
-        found = SURROGATES.read(model_digest(model))
-        why = "this model has none yet"
-    except ConfigError as error:
-        found, why = None, str(error)
-    if found is None:
-        raise ConfigError(f"method={method.name} needs a trained surrogate of its scores: {why}. Run: {command}")
+    found = _kept(SURROGATES, model, f"method={method.name} needs a trained surrogate of its scores", command)
     trained = set(SURROGATES.about(model_digest(model)).get("articles", ()))
     if trained:
         _check_apart(trained, task, method.name, command)

@@ -147,6 +147,23 @@ def _read(path: Path) -> dict[str, Any]:
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set, errors keep their tracebacks
 
 
+def parted(words: Sequence[str], defaults: Mapping[str, str], takes: str) -> tuple[list[str], dict[str, str]]:
+    """Split a command's words KEY=VALUE into those that choose a model and the values of `defaults`' settings.
+
+    ConfigError for any other word, which lists what there is; takes: how that sentence begins.
+    """
+    own, model_words = dict(defaults), []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key in own and equals:
+            own[key] = value
+        elif key.lstrip("+").partition(".")[0] == "model" and equals:
+            model_words.append(word)
+        else:
+            raise ConfigError(f"{word}: {takes} model=NAME, model.SETTING=…, {', '.join(own)}")
+    return model_words, own
+
+
 @contextlib.contextmanager
 def told(words: Sequence[str]) -> Iterator[None]:
     """In the block, an error of Hydra's is a line on stderr and exit code 1; with HYDRA_FULL_ERROR=1 it is raised."""
