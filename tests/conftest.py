@@ -2,11 +2,13 @@
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+import kvexp.generate
 from kvexp.util import Session, active, cache_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -100,3 +102,17 @@ def command():
     """The test's session, which knows whether its jobs failed."""
     with active(Session()) as session:
         yield session
+
+
+@pytest.fixture
+def prefills(monkeypatch):
+    """Counts the contexts that were prefilled."""
+    counted = Counter()
+    real = kvexp.generate.prefill
+
+    def counting(model, prompts, *rest, **options):
+        counted["contexts"] += len(prompts)
+        return real(model, prompts, *rest, **options)
+
+    monkeypatch.setattr(kvexp.generate, "prefill", counting)
+    return counted

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kept_sets import masks_by_hand
-from tiny import CONFIGS, LETTERS, distinct, stock, tiny
+from tiny import CONFIGS, LETTERS, distinct, feed, stock, tiny
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method
 from kvexp.core.budget import PromptSizes
@@ -96,18 +96,7 @@ def filled(
     model = tiny("llama", **DEEP)
     ids, mask = pad_left([PROMPTS[row] for row in rows], 0, "cpu")
     cache = EvictionCache(model, method, budget, prompt_tokens=ids.shape[1], tokenizer=LETTERS, **how)
-    with torch.inference_mode():
-        for start in range(0, ids.shape[1], chunk or ids.shape[1]):
-            end = min(start + (chunk or ids.shape[1]), ids.shape[1])
-            places = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-            model(
-                ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=places,
-                past_key_values=cache,
-                use_cache=True,
-            )
-    return cache
+    return feed(cache, model, ids, ids[:, :0], mask=mask, chunk=chunk).cache
 
 
 def kept(cache: EvictionCache, row: int) -> list[list[list[int]]]:

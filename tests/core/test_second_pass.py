@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_layer_budgets import LENGTHS, PROMPTS, kept
-from tiny import LETTERS, Streams, prompts_of, run_core, stock, tiny
+from tiny import LETTERS, Streams, feed, prompts_of, run_core, stock, tiny
 from torch import Tensor
 
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs, SecondPass, second_pass
@@ -332,17 +332,7 @@ def sums(rows: list[int], piece: int | None = None) -> Tensor:
     Noting.seen.clear()
     model, (ids, mask) = tiny("llama"), pad_left([PROMPTS[row] for row in rows], 0, "cpu")
     cache = EvictionCache(model, Noting(), Budget(tokens=20), prompt_tokens=ids.shape[1])
-    with torch.inference_mode():
-        for start in range(0, ids.shape[1], piece or ids.shape[1]):
-            end = min(start + (piece or ids.shape[1]), ids.shape[1])
-            places = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-            model(
-                ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=places,
-                past_key_values=cache,
-                use_cache=True,
-            )
+    feed(cache, model, ids, ids[:, :0], mask=mask, chunk=piece)
     return torch.stack(Noting.seen)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_conf import composed
 from test_layer_budgets import LENGTHS, PROMPTS, kept
 from test_method_scores import context
-from tiny import CONFIGS, LETTERS, stock, tiny
+from tiny import CONFIGS, LETTERS, feed, stock, tiny
 from torch import Tensor
 
 import kvexp.methods
@@ -136,33 +136,11 @@ def filled(
     """A cache after these prompts, padded on the left, and so many tokens more."""
     model = tiny("llama")
     ids, mask = pad_left([PROMPTS[row] for row in rows], 0, "cpu")
-    later = torch.tensor([[(3 * PROMPTS[row][0] + 7 * step) % 61 for step in range(steps)] for row in rows]).view(
-        len(rows), -1
-    )
+    later = torch.tensor([[(3 * PROMPTS[row][0] + 7 * step) % 61 for step in range(steps)] for row in rows])
+    later = later.long().view(len(rows), -1)
     place = {"positions": "original", "tokenizer": LETTERS, "select": select} | how
     cache = EvictionCache(model, method, Budget(tokens=30), prompt_tokens=ids.shape[1], **place)  # type: ignore[arg-type]
-    with torch.inference_mode():
-        for start in range(0, ids.shape[1], chunk or ids.shape[1]):
-            end = min(start + (chunk or ids.shape[1]), ids.shape[1])
-            places = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-            model(
-                ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=places,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        for step in range(steps):
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            place = mask.sum(1, keepdim=True) - 1
-            model(
-                later[:, step : step + 1],
-                attention_mask=mask,
-                position_ids=place,
-                past_key_values=cache,
-                use_cache=True,
-            )
-    return cache
+    return feed(cache, model, ids, later, mask=mask, chunk=chunk).cache
 
 
 AROUND = [

@@ -17,25 +17,18 @@ What each parameter is called over there, and where the two differ on purpose:
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from peer_export import PeerExport, other_sets
 
 from kvexp.core import Budget, Method, QueryCalibration
-from kvexp.hf import EvictionCache, random_model
+from kvexp.hf import EvictionCache
 from kvexp.methods import CUR, TOVA, ExpectedAttention, KeyDiff, KNorm, LagKV, QFilters, SnapKV, StreamingLLM
 
 pytestmark = pytest.mark.peers
 
-ROOT = Path(__file__).resolve().parents[2]
-EXPORT = ROOT / ".peers" / "kvpress.npz"
-SCRIPT = ROOT / "tests" / "peers" / "export_kvpress.py"
 CASES = ("eager", "sdpa")
 METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff", "lagkv", "cur", "expected_attention", "qfilters")
 # Each way to drop slots once, with each way to observe the prompt.
@@ -46,27 +39,12 @@ HOW: list[dict[str, Any]] = [
 ]
 
 
-class Export:
+class Export(PeerExport):
     """kvpress.npz, and its models with kvexp installed."""
 
     def __init__(self) -> None:
-        if not EXPORT.exists():
-            pytest.skip(f"no export at {EXPORT.relative_to(ROOT)}; run: make peers")
-        self.file: Any = np.load(EXPORT)
-        self.about: dict[str, Any] = json.loads(str(self.file["about"]))
-        if self.about["script"] != hashlib.sha256(SCRIPT.read_bytes()).hexdigest():
-            pytest.skip(f"{EXPORT.relative_to(ROOT)} comes from another version of its script; run: make peers")
-        self.models = {case: self._model(case) for case in CASES}
-
-    def _model(self, case: str) -> Any:
-        model = random_model("llama", **self.about["cases"][case]["config"])
-        prefix = f"{case}/weights/"
-        names = [key for key in self.file.files if key.startswith(prefix)]
-        model.load_state_dict({key.removeprefix(prefix): torch.tensor(self.file[key]) for key in names})
-        return model
-
-    def __getitem__(self, key: str) -> Tensor:
-        return torch.tensor(self.file[key])
+        super().__init__("kvpress")
+        self.models = {case: self.model(case) for case in CASES}
 
     def method(self, case: str, name: str) -> Method:
         """kvexp's method for a press, from the press's own parameters."""
@@ -107,13 +85,7 @@ class Export:
             budget = Budget(tokens=sizes[0], counts_self=False)
             cache = EvictionCache(model, method, budget, positions="original", **how)
             model(self[f"{case}/ids"], past_key_values=cache)
-            for layer, row, head in np.ndindex(*want.shape[:3]):
-                got, wanted = (
-                    cache.kept_positions(layer)[row][head],
-                    want[layer, row, head].nonzero().flatten().tolist(),
-                )
-                if got != wanted:
-                    bad.append(f"ratio {ratio} layer {layer} row {row} head {head}: {sorted(set(got) ^ set(wanted))}")
+            bad += other_sets(cache, want, f"ratio {ratio}")
         return bad
 
 

@@ -7,26 +7,21 @@ have the largest scores there, so they stay in every head as protected slots do 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peer_export import PeerExport, other_sets
 from torch import Tensor
 
 import kvexp.methods.compactor as compactor
 from kvexp.core import Budget, Method, QueryCalibration
-from kvexp.hf import EvictionCache, random_model
+from kvexp.hf import EvictionCache
 from kvexp.methods import CUR, TOVA, Compactor, ExpectedAttention, KeyDiff, KNorm, QFilters, SnapKV
 
 pytestmark = pytest.mark.peers
 
-ROOT = Path(__file__).resolve().parents[2]
-EXPORT = ROOT / ".peers" / "adakv.npz"
-SCRIPT = ROOT / "tests" / "peers" / "export_adakv.py"
 METHODS: dict[str, Method] = {
     "knorm": KNorm(),
     "snapkv": SnapKV(window=7, kernel=5, pool="avg"),
@@ -39,20 +34,12 @@ METHODS: dict[str, Method] = {
 }
 
 
-class AdaKVExport:
+class AdaKVExport(PeerExport):
     """adakv.npz, and its model with kvexp installed."""
 
     def __init__(self) -> None:
-        if not EXPORT.exists():
-            pytest.skip(f"no export at {EXPORT.relative_to(ROOT)}; run: make peers")
-        self.file: Any = np.load(EXPORT)
-        self.about: dict[str, Any] = json.loads(str(self.file["about"]))
-        if self.about["script"] != hashlib.sha256(SCRIPT.read_bytes()).hexdigest():
-            pytest.skip(f"{EXPORT.relative_to(ROOT)} comes from another version of its script; run: make peers")
-        self.model = random_model("llama", **self.about["case"]["config"])
-        prefix = "weights/"
-        names = [key for key in self.file.files if key.startswith(prefix)]
-        self.model.load_state_dict({key.removeprefix(prefix): torch.tensor(self.file[key]) for key in names})
+        super().__init__("adakv")
+        self.made = self.model()
 
     @torch.inference_mode()
     def differences(self, name: str, method: Method, *, slip: float = 0.0, **how: Any) -> list[str]:
@@ -65,17 +52,13 @@ class AdaKVExport:
         for floor in self.about["floors"]:
             for ratio in self.about["ratios"]:
                 want: Tensor = torch.tensor(self.file[f"{name}/{floor}/{ratio}"])  # [L, B, H, T] bool
-                layers, _, heads, length = want.shape
+                _, _, heads, length = want.shape
                 tokens = int(length * (1 - ratio))
                 assert want.sum((2, 3)).unique().tolist() == [tokens * heads]
                 budget = Budget(tokens=tokens, counts_self=False, heads="adaptive", head_floor=floor + slip)
-                cache = EvictionCache(self.model, method, budget, positions="original", **how)
-                self.model(torch.tensor(self.file["ids"]), past_key_values=cache)
-                for layer in range(layers):
-                    for row, per_head in enumerate(cache.kept_positions(layer)):
-                        for head, got in enumerate(per_head):
-                            if got != want[layer, row, head].nonzero().flatten().tolist():
-                                bad.append(f"floor {floor} ratio {ratio} layer {layer} row {row} head {head}")
+                cache = EvictionCache(self.made, method, budget, positions="original", **how)
+                self.made(torch.tensor(self.file["ids"]), past_key_values=cache)
+                bad += other_sets(cache, want, f"floor {floor} ratio {ratio}")
         return bad
 
 

@@ -5,24 +5,18 @@ DMSPress(press, threshold, sliding_window_size) is Budget(threshold, threshold_r
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from peer_export import PeerExport, other_sets
 
 from kvexp.core import Budget, Method
-from kvexp.hf import EvictionCache, random_model
+from kvexp.hf import EvictionCache
 from kvexp.methods import CUR, KeyDiff, KNorm
 
 pytestmark = pytest.mark.peers
 
-ROOT = Path(__file__).resolve().parents[2]
-EXPORT = ROOT / ".peers" / "dms.npz"
-SCRIPT = ROOT / "tests" / "peers" / "export_dms.py"
 METHODS: dict[str, Method] = {
     "knorm": KNorm(),
     "keydiff": KeyDiff(protect_recent=0),
@@ -31,29 +25,20 @@ METHODS: dict[str, Method] = {
 
 
 @pytest.fixture(scope="module")
-def file() -> Any:
-    if not EXPORT.exists():
-        pytest.skip(f"no export at {EXPORT.relative_to(ROOT)}; run: make peers")
-    found = np.load(EXPORT)
-    if json.loads(str(found["about"]))["script"] != hashlib.sha256(SCRIPT.read_bytes()).hexdigest():
-        pytest.skip(f"{EXPORT.relative_to(ROOT)} comes from another version of its script; run: make peers")
-    return found
+def export() -> PeerExport:
+    return PeerExport("dms")
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
 @pytest.mark.parametrize("name", METHODS)
 @torch.inference_mode()
-def test_same_sets(file: Any, name: str, mode: Any) -> None:
-    about = json.loads(str(file["about"]))
-    model = random_model("llama", **about["case"]["config"])
-    names = [key for key in file.files if key.startswith("weights/")]
-    model.load_state_dict({key.removeprefix("weights/"): torch.tensor(file[key]) for key in names})
+def test_same_sets(export: PeerExport, name: str, mode: Any) -> None:
+    about = export.about
+    model = export.model()
     for threshold in about["thresholds"][name]:
-        want = torch.tensor(file[f"{name}/{threshold}"])  # [L, B, H, T] bool
+        want = export[f"{name}/{threshold}"]  # [L, B, H, T] bool
         assert len(want.sum(-1).unique()) > 3, "heads hold different numbers"
         budget = Budget(threshold=threshold, threshold_recent=about["window"])
         cache = EvictionCache(model, METHODS[name], budget, mode=mode)
-        model(torch.tensor(file["ids"]), past_key_values=cache)
-        for layer in range(want.shape[0]):
-            kept = [[head.nonzero().flatten().tolist() for head in row] for row in want[layer]]
-            assert cache.kept_positions(layer) == kept, (threshold, layer)
+        model(export["ids"], past_key_values=cache)
+        assert other_sets(cache, want, threshold) == []

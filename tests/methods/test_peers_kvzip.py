@@ -9,27 +9,22 @@ one cut for all layers, or one for each        each kv head keeps as many: the p
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peer_export import PeerExport
 from torch import Tensor
 
 from kvexp.core import Budget, EvictionContext
 from kvexp.core.budget import Heads
-from kvexp.hf import EvictionCache, random_model
+from kvexp.hf import EvictionCache
 from kvexp.methods import KVzip, KVzipPlus
 
 pytestmark = pytest.mark.peers
 
-ROOT = Path(__file__).resolve().parents[2]
-EXPORT = ROOT / ".peers" / "kvzip.npz"
-SCRIPT = ROOT / "tests" / "peers" / "export_kvzip.py"
 CASES = ("whole", "chunks", "plus_whole", "plus_chunks")
 NEAR_MISSES: list[tuple[str, str, dict[str, Any]]] = [
     ("whole", "kvzip", {"chunk": 96}),
@@ -56,26 +51,8 @@ class Letters:
         return str(self.chat_template).format(turns[0]["content"])
 
 
-class Export:
+class Export(PeerExport):
     """kvzip.npz, and its models with kvexp installed."""
-
-    def __init__(self) -> None:
-        if not EXPORT.exists():
-            pytest.skip(f"no export at {EXPORT.relative_to(ROOT)}; run: make peers")
-        self.file: Any = np.load(EXPORT)
-        self.about: dict[str, Any] = json.loads(str(self.file["about"]))
-        if self.about["script"] != hashlib.sha256(SCRIPT.read_bytes()).hexdigest():
-            pytest.skip(f"{EXPORT.relative_to(ROOT)} comes from another version of its script; run: make peers")
-
-    def __getitem__(self, key: str) -> Tensor:
-        return torch.tensor(self.file[key])
-
-    def model(self, case: str) -> Any:
-        model = random_model("llama", **self.about["cases"][case]["config"])
-        prefix = f"{case}/weights/"
-        names = [key for key in self.file.files if key.startswith(prefix)]
-        model.load_state_dict({key.removeprefix(prefix): torch.tensor(self.file[key]) for key in names})
-        return model
 
     def method(self, case: str, **changes: Any) -> KVzip:
         """kvexp's method for the press of a case, from the press's own parameters."""
@@ -108,7 +85,7 @@ class Export:
 
 @pytest.fixture(scope="module")
 def export() -> Export:
-    return Export()
+    return Export("kvzip")
 
 
 @pytest.mark.parametrize("case", CASES)

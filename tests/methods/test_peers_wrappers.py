@@ -9,26 +9,19 @@ CompactorPress(chunk_size, sketch_dimension)  Compactor(chunk, sketch), with its
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from peer_export import PeerExport, other_sets
 
 import kvexp.methods.compactor as compactor
 from kvexp.core import Budget, Method, SlotSelection
-from kvexp.hf import EvictionCache, random_model
+from kvexp.hf import EvictionCache
 from kvexp.methods import CUR, Compactor, ExpectedAttention, KeyDiff, KNorm, PyramidKV, SnapKV
 
 pytestmark = pytest.mark.peers
 
-ROOT = Path(__file__).resolve().parents[2]
-EXPORT = ROOT / ".peers" / "wrappers.npz"
-SCRIPT = ROOT / "tests" / "peers" / "export_wrappers.py"
 CHUNKS, CRITICAL = SlotSelection(by="chunk", chunk=9), SlotSelection(values="critical")
 PAIRS: dict[str, tuple[Method, SlotSelection]] = {
     "pyramidkv": (PyramidKV(window=7, kernel=5, pool="avg", form="kvpress"), SlotSelection()),
@@ -52,22 +45,12 @@ NEAR_MISSES: list[tuple[str, Method, SlotSelection]] = [
 ]
 
 
-class Export:
+class Export(PeerExport):
     """wrappers.npz, and its model with kvexp installed."""
 
     def __init__(self) -> None:
-        if not EXPORT.exists():
-            pytest.skip(f"no export at {EXPORT.relative_to(ROOT)}; run: make peers")
-        self.file: Any = np.load(EXPORT)
-        self.about: dict[str, Any] = json.loads(str(self.file["about"]))
-        if self.about["script"] != hashlib.sha256(SCRIPT.read_bytes()).hexdigest():
-            pytest.skip(f"{EXPORT.relative_to(ROOT)} comes from another version of its script; run: make peers")
-        self.model = random_model("llama", **self.about["case"]["config"])
-        names = [key for key in self.file.files if key.startswith("weights/")]
-        self.model.load_state_dict({key.removeprefix("weights/"): torch.tensor(self.file[key]) for key in names})
-
-    def __getitem__(self, key: str) -> Tensor:
-        return torch.tensor(self.file[key])
+        super().__init__("wrappers")
+        self.made = self.model()
 
     @torch.inference_mode()
     def differences(self, name: str, method: Method, select: SlotSelection, **how: Any) -> list[str]:
@@ -78,12 +61,9 @@ class Export:
             slots = round(want.shape[-1] * (1 - ratio))
             assert int(want.sum()) == slots * want[..., 0].numel()
             budget = Budget(tokens=slots, counts_self=False)
-            cache = EvictionCache(self.model, method, budget, select=select, positions="original", **how)
-            self.model(self["ids"], past_key_values=cache)
-            for layer, row, head in np.ndindex(*want.shape[:3]):
-                got, wanted = cache.kept_positions(layer)[row][head], want[layer, row, head].nonzero().flatten()
-                if got != wanted.tolist():
-                    bad.append(f"ratio {ratio} layer {layer} head {head}: {sorted(set(got) ^ set(wanted.tolist()))}")
+            cache = EvictionCache(self.made, method, budget, select=select, positions="original", **how)
+            self.made(self["ids"], past_key_values=cache)
+            bad += other_sets(cache, want, f"ratio {ratio}")
         return bad
 
 
@@ -99,7 +79,7 @@ def same_draws(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_same_model(export: Export) -> None:
     with torch.inference_mode():
-        torch.testing.assert_close(export.model(export["ids"]).logits, export["logits"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(export.made(export["ids"]).logits, export["logits"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])

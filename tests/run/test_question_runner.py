@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import shutil
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,20 +97,6 @@ def rows_of(record, *without):
         | {"receipt": {k: v for k, v in row["receipt"].items() if k not in ("attention_kept", *without)}}
         for row in record.rows()
     ]
-
-
-@pytest.fixture
-def prefills(monkeypatch):
-    """Counts the contexts that were prefilled."""
-    counted = Counter()
-    real = kvexp.generate.prefill
-
-    def counting(model, prompts, *rest, **options):
-        counted["contexts"] += len(prompts)
-        return real(model, prompts, *rest, **options)
-
-    monkeypatch.setattr(kvexp.generate, "prefill", counting)
-    return counted
 
 
 AFTER = Reading(question="after_eviction")

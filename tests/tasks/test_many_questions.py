@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -44,20 +43,6 @@ def made(outputs, *words):
 def rows_of(record, *without):
     without = ("seconds", "context", *without)
     return [{k: v for k, v in row.items() if k not in without} for row in record.rows()]
-
-
-@pytest.fixture
-def prefills(monkeypatch):
-    """Counts the contexts that were prefilled."""
-    counted = Counter()
-    real = kvexp.generate.prefill
-
-    def counting(model, prompts, *rest, **options):
-        counted["contexts"] += len(prompts)
-        return real(model, prompts, *rest, **options)
-
-    monkeypatch.setattr(kvexp.generate, "prefill", counting)
-    return counted
 
 
 @pytest.mark.parametrize("method", [pytest.param("h2o", marks=pytest.mark.slow), "keyformer"])
