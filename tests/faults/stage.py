@@ -144,18 +144,28 @@ def _status(pid):
 
 def _become(runpy, words, out, before, env):
     """This process is `python run.py words` now."""
+
+    def run():
+        exec(compile(before, "<before>", "exec"), {})
+        runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
+
+    os.environ.update(env)
+    run_as_program(out, ["run.py", *words], run)
+
+
+def run_as_program(out, argv, run):
+    """Call `run` as a program of its own, with these words and its output behind the file `out`; ends this process."""
     code = 1
     try:
-        os.environ.update(env)
         file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = os.fdopen(1, "w", buffering=1)
         sys.stderr = os.fdopen(2, "w", buffering=1)
-        sys.argv = ["run.py", *words]
-        exec(compile(before, "<before>", "exec"), {})
-        runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
+        sys.argv = argv
+        run()
+        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException:

@@ -20,15 +20,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT), str(HERE), str(HERE.parent)]
 
 import adapter  # noqa: E402
 import commands  # noqa: E402
+from faults.stage import run_as_program  # noqa: E402
 
 FILE = HERE / "frozen.json"
 TOGETHER = 2  # processes at once, one thread each
@@ -40,6 +40,7 @@ PARTS = {
     **{"exits": commands.RUNS, "runs": commands.RUNS},
     **{"tables": commands.TABLES, "identities": commands.IDENTITIES},
 }
+os.environ.update(ENV)  # before anything imports torch: the last digits of KL depend on its threads
 LOADED = ("torch", "pandas", "datasets", "hydra", "rich.table", "safetensors.torch", "lm_eval", "transformers", "scipy")
 NOT_A_NUMBER_OF_THE_RUN = ("seconds", "batch_size", "revision", "numerics", "threads", "load")
 TIMED_COLUMNS = (
@@ -124,7 +125,6 @@ def record_of(commit: str) -> dict:
 def record() -> dict:
     """Run everything; digests of what was written."""
     os.chdir(ROOT)
-    os.environ.update(ENV)
     cache = os.environ.get("KVEXP_FROZEN_OUT")
     place = Path(cache or tempfile.mkdtemp(prefix="frozen-"))
     place.mkdir(parents=True, exist_ok=True)
@@ -192,27 +192,16 @@ def all_done(place: Path, jobs: dict[str, tuple[str, list[str]]]) -> dict[str, i
 
 def become(place: Path, name: str, program: str, words: list[str]) -> None:
     """This process is the command line now."""
-    code = 1
-    try:
-        file = os.open(place / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        sys.argv = ["run.py" if program != "command" else "kvexp", *words]
+
+    def run():
         if program == "compose":
             out = (place / f"{name}.ids").open("w")
             adapter.collect_identities(lambda line: print(line, file=out, flush=True))
         (adapter.command if program == "command" else adapter.run_py)()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    log = place / f"{name}.log"
+    log.unlink(missing_ok=True)
+    run_as_program(log, ["run.py" if program != "command" else "kvexp", *words], run)
 
 
 def runs_of(folder: Path) -> dict[str, dict[str, str]]:
