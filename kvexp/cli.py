@@ -11,10 +11,10 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from kvexp.util import CONF, say, watch_pipes
+from kvexp.util import CONF, ConfigError, say, tells_errors, watch_pipes
 
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
@@ -58,9 +58,7 @@ def main() -> NoReturn:
         sys.exit(0)
     name = words[0]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
-        print(f"error: kvexp has no command {name!r}; {asked}", file=sys.stderr)
+        print(f"error: kvexp has no command {name!r}; {_nearest(name, COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     if (part := " ".join(words[:2])) in PARTS:
         name = part
@@ -69,6 +67,12 @@ def main() -> NoReturn:
     if name == "run":
         run()
     sys.exit(_function((COMMANDS | PARTS)[name][0])(rest))
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    """The known name that was probably meant, else all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
 
 
 def _function(place: str) -> Callable[[list[str]], int]:
@@ -128,9 +132,7 @@ def _listed(group: str, names: list[str]) -> int:
         elif not line:
             said = []
     if wrong := [name for name in names if name not in known]:
-        near = difflib.get_close_matches(wrong[0], known, n=1)
-        asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-        say(f"error: no {group} {wrong[0]!r}; {asked}", file=sys.stderr)
+        say(f"error: no {group} {wrong[0]!r}; {_nearest(wrong[0], known)}", file=sys.stderr)
         return 2
     if not names:
         for name, text in known.items():
@@ -143,6 +145,7 @@ def _listed(group: str, names: list[str]) -> int:
     return 0
 
 
+@tells_errors(ConfigError)
 def methods(names: list[str]) -> int:
     """Print what each method is, or for each of `names` every setting with its default.
 
@@ -150,22 +153,17 @@ def methods(names: list[str]) -> int:
     named.
     """
     from kvexp.run.user_methods import installed_methods, package_of
-    from kvexp.util import ConfigError
 
     known = _method_options()
-    try:
-        installed = installed_methods(known)
-        if not names:
-            for name, text in known.items():
-                say(f"{name:<20} {text.partition(chr(10))[0].lstrip('# ')}")
-            for name, point in installed.items():
-                say(f"{name:<20} {point.value}, from {package_of(point)}")
-        for name in names:
-            text = known.get(name) or _settings_of_user_method(name, [*known, *installed])
-            say(f"method={name}\n{text}")
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+    installed = installed_methods(known)
+    if not names:
+        for name, text in known.items():
+            say(f"{name:<20} {text.partition(chr(10))[0].lstrip('# ')}")
+        for name, point in installed.items():
+            say(f"{name:<20} {point.value}, from {package_of(point)}")
+    for name in names:
+        text = known.get(name) or _settings_of_user_method(name, [*known, *installed])
+        say(f"method={name}\n{text}")
     return 0
 
 
@@ -180,18 +178,14 @@ def _method_options() -> dict[str, str]:
 
 
 def _settings_of_user_method(name: str, known: list[str]) -> str:
-    from kvexp.run.user_methods import load_method
-    from kvexp.util import ConfigError
+    from kvexp.run.user_methods import load_method, settings_of_class
 
     method = load_method(name)
     if method is None:
         raise ConfigError(f"no method {name!r}; one of {', '.join(known)}")
-    from kvexp.run.user_methods import settings_of_class
-
     own = method.cls.__doc__ or ""
-    if not own or own.startswith(
-        f"{method.cls.__name__}("
-    ):  # the signature, which dataclasses write where there is none
+    signature = f"{method.cls.__name__}("  # which dataclasses write where there is no docstring
+    if not own or own.startswith(signature):
         own = sys.modules[method.cls.__module__].__doc__ or method.target
     title = own.strip().partition("\n")[0]
     settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())

@@ -90,10 +90,17 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
 
 class _Unmade(dict[str, Any]):
-    """An option that is made a configuration when Hydra copies it to compose: to make all takes half a second."""
+    """What an option sets, made a configuration when Hydra copies it to compose: to make all takes half a second."""
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self if memo else OmegaConf.create(dict(self))  # memo: Hydra copies the store, of which it reads a few
+        return OmegaConf.create(dict(self))
+
+
+class _Stored(ConfigNode):
+    """An option in Hydra's store. Nobody changes it, so copies of the store, of which Hydra makes many, share it."""
+
+    def __deepcopy__(self, memo: Any) -> _Stored:
+        return self
 
 
 def _store_listed() -> None:
@@ -105,7 +112,7 @@ def _store_listed() -> None:
             place = ConfigStore.instance().repo
             for folder in folders:
                 place = place.setdefault(folder, {})
-            place[name] = ConfigNode(name, _Unmade(node), "/".join(folders), package, "kvexp")  # type: ignore[arg-type]
+            place[name] = _Stored(name, _Unmade(node), "/".join(folders), package, "kvexp")  # type: ignore[arg-type]
 
 
 def settings() -> dict[str, tuple[str, ...]]:
