@@ -31,6 +31,7 @@ from pages import (
     NEEDS,
     PAGES,
     PYTHON,
+    ROOT,
     Block,
     anchors,
     blocks,
@@ -40,7 +41,6 @@ from pages import (
     scripts,
     words_of,
 )
-from pages import ROOT as ROOT_of_pages
 from torch import Tensor
 
 import kvexp.retrieval
@@ -100,7 +100,7 @@ def called(words: list[str]) -> tuple[int, str, str]:
                 runpy.run_module(words[2], run_name="__main__", alter_sys=True)
             else:
                 sys.argv = words[1:]
-                runpy.run_path(str(ROOT_of_pages / words[1]), run_name="__main__")
+                runpy.run_path(str(ROOT / words[1]), run_name="__main__")
     except SystemExit as stopped:
         code = int(stopped.code or 0)
     finally:
@@ -121,14 +121,14 @@ def composed(words: list[str]) -> None:
     given = [word for word in words[2:] if "=" in word and not word.startswith(("-", "hydra"))]
     overrides = [first_of(word) for word in given if "(" not in word]  # interval(0,1) is the sweeper's
     overrides = [word for word in overrides if not re.match(r"method=\w+\.", word)]  # the page's own file
-    with initialize_config_dir(str(ROOT_of_pages / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         compose("config", overrides)
 
 
 def check_named(words: list[str]) -> None:
     """A make target, a module or a configuration that exists."""
     if words[0] == "make":
-        targets = re.findall(r"^([a-z-]+)(%?):", (ROOT_of_pages / "Makefile").read_text("utf-8"), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+)(%?):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
         asked = next(word for word in words[1:] if "=" not in word)
         assert any(asked == name if not more else asked.startswith(name) for name, more in targets), asked
     elif words[1] == "run.py":
@@ -151,7 +151,7 @@ def folder_of(page: Path, empty: Path) -> Path:
     written = files(page)
     for name, text in written.items():
         (empty / name).write_text(text, "utf-8")
-    return empty if written else ROOT_of_pages
+    return empty if written else ROOT
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_python_of_a_page_runs(page, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out
 
 
-README = (ROOT_of_pages / "README.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
 
 
 def test_the_first_page_is_read_in_minutes():
@@ -231,7 +231,7 @@ def test_the_first_page_is_read_in_minutes():
 
 @pytest.mark.real
 def test_the_first_pages_python_prints_what_it_shows(smollm2, capsys):
-    (script,) = scripts(ROOT_of_pages / "README.md")
+    (script,) = scripts(ROOT / "README.md")
     (shown,) = re.findall(r"```python\n.*?```\n\n```text\n(.*?)```", README, re.DOTALL)
     assert smollm2 in script
     exec(compile(script, "README.md", "exec"), {})
@@ -243,9 +243,7 @@ def test_the_first_pages_python_prints_what_it_shows(smollm2, capsys):
 
 def test_the_result_on_the_first_page_is_the_recorded_one():
     found = re.search(r"<!-- measured: (\w+) -->\n((?:> .*\n)+)", README)
-    recorded = json.loads((ROOT_of_pages / "experiments" / "measured_real.json").read_text("utf-8"))["exhibits"][
-        found[1]
-    ]
+    recorded = json.loads((ROOT / "experiments" / "measured_real.json").read_text("utf-8"))["exhibits"][found[1]]
     assert " ".join(found[2].replace("> ", "").split()) == recorded["divergence"]["words"]
     assert f"(commit {recorded['commits'][0]})" in README
 
@@ -253,7 +251,7 @@ def test_the_result_on_the_first_page_is_the_recorded_one():
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="mkdocs-material is not installed (the extra docs)")
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    built = subprocess.run(line, cwd=ROOT_of_pages, capture_output=True, text=True, timeout=120)
+    built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "concepts/index.html", "experiments/index.html", "CONTRIBUTING/index.html"} <= pages
@@ -267,10 +265,10 @@ def test_there_is_something_to_run():
 # What the documentation says of methods, tasks, protocols, rows and tables, held against the code.
 
 
-CONF = ROOT_of_pages / "conf"
-METHODS = (ROOT_of_pages / "docs" / "methods.md").read_text("utf-8")
-PROTOCOLS = (ROOT_of_pages / "docs" / "protocols.md").read_text("utf-8")
-RESULTS = (ROOT_of_pages / "docs" / "results.md").read_text("utf-8")
+CONF = ROOT / "conf"
+METHODS = (ROOT / "docs" / "methods.md").read_text("utf-8")
+PROTOCOLS = (ROOT / "docs" / "protocols.md").read_text("utf-8")
+RESULTS = (ROOT / "docs" / "results.md").read_text("utf-8")
 PAPERS = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "protocol").glob("*.yaml")}
 PRESETS = {**PAPERS, **listed("protocol_task")}
 MADE = ("benchmarks/results",)  # there once something was measured
@@ -282,7 +280,7 @@ def named(key: str, page: str) -> bool:
     return re.search(rf"`[^`\n]*(?<![\w]){re.escape(key)}(?![\w])[^`\n]*`", page) is not None
 
 
-PAGE = runpy.run_path(str(ROOT_of_pages / "docs" / "methods.py"))
+PAGE = runpy.run_path(str(ROOT / "docs" / "methods.py"))
 
 
 def test_the_page_of_methods_is_current():
@@ -301,21 +299,19 @@ def test_the_options_of_methods_are_what_the_classes_say():
 def test_what_methods_were_compared_with_is_what_the_recordings_hold():
     """The table's last column claims each recording and export that there is, and no other."""
     computed = {make.__name__ for make in MADE_RECORDINGS}
-    recordings = {path for path in (ROOT_of_pages / "tests" / "golden").glob("*.npz") if path.stem not in computed}
-    recordings.add(ROOT_of_pages / "tests" / "fixtures" / "authors_2025.npz")
-    named = {
-        path: [one for one in PAGE["AUTHORS"] if str(path).startswith(f"{ROOT_of_pages}/{one}")] for path in recordings
-    }
+    recordings = {path for path in (ROOT / "tests" / "golden").glob("*.npz") if path.stem not in computed}
+    recordings.add(ROOT / "tests" / "fixtures" / "authors_2025.npz")
+    named = {path: [one for one in PAGE["AUTHORS"] if str(path).startswith(f"{ROOT}/{one}")] for path in recordings}
     assert all(len(names) == 1 for names in named.values())
     assert {name for names in named.values() for name in names} == set(PAGE["AUTHORS"])
-    with np.load(ROOT_of_pages / "tests" / "fixtures" / "authors_2025.npz") as file:
+    with np.load(ROOT / "tests" / "fixtures" / "authors_2025.npz") as file:
         about = json.loads(str(file["about"]))
     held = sorted(name for name, value in about.items() if isinstance(value, dict) and "cases" in value)
     assert sorted(PAGE["AUTHORS"]["tests/fixtures/authors_2025.npz"]) == held
 
     methods = set(options("method"))
     exported = {}
-    for path in sorted((ROOT_of_pages / "tests" / "peers").glob("export_*.py")):
+    for path in sorted((ROOT / "tests" / "peers").glob("export_*.py")):
         presses = set(re.findall(r'^ +"(\w+)": .*(?:Press|DrawnQFilters)\b', path.read_text("utf-8"), re.M))
         exported[f"tests/peers/{path.name}"] = presses & methods
     wrapped = set().union(*PAGE["KVPRESS"].values())
@@ -330,7 +326,7 @@ def test_every_method_has_an_oracle_as_the_page_says():
     """Those that choose nothing, or are another's with other settings, need none."""
     told = set(options("method"))
     oracles = "".join(
-        (ROOT_of_pages / "tests" / f"{name}.py").read_text("utf-8")
+        (ROOT / "tests" / f"{name}.py").read_text("utf-8")
         for name in ("methods/test_kept_sets", "retrieval/test_retrieval_oracles")
     )
     for cls in CLASSES:
@@ -415,7 +411,7 @@ def test_every_column_of_the_table_is_told():
 
 
 def test_every_file_of_a_run_folder_is_told():
-    source = (ROOT_of_pages / "kvexp" / "run" / "store.py").read_text("utf-8")
+    source = (ROOT / "kvexp" / "run" / "store.py").read_text("utf-8")
     files = set(re.findall(r"\"([a-z.]+\.jsonl?)\"", source)) - {".json"}
     assert {"config.json", "examples.jsonl", "quarantine.jsonl"} <= files
     for name in files:
@@ -428,7 +424,7 @@ def test_the_files_that_a_page_names_are_there(page):
     roots = "kvexp|conf|tests|experiments|benchmarks|docs|hydra_plugins"
     for name in re.findall(rf"`((?:{roots})/[\w./{{}}-]*)`", text):
         if name not in MADE and not re.search(r"NAME|[{<]", name):
-            assert (ROOT_of_pages / name).exists() or (ROOT_of_pages / f"{name}.yaml").exists(), f"{page.name}: {name}"
+            assert (ROOT / name).exists() or (ROOT / f"{name}.yaml").exists(), f"{page.name}: {name}"
 
 
 def test_a_class_that_is_not_exported_and_an_import_that_fails_are_told_apart(tmp_path, monkeypatch):
@@ -443,7 +439,7 @@ def test_a_class_that_is_not_exported_and_an_import_that_fails_are_told_apart(tm
 
 
 def test_a_decision_has_its_three_parts():
-    entries = re.split(r"^### ", (ROOT_of_pages / "DECISIONS.md").read_text("utf-8"), flags=re.M)[1:]
+    entries = re.split(r"^### ", (ROOT / "DECISIONS.md").read_text("utf-8"), flags=re.M)[1:]
     for entry in entries:
         parts = re.findall(r"^- \*\*(\w+):\*\* \S", entry, re.M)
         assert parts == ["Context", "Choice", "Reopen"], entry.partition("\n")[0]
@@ -585,7 +581,6 @@ def test_the_scores_told_are_those_printed(command: str, tmp_path: Path) -> None
 # The glossary says each word once, its classes exist, and words it replaces do not come back.
 
 
-ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted([*(ROOT / "kvexp").rglob("*.py"), *(ROOT / "experiments" / "studies").glob("*.py")])
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text("utf-8")
 

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvexp.core import Budget, Cadence, Quantization
-from kvexp.core import CacheConfig as CacheConfig_of_core
 from kvexp.core.graph import capture_obstacle
 from kvexp.generate import CacheConfig, GenerationParams, decode, generate, prefill_together
 from kvexp.generate import graph as decode_graph
@@ -337,7 +336,7 @@ def test_settings_decide_too() -> None:
     """The same method under other settings of the cache; each reason names what to change."""
 
     def why(**options: Any) -> str:
-        return capture_obstacle(CacheConfig_of_core(H2O(), HALF, **options)) or ""
+        return capture_obstacle(CacheConfig(H2O(), HALF, **options)) or ""
 
     assert why() == ""
     assert "drops nothing" in why(mode="mask") and "new buffers" in why(mode="compact")

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from device_runs import BEAM_STEP, FETCHING, ONCE, OWN_ANSWER, PER_STEP, SEEDS, check_waits, config_of, on_cpu
-from device_runs import METHODS as METHODS_of_device_runs
-from device_runs import PROMPTS as PROMPTS_of_device_runs
-from device_runs import STEPS as STEPS_of_device_runs
+from device_runs import METHODS as DEVICE_METHODS
+from device_runs import PROMPTS as DEVICE_PROMPTS
+from device_runs import STEPS as DEVICE_STEPS
 from fake_allocator import counted_gpu, storages_of
 from host_reads import DEVICE, HostReads, on_gpu, reads_of_decode_steps
 from pretend import Placed, move, pretended
@@ -26,11 +26,10 @@ from stream_checker import checked_streams
 from test_retrieval import METHODS as RETRIEVAL
 from test_retrieval import RELEASED, SCARCE
 from tiny import CONFIGS, VOCAB, prompts_of, tiny
-from tiny import LAYERS as LAYERS_of_tiny
+from tiny import LAYERS as TINY_LAYERS
 
 from kvexp.core import Budget, CacheConfig, Surrogate
 from kvexp.core.noise import pool
-from kvexp.generate import CacheConfig as CacheConfig_of_generate
 from kvexp.generate import GenerationParams, decode, divergence_from_full, generate, prefill, prefill_together
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import calibrate_queries
@@ -81,7 +80,7 @@ class Seen:
 
 def config_for(name: str) -> CacheConfig:
     """As of `config_of`, with statistics of the wide model."""
-    method, options = METHODS_of_device_runs[name], {}
+    method, options = DEVICE_METHODS[name], {}
     if method.needs.calibration:
         options["calibration"] = calibrate_queries(tiny("llama", **WIDE), prompts_of(11, (29, 31)))
     if method.needs.surrogate:
@@ -152,7 +151,7 @@ def check(seen: Seen, name: str, itemsize: int = 4) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS_of_device_runs]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DEVICE_METHODS]
 )
 def test_the_device_holds_what_the_tracker_says(name):
     check(held_by(config_for(name)), name)
@@ -160,7 +159,7 @@ def test_the_device_holds_what_the_tracker_says(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", METHODS_of_device_runs)
+@pytest.mark.parametrize("name", DEVICE_METHODS)
 def test_in_half_precision_too(name, dtype):
     check(held_by(config_for(name), dtype), name, dtype.itemsize)
 
@@ -232,7 +231,7 @@ def test_a_prompt_held_whole_would_be_found():
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOGETHER = tuple(
-    name for name in METHODS_of_device_runs if name not in ("full", "h2o_c")
+    name for name in DEVICE_METHODS if name not in ("full", "h2o_c")
 )  # h2o_c: prompt tokens attend otherwise
 SOME = ("keyformer", "kvzap")
 FAMILIES = list(CONFIGS)
@@ -258,7 +257,7 @@ def alike(made, plain, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("family", "name", "dtype"),
     some_quick(
-        product(FAMILIES, METHODS_of_device_runs, DTYPES),
+        product(FAMILIES, DEVICE_METHODS, DTYPES),
         ("llama", "kvzap", torch.float32),
         ("mistral", "caote", torch.bfloat16),
         ("gptj", "streaming_llm", torch.float32),
@@ -270,27 +269,27 @@ def alike(made, plain, dtype=torch.float32):
 def test_a_generation_stays_on_its_device(family, name, dtype):
     """Two padded prompts and 20 steps."""
     model, config = on_gpu(family, dtype), config_of(family, name)
-    options = {"decoding": GenerationParams(STEPS_of_device_runs, eos=None), "seeds": SEEDS}
+    options = {"decoding": GenerationParams(DEVICE_STEPS, eos=None), "seeds": SEEDS}
     with reads_of_decode_steps(model) as reads:
-        made = generate(model, PROMPTS_of_device_runs, config, **options)
-    check_waits(reads, STEPS_of_device_runs, PER_STEP, name)
-    alike(made, generate(on_cpu(family, dtype), PROMPTS_of_device_runs, config, **options), dtype)
+        made = generate(model, DEVICE_PROMPTS, config, **options)
+    check_waits(reads, DEVICE_STEPS, PER_STEP, name)
+    alike(made, generate(on_cpu(family, dtype), DEVICE_PROMPTS, config, **options), dtype)
 
 
-@pytest.mark.parametrize(("family", "name"), some_quick(product(FAMILIES, METHODS_of_device_runs), ("llama", "h2o")))
+@pytest.mark.parametrize(("family", "name"), some_quick(product(FAMILIES, DEVICE_METHODS), ("llama", "h2o")))
 def test_beams_stay_on_their_device(family, name):
     model, config, steps = on_gpu(family), config_of(family, name), 8
     options = {"decoding": GenerationParams(steps, num_beams=3, eos=None), "seeds": SEEDS}
     with reads_of_decode_steps(model) as reads:
-        made = generate(model, PROMPTS_of_device_runs, config, **options)
+        made = generate(model, DEVICE_PROMPTS, config, **options)
     check_waits(reads, steps, BEAM_STEP, name)
-    alike(made, generate(tiny(family), PROMPTS_of_device_runs, config, **options))
+    alike(made, generate(tiny(family), DEVICE_PROMPTS, config, **options))
 
 
 def contexts_of(model, family, names):
     """The contexts of the full cache and of these methods, after one prefill."""
-    configs = [CacheConfig_of_generate(Full(), None), *(config_of(family, name) for name in names)]
-    return prefill_together(model, PROMPTS_of_device_runs, configs, max_new_tokens=STEPS_of_device_runs, seeds=SEEDS)
+    configs = [CacheConfig(Full(), None), *(config_of(family, name) for name in names)]
+    return prefill_together(model, DEVICE_PROMPTS, configs, max_new_tokens=DEVICE_STEPS, seeds=SEEDS)
 
 
 @pytest.mark.parametrize(
@@ -301,13 +300,13 @@ def test_runs_that_share_a_prefill_stay_on_their_device(family, names):
 
     def tokens(model):
         contexts = contexts_of(model, family, names)
-        made = decode(model, contexts, GenerationParams(STEPS_of_device_runs, eos=None), SEEDS, None, start=0.0)
+        made = decode(model, contexts, GenerationParams(DEVICE_STEPS, eos=None), SEEDS, None, start=0.0)
         return [one.tokens for one in made]
 
     model = on_gpu(family)
     with reads_of_decode_steps(model) as reads:
         made = tokens(model)
-    check_waits(reads, STEPS_of_device_runs, PER_STEP, *names, caches=1 + len(names))
+    check_waits(reads, DEVICE_STEPS, PER_STEP, *names, caches=1 + len(names))
     assert made == tokens(tiny(family))
 
 
@@ -321,20 +320,18 @@ def test_runs_that_share_a_prefill_stay_on_their_device(family, names):
 def test_divergence_stays_on_its_device(family, names, own):
     """Along given texts the host waits for nothing; along own answers it asks at every step whether they have ended."""
     fresh = [
-        [token for token in range(VOCAB) if token not in prompt] for prompt in PROMPTS_of_device_runs
+        [token for token in range(VOCAB) if token not in prompt] for prompt in DEVICE_PROMPTS
     ]  # no two alike: no ties
-    texts = None if own else [fresh[0][:STEPS_of_device_runs], fresh[1][: STEPS_of_device_runs - 3]]
+    texts = None if own else [fresh[0][:DEVICE_STEPS], fresh[1][: DEVICE_STEPS - 3]]
 
     def found(model):
         full, *variants = contexts_of(model, family, names)
-        return divergence_from_full(
-            model, full, variants, texts, max_new_tokens=STEPS_of_device_runs, eos=[60] if own else []
-        )
+        return divergence_from_full(model, full, variants, texts, max_new_tokens=DEVICE_STEPS, eos=[60] if own else [])
 
     model = on_gpu(family)
     with reads_of_decode_steps(model) as reads:
         made = found(model)
-    check_waits(reads, STEPS_of_device_runs, OWN_ANSWER if own else {}, *names, caches=1 + len(names))
+    check_waits(reads, DEVICE_STEPS, OWN_ANSWER if own else {}, *names, caches=1 + len(names))
     for one, other in zip(made, found(tiny(family)), strict=True):
         assert [row.tokens for row in one] == [row.tokens for row in other]
         assert own or [row.kl for row in one] == [pytest.approx(row.kl, abs=1e-4) for row in other]
@@ -350,19 +347,19 @@ def test_a_fetching_step_waits_at_every_layer_and_nowhere_else(family, name, mon
     if name == "released" and family in ("gpt2", "opt", "mpt"):
         pytest.skip("clamps positions of RoPE, which the family has not")
     steps = (
-        4 if (family, name) == ("llama", "quest") else STEPS_of_device_runs
+        4 if (family, name) == ("llama", "quest") else DEVICE_STEPS
     )  # the quick one: each operator is checked for its order too
     model, noted, options = on_gpu(family), HostReads(), {"decoding": GenerationParams(steps, eos=None)}
     with monkeypatch.context() as patch, checked_streams(patch) as checker, noted:
         hook = model.register_forward_hook(lambda *_: setattr(noted, "on", True))
-        made = generate(model, PROMPTS_of_device_runs, method, SCARCE, **options)
+        made = generate(model, DEVICE_PROMPTS, method, SCARCE, **options)
         hook.remove()
-    assert made.tokens == generate(tiny(family), PROMPTS_of_device_runs, method, SCARCE, **options).tokens
+    assert made.tokens == generate(tiny(family), DEVICE_PROMPTS, method, SCARCE, **options).tokens
     assert not checker.problems
     waits = noted.places + noted.sends + noted.strays
     assert set(waits) <= {*PER_STEP, *ONCE, *FETCHING}, waits
     assert "retrieval/offload.py:fetch" in waits
-    assert all(waits[place] <= 4 * LAYERS_of_tiny * steps for place in FETCHING), waits
+    assert all(waits[place] <= 4 * TINY_LAYERS * steps for place in FETCHING), waits
     assert all(waits[place] <= steps for place in PER_STEP) and all(waits[place] <= 4 for place in ONCE), waits
 
 
@@ -398,10 +395,10 @@ def test_a_planted_wait_is_found(offence, found, monkeypatch):
     monkeypatch.setattr(fast_step.StackedLayer, "forward", forward)
     model = on_gpu("llama")
     with reads_of_decode_steps(model) as noted:
-        generate(model, PROMPTS_of_device_runs, config_of("llama", "h2o"), decoding=GenerationParams(4, eos=None))
+        generate(model, DEVICE_PROMPTS, config_of("llama", "h2o"), decoding=GenerationParams(4, eos=None))
     assert getattr(noted, found)
     with pytest.raises(AssertionError):
-        check_waits(noted, STEPS_of_device_runs, PER_STEP)
+        check_waits(noted, DEVICE_STEPS, PER_STEP)
 
 
 def test_a_planted_tensor_on_the_cpu_is_found(monkeypatch):
@@ -415,7 +412,7 @@ def test_a_planted_tensor_on_the_cpu_is_found(monkeypatch):
     monkeypatch.setattr(fast_step.StackedLayer, "forward", strays)
     model = on_gpu("llama")
     with reads_of_decode_steps(model), pytest.raises(RuntimeError, match=r"of tensors on c"):
-        generate(model, PROMPTS_of_device_runs, config_of("llama", "h2o"), decoding=GenerationParams(4, eos=None))
+        generate(model, DEVICE_PROMPTS, config_of("llama", "h2o"), decoding=GenerationParams(4, eos=None))
 
 
 # A model over two devices: every layer's slots stay with it, and the tokens are those of one device.
@@ -493,8 +490,8 @@ def test_retrieval_stays_with_its_layer(method):
 def test_runs_that_share_prefills_do_so_over_two_devices():
     def answers(model):
         variants = [
-            CacheConfig_of_generate(H2O(), Budget(kv_ratio=0.6)),
-            CacheConfig_of_generate(Keyformer(), Budget(tokens=9)),
+            CacheConfig(H2O(), Budget(kv_ratio=0.6)),
+            CacheConfig(Keyformer(), Budget(tokens=9)),
         ]
         each = prefill_together(model, PROMPTS, variants, max_new_tokens=5, seeds=[1, 2])
         return [result.tokens for result in decode(model, each, GenerationParams(5), [1, 2], None, start=0.0)]

@@ -16,13 +16,12 @@ import torch
 from capture_steps import CASES, NEW, prompts_for
 from test_device import WIDE, config_for, seen_by
 from test_retrieval import LENGTHS, RELEASED, SCARCE
-from test_retrieval import METHODS as METHODS_of_test_retrieval
-from test_retrieval import PROMPTS as PROMPTS_of_test_retrieval
+from test_retrieval import METHODS as RETRIEVAL_METHODS
+from test_retrieval import PROMPTS as RETRIEVAL_PROMPTS
 from tiny import CONFIGS, later, stock
 
 from kvexp.core import Budget
 from kvexp.generate import CacheConfig, decode, generate, prefill_together, receipts
-from kvexp.generate import GenerationParams as GenerationParams_of_generate
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, patch_model, random_model
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
@@ -195,16 +194,14 @@ def test_the_fake_allocator_counts_what_the_real_one_does(name, dtype):
 
 
 @pytest.mark.parametrize("beams", [1, 4])
-@pytest.mark.parametrize("name", [*METHODS_of_test_retrieval, "released"])
+@pytest.mark.parametrize("name", [*RETRIEVAL_METHODS, "released"])
 @pytest.mark.parametrize("family", ["llama", "gptj", "mpt"])
 def test_cpu_and_gpu_choose_the_same(family, name, beams):
     method, decoding = (
-        METHODS_of_test_retrieval.get(name, RELEASED),
-        GenerationParams_of_generate(9, num_beams=beams, eos=None),
+        RETRIEVAL_METHODS.get(name, RELEASED),
+        GenerationParams(9, num_beams=beams, eos=None),
     )
-    cpu, gpu = (
-        generate(on(d, family), PROMPTS_of_test_retrieval, method, SCARCE, decoding=decoding) for d in ("cpu", "cuda")
-    )
+    cpu, gpu = (generate(on(d, family), RETRIEVAL_PROMPTS, method, SCARCE, decoding=decoding) for d in ("cpu", "cuda"))
     assert cpu.tokens == gpu.tokens
     for layer in range(2):
         assert cpu.cache.kept_positions(layer) == gpu.cache.kept_positions(layer)
@@ -220,10 +217,10 @@ def test_offloading_changes_nothing(family):
     away, here = (
         generate(
             model,
-            PROMPTS_of_test_retrieval,
+            RETRIEVAL_PROMPTS,
             m,
             SCARCE,
-            decoding=GenerationParams_of_generate(9, eos=None),
+            decoding=GenerationParams(9, eos=None),
             keep_logits=True,
         )
         for m in (method, PQCache(n_sinks=2, m=1, b=2, offload=False))
@@ -236,10 +233,10 @@ def test_offloading_changes_nothing(family):
 def test_everything_but_the_near_is_in_pinned_memory():
     out = generate(
         on("cuda", "llama"),
-        PROMPTS_of_test_retrieval,
-        METHODS_of_test_retrieval["pqcache"],
+        RETRIEVAL_PROMPTS,
+        RETRIEVAL_METHODS["pqcache"],
         SCARCE,
-        decoding=GenerationParams_of_generate(5, eos=None),
+        decoding=GenerationParams(5, eos=None),
     )
     for state in out.cache.layer_states:
         assert state.memory.keys.device.type == state.memory.values.device.type == "cpu"
@@ -260,7 +257,7 @@ def test_two_runs_are_identical_wherever_keys_are_clustered(where):
             prompt,
             method,
             Budget(kv_ratio=0.2),
-            decoding=GenerationParams_of_generate(40, eos=None),
+            decoding=GenerationParams(40, eos=None),
             keep_logits=True,
         )
         for _ in range(3)
@@ -291,7 +288,7 @@ def test_memory_stays_flat_in_the_length_of_the_prompt():
             prompt,
             PQCache(cache_tokens=512),
             Budget(tokens=200),
-            decoding=GenerationParams_of_generate(8, eos=None),
+            decoding=GenerationParams(8, eos=None),
         )
         held[length] = torch.cuda.memory_allocated() - before
         index[length] = sum(state.kv_index.entries["codes"].tensor.nbytes for state in out.cache.layer_states)
@@ -303,13 +300,13 @@ def test_memory_stays_flat_in_the_length_of_the_prompt():
 @pytest.mark.parametrize("beams", [1, 4])
 def test_pinned_memory_stays_pinned(beams):
     """Rows that beams pick, and room that was not foreseen."""
-    model, method = on("cuda", "llama"), METHODS_of_test_retrieval["pqcache"]
+    model, method = on("cuda", "llama"), RETRIEVAL_METHODS["pqcache"]
     out = generate(
         model,
-        PROMPTS_of_test_retrieval,
+        RETRIEVAL_PROMPTS,
         method,
         SCARCE,
-        decoding=GenerationParams_of_generate(5, num_beams=beams, eos=None),
+        decoding=GenerationParams(5, num_beams=beams, eos=None),
     )
     for state in out.cache.layer_states:
         assert state.memory.keys.is_pinned() and state.memory.values.is_pinned() and state.memory.pinned
@@ -322,8 +319,8 @@ def test_room_that_was_not_foreseen():
     for device in ("cpu", "cuda"):
         model = on(device, "llama")
         cache, ids = (
-            EvictionCache(model, METHODS_of_test_retrieval["pqcache"], SCARCE),
-            torch.tensor(PROMPTS_of_test_retrieval[:1], device=device),
+            EvictionCache(model, RETRIEVAL_METHODS["pqcache"], SCARCE),
+            torch.tensor(RETRIEVAL_PROMPTS[:1], device=device),
         )
         with torch.inference_mode():
             made = [model(ids, past_key_values=cache, use_cache=True).logits[:, -1]]
@@ -341,7 +338,7 @@ def test_cached_blocks_hold_what_home_holds(policy):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 500, (n,), generator=generator).tolist() for n in (900, 400, 700)]
     method = PQCache(cache_tokens=256, cache_block=32, cache_policy=policy, cache_blocks_per_step=8)
-    out = generate(model, prompts, method, Budget(kv_ratio=0.2), decoding=GenerationParams_of_generate(40, eos=None))
+    out = generate(model, prompts, method, Budget(kv_ratio=0.2), decoding=GenerationParams(40, eos=None))
     torch.cuda.synchronize()
     for state in out.cache.layer_states:
         memory, cache = state.memory, state.memory.cache
@@ -373,8 +370,8 @@ def test_clustering_waits_for_no_computation():
 
 
 def test_no_pinned_memory_left_is_noted_and_changes_no_token(monkeypatch):
-    model, decoding = on("cuda", "llama"), GenerationParams_of_generate(7, eos=None)
-    pinned = generate(model, PROMPTS_of_test_retrieval, METHODS_of_test_retrieval["pqcache"], SCARCE, decoding=decoding)
+    model, decoding = on("cuda", "llama"), GenerationParams(7, eos=None)
+    pinned = generate(model, RETRIEVAL_PROMPTS, RETRIEVAL_METHODS["pqcache"], SCARCE, decoding=decoding)
     real = torch.empty
 
     def refuse(*shape, pin_memory=False, **options):
@@ -383,9 +380,7 @@ def test_no_pinned_memory_left_is_noted_and_changes_no_token(monkeypatch):
         return real(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", refuse)
-    pageable = generate(
-        model, PROMPTS_of_test_retrieval, METHODS_of_test_retrieval["pqcache"], SCARCE, decoding=decoding
-    )
+    pageable = generate(model, RETRIEVAL_PROMPTS, RETRIEVAL_METHODS["pqcache"], SCARCE, decoding=decoding)
     assert pageable.tokens == pinned.tokens
     notes = receipts(pageable.cache)[0].retrieval["notes"]
     assert any(note.startswith("no more memory could be pinned") for note in notes)
@@ -395,17 +390,17 @@ def test_oracle_in_half_precision_keeps_nearly_the_same():
     exact, rough = (
         generate(
             on("cuda", "llama", dtype),
-            PROMPTS_of_test_retrieval[:1],
+            RETRIEVAL_PROMPTS[:1],
             Oracle(n_sinks=2),
             SCARCE,
-            decoding=GenerationParams_of_generate(2, eos=None),
+            decoding=GenerationParams(2, eos=None),
         )
         for dtype in (torch.float32, torch.bfloat16)
     )
     pairs = zip(exact.cache.kept_positions(0)[0], rough.cache.kept_positions(0)[0], strict=True)
     shared = [len(set(a) & set(b)) / len(a) for a, b in pairs]
     assert sum(shared) / len(shared) >= 0.8
-    assert len(PROMPTS_of_test_retrieval[0]) == LENGTHS[0]
+    assert len(RETRIEVAL_PROMPTS[0]) == LENGTHS[0]
 
 
 _BIG = {
@@ -425,7 +420,7 @@ _BIG = {
 # On CUDA: decode steps replayed from a CUDA graph give the tokens, logits, scores and kept sets of eager ones.
 
 
-DECODING = GenerationParams_of_generate(NEW, eos=None)
+DECODING = GenerationParams(NEW, eos=None)
 
 
 def on_cuda(family, dtype=torch.float32):
@@ -491,7 +486,7 @@ def test_caches_that_decode_together():
     for how in ("auto", "off"):
         variants = [CacheConfig(*CASES[name], graph=how) for name in ("keyformer", "h2o", "window")]
         contexts = prefill_together(model, prompts_for(), variants, max_new_tokens=NEW, seeds=[1, 2])
-        made[how] = decode(model, contexts, GenerationParams_of_generate(NEW, eos=[7, 11, 19]), [1, 2], None, start=0.0)
+        made[how] = decode(model, contexts, GenerationParams(NEW, eos=[7, 11, 19]), [1, 2], None, start=0.0)
     for one, other in zip(made["auto"], made["off"], strict=True):
         assert one.tokens == other.tokens and one.cache.kept_positions(0) == other.cache.kept_positions(0)
 
@@ -518,8 +513,6 @@ def test_times_are_told():
     model = on_cuda("llama", torch.bfloat16)
     for how in ("off", "auto", "off", "auto"):
         start = time.perf_counter()
-        made = generate(
-            model, prompts_for(), *CASES["h2o"], decoding=GenerationParams_of_generate(120, eos=None), graph=how
-        )
+        made = generate(model, prompts_for(), *CASES["h2o"], decoding=GenerationParams(120, eos=None), graph=how)
         print(f"graph={how}: {made.timing.tpot_s * 1e3:.3f} ms per token, {time.perf_counter() - start:.2f} s in all")
         assert made.timing.tpot_s > 0

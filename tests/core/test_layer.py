@@ -18,7 +18,6 @@ from kvexp.core.budget_resolution import layer_slots
 from kvexp.core.eviction import LayerCache, RowsCache
 from kvexp.core.row_mask import MaskedLayer
 from kvexp.diagnose.twin import TwinLayer
-from kvexp.generate import GenerationParams as GenerationParams_of_generate
 from kvexp.generate import continuation_logprobs, generate, prefill
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import calibrate_queries, train_surrogate
@@ -334,7 +333,7 @@ def test_the_keys_of_the_group_are_fields():
 
 
 def test_one_object_stands_for_method_budget_and_keywords():
-    model, decoding = tiny("llama"), GenerationParams_of_generate(5, eos=None)
+    model, decoding = tiny("llama"), GenerationParams(5, eos=None)
     config = CacheConfig(H2O(), HALF, Cadence(every=2), mode="compact")
     one = generate(model, PROMPT, config, decoding=decoding)
     other = generate(model, PROMPT, H2O(), HALF, decoding=decoding, cadence=Cadence(every=2), mode="compact")

@@ -26,9 +26,7 @@ from kvexp.core import observe as naive
 from kvexp.core import observe as tiles
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.eviction import CacheState
-from kvexp.core.method import AttentionScoreSpec as AttentionScoreSpec_of_method
 from kvexp.core.noise import EULER, GUMBEL_STD, POOL_OVERLAP, POOL_SIZE, pool
-from kvexp.core.noise import Noise as Noise_of_noise
 from kvexp.core.observe import ObservedRows
 from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
 
@@ -162,7 +160,7 @@ CPU = torch.device("cpu")
 
 
 def drawn(kind="gumbel", seed=5, layer=2, heads=1, queries=1500, keys=1500):
-    return Noise_of_noise(kind).draw(
+    return Noise(kind).draw(
         torch.tensor([seed]), layer, heads, torch.arange(queries)[None], torch.arange(keys)[None, None]
     )[0]
 
@@ -201,7 +199,7 @@ def test_neighbours_in_the_pool_are_independent(lag):
 
 def test_a_row_of_attention_has_no_draw_twice():
     """float32 has few values for 2**22 draws, so by place: those of a row are all different."""
-    places = Noise_of_noise().pool_offsets(torch.tensor([3]), 1, 4, torch.arange(100)[None])[0]
+    places = Noise().pool_offsets(torch.tensor([3]), 1, 4, torch.arange(100)[None])[0]
     at = (places[..., None] + torch.arange(5000)) & (POOL_SIZE - 1)
     assert all(len(row.unique()) == 5000 for row in at.flatten(0, 1))
 
@@ -209,7 +207,7 @@ def test_a_row_of_attention_has_no_draw_twice():
 def test_rows_start_anywhere_in_the_pool():
     """Chi-square over 64 equal parts of the pool, of 8 layers x 8 heads x 4096 queries; four sigma."""
     places = torch.cat(
-        [Noise_of_noise().pool_offsets(torch.tensor([9]), i, 8, torch.arange(4096)[None]).flatten() for i in range(8)]
+        [Noise().pool_offsets(torch.tensor([9]), i, 8, torch.arange(4096)[None]).flatten() for i in range(8)]
     )
     counts = torch.bincount((places // (POOL_SIZE // 64)).long(), minlength=64).double()
     expected = len(places) / 64
@@ -236,7 +234,7 @@ def test_seeds_layers_and_kinds_are_uncorrelated(other):
 def test_shared_draws_are_as_rare_as_chance_has_them():
     """Rows share draws where their places are nearer than their keys are many: 2 keys / POOL of all pairs of rows."""
     rows, keys = 3000, 1500
-    places = Noise_of_noise().pool_offsets(torch.tensor([1]), 0, 1, torch.arange(rows)[None])[0, 0].long().sort().values
+    places = Noise().pool_offsets(torch.tensor([1]), 0, 1, torch.arange(rows)[None])[0, 0].long().sort().values
     near = (torch.searchsorted(places, places + keys) - torch.arange(rows) - 1).sum()
     expected = rows**2 / 2 * 2 * keys / POOL_SIZE
     assert abs(near - expected) < 4 * math.sqrt(expected)
@@ -244,7 +242,7 @@ def test_shared_draws_are_as_rare_as_chance_has_them():
 
 def test_keys_in_any_order_and_behind_the_end_of_the_pool():
     """Slot order decides nothing; far positions go around the pool."""
-    noise, seeds, queries = Noise_of_noise(), torch.tensor([3, 4]), torch.arange(6).expand(2, 6)
+    noise, seeds, queries = Noise(), torch.tensor([3, 4]), torch.arange(6).expand(2, 6)
     keys = torch.tensor([[7, 2, 0, POOL_SIZE + 2], [1, 5, 9, 3]])
     by_head = torch.stack([keys, keys.flip(1)], dim=1)
     both = noise.draw(seeds, 1, 4, queries, by_head)
@@ -375,8 +373,8 @@ def test_recorded_noise_never_comes_in_tiles():
     class Recorded(Noise):
         pass
 
-    assert tiles.supports(sight_of(), AttentionScoreSpec_of_method(noise=Noise()))
-    assert not tiles.supports(sight_of(), AttentionScoreSpec_of_method(noise=Recorded()))
+    assert tiles.supports(sight_of(), AttentionScoreSpec(noise=Noise()))
+    assert not tiles.supports(sight_of(), AttentionScoreSpec(noise=Recorded()))
 
 
 def test_slots_out_of_order_and_float64_never_come_in_tiles():

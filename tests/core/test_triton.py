@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_observe import METHODS as METHODS_of_test_observe
+from test_observe import METHODS as OBSERVED
 from test_step import HALF, ROWS, alike, scores
 from tiny import prompts_of, tiny
 
@@ -24,7 +24,6 @@ from kvexp.core import triton_ops as triton_decode
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.decode_stack import StackedLayer
 from kvexp.core.observe import ObservedRows
-from kvexp.generate import CacheConfig as CacheConfig_of_generate
 from kvexp.generate import GenerationParams, generate, prefill_together
 from kvexp.generate.loop import decode
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
@@ -90,12 +89,10 @@ def same(got, expected):
 
 @installed
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("method", METHODS_of_test_observe)
+@pytest.mark.parametrize("method", OBSERVED)
 def test_kernels_are_naive(method, world):
     inputs = sight_of(**WORLDS[world])
-    same(
-        sums(inputs, METHODS_of_test_observe[method], "triton"), sums(inputs, METHODS_of_test_observe[method], "naive")
-    )
+    same(sums(inputs, OBSERVED[method], "triton"), sums(inputs, OBSERVED[method], "naive"))
 
 
 @installed
@@ -103,9 +100,7 @@ def test_kernels_are_naive(method, world):
 @pytest.mark.parametrize("count", [1, 17, 63, 64, 65, 130])
 def test_awkward_lengths(count, method):
     inputs = sight_of(count, heads=1, groups=2, dim=7)
-    same(
-        sums(inputs, METHODS_of_test_observe[method], "triton"), sums(inputs, METHODS_of_test_observe[method], "naive")
-    )
+    same(sums(inputs, OBSERVED[method], "triton"), sums(inputs, OBSERVED[method], "naive"))
 
 
 @installed
@@ -192,8 +187,8 @@ def test_what_the_kernels_refuse(monkeypatch):
 def test_long_prompts_on_a_gpu(method):
     """4096 tokens of the 7B shape in bfloat16: the kernels against blocks of rows, relative to the largest score."""
     inputs = sight_of(4096, heads=32, groups=1, dim=128, dtype=torch.bfloat16)
-    expected = sums(inputs, METHODS_of_test_observe[method], "blocked")
-    assert (sums(inputs, METHODS_of_test_observe[method], "triton") - expected).abs().max() < 2e-3 * expected.max()
+    expected = sums(inputs, OBSERVED[method], "blocked")
+    assert (sums(inputs, OBSERVED[method], "triton") - expected).abs().max() < 2e-3 * expected.max()
 
 
 def test_nothing_else_imports_the_kernels():
@@ -284,7 +279,7 @@ def test_slots_that_fill_tiles_and_parts_unevenly(tokens, monkeypatch):
 def test_a_stack_of_every_kind_of_row(monkeypatch):
     """Plain, tempered, noised twice and unobserved rows of several sizes side by side, as the general path has them."""
     methods = [H2O(), A2SF(alpha=0.5), Window(), Keyformer(), Keyformer(noise="gaussian"), Keyformer(noise="none")]
-    variants = [CacheConfig_of_generate(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
+    variants = [CacheConfig(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
     model = model.to("cuda") if GPU else model
     made = []

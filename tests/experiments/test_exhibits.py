@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments import index, pqcache, reproduce
 from experiments.lib import record, runner, sweep
-from experiments.lib.draw import METHODS, MODEL_NAMES, bars, curves, panel_title, settings_curves, settings_grid
-from experiments.lib.draw import MODELS as MODELS_of_draw
+from experiments.lib.draw import METHODS, MODEL_NAMES, MODELS, bars, curves, panel_title, settings_curves, settings_grid
 from experiments.lib.exhibits import OWN, ROOT, declared, full_name, load, names, option, params, sweeps
 from experiments.lib.record import Made
 from experiments.lib.runner import Asked
@@ -319,7 +318,7 @@ def test_figures_of_hard_tables_do_not_warn(rows, panels, value):
     made = points(("full", "", None), *HARD[rows]).assign(of_full=100.0, of_full_low=100.0, of_full_high=100.0)
     made.loc[made["method"].ne("full"), ["value", "low", "high", "of_full", "of_full_low", "of_full_high"]] = value
     wide = ["low", "high", "of_full_low", "of_full_high"]
-    made = pd.concat([made.assign(model=model) for model in MODELS_of_draw[:panels]]).reset_index(drop=True)
+    made = pd.concat([made.assign(model=model) for model in MODELS[:panels]]).reset_index(drop=True)
     figures = [Figure() for _ in range(4)]
     curves(made.assign(**dict.fromkeys(wide, NAN)), figures[0])
     bars(made.assign(bar=made["method"] + " " + made["setting"], shade="a shade"), figures[1])

@@ -28,7 +28,7 @@ from experiments.lib.tables import (
 from experiments.lib.verdicts import above, all_hold, better, positive
 from kvexp.results.plots import MARK_COLOR
 from tests.exhibits import frame_of, whole
-from tests.exhibits import run as run_of_exhibits
+from tests.exhibits import run as exhibit_run
 
 # What exhibits make of known numbers: intervals, differences, verdicts in every direction, and the picture's lines.
 
@@ -258,11 +258,11 @@ def test_table1_and_fig3_follow_the_scores(a2sf, h2o, wanted):
     each = (("window", POOR), ("h2o", h2o), ("a2sf", a2sf))
     rows = []
     for own in ("task.num_fewshot=1", "task.num_fewshot=0"):
-        full = run_of_exhibits("full", GOOD, setting=own)
-        rows += [full, *(run_of_exhibits(m, scores, 0.2, own, baseline=full["hash"]) for m, scores in each)]
+        full = exhibit_run("full", GOOD, setting=own)
+        rows += [full, *(exhibit_run(m, scores, 0.2, own, baseline=full["hash"]) for m, scores in each)]
     assert whole(load("a2sf_table1"), frame_of(*rows)) is wanted
-    runs = (run_of_exhibits(m, scores, ratio) for ratio in (0.2, 0.6) for m, scores in (*each, ("ideal", GOOD)))
-    rows = [run_of_exhibits("full", GOOD), *runs]
+    runs = (exhibit_run(m, scores, ratio) for ratio in (0.2, 0.6) for m, scores in (*each, ("ideal", GOOD)))
+    rows = [exhibit_run("full", GOOD), *runs]
     leads = np.mean(a2sf) > np.mean(h2o)
     assert whole(load("a2sf_fig3"), frame_of(*rows)) is (wanted if wanted is not None or leads else False)
 
@@ -270,8 +270,8 @@ def test_table1_and_fig3_follow_the_scores(a2sf, h2o, wanted):
 def test_fig5_asks_for_a_peak_and_for_no_history_over_h2o():
     def frame(low, none):
         scores = {0.0: none, 0.1: low, 0.2: low, 0.3: low, 0.5: FAIR, 0.9: FAIR}
-        runs = [run_of_exhibits("a2sf", s, 0.3, f"method.alpha={alpha}") for alpha, s in scores.items()]
-        return frame_of(run_of_exhibits("full", GOOD), run_of_exhibits("h2o", POOR, 0.3), *runs)
+        runs = [exhibit_run("a2sf", s, 0.3, f"method.alpha={alpha}") for alpha, s in scores.items()]
+        return frame_of(exhibit_run("full", GOOD), exhibit_run("h2o", POOR, 0.3), *runs)
 
     module = load("a2sf_fig5")
     assert whole(module, frame(GOOD, FAIR)) is True
@@ -287,30 +287,30 @@ def test_pqcache_is_judged_against_every_rival(mine, wanted):
     rivals = {"h2o_c": FAIR, "sparq": FAIR, "infllm": FAIR}
     tasks = [("t", "f1"), ("s", "rouge1")]
     for name in ("pqcache_table2", "pqcache_table3"):
-        rows = [run_of_exhibits("full", GOOD, metric=metric, task=task) for task, metric in tasks]
+        rows = [exhibit_run("full", GOOD, metric=metric, task=task) for task, metric in tasks]
         for ratio in (0.2, 0.1):
             for method, scores in ({**rivals, "pqcache": mine, "oracle": GOOD}).items():
-                rows += [run_of_exhibits(method, scores, ratio, metric=metric, task=task) for task, metric in tasks]
+                rows += [exhibit_run(method, scores, ratio, metric=metric, task=task) for task, metric in tasks]
         assert whole(load(name), frame_of(*rows)) is wanted
     each = {**rivals, "pqcache": mine}
     needles = [
-        run_of_exhibits("full", GOOD, metric="exact"),
-        *(run_of_exhibits(m, s, 0.2, metric="exact") for m, s in each.items()),
+        exhibit_run("full", GOOD, metric="exact"),
+        *(exhibit_run(m, s, 0.2, metric="exact") for m, s in each.items()),
     ]
     assert whole(load("pqcache_fig8"), frame_of(*needles)) is (False if mine is FAIR else wanted)
-    fig9a = [run_of_exhibits(m, s, ratio, metric="rouge2") for ratio in (0.1, 0.2) for m, s in each.items()]
-    assert whole(load("pqcache_fig9a"), frame_of(run_of_exhibits("full", GOOD, metric="rouge2"), *fig9a)) is wanted
+    fig9a = [exhibit_run(m, s, ratio, metric="rouge2") for ratio in (0.1, 0.2) for m, s in each.items()]
+    assert whole(load("pqcache_fig9a"), frame_of(exhibit_run("full", GOOD, metric="rouge2"), *fig9a)) is wanted
 
 
 def test_fig9b_wants_sparq_to_gain_by_reading_more():
     def frame(more):
         reads = {"pqcache": (GOOD, GOOD), "infllm": (POOR, POOR), "sparq": (POOR, more)}
         runs = [
-            run_of_exhibits(m, s, 0.1, f"method.r={at}", "rouge2", search_share=0.03 * at)
+            exhibit_run(m, s, 0.1, f"method.r={at}", "rouge2", search_share=0.03 * at)
             for m, pair in reads.items()
             for at, s in zip((1, 2), pair, strict=True)
         ]
-        return frame_of(run_of_exhibits("full", GOOD, metric="rouge2", search_share=math.nan), *runs)
+        return frame_of(exhibit_run("full", GOOD, metric="rouge2", search_share=math.nan), *runs)
 
     assert whole(load("pqcache_fig9b"), frame(FAIR)) is True
     assert whole(load("pqcache_fig9b"), frame(POOR)) is None
@@ -318,11 +318,11 @@ def test_fig9b_wants_sparq_to_gain_by_reading_more():
 
 def test_fig9c_and_fig10c_compare_the_ends_of_their_sweeps():
     shapes = {(2, 6): FAIR, (2, 8): GOOD, (4, 3): POOR, (4, 4): POOR, (8, 2): POOR}
-    runs = [run_of_exhibits("pqcache", s, 0.1, f"method.b={b} method.m={m}") for (m, b), s in shapes.items()]
-    assert whole(load("pqcache_fig9c"), frame_of(run_of_exhibits("full", GOOD), *runs)) is True
+    runs = [exhibit_run("pqcache", s, 0.1, f"method.b={b} method.m={m}") for (m, b), s in shapes.items()]
+    assert whole(load("pqcache_fig9c"), frame_of(exhibit_run("full", GOOD), *runs)) is True
     limits = {"1": GOOD, "5": FAIR, "25": FAIR, "adaptive": FAIR}
-    runs = [run_of_exhibits("pqcache", s, 0.1, f"method.max_iter={n}", "rouge2") for n, s in limits.items()]
-    assert whole(load("pqcache_fig10c"), frame_of(run_of_exhibits("full", GOOD, metric="rouge2"), *runs)) is False
+    runs = [exhibit_run("pqcache", s, 0.1, f"method.max_iter={n}", "rouge2") for n, s in limits.items()]
+    assert whole(load("pqcache_fig10c"), frame_of(exhibit_run("full", GOOD, metric="rouge2"), *runs)) is False
 
 
 def test_fig10d_wants_a_rise_and_a_fall():
@@ -361,7 +361,7 @@ def test_speed_exhibits_say_that_no_gpu_hasrun(tmp_path, monkeypatch):
 def test_a_tie_is_no_win_and_a_document_counts_once():
     assert positive(0.0, 0.0) is None and positive(0.1, 0.2) is True and positive(-0.2, -0.1) is False
     assert math.isnan(mean_of([])[0]) and mean_of([1.0, math.nan, 3.0])[0] == 2.0
-    rows = [run_of_exhibits(m, s, 0.2, model=model) for model in ("a", "b") for m, s in (("a2sf", GOOD), ("h2o", FAIR))]
+    rows = [exhibit_run(m, s, 0.2, model=model) for model in ("a", "b") for m, s in (("a2sf", GOOD), ("h2o", FAIR))]
     once = pooled_difference(frame_of(*rows[:2]), of("a2sf"), of("h2o"), "acc")
     assert pooled_difference(frame_of(*rows), of("a2sf"), of("h2o"), "acc") == once and once[0] == 50.0
     frame = pd.DataFrame({"prompt": [0, 1, 0, 1], "side": [1, 1, 0, 0], "v": [3.0, 5.0, 1.0, 2.0]})

@@ -21,7 +21,7 @@ from experiments.studies import yardstick as published_numbers
 from experiments.studies.bits_and_tokens import main, possibilities
 from experiments.studies.testbed import export_tasks as export
 from experiments.studies.yardstick import FullCacheScore, PublishedNumber, mean_score, published, verdict
-from experiments.studies.yardstick import main as main_of_yardstick
+from experiments.studies.yardstick import main as yardstick_main
 from kvexp import NUMERICS
 from kvexp.hf.load import byte_tokenizer
 from kvexp.results.table import notes, table
@@ -192,7 +192,7 @@ def yardstick(tmp_path, monkeypatch, capsys):
         own = [f"outputs_dir={tmp_path / 'out'}", "model=local", f"model.path={folder}", f"task.data_dir={ROWS}"]
         monkeypatch.setattr(sys, "argv", ["yardstick"])
         capsys.readouterr()
-        code = main_of_yardstick(["--numbers", "tiny_random", *own, *words])
+        code = yardstick_main(["--numbers", "tiny_random", *own, *words])
         return (code, *capsys.readouterr())
 
     return called
@@ -255,7 +255,7 @@ def test_mistakes_are_one_line(yardstick, words, told):
 
 
 def test_random_weights_have_no_yardstick(yardstick, monkeypatch, capsys):
-    assert main_of_yardstick(["--numbers", "tiny_random", "model=tiny", f"task.data_dir={ROWS}"]) == 2
+    assert yardstick_main(["--numbers", "tiny_random", "model=tiny", f"task.data_dir={ROWS}"]) == 2
     assert "model=tiny has random weights: there is nothing to compare them with" in capsys.readouterr().err
 
 

@@ -27,7 +27,7 @@ from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import KNorm, QFilters, TriAttention
 from kvexp.run import calibrate as kvzap_training
 from kvexp.run import calibrate as model_calibration
-from kvexp.run import calibrated as calibration_of_model
+from kvexp.run import calibrated
 from kvexp.run.batches import evaluate_run
 from kvexp.run.calibrate import calibrate_main as main
 from kvexp.run.calibrate import calibrate_main as training
@@ -222,7 +222,7 @@ def test_a_calibration_is_known_by_the_weights_whatever_their_dtype(cache: Path)
 
 def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     commits = {("org/name", None): "abc", ("org/name", "v1"): None}
-    monkeypatch.setattr(calibration_of_model, "cached_commit", lambda *asked: commits[asked])
+    monkeypatch.setattr(calibrated, "cached_commit", lambda *asked: commits[asked])
     newest = ModelSpec("pretrained", path="org/name")
     assert model_digest(newest) == "hub org/name abc"
     assert model_digest(replace(newest, revision="v1")) == "hub org/name v1"  # not fetched yet

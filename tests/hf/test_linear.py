@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bytes import settings as settings_of_test_bytes
+from test_bytes import settings as bytes_settings
 from tiny import stock, tokens
 from torch import nn
 from torch.nn.functional import linear
@@ -343,22 +343,22 @@ def test_sixteen_bits_are_of_all_weights_and_move_the_logits_less() -> None:
 
 def test_a_rounded_model_is_another_with_a_baseline_of_its_own() -> None:
     plain, rounded_run = (
-        settings_of_test_bytes("method=h2o"),
-        settings_of_test_bytes("method=h2o", "model.weights=int8"),
+        bytes_settings("method=h2o"),
+        bytes_settings("method=h2o", "model.weights=int8"),
     )
     assert "weights" not in plain.identity["model"] and rounded_run.identity["model"]["weights"] == "int8"
-    assert settings_of_test_bytes("method=h2o", "model.weights=float32").identity == plain.identity
-    assert settings_of_test_bytes("model.dtype=bfloat16", "model.weights=bfloat16").model.weights is None
+    assert bytes_settings("method=h2o", "model.weights=float32").identity == plain.identity
+    assert bytes_settings("model.dtype=bfloat16", "model.weights=bfloat16").model.weights is None
     assert rounded_run.baseline().identity["model"] == rounded_run.identity["model"]
     assert rounded_run.baseline().labels["setting"] == "model.weights=int8"
 
 
 def test_what_is_loaded_is_rounded() -> None:
-    spec = settings_of_test_bytes("method=h2o", "model.weights=int8", "model.pack_linear=false").model
+    spec = bytes_settings("method=h2o", "model.weights=int8", "model.pack_linear=false").model
     model, _ = load(spec)
     weight = next(module.weight for module in model.modules() if isinstance(module, nn.Linear))
     torch.testing.assert_close(rounded(weight, 8), weight, rtol=1e-6, atol=1e-7)
-    other, _ = load(settings_of_test_bytes("method=h2o", "model.pack_linear=false").model)
+    other, _ = load(bytes_settings("method=h2o", "model.pack_linear=false").model)
     assert len(next(m.weight for m in other.modules() if isinstance(m, nn.Linear))[0].unique()) > 60
     load.cache_clear()
 
@@ -375,4 +375,4 @@ def test_weights_that_a_model_cannot_have(weights: str, dtype: str, words: str) 
     with pytest.raises(ConfigError, match=words):
         check_weights(weights, dtype)
     with pytest.raises(ConfigError, match=rf"model\.{words[:7]}"):
-        settings_of_test_bytes(f"model.weights={weights}", f"model.dtype={dtype}")
+        bytes_settings(f"model.weights={weights}", f"model.dtype={dtype}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import run_py
 from planted import ID, PLANTS, Plant, T, induction, lay, sink
-from planted import WORDS as WORDS_of_planted
+from planted import WORDS as PLANTED_WORDS
 from small import small
 from torch import Tensor
 from turns import in_turn
@@ -255,7 +255,7 @@ def test_each_method_keeps_what_its_score_says(method: str, name: str, layout: s
     plant = PLANTS[name][0](layout)
     passes = TABLE[method][1].replace(" ", "")[list(PLANTS).index(name)] in ("+g" if layout == "llama" else "+")
     logits, held = ask(plant, TABLE[method][0], BUDGET)
-    assert (WORDS_of_planted[int(logits[0].argmax())] == WORDS_of_planted[plant.answer]) == passes
+    assert (PLANTED_WORDS[int(logits[0].argmax())] == PLANTED_WORDS[plant.answer]) == passes
     if not TABLE[method][0].simulation_only:  # a simulation holds everything
         assert bool(held[0] & set(plant.vital)) == passes
         decoded = len(plant.steps) - 1
@@ -322,7 +322,7 @@ def test_generate_copies_a_phrase_as_far_as_its_slots_survive(method: Method, sa
     out = generate(
         plant.model, [plant.prompt + plant.steps], method, budget, decoding=GenerationParams(max_new_tokens=3)
     )
-    assert " ".join(WORDS_of_planted[token] for token in out.tokens[0]) == said
+    assert " ".join(PLANTED_WORDS[token] for token in out.tokens[0]) == said
 
 
 def test_the_sink_is_the_first_real_token_of_a_padded_row() -> None:

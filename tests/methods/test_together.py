@@ -15,7 +15,6 @@ from tiny import prompts_of, tiny
 
 import kvexp.retrieval.infllm as retrieval_infllm
 import kvexp.retrieval.method as retrieval_base
-import kvexp.run.batches as together_of_None
 from kvexp.core import AttentionParams, Budget, Cadence
 from kvexp.core.attention import apply_probs_any_width, decode_logits, sdpa_attention
 from kvexp.core.backends import stackable_width
@@ -59,7 +58,7 @@ from kvexp.methods import (
     Window,
 )
 from kvexp.retrieval import InfLLM, Oracle, PQCache
-from kvexp.run.batches import evaluate_run
+from kvexp.run.batches import can_share, evaluate_run, prefill_groups, run_group
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError, Session
 
@@ -416,8 +415,8 @@ def rows(out, methods, words, launcher="basic"):
     """Method -> its rows, but for times."""
     members = [_settings(out, f"method={method}", *words) for method in methods]
     if launcher == "shared_prefill":
-        for group in together_of_None.prefill_groups(members):
-            together_of_None.run_group(group, Session())
+        for group in prefill_groups(members):
+            run_group(group, Session())
     return {one.method.name: [_timeless(row) for row in evaluate_run(one).rows()] for one in members}
 
 
@@ -504,7 +503,7 @@ def test_half_precision_on_a_gpu_is_another_run_in_another_batch(tmp_path, monke
 
     def identities(dtype):
         each = [_settings(tmp_path, "model=tiny", f"model.dtype={dtype}", f"batch_size={size}") for size in (1, 4)]
-        assert [one.batch_size for one in each] == [1, 4] and all(map(together_of_None.can_share, each))
+        assert [one.batch_size for one in each] == [1, 4] and all(map(can_share, each))
         return [str(one.identity) for one in each], [str(one.baseline().identity) for one in each]
 
     for dtype, different in (("float32", 1), ("bfloat16", 2), ("float16", 2)):

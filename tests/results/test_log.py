@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from report_runs import outputs as outputs_of_report_runs
+from report_runs import outputs as report_outputs
 
 from kvexp.results.divergence import frame_of
 from kvexp.results.plots import color_of
@@ -322,7 +322,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDepre
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return outputs_of_report_runs(tmp_path_factory.mktemp("dashboards") / "outputs")
+    return report_outputs(tmp_path_factory.mktemp("dashboards") / "outputs")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_conf import composed
-from test_runner import settings as settings_of_test_runner
+from test_runner import settings as runner_settings
 
 import kvexp.run.batches as runner
 from experiments import real_tasks
@@ -203,14 +203,14 @@ def test_what_cannot_work_is_said_before_weights_load(tmp_path, monkeypatch, ove
     """Not even those of the full-attention baseline, which has no such setting and would come first."""
     monkeypatch.setattr("kvexp.run.batches.load", lambda spec: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=says):
-        evaluate_run(settings_of_test_runner(tmp_path, *overrides))
+        evaluate_run(runner_settings(tmp_path, *overrides))
     assert not [found for found in runs(tmp_path) if found.rows()]
 
 
 def test_rows_and_table_say_what_fell_back(tmp_path):
     """4096 centroids are more than any prompt here has tokens: an exact search must not pass for PQCache."""
     record = evaluate_run(
-        settings_of_test_runner(tmp_path, "method=pqcache", "method.b=12", "method.n_sinks=1", "kv_ratio=0.5")
+        runner_settings(tmp_path, "method=pqcache", "method.b=12", "method.n_sinks=1", "kv_ratio=0.5")
     )
     assert [row["receipt"]["retrieval"]["notes"] for row in record.rows()] == [[FEW], [FEW]]
     frame = table(tmp_path)
