@@ -1,0 +1,106 @@
+"""Docstrings start with their noun or a verb, and no text is written in the elliptic English of the first weeks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = sorted(folder.name for folder in (ROOT / "kvexp").iterdir() if folder.is_dir() and any(folder.glob("*.py")))
+# A docstring that begins like this leaves out its noun, which the reader then has to find in the body.
+NO_NOUN = (
+    "Of",
+    "None",
+    "The same",
+    "Where",
+    "With",
+    "Those",
+    "Nothing",
+    "Nobody",
+    "Nearly",
+    "So",
+    "And",
+    "But",
+    "Also",
+)
+# "Kept by layer": a participle without its noun. "Kept slots of a layer" has one.
+PARTICIPLE = re.compile(
+    r"(?:[A-Z]\w+ed|Told|Given|Kept|Made|Found|Written|Held|Seen|Taken|Known|Drawn|Chosen)"
+    r"(?:[.,;:]| (?:by|of|from|in|at|with|as|to|for|on|when|where|once|before|after|if|unless|until|that|and|is|are)\b)"
+)
+MARKS = ("told", "beside", "goes by", "in words", "those of")
+# Uses that are the plain word: add one only where no standard term says the same.
+ALLOWED: tuple[str, ...] = ()
+
+
+def docstrings(folder: Path) -> list[tuple[str, str]]:
+    """Every docstring of the Python files in `folder` and below, as (place, text)."""
+    found = []
+    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', 'module')}"
+                    found.append((place, text))
+    return found
+
+
+def places(name: str) -> list[Path]:
+    """What one case of the tests covers: a package of kvexp, the modules beside the packages, or another folder."""
+    return sorted((ROOT / "kvexp").glob("*.py")) if name == "modules" else [ROOT / name]
+
+
+PACKAGES = ["modules", *(f"kvexp/{name}" for name in FOLDERS), "experiments", "benchmarks", "hydra_plugins"]
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, "tests"])
+def test_a_docstring_starts_with_its_noun_or_a_verb(name: str) -> None:
+    wrong = [
+        f"{place}: {text.splitlines()[0]}"
+        for folder in places(name)
+        for place, text in docstrings(folder)
+        if re.match(rf"(?:{'|'.join(NO_NOUN)})\b", text) or PARTICIPLE.match(text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, "pages"])
+def test_no_text_has_the_marks_of_the_old_style(name: str) -> None:
+    if name == "pages":
+        files = [
+            path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").glob("*.md"))
+        ]
+    else:
+        files = [
+            path for folder in places(name) for path in (sorted(folder.rglob("*.py")) if folder.is_dir() else [folder])
+        ]
+    marks = re.compile(rf"\b(?:{'|'.join(MARKS)})\b")
+    wrong = []
+    for path in files:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            kept = line
+            for allowed in ALLOWED:
+                kept = kept.replace(allowed, "")
+            if marks.search(kept):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not wrong, f"{len(wrong)} lines\n" + "\n".join(wrong)
+
+
+def test_the_rules_see_what_they_are_for() -> None:
+    """Sentences of the kind that the rules reject, and near ones that they must not."""
+    bad = (
+        "Of zeros.",
+        "The same for heads.",
+        "None where nobody asks.",
+        "Kept by layer.",
+        "Written, not read.",
+        "Told by name.",
+    )
+    good = ("Kept slots of a layer.", "Read the rows.", "Set of slots.", "Offset of a row.", "Nonexistent folder.")
+    pattern = re.compile(rf"(?:{'|'.join(NO_NOUN)})\b")
+    assert all(pattern.match(text) or PARTICIPLE.match(text) for text in bad)
+    assert not any(pattern.match(text) or PARTICIPLE.match(text) for text in good)
