@@ -53,7 +53,7 @@ def calibration() -> QueryCalibration:
 
 
 def config_of(name: str, budget: Budget, **options: Any) -> CacheConfig:
-    method, _ = METHODS[name]
+    method = METHODS[name].method
     needed = calibration() if method.needs.calibration else None
     return CacheConfig(method, budget, calibration=needed, **options)
 

@@ -117,7 +117,7 @@ def test_spans_stay_through_the_answer_in_every_mode_and_whatever_the_padding(mo
 @pytest.mark.parametrize("keep", ["span", "fair"])
 @pytest.mark.parametrize("name", sorted(set(METHODS) - UNTRIED))
 def test_every_method_spares_marked_spans(name: str, keep: Any) -> None:
-    method, _ = METHODS[name]
+    method = METHODS[name].method
     prompts, spans = prompts_of(5, (37, 29)), [[(14, 20)], [(11, 16)]]
     made = generate(
         tiny("llama"), prompts, method, Budget(tokens=16), spans=spans, keep=keep, decoding=SIX, seeds=[3, 4]
