@@ -77,7 +77,6 @@ class CacheConfig:
         if self.positions is None:
             object.__setattr__(self, "positions", self.method.positions)
         refuse(self, REFUSED)
-        self.select.check_method(self.method, self.budget)
         if self.bounded_chunk is not None:
             refuse(self, REFUSED_BETWEEN_CHUNKS)
         if self.keep is not None:
@@ -108,6 +107,11 @@ class CacheConfig:
         """
         shared = self.budget is not None and self.budget.shares_heads and self.budget.heads != "duo"
         return shared or self.select.by == "chunk"
+
+    @property
+    def rewrites_priorities(self) -> bool:
+        """Whether slots are chosen otherwise than by the method's own priorities."""
+        return self.method.evicts and not self.select.plain
 
     @property
     def is_ragged(self) -> bool:
@@ -235,11 +239,6 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "{c.budget.heads_remedy}",
     ),
     (
-        lambda c: c.budget and c.is_ragged and c.quantization is not None and c.budget.threshold is None,
-        "{c.budget.heads_setting} packs heads of different width, which slots in few bits do not know: set "
-        "cache.bits=16, or budget.heads=union, or {c.budget.heads_remedy}",
-    ),
-    (
         lambda c: c.is_ragged and c.quantization is not None,
         "{c.budget.heads_setting} packs heads of different width, which slots in few bits do not know: set "
         "cache.bits=16, or {c.budget.heads_remedy}",
@@ -289,12 +288,8 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "{c.method.__class__.__qualname__}.evicts_while_decoding be False",
     ),
     (
-        lambda c: c.method.simulation_only and c.mode != "mask",
-        "method {c.method.name} drops nothing, it is a simulation: set mode=mask",
-    ),
-    (
         lambda c: c.is_simulation and c.mode != "mask",
-        "score_source=full needs the rows of evicted tokens: set mode=mask",
+        "method {c.method.name} with these settings simulates and drops nothing: set mode=mask",
     ),
     (
         lambda c: c.quantization is not None and c.method.full_cache,
@@ -302,14 +297,25 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "key_bits and value_bits below 16 go with methods that evict, and with full",
     ),
     (
-        lambda c: c.quantization is not None and c.mode == "mask" and c.method.simulation_only,
-        "mode=mask, as which method {c.method.name} exists only, drops nothing, so that no byte would be saved: for "
-        "key_bits and value_bits below 16 take another method",
+        lambda c: c.quantization is not None and c.mode == "mask",
+        "mode=mask is a simulation: it drops nothing, so that no byte would be saved. For key_bits and value_bits "
+        "below 16 set mode=overwrite or mode=compact, or take a method that drops slots",
+    ),
+    # Wrappers around the method's priorities.
+    (
+        lambda c: c.rewrites_priorities and c.budget and c.budget.shares_heads,
+        "{c.select.setting} makes other numbers of the priorities by which {c.budget.heads_setting} shares out slots: "
+        "{c.budget.heads_remedy}, or leave the group select alone",
     ),
     (
-        lambda c: c.quantization is not None and c.mode == "mask",
-        "mode=mask is a simulation: it drops nothing, so evicted tokens would stay in the groups that share a scale, "
-        "and no byte would be saved. For key_bits and value_bits below 16 set mode=overwrite or mode=compact",
+        lambda c: c.rewrites_priorities and (c.method.is_window or c.method.per_query or c.method.full_cache),
+        "{c.select.setting} chooses by priorities which slots are dropped, and method {c.method.name} drops none by "
+        "priority: leave the group select alone",
+    ),
+    (
+        lambda c: c.rewrites_priorities and c.select.values == "critical" and c.method.priority_kind == "order",
+        "select.values=critical weighs attention by values, and the priorities of method {c.method.name} are no "
+        "attention (Method.priority_kind): leave select.values at none, or take h2o, snapkv or expected_attention",
     ),
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, LocalChunks, RoPE
+from kvexp.core.budget import floor_share
 from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.noise import Noise
 from kvexp.core.slots import Slots
@@ -239,8 +240,9 @@ class EvictionContext:
 class Method:
     """Base of every eviction method. Subclasses declare a `score_spec`, or override `initial_score` and `priority`.
 
-    keep = sinks U recent window U the slots of highest priority. `recent` counts the token being generated where the
-    budget does. A method remembers nothing: the core accumulates, moves and drops the scores.
+    keep = sinks U recent window U the slots of highest priority. Fields named `n_sinks`, and `recent_ratio` or
+    `protect_recent`, set the first two. `recent` counts the token being generated where the budget does. A method
+    remembers nothing: the core accumulates, moves and drops the scores.
     """
 
     name: ClassVar[str] = ""
@@ -250,9 +252,7 @@ class Method:
     is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
-    needs_whole_prompt: ClassVar[str] = (
-        ""  # what `priority` does with a whole prompt, in words behind the method's name
-    )
+    needs_whole_prompt: ClassVar[str] = ""  # predicate for messages: what `priority` does with a whole prompt
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Name the subclass after its class unless it says a `name`."""
@@ -291,12 +291,16 @@ class Method:
 
     @property
     def sinks(self) -> int:
-        """How many of the first real tokens are never evicted."""
-        return 0
+        """How many of the first real tokens are never evicted: the field `n_sinks` of a subclass that has one."""
+        return int(getattr(self, "n_sinks", 0))
 
     def recent(self, budget: int) -> int:
-        """How many of the newest tokens are never evicted, for a budget of `budget` slots."""
-        return 0
+        """How many of the newest tokens are never evicted, for a budget of `budget` slots.
+
+        That is the share `recent_ratio` of the budget, or `protect_recent` tokens, for a subclass with such a field.
+        """
+        ratio: float | None = getattr(self, "recent_ratio", None)
+        return int(getattr(self, "protect_recent", 0)) if ratio is None else floor_share(ratio, budget)
 
     def effective_budget(self, budget: int, tokens: int) -> int:
         """Slots granted for a budget of `budget` slots and a prompt of `tokens` tokens; H2O(C) is given more."""

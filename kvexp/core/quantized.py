@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch.nn.functional import pad
 
 from kvexp.core.slots import GROWTH, Slots, rows_view
 from kvexp.core.topk import INT64_MAX
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError, check_fields
 
 Axis = Literal["channel", "token"]
-BITS = (16, 8, 4, 2)
+Bits = Literal[16, 8, 4, 2]
+BITS = get_args(Bits)
 FULL_BITS = 16  # not quantised: the model's dtype, which the axis of bytes counts as 16 bits
 PARAMETER = torch.float16  # of scales and zeros
 SUPPORTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # dtypes of keys and values
@@ -32,34 +33,20 @@ class Quantization:
     residual: the newest tokens that stay in full precision. A token is quantised once, at the end of the forward in
         which it leaves this window; of a `channel` group, once the window has passed the last of its tokens.
     symmetric: codes around 0 without a zero point; else affine.
-
-    ConfigError for values outside these.
     """
 
-    key_bits: int = 4
-    value_bits: int = 4
+    key_bits: Bits = 4
+    value_bits: Bits = 4
     key_axis: Axis = "channel"
     value_axis: Axis = "token"
-    group: int = 32
-    residual: int = 32
+    group: Annotated[int, AtLeast(1)] = 32
+    residual: Annotated[int, AtLeast(0)] = 32
     symmetric: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("key_bits", "value_bits"):
-            if isinstance(getattr(self, name), bool) or getattr(self, name) not in BITS:
-                raise ConfigError(f"{name} must be one of {', '.join(map(str, BITS))}, got {getattr(self, name)!r}")
+        check_fields(self)
         if self.key_bits == self.value_bits == FULL_BITS:
             raise ConfigError("key_bits=16 and value_bits=16 quantise nothing: give quantization=None")
-        for name in ("key_axis", "value_axis"):
-            if getattr(self, name) not in get_args(Axis):
-                allowed = ", ".join(get_args(Axis))
-                raise ConfigError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name, least in (("group", 1), ("residual", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if not isinstance(self.symmetric, bool):
-            raise ConfigError(f"symmetric must be True or False, got {self.symmetric!r}")
 
     @property
     def keys(self) -> Codec | None:

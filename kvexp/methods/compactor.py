@@ -47,10 +47,6 @@ class Compactor(Method):
     def needs(self) -> Needs:
         return Needs(local_chunks=LocalChunks(self.chunk, self.n_sinks, self.n_recent), rope=True)
 
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
     def recent(self, budget: int) -> int:
         return self.n_recent
 

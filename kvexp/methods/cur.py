@@ -33,10 +33,6 @@ class CUR(Method):
     block: Annotated[int, AtLeast(1)] = 16  # kvpress
     leverage: Literal["product", "mean", "key", "value"] = "product"
 
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
     def priority(self, ctx: EvictionContext) -> Tensor:
         made = self._leverage(ctx)
         if not ctx.compares_heads:  # the quotient could round two neighbours of one head to a tie

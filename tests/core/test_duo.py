@@ -295,9 +295,9 @@ def test_a_model_without_rope_is_not_sent_to_calibrate(tmp_path: Any, monkeypatc
     ("make", "why"),
     [
         (lambda: CacheConfig(H2O(), duo()), r"duo needs scores .*head_scores=kvexp\.hf\.calibrate_heads"),
-        (lambda: duo(stream_recent=0), "stream_recent must be a whole number of at least 1, got 0"),
-        (lambda: duo(stream_sinks=-1), "stream_sinks must be a whole number of at least 0, got -1"),
-        (lambda: Budget(kv_ratio=0.5, stream_sinks=3), r"budget\.stream_sinks has no effect with budget\.heads=unif"),
+        (lambda: duo(stream_recent=0), "stream_recent must be at least 1"),
+        (lambda: duo(stream_sinks=-1), "stream_sinks must be at least 0"),
+        (lambda: Budget(kv_ratio=0.5, stream_sinks=3), r"budget\.stream_sinks .* no effect with budget\.heads=unif"),
         (lambda: duo(pyramid=0.5), r"set budget\.pyramid=0"),
         (lambda: retrieval_heads(duo(), 4, 40, 3, SCORES), r"4 slots cannot hold a streaming head's 2 sinks \+ 3"),
         (lambda: retrieval_heads(duo(), 20, 40, None, SCORES), "say max_new_tokens"),

@@ -525,9 +525,9 @@ def test_union_of_a_method_that_ranks_by_a_logarithm(ratio: float) -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Budget(kv_ratio=0.5, heads="pairs"), r"budget\.heads must be one of uniform, .*, got 'pairs'"),
+        (lambda: Budget(kv_ratio=0.5, heads="pairs"), r"heads must be one of uniform, .*, got 'pairs'"),
         (lambda: Budget(kv_ratio=0.5, head_floor=0.1), r"head_floor has no effect with budget\.heads=uniform"),
-        (lambda: Budget(kv_ratio=0.5, heads="adaptive", head_floor=1.5), r"head_floor must be in \[0, 1\], got 1.5"),
+        (lambda: Budget(kv_ratio=0.5, heads="adaptive", head_floor=1.5), r"head_floor must be in \[0, 1\]"),
         (lambda: Budget(kv_ratio=0.5, heads="global", pyramid=0.5), r"set budget\.pyramid=0"),
         (lambda: CacheConfig(Ideal(), HALF["adaptive"], mode="mask"), r"ideal drops nothing.*budget\.heads=uniform"),
         (lambda: CacheConfig(Oracle(), HALF["union"]), r"oracle drops nothing.*budget\.heads=uniform"),
@@ -537,7 +537,7 @@ def test_union_of_a_method_that_ranks_by_a_logarithm(ratio: float) -> None:
         ),
         (
             lambda: CacheConfig(H2O(), HALF["adaptive"], quantization=Quantization(8, 8, group=2)),
-            r"set cache\.bits=16, or budget\.heads=union",
+            r"set cache\.bits=16, or set budget\.heads=uniform",
         ),
     ],
 )

@@ -234,7 +234,7 @@ def test_a_fork_and_a_second_prompt_have_budgets_of_their_own() -> None:
 
 
 def test_what_is_refused_before_a_model_loads() -> None:
-    with pytest.raises(ConfigError, match=r"budget\.layers must be uniform, pyramid, cake or null, got 'funnel'"):
+    with pytest.raises(ConfigError, match=r"layers must be one of uniform, pyramid, cake or null, got 'funnel'"):
         Budget(tokens=8, layers="funnel")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"budget\.pyramid=0\.5 and budget\.layers=cake both share"):
         Budget(tokens=8, pyramid=0.5, layers="cake")

@@ -225,14 +225,14 @@ def test_every_methods_kind_of_priority_is_true() -> None:
 
 BUDGET = Budget(tokens=9)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "by": (lambda: SlotSelection(by="line"), "select.by must be one of token, chunk, got 'line'"),  # type: ignore[arg-type]
-    "values": (lambda: SlotSelection(values="all"), "select.values must be one of none, critical, got 'all'"),  # type: ignore[arg-type]
+    "by": (lambda: SlotSelection(by="line"), "by must be one of token, chunk, got 'line'"),  # type: ignore[arg-type]
+    "values": (lambda: SlotSelection(values="all"), "values must be one of none, critical, got 'all'"),  # type: ignore[arg-type]
     "idle": (lambda: SlotSelection(chunk=4), "select.chunk=4 has no effect with select.by=token"),
-    "empty": (lambda: SlotSelection(by="chunk", chunk=0), "select.chunk must be at least 1 token, got 0"),
-    "half": (lambda: SlotSelection(by="chunk", chunk=1.5), "must be a whole number of tokens or null"),  # type: ignore[arg-type]
+    "empty": (lambda: SlotSelection(by="chunk", chunk=0), "chunk must be at least 1 or null, got 0"),
+    "half": (lambda: SlotSelection(by="chunk", chunk=1.5), "must be a whole number or null"),  # type: ignore[arg-type]
     "both": (lambda: SlotSelection(by="chunk", values="critical"), "set one of the two"),
-    "window": (lambda: CacheConfig(Window(), BUDGET, select=CHUNKS), "method window keeps the newest tokens"),
-    "ideal": (lambda: CacheConfig(Ideal(), BUDGET, mode="mask", select=CHUNKS), "method ideal drops nothing"),
+    "window": (lambda: CacheConfig(Window(), BUDGET, select=CHUNKS), "method window drops none by priority"),
+    "ideal": (lambda: CacheConfig(Ideal(), BUDGET, mode="mask", select=CHUNKS), "method ideal drops none by priority"),
     "order": (lambda: CacheConfig(KNorm(), BUDGET, select=CRITICAL), "the priorities of method knorm are no attention"),
 }
 
@@ -270,7 +270,7 @@ def test_settings_reach_the_cache_and_the_identity_and_defaults_leave_it_as_it_w
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("select.chunk=0 select.by=chunk", "select.chunk must be at least 1 token, got 0"),
+        ("select.chunk=0 select.by=chunk", "select.chunk must be at least 1 or null, got 0"),
         ("select.by=chunk select.values=critical", "set one of the two"),
         ("budget.layers=steps", r"budget\.layers must be .*uniform, pyramid, cake"),
         ("method=knorm select.values=critical", "the priorities of method knorm are no attention"),
