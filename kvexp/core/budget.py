@@ -60,10 +60,10 @@ class Budget:
 
     `heads`: what becomes of the kv heads' budgets at the end of the prompt, from then on (docs/head_budgets.md).
     uniform: every head keeps its own best. union: all heads of a layer keep the same positions, the best on average.
-    adaptive (AdaKV, arXiv:2407.11550): the slots of a layer's heads go to the best of all its heads; global: those of
-    all layers to the best of the model. In both, each head has at least `head_floor` of its uniform share (null: 0.2
-    for adaptive, 0 for global). duo (DuoAttention, arXiv:2410.10819): retrieval heads, as many as the budget has room
-    for, evict nothing; all others are streaming heads, which hold `stream_sinks` first and `stream_recent` newest
+    adaptive (AdaKV, arXiv:2407.11550): the slots of a layer's heads go to the best of all its heads; global: the slots
+    of all layers go to the best of the model. In both, each head has at least `head_floor` of its uniform share (null:
+    0.2 for adaptive, 0 for global). duo (DuoAttention, arXiv:2410.10819): retrieval heads, as many as the budget has
+    room for, evict nothing; all others are streaming heads, which hold `stream_sinks` first and `stream_recent` newest
     tokens (null: 128, 256).
 
     `layers` shares the budget out over layers whose slots add up to as many as ever (`kvexp.core.budget`):
@@ -112,7 +112,7 @@ class Budget:
 
     @property
     def shares_heads(self) -> bool:
-        """Whether what one kv head holds goes by the priorities of others, or by a threshold."""
+        """Whether what one kv head holds depends on the priorities of others, or on a threshold."""
         return self.heads != "uniform" or self.threshold is not None
 
     @property
@@ -126,6 +126,16 @@ class Budget:
         if self.threshold is None:
             return "set budget.heads=uniform"
         return "give kv_ratio or tokens in its place (budget=ratio, budget=tokens)"
+
+    @property
+    def rival_of_layers(self) -> str:
+        """The setting of `among_all_layers` as it is typed."""
+        return f"budget.pyramid={self.pyramid:g}" if self.pyramid else self.heads_setting
+
+    @property
+    def rival_remedy(self) -> str:
+        """What to set so that `among_all_layers` is false."""
+        return "set budget.pyramid=0" if self.pyramid else self.heads_remedy
 
     @property
     def newest(self) -> int:
@@ -253,9 +263,9 @@ class BytesBudget(Budget):
     """How many slots a kv head may hold, as a share of the bytes of the row's prompt in a full cache at 16 bits.
 
     bytes_ratio: the share, in (0, 1]; key_dim, value_dim: channels of a head; quantization: how slots are stored, None
-    for 16 bits. Slots' bytes are those of codes, scales and zeros, and of the window in full precision (`SlotBytes`),
+    for 16 bits. Codes, scales, zeros and the window in full precision count as slots' bytes (`SlotBytes`),
     with numbers that are not quantised as 16 bits whatever dtype runs. With few bits more slots may fit than the prompt
-    has tokens: then nothing is evicted until they are used. The other fields are those of `Budget`, without kv_ratio,
+    has tokens: then nothing is evicted until they are used. The other fields are as in `Budget`, without kv_ratio,
     tokens and threshold; `pyramid` moves bytes between layers. `resolve` raises ConfigError where not one slot fits.
     """
 

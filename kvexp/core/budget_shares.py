@@ -25,7 +25,7 @@ SMALL = 1e-10  # is added to a probability before its logarithm is taken, as in 
 
 @dataclass(frozen=True)
 class LayerBudgets:
-    """The same budget for every layer; the base of other ways to share it out.
+    """Equal budgets for all layers; the base of other ways to share a budget out.
 
     Every way gives whole numbers that add up to `layers` times the budget, row by row.
 

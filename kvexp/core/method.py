@@ -48,7 +48,7 @@ class SecondPass:
 class Needs:
     """The declaration of a method's needs. Caches of a method that declares one take the ordinary decode step.
 
-    newest_attention: the attention of the newest query, each query head by itself (a score sums up those of a kv head).
+    newest_attention: the attention of the newest query in each query head (scores are sums over those of a kv head).
     queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
     this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
     head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
@@ -107,7 +107,7 @@ class AttentionScoreSpec:
     over       softmax over the slots that survive, or (mask mode only) over everything ever seen.
     pool_heads every kv head of a layer gets the layer's sum over heads.
     across_layers  one score by position for the whole model: every layer adds to it and selects from it.
-    batch      whose scores are added up: each row's own, those of the beams of one sample, or the whole batch's.
+    batch      whose scores are added up: each row's own, all beams' of one sample, or the whole batch's.
     """
 
     tau: tuple[float, float] = (1.0, 1.0)
@@ -271,7 +271,7 @@ class Method:
 
     @property
     def needs(self) -> Needs:
-        """What `priority` looks at beside keys, values, positions and score; the core computes nothing undeclared."""
+        """Inputs of `priority` other than keys, values, positions and score; the core computes nothing undeclared."""
         return NOTHING
 
     @property
@@ -328,7 +328,7 @@ class Method:
 
     @property
     def priority_kind(self) -> Literal["score", "share", "log_share", "order"]:
-        """What `priority` is, for wrappers that weigh priorities (`SlotSelection`) or compare those of several heads.
+        """Kind of `priority`, for wrappers that weigh priorities (`SlotSelection`) or compare them between heads.
 
         score: attention added up as the score is, at least 0. share: an attention probability, or made of some, at
         least 0. log_share: its logarithm. order: numbers of which only the order is known.

@@ -100,7 +100,7 @@ class Codec:
 
     @property
     def parameters(self) -> int:
-        """Numbers that a group stores beside its codes: a scale, and a zero where it is not symmetric."""
+        """Numbers that a group stores with its codes: a scale, and a zero where it is not symmetric."""
         return 1 if self.symmetric else 2
 
     @property
@@ -245,19 +245,14 @@ class PlainStates:
 
     def index_rows(self, rows: Tensor) -> PlainStates:
         """A copy of the batch rows `rows` [n]; where they lie side by side, or are one, the tensors are shared."""
-        other = self._without_tensors()
+        other = object.__new__(type(self))
+        other.__dict__ = {name: kept for name, kept in self.__dict__.items() if name not in self.tensors}
+        other._shared = False
         for name, tensor in self.tensors.items():
             view = rows_view(tensor, rows)
             setattr(other, name, tensor.index_select(0, rows.to(tensor.device)) if view is None else view)
             if view is not None:
                 self._shared = other._shared = True
-        return other
-
-    def _without_tensors(self) -> PlainStates:
-        """An object with the same settings, whose tensors are still to be set."""
-        other = object.__new__(type(self))
-        other.__dict__ = {name: kept for name, kept in self.__dict__.items() if name not in self.tensors}
-        other._shared = False
         return other
 
 
@@ -512,7 +507,7 @@ class SlotBytes:
         return sum(self._of_side(codec, width, slots) for codec, width in sides)
 
     def _of_side(self, codec: Codec | None, width: int, slots: int) -> int:
-        """Of keys, or of values, with `width` channels."""
+        """Bytes of keys, or of values, with `width` channels."""
         if codec is None:
             return slots * width * self.itemsize
         places = min(codec.unquantized + 1, slots) * (width * self.itemsize + INDEX_BYTES)
@@ -538,7 +533,7 @@ class SlotBytes:
 class QuantizedSlots(Slots):
     """The slots of one layer after its prompt, with keys and values as a `Quantization` says.
 
-    positions, score and length are those of `Slots`. `keys` and `values` are what attention reads: made anew from codes
+    positions, score and length: as in `Slots`. `keys` and `values` are what attention reads: made anew from codes
     for every forward, dropped when it ends, and counted at the peak. Each forward ends with `settle`.
     """
 

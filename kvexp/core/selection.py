@@ -30,7 +30,7 @@ class SlotSelection:
     tokens. What the method protects is kept as ever and has no part in a chunk's mean. Source: Liu et al., ChunkKV,
     arXiv:2502.00299, algorithm 1 (chunks of 10; kvpress 20). Departures: exactly the budget is kept, where the paper
     and kvpress keep whole chunks; chosen anew at every eviction; layers do not reuse each other's choice.
-    values="critical": half of the kept slots are those of the highest priority, the other half those of the highest
+    values="critical": half of the kept slots have the highest priority, the other half the highest
     (a_j + 1e-4) * mean over a kv head's query heads of ||W v_j||_1, where a_j is the priority as a share of attention
     and W a query head's block of the output projection. Source: Feng et al., CriticalKV, arXiv:2502.03805, as in
     kvpress's CriticalKVPress. Departure: chosen anew at every eviction.

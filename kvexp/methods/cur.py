@@ -1,4 +1,4 @@
-"""CUR (CurDKV): keys and values that are large beside their neighbours are kept."""
+"""CUR (CurDKV): keys and values that are large among their neighbours are kept."""
 
 from __future__ import annotations
 

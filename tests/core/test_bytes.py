@@ -227,7 +227,7 @@ def test_a_budget_in_bytes_runs_like_the_same_number_of_slots() -> None:
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_retrieval_methods_stand_on_the_same_axis(offload: bool) -> None:
-    """Of a float32 model: floating-point numbers halve, PQCache's codes do not, which are offloaded with the keys."""
+    """In a float32 model, floating-point numbers halve, PQCache's codes do not, which are offloaded with the keys."""
     model, rows, decoding = tiny("llama"), prompts_of(3, (40,)), GenerationParams(4, eos=None)
     for method in (SparQ(r=4, offload=offload), PQCache(b=3, offload=offload, cache_tokens=0)):
         (held,) = receipts(generate(model, rows, method, Budget(kv_ratio=0.5), decoding=decoding).cache)

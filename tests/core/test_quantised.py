@@ -201,7 +201,7 @@ def test_scales_go_with_their_last_token() -> None:
 
 @pytest.mark.parametrize("method", [Full(), KNorm()], ids=repr)
 def test_what_was_quantised_is_never_quantised_again(method: Method) -> None:
-    """Of a token behind the window, attention reads the same numbers from then on, to the bit."""
+    """Attention reads the same numbers of a token behind the window from then on, to the bit."""
     config = CacheConfig(method, HALF if method.evicts else None, quantization=KIVI)
     streams = streams_of(7, 50)
     found: dict[tuple[int, int], torch.Tensor] = {}

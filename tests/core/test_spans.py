@@ -156,7 +156,7 @@ def test_spans_are_spared_between_chunks_and_go_with_their_rows() -> None:
 
 def test_what_cannot_be_spared_is_refused() -> None:
     model, prompt = tiny("llama"), prompts_of(1, (30,))
-    with pytest.raises(ConfigError, match="budget of 10 slots cannot hold the 8 marked tokens of keep=span beside"):
+    with pytest.raises(ConfigError, match="budget of 10 slots cannot hold the 8 marked tokens of keep=span"):
         generate(model, prompt, StreamingLLM(), Budget(tokens=10), keep="span", spans=[[(10, 18)]], decoding=SIX)
     with pytest.raises(ConfigError, match="keep=fair spares marked spans, and nothing of the prompt is marked"):
         generate(model, prompt, Window(), Budget(tokens=10), keep="fair", decoding=SIX)

@@ -427,7 +427,7 @@ def test_other_modes(name: str, mode: str) -> None:
 
 
 def test_the_budget_bites() -> None:
-    """Where methods differ at all, so that agreeing means something: no two attention methods keep the same."""
+    """No two attention methods keep the same, so that agreeing means something."""
     names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "random", "spatten")
     names += ("keydiff", "caote", "rkv", "rkv_release", "vatp")
     for family in FAMILIES:

@@ -43,7 +43,7 @@ class AdaKVExport(PeerExport):
 
     @torch.inference_mode()
     def differences(self, name: str, method: Method, *, slip: float = 0.0, **how: Any) -> list[str]:
-        """Where kvexp's sets are not those of the press called `name`; slip: added to the share of every head."""
+        """Places where kvexp's sets differ from the press called `name`; slip: added to the share of every head."""
         bad = []
         if method.needs.calibration:
             directions = torch.tensor(self.file["directions"])

@@ -79,7 +79,7 @@ def core(
 
 
 def drawn_calibration() -> QueryCalibration:
-    """Of two layers of the streams' shape, drawn: queries of Streams.random have no direction of their own."""
+    """Draw a calibration of two layers of the streams' shape, whose queries have no direction of their own."""
     dice = torch.Generator().manual_seed(29)
     mean = torch.randn(2, 2, 3, 7, generator=dice)
     return QueryCalibration.of(torch.nn.functional.normalize(mean, dim=-1), mean, torch.zeros(2, 2, 3, 0))

@@ -24,17 +24,10 @@ SEEDS = (23, 29)
 SCALE = DIM**-0.5
 
 
-CASES = {name: case for name, case in cases.CASES.items() if case.rule}
+CASES = {name: (case.method, case.rule) for name, case in cases.CASES.items() if case.rule}
 MODES = ("overwrite", "compact", "mask")
 ONLY_MASK = ("h2o_mask", "a2sf_full_rows", "ideal")
 PAIRS = [(name, mode) for name in CASES for mode in MODES if mode == "mask" or name not in ONLY_MASK]
-
-
-def of(name: str) -> tuple[Method, Rule]:
-    """A case's method and its rule."""
-    case = CASES[name]
-    assert case.rule is not None
-    return case.method, case.rule
 
 
 def num_layers(rule: Rule) -> int:
@@ -97,12 +90,12 @@ def compare(seen: Seen, row: int, want: list[list[Step]], *, out: float, score: 
 
 @functools.cache
 def truth_of(name: str, row: int, widths: tuple[int, ...], **world: Any) -> list[list[Step]]:
-    method, rule = of(name)
+    method, rule = CASES[name]
     return truth(method, rule, World(scale=SCALE, max_new_tokens=NEW, **world), row, widths)
 
 
 def check(name: str, mode: str, widths: tuple[int, ...], budget: int, dtype: torch.dtype, **world: Any) -> None:
-    method, rule = of(name)
+    method, rule = CASES[name]
     streams = streams_of(num_layers(rule))
     streams = Streams(*(t.to(dtype) for t in (streams.q, streams.k, streams.v)))
     streams, mask = streams.padded([widths[0] - n for n in LENGTHS])
@@ -226,7 +219,7 @@ def turned(t: Tensor, missing: list[int], frequencies: list[float], interleaved:
     in_turn(["streaming_llm", "h2o", "keyformer"], [False, True], [STEPS, SEVERAL], MODES, of=3),
 )
 def test_renumbered_rope(name: str, interleaved: bool, widths: tuple[int, ...], mode: str) -> None:
-    (method, rule), frequencies = of(name), [1.0, 0.3, 0.05]
+    (method, rule), frequencies = CASES[name], [1.0, 0.3, 0.05]
     plain = streams_of(1)
     missing = [max(LENGTHS) - n for n in LENGTHS]
     streams = Streams(*(turned(t, missing, frequencies, interleaved) for t in (plain.q, plain.k)), plain.v)
@@ -248,7 +241,7 @@ def test_renumbered_rope(name: str, interleaved: bool, widths: tuple[int, ...], 
     in_turn(["streaming_llm", "h2o", "keyformer_shared"], ["original", "renumbered"], [STEPS, SEVERAL], MODES, of=3),
 )
 def test_alibi(name: str, place: str, widths: tuple[int, ...], mode: str) -> None:
-    method, rule = of(name)
+    method, rule = CASES[name]
     slopes = [0.5 / (1 + i) for i in range(HEADS * GROUP)]
     plan = CacheConfig(method, Budget(tokens=7), Cadence(), mode, place)  # type: ignore[arg-type]
     streams, mask = streams_of(num_layers(rule)).padded([0, 4])
@@ -265,7 +258,7 @@ def test_alibi(name: str, place: str, widths: tuple[int, ...], mode: str) -> Non
 )
 def test_sliding_window(name: str, budget: int, widths: tuple[int, ...], mode: str) -> None:
     """A slot that the model itself cannot see any more goes before any other that is not protected."""
-    method, rule = of(name)
+    method, rule = CASES[name]
     streams, mask = streams_of(1).padded([0, 4])
     plan = CacheConfig(method, Budget(tokens=budget), Cadence(), mode, "original")  # type: ignore[arg-type]
     params = AttentionParams(SCALE, sliding_window=11)

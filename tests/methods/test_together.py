@@ -361,7 +361,7 @@ def test_larger_caches_in_the_same_step_change_no_bit(family):
 
 @pytest.mark.parametrize(("groups", "heads", "width"), [(1, 8, 64), (3, 3, 64), (4, 2, 64), (7, 2, 64), (4, 2, 128)])
 def test_the_attention_of_a_row_is_the_same_in_any_stack(groups, heads, width):
-    """Of heads as released models have: logits, probabilities and outputs, alone and before dead slots."""
+    """For heads as released models have: logits, probabilities and outputs, alone and before dead slots."""
     draw = torch.Generator().manual_seed(groups)
     params = AttentionParams(scale=width**-0.5)
     for slots, more, rows in [(19, 3, 2), (45, 130, 5), (210, 900, 7), (275, 333, 3), (386, 390, 4), (701, 1203, 2)]:
