@@ -77,10 +77,6 @@ class Quantization:
             names = ", ".join(str(one).removeprefix("torch.") for one in SUPPORTED[:3])
             raise ConfigError(f"keys and values of {dtype} cannot be quantised; a model's dtype may be {names}")
 
-    def label(self) -> str:
-        """In a few letters, as in k4v2: bits of keys and of values."""
-        return f"k{self.key_bits}v{self.value_bits}"
-
 
 @dataclass(frozen=True)
 class Codec:

@@ -61,7 +61,10 @@ SETTINGS = [
     Quantization(4, 16, group=4, residual=3),
     Quantization(16, 4, group=4, residual=3),
 ]
-IDS = [f"{one.label()}-{one.key_axis}-{one.value_axis}{'-symmetric' * one.symmetric}" for one in SETTINGS]
+IDS = [
+    f"k{one.key_bits}v{one.value_bits}-{one.key_axis}-{one.value_axis}{'-symmetric' * one.symmetric}"
+    for one in SETTINGS
+]
 METHODS: list[Method] = [
     *(Full(), H2O(), Keyformer(), A2SF(alpha=0.5), TOVA(), Window(), StreamingLLM(n_sinks=2), KNorm(), KeyDiff()),
     *(SnapKV(window=2, kernel=3), LagKV(n_sinks=1, lag=2), CUR(n_sinks=1, block=4)),
