@@ -55,7 +55,8 @@ class Case:
     oracle: kept sets in stock models (test_kept_sets.py). rule: outputs, kept sets and scores on random streams
     (test_reference.py). planted: one mark per plant of `planted.PLANTS`, in their order: + the answer's slot survives
     12 of 96 slots, - it does not, g only where query heads share a kv head (test_planted.py). golden: recordings of the
-    authors' code in tests/golden (test_golden.py). properties: whether test_properties.py draws it.
+    authors' code in tests/golden (test_golden.py). properties: whether test_properties.py draws it. unbounded: words of
+    the reason why bounded prefill refuses it (test_bounded_prefill.py); "": it does not.
     """
 
     method: Method
@@ -64,6 +65,7 @@ class Case:
     planted: str = ""
     golden: tuple[str, ...] = ()
     properties: bool = False
+    unbounded: str = ""
     select: SlotSelection = field(default_factory=SlotSelection)
 
 
@@ -83,7 +85,7 @@ A2SF_GOLDEN = ("a2sf_*",)
 # seen below. The comments say why the marks are what they are.
 CASES: dict[str, Case] = {
     # Nothing is lost.
-    "full": Case(Full(), oracles.full, Rule(evicts=False), "++ +++++ ++ ++ + +"),
+    "full": Case(Full(), oracles.full, Rule(evicts=False), "++ +++++ ++ ++ + +", unbounded="evicts nothing"),
     # Own top 11 of each query's full row: what the question looks at is there, whoever else looked.
     "ideal": Case(Ideal(), None, Rule(per_query=True), "++ +++++ ++ ++ + +", ("a2sf_rowmask_*",)),
     # Positions 85 to 95. The fact told at 96 is 16 tokens old when asked: one window too far.
@@ -147,8 +149,7 @@ CASES: dict[str, Case] = {
     # One score for all layers: as spatten in this.
     "keyformer_shared": Case(
         Keyformer(score_scope="shared"), oracles.keyformer_shared, replace(GUMBEL, across_layers=True),
-        "++ +-++- ++ ++ + +", properties=True,
-    ),
+        "++ +-++- ++ ++ + +", properties=True, unbounded="over all layers"),
     # A row nine tokens old counts 0.1^9: what the last row or two looked at. With ALiBi those are the newest.
     "a2sf": Case(
         A2SF(), oracles.forgetting(0.1), replace(SUM, alpha=0.1), "++ +---+ -- -+ - -", A2SF_GOLDEN, properties=True
@@ -192,19 +193,18 @@ CASES: dict[str, Case] = {
     "caote_over_h2o": Case(CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
     "snapkv": Case(
         SnapKV(window=2, kernel=3), oracles.snapkv, replace(SNAP, last_rows=2, window=2, kernel=3, recent=2),
-        properties=True,
-    ),
+        properties=True, unbounded="the prompt's last 2 queries"),
     "snapkv_avg": Case(
         SnapKV(window=3, kernel=5, pool="avg"),
         rule=replace(SNAP, last_rows=3, window=3, kernel=5, pool="avg", recent=3),
     ),
     # The last four rows, once, and those four tokens: as tova at the end of the prompt, but nothing is evicted later.
     "snapkv_4": Case(SnapKV(window=4, kernel=3), planted="++ +---+ ++ ++ - -"),
-    "pyramidkv": Case(PyramidKV(window=2, kernel=3, beta=3.0), oracles.snapkv),
+    "pyramidkv": Case(PyramidKV(window=2, kernel=3, beta=3.0), oracles.snapkv, unbounded="the prompt's last 2 queries"),
     # One layer has it all: as snapkv. In the two of the induction model slots go from the top layer, where the phrase
     # is looked up, to the bottom one: 20 and 4, which are the observers.
     "pyramidkv_4": Case(PyramidKV(window=4, kernel=3), planted="++ +---+ ++ ++ - -"),
-    "cake": Case(CAKE(window=3, kernel=3), oracles.cake),
+    "cake": Case(CAKE(window=3, kernel=3), oracles.cake, unbounded="among layers"),
     # The same four rows, once. A needle that one or two of them look at has 0.25 or 0.5 of their attention and a
     # variance of 0.25 or 0.33, two hundred times; sink and crowd have 0.17 and 0.06 in each and hardly vary.
     "cake_4": Case(CAKE(window=4, kernel=3), planted="++ +---+ ++ ++ - -"),
@@ -220,10 +220,10 @@ CASES: dict[str, Case] = {
     # Rare words, whoever looks: the filler is the mean key. One needle beside one sink, eight mentions and the crowd's
     # 12, one told fact, one blue. A phrase said five times is 20 slots besides the sink, of which the newest ten stay.
     "keydiff": Case(KeyDiff(), oracles.keydiff, None, "++ +++++ ++ ++ + +", properties=True),
-    "lagkv": Case(LagKV(n_sinks=1, lag=2), oracles.lagkv, properties=True),
+    "lagkv": Case(LagKV(n_sinks=1, lag=2), oracles.lagkv, properties=True, unbounded="compares each partition"),
     # The sink, 3 tokens behind the 23 partitions, the last partition, and one token of each of the three before; once.
     "lagkv_4": Case(LagKV(n_sinks=1, lag=4), planted="++ ----- -+ ++ - -"),
-    "cur": Case(CUR(n_sinks=1, block=4), oracles.cur, properties=True),
+    "cur": Case(CUR(n_sinks=1, block=4), oracles.cur, properties=True, unbounded="compares each token"),
     # Values have one length, but the sink's is empty: a share of 1/15 in the first block and of 1/16 in all others, so
     # four sinks and the block's newest seven stay, 9 to 15; where the sink says something too, the newest. Once.
     "cur_value": Case(CUR(leverage="value"), planted="++ ----- -+ -- - -"),
@@ -240,18 +240,21 @@ CASES: dict[str, Case] = {
     # and the crowd (0.2 or more). Eight mentions of 96 turn it by 0.056 to the needle, to a fact told later not at all.
     # The newest is protected.
     "qfilters": Case(QFilters(), oracles.qfilters, None, "++ ----- -- ++ - -", properties=True),
-    "kvzip": Case(KVzip(n_sinks=1, chunk=5, instruct=False), oracles.kvzip),
+    "kvzip": Case(KVzip(n_sinks=1, chunk=5, instruct=False), oracles.kvzip, unbounded="a second time"),
     # The prompt from the fifth token on is fed again, 40 tokens at a time, each beside its own slots. One mention that
     # stands in the needle's 40 is enough, 0.5 (the fed needle has the other half) against a P's 0.06; mentions that
     # stand later (a while ago, just now) read another part. Else the newest win by a smaller crowd. Once.
     "kvzip_40": Case(KVzip(chunk=40, instruct=False), planted="++ +-+-- ++ -+ + -"),
-    "kvzip_plus": Case(KVzipPlus(n_sinks=1, chunk=5, instruct=False), oracles.kvzip_plus),
+    "kvzip_plus": Case(KVzipPlus(n_sinks=1, chunk=5, instruct=False), oracles.kvzip_plus, unbounded="a second time"),
     # Of one length are all values but the sink's, and all that attention gets.
     "kvzip_plus_40": Case(KVzipPlus(chunk=40, instruct=False), planted="++ +-+-- ++ -+ + -"),
     # Trained on three copies of the prompt: what kvzip_plus sees of each word (with learned positions: of each place).
     # A word that no prompt had, told, is like any other, and the newest stay; two of those are protected.
     "kvzap": Case(KVzap(n_sinks=1, protect_recent=2), oracles.kvzap, None, "++ +-+-- +- ++ + -"),
-    "compactor": Case(Compactor(n_sinks=1, n_recent=2, chunk=5, sketch=6), oracles.compactor, properties=True),
+    "compactor": Case(
+        Compactor(n_sinks=1, n_recent=2, chunk=5, sketch=6), oracles.compactor, properties=True,
+        unbounded="those around it",
+    ),
     # A key that stands once is an outlier, whatever its norm and whoever looks: its leverage is near 1, a P's 1/12, a
     # filler's 1/74, and all have a spread of 0.1. Twice that beats the crowd, at which everyone looks (with fifteen
     # idle heads, which look at nothing, it stands 11 spreads above the mean). A phrase said five times: 20 outliers of
@@ -267,6 +270,5 @@ CASES: dict[str, Case] = {
     # token 1 from its successor; what lower layers looked at is kept above (seen below).
     "spatten": Case(
         SpAtten(), oracles.spatten, replace(SUM, pool_heads=True, across_layers=True), "++ +-++- +- -- + +",
-        properties=True,
-    ),
+        properties=True, unbounded="over all layers"),
 }  # fmt: skip

@@ -32,19 +32,7 @@ from kvexp.util import CacheError, ConfigError, Console
 
 PROMPT, NEW, CHUNKS = 23, 9, (5, 5, 5, 5, 3)
 FOUR = GenerationParams(4, eos=None)
-REFUSED = {  # method: what its error says
-    "full": "evicts nothing",
-    "keyformer_shared": "over all layers",
-    "lagkv": "compares each partition",
-    "cur": "compares each token",
-    "snapkv": "the prompt's last 2 queries",
-    "kvzip": "a second time",
-    "kvzip_plus": "a second time",
-    "spatten": "over all layers",
-    "pyramidkv": "the prompt's last 2 queries",
-    "cake": "among layers",
-    "compactor": "those around it",
-}
+REFUSED = {name: case.unbounded for name, case in METHODS.items() if case.unbounded}
 ALLOWED = sorted(set(METHODS) - set(REFUSED) - {"kvzap"})  # kvzap: a trained surrogate of a real model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conf import composed
@@ -16,7 +17,6 @@ from test_method_scores import context
 from tiny import CONFIGS, LETTERS, feed, stock, tiny
 from torch import Tensor
 
-import kvexp.methods
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method, SlotSelection
 from kvexp.core.selection import attention_shares, by_chunk, by_values, projected_sizes
 from kvexp.core.topk import kept_mask, select_keep
@@ -198,12 +198,11 @@ def test_generation_with_beams_and_forks(select: SlotSelection) -> None:
 
 def test_every_methods_kind_of_priority_is_true() -> None:
     """What says that it is attention is never negative; its logarithm, where no value weighs it, never above 0."""
-    small: dict[str, dict[str, Any]] = {name: {"window": 5} for name in ("SnapKV", "PyramidKV", "CAKE")}
-    options = {**small, "VATP": {"n_sinks": 2}, "ExpectedAttention": {"weight": "none"}}
     looked_at = set()
-    for name in kvexp.methods.__all__:
-        cls = getattr(kvexp.methods, name)
-        method = cls(**options.get(name, {}))
+    for method in {type(case.method): case.method for case in CASES.values() if case.oracle}.values():
+        name, cls = method.name, type(method)
+        if isinstance(method, ExpectedAttention):
+            method = replace(method, weight="none")
         needs = method.needs.calibration or method.needs.surrogate
         if not method.evicts or needs or method.per_query or method.priority_kind == "order":
             continue

@@ -17,7 +17,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, Case
 from oracles import Past, Repeat, Row
 from tiny import CONFIGS, LAYERS, Fed, distinct, feed, stock, tiny
 from torch import Tensor
@@ -27,6 +27,7 @@ from turns import in_turn
 
 import kvexp.methods
 from kvexp.core import Budget, Cadence, Noise, QueryCalibration, Surrogate
+from kvexp.core.budget_shares import LayerBudgets
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
@@ -398,12 +399,17 @@ def evict_batch(family: str, name: str, rows: Sequence[int], *, chunk: int | Non
     return feed(cache, tiny(family), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
 
 
+def shares_layers(case: Case) -> bool:
+    """Whether layers have budgets of their own."""
+    return type(case.method.layer_budgets) is not LayerBudgets
+
+
 def each_case(*always: str) -> Iterator[Any]:
     """Every method in every family: `always` and one more, in turn, in every run of the tests, the others slow.
 
     What only wraps a method, or knows no family, is quick in llama alone.
     """
-    wraps = ("pyramidkv", "cake", "h2o_chunks", "h2o_critical", "kvzap")
+    wraps = [name for name, case in METHODS.items() if shares_layers(case) or not case.select.plain] + ["kvzap"]
     others = [family for family in FAMILIES if family not in always]
     for family, (number, name) in product(FAMILIES, enumerate(METHODS)):
         quick = (family == "llama") if name in wraps else family in (*always, others[number % len(others)])
@@ -468,7 +474,7 @@ def test_padding_is_never_kept_nor_counted_nor_scored(name: str) -> None:
             assert all(0 <= p < LENGTHS[2] + step for head in kept for p in head)
             once = not CASES[name].method.evicts_while_decoding
             room = LENGTHS[2] // 2 - 1 + (step if once else 0)
-            if name not in ("pyramidkv", "cake"):
+            if not shares_layers(METHODS[name]):
                 assert all(len(head) == room for head in kept)
         held = sum(len(head) for layer in padded.kept[step] for head in layer[1])
         assert held == room * LAYERS * len(kept)

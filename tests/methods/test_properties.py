@@ -26,7 +26,7 @@ from kvexp.methods import H2O, TOVA, Full, KeyAttention, KNorm, Window
 from kvexp.util import CacheError
 
 METHODS = {name: case.method for name, case in CASES.items() if case.properties}
-PREFILL_ONLY = ("snapkv", "lagkv", "cur", "expected_attention", "compactor")
+PREFILL_ONLY = [name for name, method in METHODS.items() if not method.evicts_while_decoding]
 SOME = (
     "h2o",
     "h2o_damping",
@@ -63,7 +63,8 @@ def each_method(start: int) -> pytest.MarkDecorator:
 
 
 def num_layers(name: str) -> int:
-    return 2 if "shared" in name or name == "spatten" else 1
+    spec = METHODS[name].score_spec
+    return 2 if spec is not None and spec.across_layers else 1
 
 
 def core(
