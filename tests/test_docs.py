@@ -413,7 +413,7 @@ def test_every_column_of_the_table_is_told():
 def test_every_file_of_a_run_folder_is_told():
     source = (ROOT / "kvexp" / "run" / "store.py").read_text("utf-8")
     files = set(re.findall(r"\"([a-z.]+\.jsonl?)\"", source)) - {".json"}
-    assert {"config.json", "examples.jsonl", "quarantine.jsonl"} <= files
+    assert {"config.json", "examples.jsonl", "divergence.jsonl"} <= files
     for name in files:
         assert name in RESULTS.partition("## Identity")[0], name
 
