@@ -108,11 +108,8 @@ class CakeLayers(LayerBudgets):
     E: the entropy of the attention that the prompt's newest `observed` queries pay to the tokens before them, summed
     over queries and query heads; V: the variance of that attention over the queries, summed over tokens and query
     heads. Every layer has the window, or what the method protects, if that is more; the rest of the slots is shared out
-    by P, nowhere more than the prompt has tokens, and what is left over goes evenly to the other layers. Source: Qin et
-    al., arXiv:2503.12491, and the authors' code (window 32; tau1 and tau2 are 1 for models without an entry in its
-    table). Departures: layers wait for the last one's preference with the whole prompt in the cache, at a higher peak
-    of memory, where the authors' cascade cuts them on the way and can so leave a layer one slot short; all slots are
-    granted, where the authors' code can give a layer more than the prompt has and loses what is over.
+    by P, nowhere more than the prompt has tokens, and what is left over goes evenly to the other layers.
+    Source and departures: `kvexp.methods.CAKE`.
     """
 
     tau1: Annotated[float, Range(0, above=True)] = 1.0

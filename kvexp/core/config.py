@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from kvexp.core.quantized import Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
-from kvexp.util import AtLeast, ConfigError, Rule, check_fields, refuse
+from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
 
 Keep = Literal["span", "fair"]
 
@@ -160,9 +159,8 @@ def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
     names = sorted(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 3) or [each for each in names if name in each]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-            raise ConfigError(f"{name} is not a keyword that is known here; {hint}")
+            hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+            raise ConfigError(f"{name} is not a keyword that is known here{hint}")
 
 
 def check_declarations(method: Method) -> None:

@@ -14,7 +14,7 @@ from kvexp.core.budget import floor_share
 from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.noise import Noise
 from kvexp.core.slots import Slots
-from kvexp.core.statistics import LayerCalibration, QueryStatistics
+from kvexp.core.statistics import QueryCalibration, QueryStatistics
 from kvexp.util import ConfigError, check_fields
 
 
@@ -48,7 +48,7 @@ class SecondPass:
 class Needs:
     """The declaration of a method's needs. Caches of a method that declares one take the ordinary decode step.
 
-    newest_attention: the attention of the newest query in each query head (scores are sums over those of a kv head).
+    newest_attention: the attention of the newest query in each query head (scores are sums over a kv head).
     queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
     this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
     head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
@@ -195,7 +195,7 @@ class EvictionContext:
     query_statistics: QueryStatistics | None = None
     output_factors: Tensor | None = None
     last_logits: Tensor | None = None
-    calibration: LayerCalibration | None = None
+    calibration: QueryCalibration | None = None
     local_attention: Tensor | None = None
     rope: RoPE | None = None
     second_pass_attention: Tensor | None = None

@@ -147,21 +147,6 @@ def _check_shape(what: str, found: Tensor, wanted: list[int]) -> None:
 
 
 @dataclass(frozen=True)
-class LayerCalibration:
-    """The part of a `QueryCalibration` that is of one layer; its tensors without L, on the layer's device."""
-
-    direction: Tensor
-    mean: Tensor
-    size: Tensor
-
-    def to(self, device: torch.device) -> LayerCalibration:
-        """A copy on another device; itself where it lies there already."""
-        if self.mean.device == device:
-            return self
-        return LayerCalibration(self.direction.to(device), self.mean.to(device), self.size.to(device))
-
-
-@dataclass(frozen=True)
 class QueryCalibration:
     """Statistics of all queries of a calibration pass, in each layer and query head; float32, on the CPU.
 
@@ -185,9 +170,16 @@ class QueryCalibration:
             raise ConfigError(f"tensors of shapes {shapes} are not the statistics of one model's queries")
         return cls(_digest(given), direction, mean, size)
 
-    def layer(self, index: int) -> LayerCalibration:
-        """The statistics of one layer."""
-        return LayerCalibration(self.direction[index], self.mean[index], self.size[index])
+    def layer(self, index: int) -> QueryCalibration:
+        """The statistics of one layer: tensors without L."""
+        return replace(self, direction=self.direction[index], mean=self.mean[index], size=self.size[index])
+
+    def to(self, device: torch.device) -> QueryCalibration:
+        """The statistics on a device: itself where it lies there already."""
+        if self.mean.device == device:
+            return self
+        direction, mean, size = (part.to(device) for part in (self.direction, self.mean, self.size))
+        return replace(self, direction=direction, mean=mean, size=size)
 
     def check_shape(self, layers: int, heads: int, group: int, width: int) -> None:
         """ConfigError where the model has other numbers of layers, kv heads, query heads per kv head or dimensions."""
@@ -362,24 +354,16 @@ class Surrogate:
             )
         return cls(_digest({"weight": weight, "bias": bias}), weight, bias)
 
-    def layer(self, index: int) -> LayerSurrogate:
-        """The map of one layer."""
-        return LayerSurrogate(self.weight[index], self.bias[index])
+    def layer(self, index: int) -> Surrogate:
+        """The map of one layer: tensors without L."""
+        return replace(self, weight=self.weight[index], bias=self.bias[index])
 
     def check_shape(self, layers: int, heads: int, width: int) -> None:
         """ConfigError where the model has other numbers of layers or kv heads, or another width."""
         _check_shape("weights of this surrogate, [L, H, n]", self.weight, [layers, heads, width])
 
-
-@dataclass(frozen=True)
-class LayerSurrogate:
-    """The map of one layer: weight [H, n], bias [H]."""
-
-    weight: Tensor
-    bias: Tensor
-
     def scores(self, inputs: Tensor) -> Tensor:
-        """Scores [B, H, Q] float32 of tokens by the layer's inputs [B, Q, n].
+        """Scores [B, H, Q] float32 of tokens by the inputs [B, Q, n] of the layer that this map is of.
 
         In float64: in the first layer equal tokens have equal inputs, and which of them is kept must not hang on the
         order of a sum.
@@ -387,7 +371,7 @@ class LayerSurrogate:
         on = self.on(inputs.device)
         return (inputs.double() @ on.weight.T + on.bias).transpose(1, 2).float()
 
-    def on(self, device: torch.device) -> LayerSurrogate:
+    def on(self, device: torch.device) -> Surrogate:
         """This map in float64 on a device: itself where it is there already."""
         weight, bias = (part.to(device, torch.float64) for part in (self.weight, self.bias))
-        return self if weight is self.weight and bias is self.bias else LayerSurrogate(weight, bias)
+        return self if weight is self.weight and bias is self.bias else replace(self, weight=weight, bias=bias)
