@@ -168,7 +168,7 @@ def test_every_key_of_the_defaults_is_known():
         ("timeout_s", float("inf"), "timeout_s must be above 0 or null, got inf"),
         ("retry", "yes", "retry must be true or false, got 'yes'"),
         ("outputs_dir", 3, "outputs_dir must be a text, got 3"),
-        ("budget", {"kv_ratio": 120}, r"budget.kv_ratio must be in \(0, 1\] or null, got 120$"),
+        ("budget", {"kv_ratio": 120}, r"budget.kv_ratio must be in \(0, 1\], got 120$"),
         ("budget", {"kv_ratio": True}, "budget.kv_ratio must be a number"),
     ],
 )
