@@ -52,7 +52,7 @@ def config_of(name: str, budget: Budget, **options: Any) -> CacheConfig:
 @pytest.mark.parametrize("widths", [CHUNKS, (1,) * PROMPT, (22, 1)])
 @pytest.mark.parametrize(
     "name",
-    ["window", "streaming_llm_2", "h2o", "h2o_damping", "keyformer", "keyformer_gaussian", "a2sf_0.9", "a2sf_0",
+    ["window", "streaming_llm", "h2o", "h2o_damping", "keyformer", "keyformer_gaussian", "a2sf_0.9", "a2sf_0",
      "tova_protected", "knorm", "random"],
 )  # fmt: skip
 def test_outputs_scores_and_kept_slots_are_the_slow_truths(name: str, widths: tuple[int, ...]) -> None:
