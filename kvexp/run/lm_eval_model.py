@@ -384,8 +384,8 @@ def _read(rest: list[str]) -> argparse.Namespace:
     return known
 
 
-def _check_model(words: Sequence[str], rest: list[str]) -> list[str]:
-    """ConfigError for wrong `--model_args` (words); returns the command line with a user's method by its option.
+def _check_model(arguments: Sequence[str], rest: list[str]) -> list[str]:
+    """ConfigError for wrong `--model_args`; returns the command line with a user's method by its option.
 
     The code of a user's method is loaded for that, since somebody has typed its name.
     """
@@ -394,14 +394,14 @@ def _check_model(words: Sequence[str], rest: list[str]) -> list[str]:
     from kvexp.run.user_methods import admit, load_method
 
     given: dict[str, Any] = {}
-    for each in words:
+    for each in arguments:
         given |= json.loads(each) if each.startswith("{") else simple_parse_args_string(each)
     typed = given.get("method")
     method = load_method(typed) if isinstance(typed, str) else None
     if method is not None:
         given["method"] = admit(method).option
         named = re.compile(rf"(\bmethod(?:=|\"\s*:\s*\")){re.escape(str(typed))}(?![\w.:])")
-        rest = [named.sub(rf"\g<1>{method.option}", each) if each in set(words) else each for each in rest]
+        rest = [named.sub(rf"\g<1>{method.option}", each) if each in arguments else each for each in rest]
     check_arguments(given)
     return rest
 

@@ -138,7 +138,7 @@ class Task:
     extra_end_texts: ClassVar[tuple[str, ...]] = ()
     ordered: ClassVar[str] = ""  # what of the task has an order, such as its articles: sample must then be first
     uncut: ClassVar[str] = ""  # why no prompt may be shortened: truncate must then be skip
-    # Settings that exclude each other. Those of a class come after those of its bases; fields hold their own ranges.
+    # Settings that exclude each other, besides the rules of the base classes; fields hold their own ranges.
     rules: ClassVar[Rules] = (
         (
             lambda c: c.min_new_tokens > c.max_new_tokens,
@@ -192,7 +192,7 @@ class Task:
 
     @property
     def source(self) -> data.DataSource:
-        """Where the rows come from."""
+        """The source of the rows."""
         return data.DataSource(**{each.name: getattr(self, each.name) for each in fields(data.DataSource)})
 
     def example(self, row: dict[str, Any], where: str) -> Example:
@@ -516,7 +516,7 @@ _WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")
 
 
 def word_ends(text: str) -> list[int]:
-    """Where the words of a text end; its characters, where it is written without spaces between words."""
+    """End of each word of a text; of each character, where it is written without spaces between words."""
     return [word.end() for word in (_CHARACTER if is_unspaced(text) else _WORD).finditer(text)]
 
 

@@ -285,18 +285,20 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     folder = path_of(data_dir, "task.data_dir")
     if not folder.is_dir():
         raise ConfigError(f"task.data_dir={data_dir} is no folder (seen from {Path.cwd()})")
-    names = _names(config)
+    base, part = str(config.get("dataset_path") or "").rpartition("/")[2], config.get("dataset_name")
+    own = [f"{base}_{part}", *([part] if part.startswith(base) else [])] if part else [base] if base else []
+    names = list(dict.fromkeys([config["task"], *own]))
     found: Files = {}
     for path in sorted(folder.iterdir()):
-        words = path.name.split(".")
-        if path.suffix not in KINDS or len(words) < 3 or words[0] not in names or words[1] not in SPLITS:
+        name, split, *rest = [*path.name.split("."), "", ""]
+        if path.suffix not in KINDS or name not in names or split not in SPLITS:
             continue
-        if "dataset_info" in words:  # what `datasets` writes next to its data
+        if "dataset_info" in rest:  # what `datasets` writes next to its data
             continue
-        other = found.setdefault(words[1], path)
+        other = found.setdefault(split, path)
         if other != path:
             raise ConfigError(
-                f"task.data_dir: {other.name} and {path.name} both hold the split {words[1]} of {config['task']}; "
+                f"task.data_dir: {other.name} and {path.name} both hold the split {split} of {config['task']}; "
                 "move one of them elsewhere"
             )
     if not found:
@@ -307,17 +309,6 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     if len({KINDS[path.suffix] for path in found.values()}) > 1:
         raise ConfigError(f"task.data_dir: the files of {config['task']} must be all JSON or all parquet")
     return found
-
-
-def _names(config: Mapping[str, Any]) -> list[str]:
-    base = str(config.get("dataset_path") or "").rpartition("/")[2]
-    part = config.get("dataset_name")
-    candidates = [config["task"]]
-    if part:
-        candidates += [f"{base}_{part}", *([part] if part.startswith(base) else [])]
-    elif base:
-        candidates.append(base)
-    return list(dict.fromkeys(candidates))
 
 
 def overrides(

@@ -1,6 +1,6 @@
 """LongBench (arXiv:2308.14508): its data sets with their prompts, its metrics, and the task.
 
-The metrics equal those of its eval.py to the digit. Fractions, 0 to 1; each takes (answer, reference, classes). Of the
+The metrics equal its eval.py to the digit. Fractions, 0 to 1; each takes (answer, reference, classes). Of the
 packages that eval.py uses only jieba is still needed, and only for Chinese: `rouge` 1.0.1 and fuzzywuzzy 0.18 are
 computed here, with the peculiarities that move their numbers.
 """
@@ -119,7 +119,7 @@ def check_jieba() -> None:
 
 def _words_zh(text: str) -> list[str]:
     words = ("".join(word.lower().translate(_PUNCTUATION).split()) for word in segment(text))
-    return [word for word in words if word]
+    return list(filter(None, words))
 
 
 def _sentences(text: str) -> list[list[str]]:
@@ -206,7 +206,7 @@ _ABSTRACT = (
     'the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
 )
 
-# The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
+# The prompts of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
 # the spaces at line ends and the missing newline before "Next line of code" are theirs.
 PROMPTS = {
     "narrativeqa": (

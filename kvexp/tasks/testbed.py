@@ -257,7 +257,7 @@ def _ordered(rng: Random, facts: list[Fact], later: list[Fact]) -> list[Fact]:
 
 
 def _numbered(stated: list[Fact], chosen: set[tuple[str, str]]) -> list[Fact]:
-    """The same facts, those of `chosen` keys marked 1, 2, … as they come."""
+    """Mark the facts of `chosen` keys 1, 2, … as they come; the others stay as they are."""
     count, made = 0, []
     for fact in stated:
         count += fact.key in chosen
