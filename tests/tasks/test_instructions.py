@@ -33,9 +33,6 @@ from kvexp.tasks.metrics import (
 )
 from kvexp.util import Console
 
-# The set of system prompts: its data, its rules as code, and where the system prompt stands in a chat template.
-
-
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )

@@ -43,7 +43,6 @@ def test_govreport_prompt():
     )
     assert first.suffix == "\n\n### Response:" and first.body.startswith("The Office of Harbors")
     assert first.reference.startswith("The office runs 41") and "{silos}" in second.prompt
-    assert (REPORTS.max_new_tokens, REPORTS.max_prompt_tokens, REPORTS.split) == (512, 8192, "test")
     assert set(REPORTS.score(first.reference, first.reference, first).values()) == {100.0}
 
 
@@ -97,8 +96,7 @@ def test_soda_scores():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"speakers": ["Ines"]}, "row 1 of {path}: field 'speakers' must be a list of at least 2 texts, got ['Ines']"),
-        ({"dialogue": ["One turn."]}, "field 'dialogue' must be a list of at least 2 texts"),
+        ({"speakers": ["Ines"]}, "field 'speakers' must be a list of at least 2 texts, got ['Ines']"),
         ({"dialogue": "text"}, "field 'dialogue' must be a list of at least 2 texts, got 'text'"),
         ({"narrative": ""}, "field 'narrative' is empty"),
     ],
@@ -108,7 +106,7 @@ def test_bad_dialogues(tmp_path, change, words):
     path = write(tmp_path / "rows.jsonl", {**row, **change})
     with pytest.raises(ConfigError) as caught:
         Soda(data_files=path).check()
-    assert words.replace("{path}", path) in str(caught.value)
+    assert f"row 1 of {path}" in str(caught.value) and words in str(caught.value)
 
 
 # ---- GSM8K

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,12 @@ ALPACA = (
 def rows_of(task: Task) -> list[dict[str, str]]:
     assert task.data_files is not None
     return [json.loads(line) for line in Path(task.data_files).read_text(encoding="utf-8").splitlines()]
+
+
+def python(code: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that knows kvexp and nothing of this one's modules."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(FIXTURES.parents[1])}
+    return subprocess.run([sys.executable, "-B", "-c", code], cwd=home, env=env, capture_output=True, text=True)
 
 
 def write(path: Path, *rows: object) -> str:
@@ -81,18 +87,9 @@ def test_story_is_split_at_a_word() -> None:
             assert example.prompt and example.reference
 
 
-def test_defaults_of_the_protocol() -> None:
-    for task in (CNNDailyMail(), XSum()):
-        assert (task.split, task.max_prompt_tokens, task.max_new_tokens, task.min_new_tokens) == (
-            *("validation", 1920, 128, 0),
-        )
-        assert (task.truncate, task.sample, task.pad_to, task.join_lines) == ("middle", "first", None, False)
-        assert task.revision is not None and len(task.revision) == 40
-        assert task.metrics == ("rouge1", "rouge2", "rougeL", "rougeLsum") and not task.needs_nll
-    assert Stories().needs_nll and Stories().metrics[-1] == "nll" and Stories().truncate == "skip"
+def test_a_story_is_judged_by_its_likelihood_unless_switched_off() -> None:
+    assert Stories().needs_nll and Stories().metrics[-1] == "nll"
     assert not Stories(nll=False).needs_nll and "nll" not in Stories(nll=False).metrics
-    with pytest.raises(FrozenInstanceError):
-        CNN.limit = 3  # type: ignore[misc]
 
 
 def test_example_parts_make_the_prompt() -> None:
@@ -166,13 +163,7 @@ def test_reading_sets_nothing_and_leaves_nothing(tmp_path: Path) -> None:
         f"task = t.CNNDailyMail(data_files={CNN.data_files!r}, sample='shuffled', limit=3); task.check()\n"
         "example = next(task.examples()); assert task.score('a ferry', 'A ferry.', example)['rouge1'] == 100\n"
     )
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(FIXTURES.parents[1]),
-    }
-    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = python(code, tmp_path)
     assert done.returncode == 0, done.stderr
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert left == []
@@ -198,13 +189,7 @@ def test_rouge_by_hand() -> None:
     assert rouge("running dogs bark", "dog runs far away")["rouge1"] == pytest.approx(100 * 4 / 7)  # stemmed
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own that knows kvexp and nothing of this one's modules."""
-    env = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(FIXTURES.parents[1])}
-    return subprocess.run([sys.executable, "-B", "-c", code], env=env, capture_output=True, text=True)
-
-
-def test_what_scores_need_is_imported_with_the_first_score() -> None:
+def test_what_scores_need_is_imported_with_the_first_score(tmp_path: Path) -> None:
     """A check imports no scorer (it comes before the first token), a score neither scikit-learn nor scipy.stats."""
     done = python(
         "import sys, kvexp.tasks as t\n"
@@ -212,7 +197,8 @@ def test_what_scores_need_is_imported_with_the_first_score() -> None:
         "early = {'nltk', 'rouge_score', 'sklearn', 'scipy', 'pandas'} & set(sys.modules); assert not early, early\n"
         "task.score('a ferry', 'A ferry.', next(task.examples())); assert 'rouge_score' in sys.modules\n"
         "late = {'sklearn', 'scipy.stats', 'pandas'} & set(sys.modules); assert not late, late\n"
-        "import scipy.stats; assert scipy.stats.norm.cdf(0) == 0.5\n"
+        "import scipy.stats; assert scipy.stats.norm.cdf(0) == 0.5\n",
+        tmp_path,
     )
     assert done.returncode == 0, done.stderr
 
@@ -226,7 +212,7 @@ def test_a_module_that_is_loaded_stays_while_others_are_hidden() -> None:
     assert importlib.import_module("colorsys").rgb_to_hls(0, 0, 0) == (0, 0, 0)
 
 
-def test_a_missing_scorer_is_told_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_scorer_is_reported_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "nltk" else find(name, *rest))
     with pytest.raises(ConfigError, match="ROUGE needs nltk, which is not installed; run: pip install nltk"):
