@@ -693,12 +693,7 @@ def main(arguments: list[str] | None = None) -> int:
     least = LONGEST * (asked.facts + 1)
     if asked.tokens < least:
         parser.error(f"--tokens must be at least {least} to hold --facts {asked.facts}, got {asked.tokens}")
-    show(asked.seed, asked.split, asked.tokens, asked.facts)
-    return 0
-
-
-def show(seed: int, split: str, tokens: int, facts: int) -> None:
-    """Print one document and what every testbed task asks of such a text."""
+    seed, split, tokens, facts = asked.seed, asked.split, asked.tokens, asked.facts
     rng = Random(f"sample {split} {seed}")
     doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
     print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
@@ -715,3 +710,4 @@ def show(seed: int, split: str, tokens: int, facts: int) -> None:
     print("\ntestbed_dialogue: the last turn is to be said\n")
     print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
     print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")
+    return 0

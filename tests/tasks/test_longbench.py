@@ -42,12 +42,6 @@ from kvexp.tasks.longbench import (
 from kvexp.tasks.metrics import contains, exact_match, normalise, word_recall
 from kvexp.util import ConfigError
 
-# LongBench: official prompts to the letter, its cut and its chat frame, and every way its data comes today.
-
-
-# LongBench: official prompts to the letter, its cut and its chat frame, and every way its data comes today.
-
-
 FOLDER = Path(__file__).parents[1] / "fixtures" / "longbench"
 QASPER = LongBench(subset="qasper", data_files=str(FOLDER))
 BYTES = byte_tokenizer()
