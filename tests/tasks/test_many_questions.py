@@ -203,25 +203,6 @@ def test_a_file_of_texts_with_lists_of_questions(tmp_path) -> None:
     assert task.score("Oslo", one.reference, one) == {"f1": 0, "exact": 0}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"context": "T"}, "field 'questions' must be a list of objects"),
-        ({"context": "T", "questions": []}, "field 'questions' must be a list of objects"),
-        ({"questions": QUESTIONS}, "has no field 'context'"),
-        ({"context": "T", "questions": [{"question": "Q?"}]}, "field 'answers' must be a text or a list of texts"),
-        ({"context": "T", "questions": [{"question": "Q?", "answers": ["", "x"]}]}, "none of them empty, got"),
-        ({"context": "T", "questions": [{"answers": "x"}]}, "has no field 'question'"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path, row, message: str) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text(json.dumps(row))
-    with pytest.raises(ConfigError) as caught:
-        ContextQA(data_files=str(file)).check()
-    assert message in str(caught.value) and "row 1 of" in str(caught.value)
-
-
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_sections_of_a_summary_are_asked_for_by_their_titles(tmp_path, as_lists: bool) -> None:
     def field(*each):
