@@ -297,7 +297,7 @@ def draw(noise: Noise, x: Tensor, seed: int, layer: int) -> Tensor:
 
 
 def receipt_of(states: Sequence[MaskedLayer]) -> EvictionStats:
-    """What the last row could see, per query head; the bytes are a full cache's, which a simulation holds."""
+    """Slots that the last row could see, per query head; the bytes are a full cache's, which a simulation holds."""
     masks = [state.mask for state in states if state.mask is not None]
     rows = [mask[0, :, -1] for mask in masks]
     by_layer = [float(row.sum(-1).float().mean()) for row in rows]
@@ -461,7 +461,7 @@ class Bench:
         return Judged(tokens, receipt_of(cache.layer_states), time.perf_counter() - start)
 
     def result(self, judged: Judged) -> tuple[float, bool]:
-        """What lm-eval's scorers take: (log-probability, greedy)."""
+        """(log-probability, greedy), as lm-eval's scorers take them."""
         return (judged.total / len(judged.tokens) if self.protocol.per_token else judged.total), judged.greedy
 
     def obstacle(self, asks: Sequence[Ask]) -> str | None:

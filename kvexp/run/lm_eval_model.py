@@ -88,7 +88,7 @@ def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Bud
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """What is to be measured with a model, checked without one."""
+    """The cache and the protocol that `--model_args` ask for, checked without a model."""
 
     cache: CacheConfig
     protocol: Protocol
@@ -118,7 +118,7 @@ class ModelArguments:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """All that can be wrong with `--model_args`, before anything is loaded."""
+    """ConfigError for anything wrong with `--model_args`, before a model loads."""
     settings = {key: value for key, value in given.items() if key not in LOADING}
     if not isinstance(given.get("pretrained"), str):
         raise ConfigError("model_args: pretrained=FOLDER (or a hub id) is missing")
@@ -283,7 +283,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         return self.seed + (request.doc_id or 0)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-        """For callers that bring token ids themselves: [(texts, context ids, continuation ids)]."""
+        """Results for callers that bring token ids themselves: [(texts, context ids, continuation ids)]."""
         asks = [Ask(tuple(context), tuple(continuation), seed=self.seed) for _, context, continuation in requests]
         return [self.bench.result(judged) for judged in self.bench.measure(asks)]
 
@@ -372,7 +372,7 @@ def run_lm_eval(arguments: list[str]) -> None:
 
 
 def _read(rest: list[str]) -> argparse.Namespace:
-    """What of lm-eval's own options is looked at here."""
+    """The options of lm-eval that are looked at here."""
     seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     seen.add_argument("--model", "-M")
     seen.add_argument("--model_args", "-a", nargs="+", default=[])

@@ -37,13 +37,13 @@ def require() -> str:
 
 @functools.cache
 def _version() -> str:
-    """Read once: every item's metrics ask for it."""
+    """The installed version, read once: every item's metrics ask for it."""
     return metadata.version("lm_eval")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without lm-eval's remarks and the progress bars of `datasets`, both as they were afterwards."""
+    """Silence lm-eval's log and the progress bars of `datasets` in the block."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     logger, bars = logging.getLogger("lm_eval"), not are_progress_bars_disabled()
@@ -314,7 +314,7 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
 def overrides(
     config: Mapping[str, Any], files: Files | None, shots: int, fewshot_split: str | None, excludes_item: bool = True
 ) -> dict[str, Any]:
-    """What to change in a task's own definition, so that it reads these files and draws its shots where asked.
+    """Changes to a task's own definition, so that it reads these files and draws its shots where asked.
 
     excludes_item: an item is no example of itself where both come from one split. lm-eval sees to that only where the
     split is the test split, so that is what it is called then.
@@ -354,7 +354,7 @@ def overrides(
 
 
 def local_digest(files: Files) -> str:
-    """Changes whenever the bytes of a file do; names of files do not matter."""
+    """16 hex digits of the splits and their files' bytes; the names of the files do not matter."""
     total = hashlib.sha256()
     for split in sorted(files):
         try:
@@ -452,7 +452,7 @@ def written_after(name: str) -> tuple[str, list[str]] | None:
 
 
 def digest(name: str, data_dir: str | None) -> str:
-    """Changes with the definition (lm-eval's version for its own, the text of the file for another's) and the data."""
+    """Name of a task's data and definition: lm-eval's version for its own, the text of the file for another's."""
     config = config_of(name)
     version = f"lm_eval {require()} {config['task']}"
     if own := _own_files(name):
@@ -756,7 +756,7 @@ class LMEval(Task):
         return tuple(self.score_item(first, [answer] * len(first.instances)))
 
     def fingerprint(self) -> str:
-        """Changes with the definitions, and with the bytes of local files or the data set on the hub."""
+        """Name of the definitions and the data, local files by their bytes."""
         return "; ".join(digest(name, self.data_dir) for part in self.parts() for name in part.tasks)
 
     def places(self) -> list[Path]:

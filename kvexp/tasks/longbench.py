@@ -426,7 +426,7 @@ class LongBench(SharedContextTask):
 
 
 def score(subset: Subset, output: str, info: Mapping[str, Any]) -> float:
-    """0 to 1, of an answer and {"answers": [...], "all_classes": [...] or None}: LongBench's eval.py for one line."""
+    """Score of an answer, 0 to 1, by {"answers": [...], "all_classes": [...] or None}: eval.py for one line."""
     if subset.first_line:
         output = output.lstrip("\n").split("\n")[0]
     return max(subset.metric(output, answer, info["all_classes"] or ()) for answer in info["answers"])

@@ -89,7 +89,7 @@ def unspaced_letters(text: str) -> int:
 
 
 def is_unspaced(text: str) -> bool:
-    """Whether those are most of the text's letters."""
+    """Whether most letters of a text are of scripts that put no space between words."""
     found = unspaced_letters(text)
     return found > 0 and 2 * found > sum(map(str.isalpha, text))
 

@@ -254,7 +254,7 @@ class Needle(FramedQuestions):
 
     @cached_property
     def text(self) -> str:
-        """What needles are hidden in; read once, so that it is that of the fingerprint."""
+        """The haystack; read once, as the fingerprint has it."""
         if (self.haystack is None) == (self.filler is None):
             raise ConfigError("set one of task.haystack=FOLDER (of .txt files) and task.filler=TEXT (to repeat)")
         if self.haystack is not None:
@@ -305,7 +305,7 @@ class Needle(FramedQuestions):
         return replace(made, info={**row, "depth_measured": measured[0], **others, "answers": wanted})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        """Percent, the mean over the answers that were asked for."""
+        """Scores in percent, the mean over the answers that were asked for."""
         wanted = example.info["answers"]
         recall = sum(word_recall(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)
         exact = sum(contains(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)

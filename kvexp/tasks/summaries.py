@@ -109,7 +109,7 @@ class SummaryTask(QuestionTask, RougeTask):
         return before, after
 
     def around(self) -> tuple[str, str]:
-        """What stands in front of every document and behind it."""
+        """(text in front of every document, text behind it)."""
         before, after = map(self._instructed, self.halves)
         return before, after
 
@@ -483,7 +483,7 @@ class Perplexity(Task):
         return replace(example, prompt=prompt, body=prompt, continuation=rest, info={"prefilled": tokens(first)})
 
     def score_nll(self, logprobs: list[float], example: Example) -> tuple[dict[str, float], dict[str, Any]]:
-        """Overall, and per bucket [from, to) of positions, where prefilled tokens count as positions 0, 1, ..."""
+        """Mean overall, and per bucket [from, to) of positions, where prefilled tokens count as positions 0, 1, ..."""
         start, size = int(example.info["prefilled"]), self.bucket_tokens
         buckets = []
         for low in range(start // size * size, start + len(logprobs), size):

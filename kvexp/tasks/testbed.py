@@ -150,7 +150,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class DocumentShape:
-    """What a document is like. tokens: its length, reached to within a sentence (facts that do not fit make it longer).
+    """Shape of a document. tokens: its length, reached to within a sentence (facts that do not fit make it longer).
 
     facts: different (name, attribute) pairs stated; marked: how many of them belong in the summary; updated: how many
     of the others are stated anew later with another value.
@@ -182,7 +182,7 @@ class Document:
         return [fact for fact in self.facts if fact.mark]
 
     def current(self) -> list[Fact]:
-        """What holds at the end: of an updated fact only the later statement."""
+        """The facts that hold at the end: of an updated one only the later statement."""
         latest = {fact.key: fact for fact in self.facts}
         return list(latest.values())
 
@@ -409,7 +409,7 @@ def summary(facts: Iterable[Fact]) -> str:
 
 
 def reply(facts: Iterable[Fact]) -> str:
-    """What answers a recall: the facts asked for."""
+    """The answer to a recall: the facts asked for."""
     return " . ".join(fact.plain() for fact in facts)
 
 

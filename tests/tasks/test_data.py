@@ -273,9 +273,9 @@ class Pairs(QuestionTask):
 
 def test_a_question_is_in_the_prompt_or_after_it_with_the_same_characters() -> None:
     within, after = next(Pairs().examples()), next(Pairs(question="after_eviction").examples())
-    assert within.prompt_parts == ("Read: ", "A cat sat.", "\n\nWho sat 1?")
+    assert (within.prefix, within.body, within.suffix) == ("Read: ", "A cat sat.", "\n\nWho sat 1?")
     assert within.question == ""
-    assert after.prompt_parts == ("Read: ", "A cat sat.", "\n")
+    assert (after.prefix, after.body, after.suffix) == ("Read: ", "A cat sat.", "\n")
     assert after.question == "\nWho sat 1?"
     assert within.prompt == after.prompt + after.question
     assert within.choices == after.choices == (" cat", " dog")
@@ -301,7 +301,7 @@ def test_every_row_that_is_made_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_invariants_of_an_example() -> None:
     example = Example("a", "context", "r", question=" why?", choices=(" x", " y"))
-    assert example.prompt_parts == ("", "context", "")
+    assert (example.prefix, example.body, example.suffix) == ("", "context", "")
     assert replace(example, id="b").choices == (" x", " y")
     with pytest.raises(ValueError, match="example a: the question is white space"):
         Example("a", "context", "r", question="\n")
@@ -363,7 +363,9 @@ def check(task, row, where="row 7 of rows.jsonl", outputs=OUTPUTS):
             raise
         return
     assert isinstance(example, Example) and isinstance(example.id, str)
-    assert example.prompt == "".join(example.prompt_parts) and bool(example.prompt.strip()) != bool(example.skipped)
+    assert example.prompt == example.prefix + example.body + example.suffix and bool(example.prompt.strip()) != bool(
+        example.skipped
+    )
     assert isinstance(example.reference, str)
     if not task.only_nll:
         for output in outputs:

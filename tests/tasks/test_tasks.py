@@ -68,7 +68,11 @@ def test_xsum_prompts() -> None:
     assert first.prompt.endswith("\n\n### Response:")
     assert first.reference == rows_of(XS)[0]["summary"]
     helm = next(replace(XS, template="helm").examples())
-    assert helm.prompt_parts == ("###\nArticle: ", first.body, "\n\nSummarize the above article in 1 sentence.\n")
+    assert (helm.prefix, helm.body, helm.suffix) == (
+        "###\nArticle: ",
+        first.body,
+        "\n\nSummarize the above article in 1 sentence.\n",
+    )
     own = next(replace(XS, template="<s>{input}</s> {instruction}", instruction="TL;DR {x}").examples())
     assert own.prompt == f"<s>{first.body}</s> TL;DR {{x}}"
 
@@ -93,7 +97,7 @@ def test_a_story_is_judged_by_its_likelihood_unless_switched_off() -> None:
 
 
 def test_example_parts_make_the_prompt() -> None:
-    assert Example("a", "whole", "r").prompt_parts == ("", "whole", "")
+    assert Example("a", "whole", "r").body == "whole"
     assert Example("a", "x y z", "r", "", "x ", "y", " z").body == "y"
     with pytest.raises(ValueError, match="prefix \\+ body \\+ suffix"):
         Example("a", "x y z", "r", "", "x", "y", "z")
