@@ -616,7 +616,7 @@ IDLE = {
     **{"max_new_tokens": 128, "min_new_tokens": 0, "max_prompt_tokens": None, "pad_to": None},
 }
 KEPT_ITEMS = 1000  # of a task are held for the runs to come; of more, each pass makes its own
-SEVEN = ("piqa", "winogrande", "openbookqa", "copa", "mathqa", "arc_easy", "arc_challenge")  # the papers' tasks
+SEVEN = tuple(FOLDERS)  # the papers' tasks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -392,7 +392,7 @@ def test_missing_fields_and_long_texts(name):
     check(task, {})
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", ["sample", "longbench"])
 @pytest.mark.parametrize(
     "lines",
     [

@@ -22,16 +22,9 @@ from kvexp.tasks.base import with_shared_context
 from kvexp.util import ConfigError, Console
 
 AFTER = "after_eviction"
-QA = ("model=testbed_rope", "task=testbed_qa", f"task.question={AFTER}", "task.per_document=10", "task.tokens=200")
-QA += (
-    "task.facts=10",
-    "task.marked=0",
-    "task.updated=0",
-    "task.max_new_tokens=4",
-    "kv_ratio=0.4",
-    "limit=12",
-    "batch_size=1",
-)
+QA = ["model=testbed_rope", "task=testbed_qa", f"task.question={AFTER}", "task.per_document=10", "task.tokens=200"]
+QA += ["task.facts=10", "task.marked=0", "task.updated=0", "task.max_new_tokens=4", "kv_ratio=0.4", "limit=12"]
+QA += ["batch_size=1"]
 
 
 def made(outputs, *words):
