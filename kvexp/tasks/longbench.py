@@ -269,16 +269,8 @@ PROMPTS = {
 }
 NO_CHAT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p", "lsht"}
 FIRST_LINE = {"trec", "triviaqa", "samsum", "lsht"}
-NOT_EXTENDED = {
-    "multifieldqa_zh",
-    "dureader",
-    "vcsum",
-    "lsht",
-    "passage_retrieval_zh",
-    "narrativeqa",
-    "musique",
-    "qmsum",
-}
+CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
+NOT_EXTENDED = {"narrativeqa", "musique", "qmsum", *CHINESE}
 SUBSETS = {
     name: Subset(
         PROMPTS[name], metric, tokens, name not in NO_CHAT, name in FIRST_LINE, extended=name not in NOT_EXTENDED
