@@ -301,7 +301,7 @@ BAD_FILES = [
     ("rows.jsonl", b"\n\n", ["rows.jsonl"]),
     ("rows.jsonl", b'{"article": "x", "highlights": "y"}\n{"article":\n', ["line 2 of", "is not JSON"]),
     ("rows.jsonl", b"PK\x03\x04 no json", ["line 1 of", "is not JSON"]),
-    ("rows.json", b'{"article": ', ["cannot read", "rows.json"]),
+    ("rows.json", b'{"article": ', ["rows.json is not JSON"]),
     ("rows.parquet", b"PAR1 but no table", ["cannot read", "rows.parquet"]),
     ("rows.jsonl", b'["a"]\n', ["rows.jsonl"]),
     (
