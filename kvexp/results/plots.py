@@ -36,7 +36,7 @@ DPI = 150
 def write_figure(
     file: Path, runs: Runs, view: str, metric: str | None = None, x: str | None = None, text: str = OWN
 ) -> None:
-    """Draw a view of runs into a file; ConfigError where there is nothing to draw or no place to put it.
+    """Draw a view of runs into a file; ConfigError where there is nothing to draw, OSError where it cannot be written.
 
     metric: of quality (None: the first of each task; kl in the view of bytes: divergence alone). x: of divergence, one
     of X_AXES or POSITION. text: along which it was measured.
@@ -53,11 +53,8 @@ def write_figure(
         figure = draw_needle(runs, metric)
     else:
         figure = draw_life(runs, view)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=DPI)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error}; choose another file") from error
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=DPI)
 
 
 STEP = 3.5  # points (1/72 inch) from one line to the next

@@ -492,7 +492,7 @@ def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
         varied = ["code", *varied]
     axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
     named = [METHOD, axis, *(plain(name, name, right=False) for name in varied)]
-    return [*named, _N] if _n_differs(rows) else named
+    return [*named, N] if _n_differs(rows) else named
 
 
 def metrics_of(rows: Sequence[Row]) -> tuple[list[str], str | None]:
@@ -523,7 +523,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         Column(f"99 %\n{runs}", lambda row: verdict_of(row, "99", metrics), right=False),
         Column(f"99.9 %\n{runs}", lambda row: verdict_of(row, "999", metrics), right=False),
         Column("n to\ndecide", needed_cell),
-        *([] if _n_differs(rows) else [_N]),
+        *([] if _n_differs(rows) else [N]),
         *telling(rows, plain("questions", "of asked")),
         plain("paired", "paired"),
         *telling(
@@ -548,7 +548,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
     ]
 
 
-_N = Column("n", lambda row: str(row["n"]))
+N = plain("n", "n")
 METHOD = plain("method", "method", right=False)
 METHOD_AND_SETTING = Column("method", method_and_setting, right=False)
 STATUS = plain("status", "status", right=False)

@@ -22,7 +22,7 @@ import pandas as pd
 from kvexp.results import divergence, life
 from kvexp.results import table as quality
 from kvexp.results.divergence import print_compared
-from kvexp.results.life import METHOD, Columns, Point, Value
+from kvexp.results.life import Columns, Point, Value
 from kvexp.results.read import (
     AFTER_EVICTION,
     WORDS,
@@ -38,6 +38,7 @@ from kvexp.results.read import (
 )
 from kvexp.results.screen import print_screen, screen_console
 from kvexp.results.table import (
+    METHOD_AND_SETTING,
     Block,
     Row,
     absent,
@@ -56,11 +57,6 @@ from kvexp.results.table import (
 )
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, run_name
 from kvexp.util import ConfigError, Console, say, tells_errors, tells_warnings
-
-# The tables of recorded runs, by the name that stands after `kvexp results OUTPUTS --view`.
-#
-# A `View` says which runs have it, what its rows are, which columns people see, and what a chart has of a row. One loop
-# prints, exports and draws them all. `VIEWS` has every view in the order in which the report shows those with a chart.
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class View:
     numbers. heading: what the title of a printed table says behind model and task; columns: of its rows; below: lines
     for the reader; missing: how such runs are made. by: further labels of which each value has a table of its own;
     said: keys of settings that the heading says. blocks_of: (frame, order) -> printed tables, where they are not one
-    for each model, task and `by`; also: a view that is shown below. options: what `table` takes beside the runs.
+    for each model, task and `by`; also: a view that is shown below. options: further arguments of `table`.
     x, sides, points: a chart: title of the axis, its panels, what a row has there. one_line: whether the rows of
     several runs make one line.
     """
@@ -119,7 +115,7 @@ class View:
             yield ", ".join([title, *shared]), rows, [*names, *others], len(names)
 
 
-# --- longbench: a row per method and budget, its data sets beside each other, their average
+# --- longbench: a row per method and budget, a column per data set, and their average
 
 
 PREFIX = "longbench/"
@@ -161,7 +157,7 @@ def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFra
 
 
 def _of_one_setting(done: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The same without the names of data files, of which each data set has its own.
+    """Rows without the names of data files in their settings, of which each data set has its own.
 
     Where a data set was run on two files under settings otherwise equal, all of them keep the names: one score must
     not take the other's place.
@@ -180,12 +176,9 @@ def _averaged(row: dict[str, Any], group: pd.DataFrame, names: Sequence[str]) ->
     scores, full = (dict(zip(group["name"], group[column], strict=True)) for column in ("score", "full"))
     missing = [name for name in names if pd.isna(scores.get(name))]
     average, of = (float(np.mean([each.get(name, np.nan) for name in names])) for each in (scores, full))
-    return (
-        row
-        | scores
-        | {"average": average, "of_full": 100 * average / of if of else np.nan, "missing": ", ".join(missing)}
-        | {"n": quality.n_words(group).removeprefix("n = ") if "n" in group else ""}
-    )
+    row |= {**scores, "average": average, "of_full": 100 * average / of if of else np.nan}
+    n = quality.n_words(group).removeprefix("n = ") if "n" in group else ""
+    return row | {"missing": ", ".join(missing), "n": n}
 
 
 def _longbench_columns(rows: Sequence[Row]) -> Columns:
@@ -212,7 +205,7 @@ BUDGETS = re.compile(r"\+?(bytes_ratio|budget\.tokens|kv_ratio)=\S+")
 def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
     """The runs that have a share of bytes: columns of the table of all runs, and for each run
 
-    bits: of keys and values, the fewer where they differ; line: method and bits in words; rest, shared: what of the
+    bits: of keys and values, the fewer where they differ; line: "method, N bits"; rest, shared: what of the
     setting is neither bits nor budget, of this run and of all; quality, quality_low, quality_high: percent of full in
     `metric` (None, "kl": each task's first); kl, kl_low, kl_high: along the full cache's own answer, NaN where none was
     measured.
@@ -305,7 +298,7 @@ def is_needle(folder: Folder) -> bool:
 
 def _needle_columns(rows: Sequence[Row]) -> Columns:
     lengths = sorted({str(name) for row in rows for name in row if re.fullmatch(r"[\d.e+]+", str(name))}, key=float)
-    names = [METHOD, budget_column(rows), plain("depth", "depth", right=False)]
+    names = [METHOD_AND_SETTING, budget_column(rows), plain("depth", "depth", right=False)]
     return names, [numeric(length, length, 1) for length in lengths]
 
 
@@ -372,7 +365,7 @@ NAMED = ("questions", "turns", "distance", "chunks", "long", "instructions", "lo
 
 
 def further_views(runs: Runs) -> list[str]:
-    """Names of the views that the runs shown have beside their tables of quality and divergence."""
+    """Names of the views that the runs shown have in addition to their tables of quality and divergence."""
     return [name for name in NAMED if any(map(VIEWS[name].applies, runs.ran))]
 
 
@@ -401,11 +394,11 @@ VIEWS: dict[str, View] = {
         missing="has a divergence; --measure measures it",
     ),
     "choices": View(
-        "Choices beside the full cache's",
+        "Choices compared with the full cache's",
         lambda folder: any(row.get("choices") for row in folder.rows[:1]),
         divergence.choice_table,
         divergence.choice_columns,
-        lambda rows: "choices beside the full cache's",
+        lambda rows: "choices compared with the full cache's",
         missing="chose among answers; run: kvexp run task=testbed_choice model=testbed_rope",
     ),
     "hidden": View(
@@ -434,7 +427,7 @@ VIEWS: dict[str, View] = {
         points=life.along("asked", life.percent, life.alone("none_lost")),
     ),
     "turns": _turns("turn", "Turns", "turn of the conversation, from 0"),
-    "distance": _turns("distance", "Turns by distance of the fact", "turns since the fact asked for was told"),
+    "distance": _turns("distance", "Turns by distance of the fact", "turns since the fact asked for was mentioned"),
     "chunks": View(
         "Prompts that never fit",
         lambda folder: "prefill" in folder.run.config,
@@ -465,11 +458,11 @@ VIEWS: dict[str, View] = {
         lambda folder: life.task_of(folder) in (life.INSTRUCTIONS, life.LEAK),
         life.instructions_table,
         life.instructions_columns,
-        lambda rows: "followed and told, by what is spared",
+        lambda rows: "instructions followed and secrets leaked, by what is spared",
         lambda runs, frame: [life.INSTRUCTIONS_LEGEND],
         "was given instructions; run: kvexp run -m task=instructions,instructions_leak keep=null,span",
         x="what is spared of the marked spans",
-        sides=(QUALITY, Side("% of answers that tell the secret when asked")),
+        sides=(QUALITY, Side("% of answers that leak the secret when asked")),
         points=life.keep_points,
         one_line=True,
     ),
@@ -535,12 +528,12 @@ OF = {  # option: the views that have it
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
     methods: list[str] = []
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--measure" in words:  # which may need the code of a method of the user's own
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--measure" in arguments:  # which may need the code of a method of the user's own
         from kvexp.run.compose import without_method_words
 
-        methods, words = without_method_words(words)
-    return results(parser().parse_args(words), methods)
+        methods, arguments = without_method_words(arguments)
+    return results(parser().parse_args(arguments), methods)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -618,8 +611,8 @@ def print_full(runs: Runs, console: Console, *, order: str | None = None, explai
     frame, blocks, _ = shown(runs, RUNS, order)
     far, far_blocks, far_below = shown(runs, DIVERGENCE)
     if frame["n"].sum() or far.empty:  # divergence=only makes no rows
-        told = quality.legend(frame) if explain else []
-        print_blocks(blocks, [*frame.attrs["left_out"], *told, *quality.missing(frame), *more_views(runs)], console)
+        legend = quality.legend(frame) if explain else []
+        print_blocks(blocks, [*frame.attrs["left_out"], *legend, *quality.missing(frame), *more_views(runs)], console)
     print_blocks(far_blocks, far_below if explain else [], console)
 
 
