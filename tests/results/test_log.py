@@ -27,7 +27,6 @@ from kvexp.results.wandb_log import (
     check,
     check_reachable,
     dashboards,
-    default_mode,
     publish,
     report,
     spec,
@@ -37,16 +36,11 @@ from kvexp.run import store as divergence_lines
 from kvexp.run.store import Run
 from kvexp.util import ConfigError
 
-# wandb offline: what is published is read back from the record on disk.
-
-
 pytest.importorskip("wandb", reason="comes with kvexp[eval]")
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK, HEAD = (
-    32768,
-    7,
-)  # LevelDB's log format: blocks of records, each crc32, length, type (1 whole, 2 first, 3 middle, 4 last)
+# LevelDB's log format: blocks of records, each crc32, length, type (1 whole, 2 first, 3 middle, 4 last)
+BLOCK, HEAD = 32768, 7
 
 
 def records(file: Path) -> Iterator[bytes]:
@@ -219,7 +213,7 @@ def test_offline_unless_an_account_is_configured(
     monkeypatch.setenv("NETRC", str(file))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert default_mode() == expected
+    assert check("kvexp", None) == expected
 
 
 def test_a_line_of_a_chart_is_a_method_with_its_setting() -> None:

@@ -235,7 +235,7 @@ def test_a_resample_without_a_baseline_score_may_be_anything() -> None:
 
 @pytest.mark.parametrize(("right", "n", "high"), [(0, 100, 1 - 0.025**0.01), (1, 60, 0.0894)])
 def test_next_to_nothing_right_is_no_proof_of_nothing(right: int, n: int, high: float) -> None:
-    """Of n examples none or one scores: so many of all may (Clopper and Pearson), each as much as the baseline's best."""
+    """None or one of n scores: so many of all may (Clopper and Pearson), each as much as the baseline's best."""
     top, bottom = np.where(np.arange(n) < right, 10.0, 0.0), np.full(n, 20.0)
     means = stats.resampled_means(intervals.ratio_moments(top, bottom), 2000)
     low, found = intervals.ratio_interval(top, bottom, means, 0.95)
@@ -299,9 +299,7 @@ def test_verdicts_and_what_decides_them(tmp_path: Path) -> None:
     for method, (*_, (at99, at999, shown)) in runs.items():
         assert tuple(found.loc[method, ["verdict99", "verdict999"]]) == (at99, at999), method
         assert f"| {shown} |" in lines[method]
-    assert found.loc["half", "rouge1_low"] == pytest.approx(50) and found.loc["half", "rouge1_high"] == pytest.approx(
-        50
-    )
+    assert found.loc["half", ["rouge1_low", "rouge1_high"]].tolist() == pytest.approx([50, 50])
     shaken_row = found.loc["shaken"]
     assert shaken_row["rouge1_low"] < shaken_row["rouge1_of_full"] < shaken_row["rouge1_high"]
     assert shaken_row["needed"] > 100 and math.isnan(found.loc["same", "needed"])
@@ -319,13 +317,15 @@ def test_a_higher_nll_fails(tmp_path: Path) -> None:
 
 def test_a_budget_that_never_bit_is_void(tmp_path: Path) -> None:
     base = write(tmp_path, "full", [*noisy(), 20.0])
-    run = write(tmp_path, "h2o", noisy(), base.hash, done=False, changes={"receipt": {"first_eviction_step": None}})
-    run.finish(100)
+    never = {"receipt": {"first_eviction_step": None}}
+    write(tmp_path, "h2o", noisy(), base.hash, changes=never)
     found = one(tmp_path, "h2o")
     assert (found["verdict99"], found["verdict999"], found["evicted"]) == ("void", "void", 0)
     assert pd.isna(found.get("rouge1_of_full")) and found["comparisons"] == 0 and "void" in found["note"]
+    run = write(tmp_path, "tova", noisy(), base.hash, done=False, changes=never)
     run.append(row(100, 20.0))  # one eviction is enough
-    assert one(tmp_path, "h2o")["evicted"] == 1 and one(tmp_path, "h2o")["verdict99"] == "pass"
+    run.finish(101)
+    assert one(tmp_path, "tova")["evicted"] == 1 and one(tmp_path, "tova")["verdict99"] == "pass"
 
 
 def test_verdicts_are_corrected_for_the_compared_runs_of_their_model_and_task(tmp_path: Path) -> None:
@@ -383,11 +383,7 @@ def test_why_a_run_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     zero = write(tmp_path, "full", [0.0] * 40, kv_ratio=0.9)
     few = write(tmp_path, "full", scores[: stats.MIN_PAIRS - 1], kv_ratio=0.8)
     runs: dict[str, tuple[list[float | None], str | None, str]] = {
-        "tova": (
-            [*scores[:-1], None],
-            base.hash,
-            "1 of the examples the baseline scored have no score here (too long)",
-        ),
+        "tova": ([*scores[:-1], None], base.hash, "1 of the examples the baseline scored have no score"),
         "snapkv": (list(scores), partial.hash, "baseline partial"),
         "window": (list(scores), "0123456789abcdef", "0123456789abcdef is not here"),
         "knorm": (list(scores), None, "no baseline was recorded"),
@@ -398,7 +394,6 @@ def test_why_a_run_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write(tmp_path, method, given, baseline)
     monkeypatch.setattr("kvexp.NUMERICS", 10**6)
     write(tmp_path, "quest", scores, base.hash)
-    monkeypatch.undo()
     found = table(tmp_path).set_index("method")
     for method, words in {**{name: each[2] for name, each in runs.items()}, "quest": "NUMERICS is 1000000"}.items():
         assert found.loc[method, "verdict99"] == "undecided" and words in found.loc[method, "note"], method
@@ -623,9 +618,7 @@ def test_a_narrow_console_gets_every_column_whole(sweep: Path, width: int) -> No
     assert sum(line.count("9.54 MiB") for line in rows) == 4
     assert sum(line.count("R-Lsum") for line in tables) == 2
     assert [line for line in lines if re.match(r"tiny / \S+$", line)] == ["tiny / cnn_dailymail", "tiny / xsum"]
-    assert any(
-        "compared runs of one model and task: 98.75 % for 4 runs" in line for line in printed(table(sweep), 1000)
-    )
+    assert "for the compared runs of one model and task: 98.75 % for 4 runs" in to_markdown(table(sweep))
 
 
 def test_bytes_can_be_the_axis(sweep: Path) -> None:
