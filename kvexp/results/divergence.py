@@ -13,7 +13,7 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from kvexp.results import stats
-from kvexp.results.read import Folder, Row, Runs, baseline_of, check_pair, number, titled
+from kvexp.results.read import Folder, Row, Runs, baseline_of, check_pair, number
 from kvexp.results.stats import LEVEL, Floats, is_all_or_nothing
 from kvexp.results.table import (
     FEW_SLOTS,
@@ -31,17 +31,16 @@ from kvexp.results.table import (
     TOO_FEW,
     Block,
     Column,
+    N,
     absent,
     interval,
     numeric,
-    parts,
     plain,
     print_blocks,
     print_columns,
     question_column,
     records,
     shared_settings,
-    without_question,
 )
 from kvexp.results.table import Row as TableRow
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, read, run_name
@@ -350,7 +349,7 @@ KL_INTERVAL = interval("95 %", "kl_low", "kl_high", 4, most=NO_END)
 def choice_columns(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
     """Columns of a frame of `choice_table`: those that name a row, and all others."""
     names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), *question_column(rows)]
-    return [*names, plain("n", "n")], [
+    return [*names, N], [
         numeric("right to\nwrong", "lost", 0),
         numeric("wrong to\nright", "won", 0),
         numeric("KL over\nchoices", "choice_kl", 4),
@@ -358,19 +357,18 @@ def choice_columns(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]
     ]
 
 
-def blocks(frame: pd.DataFrame, order: str | None = None) -> Iterator[Block]:
-    """A printed table per model, task and text of a frame of `frame_of`. order: one of DIVERGENCES."""
+def ordered(part: pd.DataFrame, order: str | None) -> pd.DataFrame:
+    """Rows by kv_ratio, and runs of one kv_ratio and n (there is no rank across n) by one of DIVERGENCES."""
     metric = order or DIVERGENCES[0]
     if metric not in DIVERGENCES:
         raise ConfigError(f"a divergence is ordered by one of {', '.join(DIVERGENCES)}, got {metric}")
-    for title, labels, part in parts(frame, "text"):
-        # no rank across n
-        part = part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])
-        shared, rows = shared_settings(without_question(records(part)))
-        along = "its own greedy answer" if labels["text"] == OWN else "the reference answer"
-        words = f"{title}: KL divergence from the full cache along {along}"
-        title = titled(words, (row.get("question") for row in rows))
-        yield ", ".join([title, *shared]), rows, columns_of(rows), 3 + len(question_column(rows))
+    return part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])
+
+
+def heading(rows: Sequence[TableRow]) -> str:
+    """What the title of a printed table says after model and task."""
+    along = "its own greedy answer" if rows[0]["text"] == OWN else "the reference answer"
+    return f"KL divergence from the full cache along {along}"
 
 
 def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
@@ -387,16 +385,13 @@ def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def columns_of(rows: Sequence[TableRow]) -> list[Column]:
-    """Columns of a frame of `frame_of`; columns of written answers only where rows hold their tokens."""
+def columns_of(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
+    """Columns of a frame of `frame_of`: those that name a row, and all others."""
     settings = any(row.get("setting") for row in rows)
     written = any(not absent(row.get("same_tokens")) for row in rows)
     answers = [numeric("equal\ntokens %", "same_tokens", 0, 100), numeric("parts\nat", "parts_at", 1)]
-    return [
-        METHOD_AND_SETTING if settings else METHOD,
-        plain("kv_ratio", "kv_ratio"),
-        *question_column(rows),
-        plain("n", "n"),
+    names = [METHOD_AND_SETTING if settings else METHOD, plain("kv_ratio", "kv_ratio"), *question_column(rows), N]
+    return names, [
         plain("tokens", "tokens"),
         numeric("KL", "kl", 4),
         KL_INTERVAL,
@@ -411,21 +406,30 @@ def columns_of(rows: Sequence[TableRow]) -> list[Column]:
     ]
 
 
-def print_compared(runs: Runs, frame: pd.DataFrame, alike: Sequence[str], console: Console) -> None:
-    """The tables of a frame of `frame_of`, each with every two of its runs compared.
+def print_compared(
+    runs: Runs,
+    frame: pd.DataFrame,
+    blocks: Iterable[Block],
+    below: Iterable[str],
+    alike: Sequence[str],
+    console: Console,
+) -> None:
+    """Print the tables of a frame of `frame_of`, each with every two of its runs compared.
 
-    alike: labels that two runs have to share.
+    blocks, below: the tables and the lines below them all; alike: labels that two runs have to share.
     """
     known = sorted({name for folder in runs.ran for name in folder.labels})
     if wrong := [name for name in alike if name not in known]:
         raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
-    for block, (_, labels, part) in zip(blocks(frame), parts(frame, "text"), strict=True):
+    for block in blocks:
         print_blocks([block], [], console)
-        by_hash = {key: folder for key, folder in runs.known.items() if key in set(part["hash"])}
+        text, hashes = str(block[1][0]["text"]), {row["hash"] for row in block[1]}
+        part = frame[frame["hash"].isin(hashes) & frame["text"].eq(text)]
         names = {row["hash"]: run_name(row) for row in shared_settings(records(part))[1]}
-        pairs = records(compared(by_hash, str(labels["text"]), alike))
-        print_columns(pairs, _columns_of_pairs(names), 2, console)
-    print_blocks([], notes(runs, frame), console)
+        by_hash = {key: folder for key, folder in runs.known.items() if key in hashes}
+        pairs = compared(by_hash, text, alike)
+        print_columns(records(pairs), _columns_of_pairs(names), 2, console)
+    print_blocks([], below, console)
 
 
 def _columns_of_pairs(names: Mapping[str, str]) -> list[Column]:
@@ -437,7 +441,7 @@ def _columns_of_pairs(names: Mapping[str, str]) -> list[Column]:
     return [
         Column("one", lambda row: names[row["one"]], right=False),
         Column("other", lambda row: names[row["other"]], right=False),
-        plain("n", "n"),
+        N,
         Column("KL of one\nless other", lambda row: f"{row['difference']:+.4f}"),
         Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"),
         Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),

@@ -326,7 +326,7 @@ def life_data(source: ReportSource) -> list[dict[str, Any]] | None:
             continue
         frame = source.runs.frame(view.table)
         if blocks := [_block(view, block) for block in view.blocks(frame)]:
-            legend = " ".join(view.below(source.runs, frame))
+            legend = " ".join(view.lines_below(source.runs, frame))
             command = f"kvexp results --view {name}"
             parts.append({"name": name, "title": view.title, "command": command, "legend": legend, "blocks": blocks})
     return parts or None

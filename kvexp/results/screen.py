@@ -229,7 +229,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
     names = [Column("cache", _cache), quality.METHOD]
     names += [column for column in quality.keys_of(rows, "kv_ratio")[2:] if column.head not in ("tokens", "n")]
     if len({row["n"] for row in rows if row["n"]}) > 1:
-        names.append(plain("n", "n"))
+        names.append(quality.N)
     always, more = [], []
     if any(not absent(row["kl"]) for row in ran):
         enough = any(not absent(row["kl_low"]) for row in ran)

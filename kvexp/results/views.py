@@ -40,6 +40,7 @@ from kvexp.results.screen import print_screen, screen_console
 from kvexp.results.table import (
     METHOD_AND_SETTING,
     Block,
+    N,
     Row,
     absent,
     budget_column,
@@ -75,10 +76,11 @@ class View:
     """One table of runs.
 
     title: of a report's part; applies: whether a run has rows in it. table: its rows, a column each for labels and
-    numbers. heading: what the title of a printed table says behind model and task; columns: of its rows; below: lines
-    for the reader; missing: how such runs are made. by: further labels of which each value has a table of its own;
-    said: keys of settings that the heading says. blocks_of: (frame, order) -> printed tables, where they are not one
-    for each model, task and `by`; also: a view that is shown below. options: further arguments of `table`.
+    numbers. heading: what the title of a printed table says behind model and task; columns: of its rows; legend: what
+    they mean; below: the lines below the tables, where they are not the legend; missing: how such runs are made. by:
+    further labels of which each value has a table of its own; said: keys of settings that the heading says; ordered:
+    the rows of one table in an `order` of the command line. blocks_of: (frame, order) -> printed tables, where they are
+    not one for each model, task and `by`; also: a view that is shown below. options: further arguments of `table`.
     x, sides, points: a chart: title of the axis, its panels, what a row has there. one_line: whether the rows of
     several runs make one line.
     """
@@ -88,9 +90,11 @@ class View:
     table: Callable[..., pd.DataFrame]
     columns: Callable[[Sequence[Row]], Columns] = lambda rows: ([], [])
     heading: Callable[[Sequence[Row]], str] = lambda rows: ""
-    below: Callable[[Runs, pd.DataFrame], list[str]] = lambda runs, frame: []
+    legend: str = ""
     missing: str = ""
+    below: Callable[[Runs, pd.DataFrame], list[str]] | None = None
     by: tuple[str, ...] = ()
+    ordered: Callable[[pd.DataFrame, str | None], pd.DataFrame] = lambda part, order: part
     said: tuple[str, ...] = ()
     blocks_of: Callable[[pd.DataFrame, str | None], Iterable[Block]] | None = None
     also: str = ""
@@ -100,6 +104,12 @@ class View:
     points: Callable[[Row], Iterator[Point]] = lambda row: iter(())
     one_line: bool = False
 
+    def lines_below(self, runs: Runs, frame: pd.DataFrame) -> list[str]:
+        """What the reader must know of the printed tables."""
+        if frame.empty:
+            return []
+        return self.below(runs, frame) if self.below is not None else [self.legend] * bool(self.legend)
+
     def blocks(self, frame: pd.DataFrame, order: str | None = None) -> Iterator[Block]:
         """The printed tables of a frame. order: of the rows, where the view has several."""
         if frame.empty:
@@ -108,8 +118,8 @@ class View:
             yield from self.blocks_of(frame, order)
             return
         for title, _, part in parts(frame, *self.by):
-            rows = [row if not self.said else without(row, *self.said) for row in without_question(records(part))]
-            shared, rows = shared_settings(rows)
+            rows = without_question(records(self.ordered(part, order)))
+            shared, rows = shared_settings([without(row, *self.said) for row in rows])
             names, others = self.columns(rows)
             title = titled(f"{title}: {self.heading(rows)}", (row.get("question") for row in rows))
             yield ", ".join([title, *shared]), rows, [*names, *others], len(names)
@@ -235,7 +245,7 @@ def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
 
 def _bytes_columns(rows: Sequence[Row]) -> Columns:
     rest = [plain("rest", "setting", right=False)] if any(row["rest"] for row in rows) else []
-    return [plain("line", "method and bits", right=False), *rest, plain("n", "n")], [
+    return [plain("line", "method and bits", right=False), *rest, N], [
         numeric("% of full's\nbytes", "bytes_share", 1, 100),
         numeric("KL", "kl", 4),
         interval("95 %", "kl_low", "kl_high", 4),
@@ -350,7 +360,7 @@ def _turns(by: str, title: str, x: str) -> View:
         partial(life.turns_table, by),
         partial(life.turns_columns, by),
         partial(life.turns_heading, by),
-        lambda runs, frame: [life.TURNS_LEGEND],
+        life.TURNS_LEGEND,
         "held a conversation; run: kvexp run task=dialogue",
         by=("history",),
         said=("task.history=",),
@@ -387,8 +397,11 @@ VIEWS: dict[str, View] = {
         "Divergence from the full cache",
         lambda folder: folder.run.baseline is not None,
         divergence.frame_of,
-        blocks_of=divergence.blocks,
+        divergence.columns_of,
+        divergence.heading,
         below=divergence.notes,
+        by=("text",),
+        ordered=divergence.ordered,
         also="choices",
         options=("epsilon_kl", "epsilon_top1"),
         missing="has a divergence; --measure measures it",
@@ -406,7 +419,7 @@ VIEWS: dict[str, View] = {
         lambda folder: folder.question == AFTER_EVICTION,
         quality.quality_table,
         blocks_of=lambda frame, order: quality.seen_and_hidden(frame),
-        below=lambda runs, frame: [quality.NOTE],
+        legend=quality.NOTE,
         missing="was asked in the prompt and after the eviction; run: kvexp run -m task=news_qa "
         "task.question=in_prompt,after_eviction",
         x="what eviction knows of the question",
@@ -420,7 +433,7 @@ VIEWS: dict[str, View] = {
         life.questions_table,
         life.questions_columns,
         lambda rows: f"{life.metric_of(rows[0])} by number of questions asked of one evicted cache",
-        lambda runs, frame: [life.QUESTIONS_LEGEND],
+        life.QUESTIONS_LEGEND,
         "asked many questions of one cache; run: kvexp run task=news_qa questions=all",
         x="questions asked of one evicted cache",
         sides=(QUALITY, Side("% of contexts with no answer lost", level=100.0)),
@@ -434,7 +447,7 @@ VIEWS: dict[str, View] = {
         life.chunks_table,
         life.chunks_columns,
         lambda rows: f"{life.metric_of(rows[0])} and peak of keys and values by tokens per chunk",
-        lambda runs, frame: [life.CHUNKS_LEGEND],
+        life.CHUNKS_LEGEND,
         "read its prompts in chunks; run: kvexp run -m prefill=bounded prefill.chunk=128,256,512",
         x="tokens between two evictions of the prompt",
         sides=(QUALITY, Side("peak KV bytes, % of full's", level=100.0)),
@@ -447,7 +460,7 @@ VIEWS: dict[str, View] = {
         life.long_table,
         life.long_columns,
         lambda rows: "long answers",
-        lambda runs, frame: [life.LONG_LEGEND],
+        life.LONG_LEGEND,
         "wrote long answers; run: kvexp run task=long_answers budget=tokens budget.tokens=512",
         x="place of the token in the answer",
         sides=(KL,),
@@ -459,7 +472,7 @@ VIEWS: dict[str, View] = {
         life.instructions_table,
         life.instructions_columns,
         lambda rows: "instructions followed and secrets leaked, by what is spared",
-        lambda runs, frame: [life.INSTRUCTIONS_LEGEND],
+        life.INSTRUCTIONS_LEGEND,
         "was given instructions; run: kvexp run -m task=instructions,instructions_leak keep=null,span",
         x="what is spared of the marked spans",
         sides=(QUALITY, Side("% of answers that leak the secret when asked")),
@@ -472,8 +485,8 @@ VIEWS: dict[str, View] = {
         lambda runs: averages(runs.frame(quality.quality_table)),
         _longbench_columns,
         lambda rows: "LongBench",
-        _not_averaged,
-        "is a finished run of task=longbench; run: kvexp run experiment=longbench14",
+        below=_not_averaged,
+        missing="is a finished run of task=longbench; run: kvexp run experiment=longbench14",
     ),
     "needle": View(
         "Needle in a haystack",
@@ -505,7 +518,7 @@ def shown(
     """
     view = VIEWS[name]
     frame = view.table(runs, **options) if options else runs.frame(view.table)
-    blocks, below = list(view.blocks(frame, order)), [] if frame.empty else view.below(runs, frame)
+    blocks, below = list(view.blocks(frame, order)), view.lines_below(runs, frame)
     if view.also:
         more, more_blocks, lines = shown(runs, view.also)
         return more if frame.empty else frame, [*blocks, *more_blocks], [*below, *lines]
@@ -589,7 +602,7 @@ def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
         write(args.parquet, lambda path: frame.to_parquet(path, index=False))
         write(args.markdown, lambda path: path.write_text(markdown_of(blocks, below), encoding="utf-8"))
         if "text" in frame and (args.compare or args.alike):  # else of choices
-            print_compared(runs, frame, args.alike, console)
+            print_compared(runs, frame, blocks, below, args.alike, console)
         elif alone and args.full:
             print_full(runs, console, order=order, explain=args.explain)
         elif alone and order is None and not quality.only_refused(frame):
