@@ -71,8 +71,8 @@ def task_of(folder: Folder) -> str | None:
 
 def _setting(folder: Folder, *keys: str) -> str:
     """Setting of a run without the overrides that begin with one of `keys`."""
-    words = str(folder.labels.get("setting") or "").split()
-    return " ".join(word for word in words if not word.startswith(keys))
+    overrides = str(folder.labels.get("setting") or "").split()
+    return " ".join(override for override in overrides if not override.startswith(keys))
 
 
 def _quality(sums: Floats, metric: str) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def instructions_table(runs: Runs) -> pd.DataFrame:
     """A row per run of task=instructions, the full cache's too, and per run of task=instructions_leak without one.
 
     Columns: labels, question, keep (none, span, fair), n, followed, all_followed, rule (means in percent), of_full with
-    low and high (percent, 95 %), answers and told (all answers, and those with the code), asked and told_asked (the
+    low and high (percent, 95 %), answers and "told" (all answers, and those with the code), asked and told_asked (the
     same of the run of task=instructions_leak that is alike in all else), hash. NaN where there is nothing.
     """
     shown = {task: [folder for folder in runs.ran if task_of(folder) == task] for task in (INSTRUCTIONS, LEAK)}
@@ -381,7 +381,7 @@ def _alike(folder: Folder) -> str:
 
 
 def _leaks(folder: Folder) -> dict[str, float]:
-    """answers, told: how many there are, and how many of them hold the code, which nobody asked for.
+    """Columns answers and "told": how many answers there are, and how many hold the code, which nobody asked for.
 
     NaN of runs whose system prompts were others than those that come with this kvexp.
     """

@@ -130,7 +130,7 @@ def color_of(method: str) -> str:
 
 
 def marker_of(method: str) -> str:
-    """The method's marker, so that lines can be told apart without color."""
+    """The method's marker, which distinguishes lines without color."""
     names = list(_COLORS)
     place = names.index(method) if method in names else zlib.crc32(method.encode())
     return _MARKERS[place % len(_MARKERS)]

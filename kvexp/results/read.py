@@ -44,8 +44,8 @@ def question_of(identity: Mapping[str, Any]) -> str | None:
 def question_words(values: Iterable[Any]) -> str:
     """What a title says of these runs: "question in prompt", "question in prompt and after eviction", or nothing."""
     found = {value for value in values if isinstance(value, str)}
-    words = [WORDS[value] for value in WORDS if value in found]
-    return " and ".join([*words[:1], *(each.removeprefix("question ") for each in words[1:])])
+    said = [WORDS[value] for value in WORDS if value in found]
+    return " and ".join([*said[:1], *(each.removeprefix("question ") for each in said[1:])])
 
 
 def titled(title: str, values: Iterable[Any]) -> str:
@@ -441,7 +441,7 @@ def _of_that_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _distinguished(found: list[Folder]) -> list[Folder]:
-    """Runs with what differs between those of equal labels, and the code of methods with several, in their settings.
+    """Runs with what differs between runs of equal labels, and the code of methods with several, in their settings.
 
     Where one run of a model and task needs it said (its data, say), all of them have it said.
     """

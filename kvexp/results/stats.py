@@ -332,7 +332,7 @@ def _scores(rows: Sequence[Row], metrics: Sequence[str]) -> Floats:
 
 
 def resample(comparisons: Sequence[Comparison], level: float) -> None:
-    """Bootstrap the comparisons that have enough pairs for it; those of equal size share the draws."""
+    """Bootstrap the comparisons that have enough pairs for it; equal sizes share the draws."""
     for n in {comparison.pairs for comparison in comparisons if comparison.pairs >= MIN_PAIRS}:
         same = [comparison for comparison in comparisons if comparison.pairs == n]
         columns = [_moments(each, index) for each in same for index in range(len(each.metrics))]
