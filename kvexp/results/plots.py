@@ -218,7 +218,8 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     if "status" in frame:
         frame = frame[frame["status"] != "refused"]
     frame = frame.sort_values(["model", "task"], kind="stable")
-    panels = [(title, part) for title, _, part in parts(frame) if _comparable(part)]
+    paired = frame["verdict99"].ne("baseline") & frame["paired"].notna()
+    panels = [(title, part) for title, _, part in parts(frame) if paired[part.index].any()]
     if not panels:
         raise ConfigError("no finished runs with a baseline to draw; run a sweep over kv_ratio first")
     metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]
@@ -231,11 +232,8 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
             f"no run has a kv_ratio and a percentage of its baseline, which takes {MIN_PAIRS} examples or more: there "
             "is nothing to draw"
         )
-    records: list[Any] = [row for runs in shown for row in runs.to_dict("records")]
-    shared, rows = shared_settings(records)
-    left = iter(rows)
-    shown = [runs.assign(setting=[next(left)["setting"] for _ in range(len(runs))]) for runs in shown]
-    shown = [with_n(runs, "paired") for runs in shown]
+    whole, shared = _without_shared(pd.concat(shown))
+    shown = [with_n(runs.assign(setting=whole.loc[runs.index, "setting"]), "paired") for runs in shown]
     dashes = dashes_of(pd.concat(shown))
     columns = min(PANELS, len(panels))
     figure = Figure(layout="constrained")
@@ -247,14 +245,10 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
         title = titled(title, runs["question"]) if "question" in runs else title
         axes.set_title(textwrap.fill(f"{title} ({n_words(runs, 'paired')})", 52), fontsize=9)
     if shared:
-        figure.suptitle(textwrap.fill(" ".join(shared), 60 * columns), fontsize=8)
+        figure.suptitle(textwrap.fill(shared, 60 * columns), fontsize=8)
     lines = legend_below(figure, 1.2 + PANEL[0] * columns)
     figure.set_size_inches(1.2 + PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns) + 0.18 * lines + 0.3)
     return figure
-
-
-def _comparable(part: pd.DataFrame) -> bool:
-    return bool((part["verdict99"].ne("baseline") & part["paired"].notna()).any())
 
 
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
@@ -297,11 +291,10 @@ def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) ->
 
 
 def _without_shared(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The rows with what of `setting` they do not share, and what they all do."""
-    filled = frame.assign(setting=frame["setting"].fillna("").astype(str) if "setting" in frame else "")
-    records: list[Any] = filled.to_dict("records")
-    shared, rows = shared_settings(records)
-    return filled.assign(setting=[row["setting"] for row in rows]), " ".join(shared)
+    """Rows without the overrides that all of them share in `setting`, and those overrides."""
+    settings = frame["setting"].fillna("").astype(str) if "setting" in frame else [""] * len(frame)
+    shared, rows = shared_settings([{"setting": setting} for setting in settings])
+    return frame.assign(setting=[row["setting"] for row in rows]), " ".join(shared)
 
 
 def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) -> None:

@@ -184,14 +184,6 @@ def check_sweep(found: dict[str, Any], folder: Path) -> None:
     assert len(whole["data"]) == 4
 
 
-def test_published_again_it_is_the_same_run(outputs: Path, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert command(outputs, tmp_path).returncode == 0
-    folders = [path for path in (outputs / "wandb").glob("offline-run-*") if path.is_dir()]
-    assert {read(folder)["run_id"] for folder in folders} >= {path.parent.name for path in outputs.glob("*/done.json")}
-    assert len({read(folder)["run_id"] for folder in folders}) == 5
-
-
 @pytest.mark.parametrize(
     ("variables", "netrc", "expected"),
     [

@@ -6,13 +6,14 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from report_runs import plain_row as row
+from report_runs import write
 from rich.console import Console
 
 import kvexp
@@ -29,36 +30,6 @@ from kvexp.util import ConfigError
 
 SEED = 7
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def row(index: int, score: float | dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
-    """A row of examples.jsonl; score None: skipped."""
-    metrics = score if isinstance(score, dict) else {} if score is None else {"rouge1": score}
-    receipt = {"slots": 50.0, "kv_bytes": 1000, "peak_kv_bytes": 2000, "first_eviction_step": 0}
-    receipt |= changes.pop("receipt", {})
-    found: dict[str, Any] = {"example": f"e{index}", "index": index, "metrics": metrics, "prompt_tokens": 100}
-    found |= {"new_tokens": 11, "prompt_cut": False, "skipped": "too long" if score is None else None}
-    found |= {"seconds": {"ttft": 0.5, "tt2t": 0.6, "tpot": 0.05}, "receipt": receipt, "output": "o", "reference": "r"}
-    return found | changes
-
-
-def write(
-    outputs: Path,
-    method: str,
-    scores: Sequence[float | dict[str, Any] | None],
-    baseline: str | None = None,
-    done: bool = True,
-    changes: dict[str, Any] | None = None,
-    **labels: Any,
-) -> Run:
-    named = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": 0.5} | labels
-    run = Run.open(outputs, named, named, baseline=baseline)
-    shared = {"receipt": {"first_eviction_step": None}} if method == "full" else {}
-    for index, score in enumerate(scores):
-        run.append(row(index, score, **(shared | (changes or {}))))
-    if done:
-        run.finish(len(scores))
-    return run
 
 
 def one(outputs: Path, method: str) -> dict[str, Any]:
@@ -705,6 +676,3 @@ def test_a_damaged_line_is_a_warning_and_not_the_end(sweep: Path, capsys: pytest
     file.write_text("".join([lines[0], "{broken\n", *lines[1:]]), encoding="utf-8")
     assert main([str(sweep)]) == 0
     assert f"warning: {file}:2: not a row" in capsys.readouterr().err
-
-
-# --- the statistics keep their promise
