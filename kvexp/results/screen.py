@@ -384,18 +384,14 @@ def _needed(rows: Sequence[Row]) -> str:
 
 def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
     """A line for each thing that is wrong with runs, and the runs."""
-    named: dict[tuple[str, str], list[str]] = {}
-    for row in records(frame):
-        for note in quality.own_notes(row) if row["status"] != "refused" else ():
-            if quality.TOO_FEW_PAIRS not in note and not note.startswith("also asked for as"):
-                title = quality.title_of(row) if several else ""
-                name = row["method"] if _is_full(row) else f"{row['method']} {_cache(row)}"
-                named.setdefault((title, note), []).append(name)
     lines = []
-    for (title, note), runs in named.items():
-        names = list(dict.fromkeys(runs))
-        some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        lines.append(": ".join(filter(None, [title, some, note])))
+    rows = (row for row in records(frame) if row["status"] != "refused")
+    found = quality.by_note(rows, lambda row: row["method"] if _is_full(row) else f"{row['method']} {_cache(row)}")
+    for (title, note), runs in found.items():
+        if quality.TOO_FEW_PAIRS not in note and not note.startswith("also asked for as"):
+            names = list(dict.fromkeys(runs))
+            some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+            lines.append(": ".join([*([title] if several else []), some, note]))
     return lines
 
 

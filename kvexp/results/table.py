@@ -804,12 +804,18 @@ def legend(df: pd.DataFrame) -> list[str]:
 
 def missing(df: pd.DataFrame) -> list[str]:
     """The jobs that were refused, then what is missing of a run, a line for each reason with the runs it is true of."""
-    lines = refused_line(df)
-    named: dict[tuple[str, str], list[str]] = {}
-    for row in records(df):
-        for note in () if row["status"] == "refused" and not only_refused(df) else own_notes(row):
-            named.setdefault((title_of(row), note), []).append(_name(row))
-    return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
+    rows = [row for row in records(df) if row["status"] != "refused" or only_refused(df)]
+    lines = [f"{title}: {', '.join(names)}: {note}" for (title, note), names in by_note(rows, _name).items()]
+    return refused_line(df) + lines
+
+
+def by_note(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[tuple[str, str], list[str]]:
+    """Model and task, and what is missing or to be known -> names of the runs it is true of."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for note in own_notes(row):
+            found.setdefault((title_of(row), note), []).append(name(row))
+    return found
 
 
 def only_refused(df: pd.DataFrame) -> bool:
