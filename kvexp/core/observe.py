@@ -10,11 +10,9 @@ from torch import Tensor
 
 from kvexp.core import triton_ops as triton_observe
 from kvexp.core.attention import AttentionInputs, AttentionParams
-from kvexp.core.config import CacheConfig
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.noise import POOL_OVERLAP, Noise, hash_draws, pool, stream_id
 from kvexp.core.sequence import SequenceState
-from kvexp.core.slots import Slots
 
 # Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
 PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
@@ -344,18 +342,6 @@ class CrossLayerScore:
             self.buffer = self.buffer.index_select(0, rows.to(self.buffer.device))
 
 
-def forward_column_sums(
-    config: CacheConfig, observed: ObservedRows, inputs: AttentionInputs, probabilities: Tensor | None
-) -> Tensor:
-    """Column sums [B, H, S] float32 of one forward's query rows.
-
-    probabilities [B, H, G, Q, S]: attention of a decode step, if at hand; None: computed as config.observe says.
-    """
-    if probabilities is not None and observed.spec.is_plain:
-        return weighted_column_sums(probabilities, observed.weights)
-    return column_sums_by(config.observe, inputs, observed, config.block)
-
-
 def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
     """Column sums [B, H, S] float32, computed as `how` says: naive, blocked (of `block` query rows) or triton.
 
@@ -380,31 +366,3 @@ def pool_sums(spec: AttentionScoreSpec, sums: Tensor, sequence: SequenceState) -
         sums = sums.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
         sums = sums.reshape(b, h, s)
     return sums
-
-
-def add_to_score(
-    slots: Slots,
-    spec: AttentionScoreSpec,
-    sums: Tensor,
-    query_positions: Tensor,
-    sequence: SequenceState,
-    shared: CrossLayerScore | None,
-) -> None:
-    """Decay the slots' scores and add sums [B, H, S], in place.
-
-    query_positions [B, Q]: position ids of the rows observed, -1 for padding: real rows decide how often to decay.
-    shared: one score for all layers, to which the sums are added and from which the slots' scores are read; None: none.
-    """
-    score = slots.score[:, :, : slots.length]
-    factor: Tensor | None = None
-    if spec.decay < 1:
-        new = (query_positions >= 0).sum(1).float()
-        factor = torch.pow(torch.full((), spec.decay, device=new.device), new)[:, None, None]
-    if shared is None or sequence.in_prompt:
-        result = sums + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
-        sums = result
-    if shared is not None and (not sequence.in_prompt or sequence.prompt_complete):
-        # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
-        result = shared.update(slots.positions[:, :, : slots.length], sums, None if sequence.in_prompt else factor)
-    # In mask mode -inf marks an evicted slot and must survive decay and addition.
-    score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))

@@ -191,16 +191,20 @@ class SequenceState:
         assert self.num_real is not None and self.prompt_columns is not None
         return self.prompt_lengths or [self.prompt_columns] * self.num_real.shape[0]
 
+    @property
+    def tokens_by_row(self) -> list[int]:
+        """Real tokens of every row, once its prompt has ended."""
+        decoded = self.seq_len - (self.prompt_columns or 0)
+        return [length + decoded for length in self.prompt_lengths]
+
     def first_eviction_steps(self, noted: list[int | None], limits: Sequence[int]) -> list[int | None]:
         """Per row, the number of decode tokens at which it first had more than its limit of tokens; None: not yet.
 
         limits: one number per row. noted: what the last call returned; a step once noted stays.
         """
-        noted = noted or [None] * len(self.prompt_lengths)
         decoded = self.seq_len - (self.prompt_columns or 0)
-        lengths = [length + decoded for length in self.prompt_lengths]
-        beyond = [decoded if length > limit else None for length, limit in zip(lengths, limits, strict=True)]
-        return [new if old is None else old for old, new in zip(noted, beyond, strict=True)]
+        beyond = [decoded if n > limit else None for n, limit in zip(self.tokens_by_row, limits, strict=True)]
+        return [new if old is None else old for old, new in zip(noted or [None] * len(beyond), beyond, strict=True)]
 
     def _check(self, batch: int, width: int) -> None:
         """CacheError for a forward that cannot follow.
