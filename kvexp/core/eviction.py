@@ -711,7 +711,7 @@ class EvictionLayer:
     def _single_stack(self) -> StackedLayer:
         """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
         self.require_slots().own()  # it is about to overwrite a slot
-        if self._stack is None or self._stack.keys is not self.require_slots().key_buffer:
+        if self._stack is None or self._stack.keys is not self.require_slots().kv_buffers[0]:
             self._stack = StackedLayer([self], self.cross_layer_buffers)
         return self._stack
 
@@ -719,7 +719,7 @@ class EvictionLayer:
     def decode_stacks(self) -> list[StackedLayer] | None:
         """What takes the next decode step, once fast steps have been taken; None: no fast step has been, or will be."""
         stack = self._stack
-        steady = stack is not None and self.is_steady and stack.keys is self.require_slots().key_buffer
+        steady = stack is not None and self.is_steady and stack.keys is self.require_slots().kv_buffers[0]
         return [stack] if stack is not None and steady else None
 
     def _leave_fast_path(self) -> None:

@@ -393,5 +393,5 @@ def test_what_cannot_be_is_refused() -> None:
     for wrong in ({"chunk": 0}, {"sketch": 0}, {"n_sinks": -1}, {"n_recent": -1}, {"blending": -0.5}):
         with pytest.raises(ConfigError, match="must be at least"):
             Compactor(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least 1 token"):
+    with pytest.raises(ConfigError, match="size must be at least 1"):
         LocalChunks(0)
