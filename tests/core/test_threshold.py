@@ -60,7 +60,7 @@ def budget(name: str, **changes: Any) -> Budget:
     return Budget(threshold=LIMITS[name], threshold_recent=RECENT, **changes)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "h2o")) for n in METHODS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "h2o")) for n in LIMITS])
 def test_against_the_oracle(name: str) -> None:
     """A padded batch whose prompt comes in chunks, and a row alone in the other modes."""
     prompt, mask = pad_left(PROMPTS, 0, "cpu")
