@@ -40,9 +40,7 @@ from kvexp.core.row_mask import (
     ideal_mask,
     local_mask,
     local_mask_and_scores,
-    masked_attention,
     masked_probs,
-    matrix_cosine,
     row_cosine,
     window_mask,
 )
@@ -1177,7 +1175,7 @@ def check_rowmask(archive: Recording, report: Report) -> None:
     for name, mask in ideals.items():
         _tensors_mask(report, archive, f"{name}_mask", mask)
         _close(report, archive, f"{name}_probs", masked_probs(x, mask).to(dtype))
-        _close(report, archive, f"{name}_out", masked_attention(x, mask, v))
+        _close(report, archive, f"{name}_out", masked_probs(x, mask).to(v.dtype) @ v)
     others = [masked_probs(x, ideals["gen1_ideal"]), full, masked_probs(x, ideals["ideal_llama"])]
     series = {found[1] for field in archive if (found := re.fullmatch(r"gen\d_(.+)_mask", field))}
     for name in sorted(series - {"ideal"}):
@@ -1187,7 +1185,7 @@ def check_rowmask(archive: Recording, report: Report) -> None:
         mask, accumulated = local_mask_and_scores(x, heavy, recent, decay=alpha, **how)
         _tensors_mask(report, archive, f"gen1_{name}_mask", mask)
         _close(report, archive, f"gen1_{name}_acc", accumulated)
-        _close(report, archive, f"gen1_{name}_out", masked_attention(x, mask, v))
+        _close(report, archive, f"gen1_{name}_out", masked_probs(x, mask).to(v.dtype) @ v)
         if f"gen1_{name}_cos" in archive:
             ours = _similarity(masked_probs(x, mask).to(dtype), [y.to(dtype) for y in others], budget, name)
             report.close(f"gen1_{name}_cos", ours, archive[f"gen1_{name}_cos"], _UNIT if half else _TIGHT)
@@ -1195,7 +1193,7 @@ def check_rowmask(archive: Recording, report: Report) -> None:
             how = like(f"{generation}_{name}_mask")
             mask = evict_one_mask(x, 0, heavy, recent, decay=alpha, count_next=count_next, **how)
             _tensors_mask(report, archive, f"{generation}_{name}_mask", mask)
-            _close(report, archive, f"{generation}_{name}_out", masked_attention(x, mask, v))
+            _close(report, archive, f"{generation}_{name}_out", masked_probs(x, mask).to(v.dtype) @ v)
 
 
 def _tensors_mask(report: Report, archive: Recording, name: str, ours: Tensor) -> None:
@@ -1218,7 +1216,8 @@ def _similarity(ours: Tensor, others: list[Tensor], budget: int, name: str) -> T
     ours, others = ours.float(), [other.float() for other in others]
     cut = ours * window_mask(ours.shape[-1], budget) if name == "local" else ours
     rows = [row_cosine(cut, other).flatten(1).mean(1) for other in others]
-    return torch.stack([*rows, matrix_cosine(ours, others[1]).flatten(1).mean(1)], dim=1)
+    whole = row_cosine(ours.flatten(-2), others[1].flatten(-2), eps=0.0)
+    return torch.stack([*rows, whole.flatten(1).mean(1)], dim=1)
 
 
 def check_decode(archive: Recording, report: Report) -> None:

@@ -116,13 +116,9 @@ class MemoryTracker:
         self.layer_peak_bytes[layer] = max(self.layer_peak_bytes[layer], top)
         self.peak_bytes = max(self.peak_bytes, self.bytes - now + top)
 
-    def set_offloaded(self, layer: int, *, offloaded: int) -> None:
-        """Set the bytes that layer `layer` keeps in CPU memory; on a CPU, those that would be offloaded from a GPU."""
-        self.layer_offloaded_bytes[layer] = offloaded
-
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes offloaded by all layers."""
+        """Bytes that all layers keep in CPU memory; on a CPU, those that would be offloaded from a GPU."""
         return sum(self.layer_offloaded_bytes)
 
     def scale_peak_from(self, other: MemoryTracker, samples: int, among: int) -> None:
@@ -190,9 +186,9 @@ class DueEviction:
     """
 
     params: AttentionParams
-    newest_attention: Tensor | None
-    last_logits: Tensor | None
-    by_position: Tensor | None
+    newest_attention: Tensor | None = None
+    last_logits: Tensor | None = None
+    by_position: Tensor | None = None
 
 
 def attention_by_position(inputs: AttentionInputs, slots: Slots) -> Tensor:
@@ -333,7 +329,7 @@ class EvictionLayer:
             slots.set_metadata(free_slot, positions, born)
         else:
             # Of a prompt that is evicted between chunks, no chunk brings room for more than itself.
-            exact = slots.length + key.shape[2] if self.is_bounded and sequence.in_prompt else self._final_length()
+            exact = slots.length + key.shape[2] if self.is_bounded and sequence.in_prompt else self.final_length
             slots.append(key, value, positions, born, reserve=exact)
         return slots
 
@@ -364,19 +360,15 @@ class EvictionLayer:
         They are shared until a slot is evicted or added here. key [B, H, T, D], value [B, H, T, Dv]: of the prompt.
         """
         positions = self.advance(key, padding)
-        if self.preallocated:  # it will only grow: in buffers of its own from the start
+        if self.final_length:  # it will only grow: in buffers of its own from the start
             self._write_slots(key, value, positions)
             return
         self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
         self.slots.alias(inputs.keys, inputs.values, positions, self._initial_score(key, positions))
 
     @property
-    def preallocated(self) -> bool:
-        """Whether this cache never evicts and its final length is known, so that it is allocated once."""
-        return self._final_length() > 0
-
-    def _final_length(self) -> int:
-        """The final length of a cache that never evicts; 0 where it is not known or slots are evicted."""
+    def final_length(self) -> int:
+        """The final length of a cache that never evicts, which is allocated once; 0 where it is not known or evicts."""
         sequence = self.sequence
         if self.config.method.evicts or sequence.max_new_tokens is None or sequence.prompt_columns is None:
             return 0
@@ -406,18 +398,18 @@ class EvictionLayer:
             return sdpa_attention(inputs), None
         x = inputs.logits(slice(0, count), inputs.keys.shape[2])
         if method.per_query:
-            x = self._hide_by_query(x)
+            x = self._hide_by_query(x, inputs.params)
         probabilities = torch.softmax(x, dim=-1)
         return apply_probs(probabilities, inputs.values), probabilities
 
-    def _hide_by_query(self, x: Tensor) -> Tensor:
+    def _hide_by_query(self, x: Tensor, params: AttentionParams) -> Tensor:
         """Logits x [B, H, G, Q, S] of a decode step, -inf where the method's `query_mask` hides a slot from a query."""
         assert self.layer_slots is not None
         self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.layer_slots.slots)
         newest, method, full = self.sequence.positions(x.device), self.config.method, torch.softmax(x, dim=-1).sum(2)
         rows = []
         for j in range(x.shape[3]):
-            mask = method.query_mask(full[:, :, j], self._context(newest[:, j]))
+            mask = method.query_mask(full[:, :, j], self._context(newest[:, j], DueEviction(params)))
             if mask is not None:
                 mask = checked(mask, full[:, :, j].shape, method, "query_mask", "[B, H, S]", mask=True)
             rows.append(x[..., j, :] if mask is None else x[..., j, :].masked_fill(~mask[:, :, None], -torch.inf))
@@ -436,7 +428,12 @@ class EvictionLayer:
         by_preference = sequence.in_prompt and config.shares_by_preference
         shares = layer_budgets_of(config.method, self._budget) if by_preference else None
         self.statistics.add(inputs, config, 0 if shares is None else shares.window, sequence)
-        self._make_room()
+        if self._lacks_room and not sequence.in_prompt:
+            # A prefilled context learns only with the question how many tokens follow its prompt: retrieval heads get
+            # room for them, and the next eviction lays the slots out anew.
+            assert self.layer_slots is not None and sequence.max_new_tokens is not None
+            self.layer_slots.make_room(sequence.max_new_tokens)
+            self.backend.reset_layout()
         if self._evicts_now():
             logits = None if self.statistics.last is None else self.statistics.last.logits(inputs)
             ends_prompt = sequence.in_prompt and not self.is_bounded
@@ -551,7 +548,7 @@ class EvictionLayer:
 
     @property
     def _budget(self) -> Budget:
-        """The budget of a cache that evicts."""
+        """The budget; an AssertionError for a cache that does not evict."""
         assert self.config.budget is not None
         return self.config.budget
 
@@ -574,16 +571,6 @@ class EvictionLayer:
         """Whether more tokens are to follow the prompt than were announced when retrieval heads got their room."""
         return self.layer_slots is not None and self.layer_slots.lacks_room(self.sequence.max_new_tokens)
 
-    def _make_room(self) -> None:
-        """Give retrieval heads room for all tokens to come; the next eviction lays the slots out anew.
-
-        A prefilled context learns only with the question how many tokens follow its prompt.
-        """
-        if self._lacks_room and not self.sequence.in_prompt:
-            assert self.layer_slots is not None and self.sequence.max_new_tokens is not None
-            self.layer_slots.make_room(self.sequence.max_new_tokens)
-            self.backend.reset_layout()
-
     def _take_share(self, preferences: Sequence[Sequence[float]]) -> None:
         """Take this layer's share by the preferences [B][L] of all layers, and evict unless a second pass comes."""
         self._known_slots(preferences)
@@ -604,11 +591,10 @@ class EvictionLayer:
         self._select(due, attention)
         self._settle()
 
-    def _context(self, newest: Tensor, due: DueEviction | None = None, second: Tensor | None = None) -> EvictionContext:
+    def _context(self, newest: Tensor, due: DueEviction, second: Tensor | None = None) -> EvictionContext:
         """The `EvictionContext` of the slots; newest [B]: position id of the newest token; second: as of `_rank`."""
-        allowed, config = self.layer_slots, self.config
+        allowed, needs = self.layer_slots, self.config.method.needs
         assert allowed is not None
-        needs_rope = self.calibration is not None or config.method.needs.rope
         if self.calibration is not None:
             self.calibration = self.calibration.to(newest.device)
         return EvictionContext(
@@ -618,15 +604,15 @@ class EvictionLayer:
             allowed.recent_t,
             newest,
             self.sequence.seeds.to(newest.device),
-            newest_attention=None if due is None else due.newest_attention,
+            newest_attention=due.newest_attention,
             query_statistics=self.statistics.queries,
             output_factors=self.output_factors,
-            last_logits=None if due is None else due.last_logits,
+            last_logits=due.last_logits,
             calibration=self.calibration,
             local_attention=None if self.statistics.local is None else self.statistics.local.sums,
-            rope=due.params.rope if due is not None and needs_rope else None,
+            rope=due.params.rope if self.calibration is not None or needs.rope else None,
             second_pass_attention=second,
-            compares_heads=config.compares_heads,
+            compares_heads=self.config.compares_heads,
         )
 
     def _rank(self, due: DueEviction, second: Tensor | None = None) -> RankedSlots:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexp.core import triton_ops as triton_observe
+from kvexp.core import triton_ops
 from kvexp.core.attention import AttentionInputs, AttentionParams
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.noise import POOL_OVERLAP, Noise, hash_draws, pool, stream_id
@@ -139,6 +139,51 @@ class HeadBlock:
             yield slice(start, stop), slice(0 if window is None else max(0, own + 1 - window), self.num_past + stop)
             start = stop
 
+    def add_column_sums(self, total: Tensor, block: int | None) -> None:
+        """Add the column sums to total [H, S], in place; block: query rows per tile."""
+        (h, g), window = self.query.shape[:2], self.params.sliding_window
+        tiles = list(self.tiles(block))
+        room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
+        above = torch.ones(*[max(r.stop - r.start for r, _ in tiles)] * 2, dtype=torch.bool).triu(1)
+        for rows, seen in tiles:
+            q, slots = rows.stop - rows.start, seen.stop - seen.start
+            x = self.logits(rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
+            x[..., slots - q :].masked_fill_(above[:q, :q], -torch.inf)
+            if window is not None and self.num_past + rows.stop > window:
+                # Only the first q slots are too old for some row.
+                too_old = torch.arange(seen.start, seen.start + q) <= self._own_slots(rows) - window
+                x[..., :q].masked_fill_(too_old, -torch.inf)
+            if self.taus is not None:
+                x /= self.taus[rows]
+            torch.softmax(x, dim=-1, out=x)
+            weights = self.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
+            total[:, seen] += torch.bmm(weights, x.view(h, g * q, slots))[:, 0]
+
+    def logits(self, rows: slice, seen: slice, out: Tensor) -> Tensor:
+        """Logits plus noise of a tile, unmasked, written to out [H, G, rows, seen]; rows, seen: as of `tiles`."""
+        query, keys_t, scale = self.query[:, :, rows], self.keys_t[:, :, seen], self.params.scale
+        product = out.view(out.shape[0], -1, out.shape[3])
+        if self.pool_offsets is not None and self.draws is not None:
+            runs = self.draws[seen.start :].unfold(0, out.shape[3], 1)
+            places = self.pool_offsets[:, :, rows].flatten()
+            torch.index_select(runs, 0, places, out=product.view(-1, out.shape[3]))
+        noised = float(self.pool_offsets is not None)
+        if query.dtype == out.dtype:
+            torch.baddbmm(product, (query * scale).flatten(1, 2), keys_t, beta=noised, out=product)
+        else:  # half precision: rounded to the model's dtype before it is scaled, as in `AttentionInputs.logits`
+            half = torch.bmm(query.flatten(1, 2), keys_t)
+            torch.add(product if noised else out.new_zeros(()), half.float(), alpha=scale, out=product)
+        if self.slopes is not None:
+            distance = torch.arange(seen.start, seen.stop) - self._own_slots(rows)
+            out.addcmul_(self.slopes, distance.to(out))
+        if self.per_key is not None:
+            out += self.per_key[..., seen]
+        return out
+
+    def _own_slots(self, rows: slice) -> Tensor:
+        """The slot [rows, 1] of each query row's own token."""
+        return torch.arange(self.num_past + rows.start, self.num_past + rows.stop)[:, None]
+
 
 def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
     """Column sums [B, H, S] float32 of a prompt on a CPU, in one buffer that stays in the CPU's cache.
@@ -164,7 +209,7 @@ def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: in
         for first in range(0, h, together):
             heads = slice(first, min(first + together, h))
             slopes = inputs.params.alibi
-            block_of_heads = HeadBlock(
+            held = HeadBlock(
                 query=inputs.query[row, heads, :, rows].to(dtype),
                 keys_t=inputs.keys[row, heads, pad:].to(dtype).transpose(1, 2),
                 params=inputs.params,
@@ -173,7 +218,7 @@ def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: in
                 slopes=None if slopes is None else slopes.to(total).view(h, g, 1, 1)[heads],
                 **_noise(inputs, observed, row, rows, heads, pad),
             )
-            _accumulate(total[row, heads, pad:], block_of_heads, block)
+            held.add_column_sums(total[row, heads, pad:], block)
     return total
 
 
@@ -198,57 +243,6 @@ def _noise(
         "pool_offsets": pool_offsets.view(-1, g, pool_offsets.shape[2]),
         "draws": pool(noise.kind, pool_offsets.device)[int(positions[0]) :],
     }
-
-
-def _accumulate(total: Tensor, block_of_heads: HeadBlock, block: int | None) -> None:
-    """Add the column sums of a block of heads to total [H, S], in place; block: query rows per tile."""
-    h, g = block_of_heads.query.shape[:2]
-    tiles = list(block_of_heads.tiles(block))
-    room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
-    above = torch.ones(*[max(r.stop - r.start for r, _ in tiles)] * 2, dtype=torch.bool).triu(1)
-    for rows, seen in tiles:
-        q, slots = rows.stop - rows.start, seen.stop - seen.start
-        x = _logits(block_of_heads, rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
-        x[..., slots - q :].masked_fill_(above[:q, :q], -torch.inf)
-        window = block_of_heads.params.sliding_window
-        if (
-            window is not None and block_of_heads.num_past + rows.stop > window
-        ):  # only the first q slots are too old for some row
-            own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
-            x[..., :q].masked_fill_(torch.arange(seen.start, seen.start + q) <= own - window, -torch.inf)
-        if block_of_heads.taus is not None:
-            x /= block_of_heads.taus[rows]
-        torch.softmax(x, dim=-1, out=x)
-        weights = block_of_heads.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
-        total[:, seen] += torch.bmm(weights, x.view(h, g * q, slots))[:, 0]
-
-
-def _logits(block_of_heads: HeadBlock, rows: slice, seen: slice, out: Tensor) -> Tensor:
-    """Logits plus noise of the tile (query rows `rows`, slots `seen`), unmasked, written to out [H, G, rows, seen]."""
-    query, keys_t, scale = (
-        block_of_heads.query[:, :, rows],
-        block_of_heads.keys_t[:, :, seen],
-        block_of_heads.params.scale,
-    )
-    product = out.view(out.shape[0], -1, out.shape[3])
-    if block_of_heads.pool_offsets is not None and block_of_heads.draws is not None:
-        runs = block_of_heads.draws[seen.start :].unfold(0, out.shape[3], 1)
-        torch.index_select(
-            runs, 0, block_of_heads.pool_offsets[:, :, rows].flatten(), out=product.view(-1, out.shape[3])
-        )
-    noised = float(block_of_heads.pool_offsets is not None)
-    if query.dtype == out.dtype:
-        torch.baddbmm(product, (query * scale).flatten(1, 2), keys_t, beta=noised, out=product)
-    else:  # half precision: rounded to the model's dtype before it is scaled, as in `AttentionInputs.logits`
-        half = torch.bmm(query.flatten(1, 2), keys_t)
-        torch.add(product if noised else out.new_zeros(()), half.float(), alpha=scale, out=product)
-    if block_of_heads.slopes is not None:
-        key = torch.arange(seen.start, seen.stop)
-        own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
-        out.addcmul_(block_of_heads.slopes, (key - own).to(out))
-    if block_of_heads.per_key is not None:
-        out += block_of_heads.per_key[..., seen]
-    return out
 
 
 BLOCK_ELEMENTS = 1 << 24  # logits per block: 64 MiB in float32
@@ -351,7 +345,7 @@ def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows, bl
         return naive_column_sums(inputs, observed)
     if how == "triton" and observed.rows_left is not None:
         first = first_weighted_row(observed.spec, inputs.query.shape[3], observed.rows_left)
-        return triton_observe.triton_column_sums(inputs, observed, first)
+        return triton_ops.triton_column_sums(inputs, observed, first)
     return column_sums(inputs, observed, block)
 
 

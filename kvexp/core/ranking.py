@@ -97,7 +97,7 @@ def spare(
     allowed: LayerSlots,
     sinks: int,
 ) -> tuple[Tensor, Tensor]:
-    """Priority and protected slots [B, H, S] of an eviction that spares the spans, from those of the method.
+    """Change the method's priority and protected slots [B, H, S] so that an eviction spares the spans.
 
     sinks: of the method. "span" protects every slot of a span. "fair" gives a span of n of a prompt's T tokens
     floor((kept - recent - sinks) * n / T) slots, the best by the method's priority, and takes its other slots first: so

@@ -42,11 +42,6 @@ def masked_probs(logits: Tensor, mask: Tensor) -> Tensor:
     return _fill(logits, mask).softmax(-1)
 
 
-def masked_attention(logits: Tensor, mask: Tensor, v: Tensor) -> Tensor:
-    """softmax(logits where mask) @ v: logits and mask [..., n, n], v [..., n, D] -> [..., n, D] in v's dtype."""
-    return masked_probs(logits, mask).to(v.dtype) @ v
-
-
 def local_mask(logits: Tensor, heavy: int, recent: int, **how: Any) -> Tensor:
     """The mask of `local_mask_and_scores`, whose arguments these are."""
     return local_mask_and_scores(logits, heavy, recent, **how)[0]
@@ -212,11 +207,6 @@ def row_cosine(a: Tensor, b: Tensor, eps: float = 1e-4) -> Tensor:
     return dots / (norms + eps)
 
 
-def matrix_cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of whole attention matrices, [..., n, K] twice -> [...]: the A2SF authors' later, per-head variant."""
-    return row_cosine(a.flatten(-2), b.flatten(-2), eps=0.0)
-
-
 def _causal(logits: Tensor) -> Tensor:
     """The causal mask of logits [..., n, n]: bool [n, n], True on and below the diagonal."""
     n = logits.shape[-1]
@@ -244,7 +234,7 @@ def _drop_lowest(scores: Tensor, alive: Tensor, ties: Tensor | None = None) -> T
 
 
 def _top(scores: Tensor, count: int, ties: Tensor | None = None) -> Tensor:
-    """Bool mask of the `count` largest along the last axis; of equal ones those of most `ties`, else the newest."""
+    """Bool mask of the `count` largest along the last axis; among equals the highest of `ties`, then the newest."""
     newest_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device).expand_as(scores)
     if ties is not None:
         picked = ties.gather(-1, newest_first).int().sort(dim=-1, descending=True, stable=True).indices

@@ -229,7 +229,7 @@ class SequenceState:
             )
         if self.past_len >= self.prompt_columns and width > 1 and not self.multi_token_steps_allowed:
             raise self.occupied(width)
-        # Columns that are padding in every row: those of the longest prompt.
+        # Columns that are padding in every row, the longest prompt's too.
         padding = self.prompt_columns - max(self.prompt_lengths) if self.prompt_lengths else 0
         if self.max_positions is not None and self.past_len + width > self.max_positions + padding:
             raise CacheError(

@@ -232,7 +232,7 @@ def test_a_cache_that_is_reset_repeats_the_next_prompt() -> None:
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_hugging_faces_generate_repeats_the_prompt_too(num_beams: int) -> None:
-    """Also under beams: each beam's row holds of the prompt what it holds alone."""
+    """Each beam's row holds of the prompt what it holds alone."""
     model, prompts = tiny("llama"), prompts_of(8, (15, 11))
     method = KVzip(n_sinks=1, chunk=6)
     beams = GenerationParams(4, eos=None, num_beams=num_beams)

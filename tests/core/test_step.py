@@ -355,7 +355,7 @@ def test_rows_of_a_shared_copy_can_be_chosen_in_any_order() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_a_shared_prompt_shares_no_position_ids(kv_heads: int) -> None:
-    """With one kv head, too: the sequence's ids, which all layers read, stay when one layer's slots change."""
+    """The sequence's ids, which all layers read, stay when one layer's slots change; with one kv head, too."""
     keys, positions = torch.randn(2, kv_heads, 5, 4), torch.arange(5).repeat(2, 1)
     slots = Slots.empty_like(keys, keys, masked=False)
     slots.alias(keys, keys, positions, torch.zeros(2, kv_heads, 5))

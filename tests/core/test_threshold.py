@@ -113,7 +113,7 @@ def test_modes_and_cadences_agree(every: int | None) -> None:
 
 
 def test_ends_of_the_scale() -> None:
-    """Nothing reaches infinity but what is protected; everything reaches the least number, and nothing is lost."""
+    """Infinity is reached by nothing but what is protected; the least number is reached by all."""
     prompts, decoding = prompts_of(3, (40, 33)), GenerationParams(1, eos=None)
     none = generate(tiny("llama"), prompts, H2O(), Budget(threshold=1e30, threshold_recent=5), decoding=decoding)
     every = generate(tiny("llama"), prompts, H2O(), Budget(threshold=-1e30), decoding=decoding)
