@@ -34,10 +34,9 @@ from kvexp.diagnose.show import main
 from kvexp.generate import GenerationParams
 from kvexp.hf import calibrate_queries
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
-from kvexp.run import store as divergence_lines
 from kvexp.run.batches import run_group, settings_at
 from kvexp.run.evictions import require_example_log
-from kvexp.run.store import runs
+from kvexp.run.store import DIVERGENCE, runs
 from kvexp.util import Session
 
 # Which eviction changed the answer: planted causes are found, what undoing means is exact, searches find the least.
@@ -281,6 +280,6 @@ def test_the_largest_come_first_and_are_explained(tmp_path, capsys):
     told = capsys.readouterr().out
     assert f"token {found[0].place + 1} of" in told and f"KL {found[0].kl:.3f} nats" in told
     assert "is behind it: with" in told
-    (run.path / divergence_lines.NAME).unlink()
+    (run.path / DIVERGENCE).unlink()
     assert main(["explain", str(run.path), "--kl"]) == 2
     assert "--view divergence --measure" in capsys.readouterr().err
