@@ -14,7 +14,7 @@ from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logi
 from kvexp.core.backends import InPlace
 from kvexp.core.noise import STEPS_AHEAD, Noise, PooledDraws, StepInput
 from kvexp.core.slots import RaggedSlots, Slots
-from kvexp.core.topk import INT64_MAX
+from kvexp.core.topk import INT64_MAX, lowest_slot
 
 if TYPE_CHECKING:
     from kvexp.core.eviction import EvictionLayer
@@ -135,8 +135,7 @@ class BatchedEviction:
             protected = out_of_budget if protected is None else protected | out_of_budget
         if protected is not None:
             priority = priority.masked_fill(protected, torch.inf)
-        higher = priority != priority.amin(dim=-1, keepdim=True)
-        return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
+        return lowest_slot(priority, positions)
 
     def _by_row(self, values: list[float]) -> Tensor:
         """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""

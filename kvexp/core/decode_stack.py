@@ -307,13 +307,10 @@ class StackedLayer:
             x = decode_logits(query, slots.keys, slots.positions, newest, params)
         else:
             x = self.products.logits(query, newest, params)
-        offset = (
-            None
-            if self.sink_rerotation is None
-            else self.sink_rerotation.offset(slots.positions, newest, no_padding_slots=self.eviction.no_padding_slots)
-        )
-        if self.sink_rerotation is not None and offset is not None:
-            self.sink_rerotation.apply(x, query, slots, newest, offset, params)
+        offset: Tensor | None = None
+        if (rotation := self.sink_rerotation) is not None:
+            offset = rotation.offset(slots.positions, newest, no_padding_slots=self.eviction.no_padding_slots)
+            rotation.apply(x, query, slots, newest, offset, params)
         dead = self._invisible_mask(newest, offset, params)
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)

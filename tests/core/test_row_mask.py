@@ -77,24 +77,6 @@ def test_global_by_hand() -> None:
     assert rows(rm.global_mask(late, 1, 0)) == [[0], [1], [1, 2], [1, 3]]  # row 0 still has its only key
 
 
-def test_evict_one_by_hand() -> None:
-    """Budget 1: row 1 sees both and adds (.6, .4) to A = (decay, 0)."""
-    assert rows(rm.evict_one_mask(THREE, 0, 1, 0, decay=1.0)) == [[0], [0, 1], [0, 2]]
-    assert rows(rm.evict_one_mask(THREE, 0, 0, 1, decay=1.0)) == [[0], [0, 1], [1, 2]]
-    assert rows(rm.evict_one_mask(THREE, 0, 0, 1, decay=1.0, count_next=True)) == [[0], [1], [2]]
-    assert rows(rm.evict_one_mask(THREE, 1, 0, 0, decay=0.0)) == [[0], [0, 1], [0, 2]]  # the sink stays
-
-
-def test_renormalisation_changes_who_goes() -> None:
-    """Heavy 2, decay 1/4. After row 2 A = (.5875, .175, .55), token 1 goes. Row 3 leaves (.05, -, .05, .1) to the rest.
-
-    Divided by .2: A = (.397, -, .3875, .5), token 2 goes. As they are: (.197, -, .1875, .1), token 3 goes.
-    """
-    x = logits_of([[1.0], [0.7, 0.3], [0.35, 0.1, 0.55], [0.05, 0.8, 0.05, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]])
-    assert rows(rm.evict_one_mask(x, 0, 2, 0, decay=0.25)) == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4]]
-    assert rows(rm.evict_one_mask(x, 0, 2, 0, decay=0.25, renormalise=False))[4] == [0, 2, 4]
-
-
 def test_ideal_by_hand() -> None:
     """Row 2 of FOUR finds its best key in itself and has one; row 3 ties at .3 and takes the newest."""
     assert rows(rm.ideal_mask(FOUR, 2)) == [[0], [0, 1], [2], [2, 3]]
@@ -106,7 +88,6 @@ def test_ties_keep_the_newer() -> None:
     flat = torch.zeros(4, 4)
     assert rows(rm.ideal_mask(flat, 3)) == [[0], [0, 1], [0, 1, 2], [2, 3]]
     assert rows(rm.local_mask(flat, 2, 0, scores=torch.zeros(4, 4))) == [[0], [0, 1], [1, 2], [2, 3]]
-    assert rows(rm.evict_one_mask(flat, 0, 2, 0, decay=0.0)) == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
 
 
 def test_masked_probs_by_hand() -> None:
@@ -138,11 +119,6 @@ def every_mask(x: Tensor, heavy: int, recent: int, decay: float) -> dict[str, tu
         "local": (rm.local_mask(x, heavy, recent, decay=decay), max(heavy, 1) + recent),
         "local_half": (rm.local_mask(x, heavy, recent, decay=decay, dtype=torch.float16), max(heavy, 1) + recent),
         "global": (rm.global_mask(x, heavy, recent), heavy + recent + 1),
-        "gen3": (rm.evict_one_mask(x, 2, heavy, recent, decay=decay), 2 + heavy + recent + 1),
-        "gen2": (
-            rm.evict_one_mask(x, 2, heavy, recent, decay=decay, count_next=True),
-            2 + heavy + recent + (recent == 0),
-        ),
         "ideal": (rm.ideal_mask(x, heavy + 1), heavy + 1),
     }
 
@@ -160,22 +136,18 @@ def test_causal_self_and_budget(shape: tuple[int, ...], heavy: int, recent: int,
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
-def test_recent_and_sinks_stay_and_the_dropped_stay_dropped(decay: float) -> None:
+def test_recent_keys_stay_and_the_dropped_stay_dropped(decay: float) -> None:
     x = random_logits((4, N, N), seed=1)
     band = rm.window_mask(N, 5)
     assert (rm.local_mask(x, 5, 4, decay=decay) & band).eq(band).all()
     assert (rm.global_mask(x, 5, 4) & band).eq(band).all()
-    held = rm.evict_one_mask(x, 2, 3, 4, decay=decay)
-    assert (held & band).eq(band).all()
-    assert held[..., 2:, :2].all()
-    for mask in (held, rm.local_mask(x, 5, 0, decay=decay), rm.local_mask(50 * x, 5, 0, decay=decay)):
+    for mask in (rm.local_mask(x, 5, 0, decay=decay), rm.local_mask(50 * x, 5, 0, decay=decay)):
         back = mask[..., 1:, :] & ~mask[..., :-1, :] & ~rm.window_mask(N, 1)[1:]
         assert not back.any()
 
 
 MAKERS: list[Callable[[Tensor], Tensor]] = [
     lambda x: rm.local_mask(x, 5, 2, decay=0.5),
-    lambda x: rm.evict_one_mask(x, 1, 4, 2, decay=0.5),
     lambda x: rm.ideal_mask(x, 5),
     lambda x: rm.global_mask(x, 5, 2),
 ]
@@ -185,9 +157,9 @@ def test_a_row_depends_on_its_past_only() -> None:
     x = random_logits((2, N, N), seed=2)
     changed = x.clone()
     changed[..., 15:, :] = random_logits((2, N - 15, N), seed=3)
-    for make in MAKERS[:3]:
+    for make in MAKERS[:2]:
         assert torch.equal(make(x)[..., :15, :], make(changed)[..., :15, :])
-    assert not torch.equal(MAKERS[3](x)[..., :15, :], MAKERS[3](changed)[..., :15, :])  # the oracle does look ahead
+    assert not torch.equal(MAKERS[2](x)[..., :15, :], MAKERS[2](changed)[..., :15, :])  # the oracle does look ahead
 
 
 def test_heads_are_independent() -> None:
@@ -208,5 +180,3 @@ def test_zero_noise_is_plain_and_constant_noise_too() -> None:
 def test_refuses_nonsense(heavy: int, recent: int, decay: float) -> None:
     with pytest.raises(ValueError, match="must"):
         rm.local_mask(THREE, heavy, recent, decay=decay)
-    with pytest.raises(ValueError, match="must"):
-        rm.evict_one_mask(THREE, 0, heavy, recent, decay=decay)
