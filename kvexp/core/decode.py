@@ -65,7 +65,7 @@ class BatchedEviction:
         return cat_rows([pad_last_dim(one, max(self.capacities), True) for one in each])
 
     def widen(self, columns: int) -> None:
-        """Count so many columns, of which new ones are out of budget, for a stack of one cache."""
+        """Widen the stack of one cache to `columns` columns; new ones are out of budget."""
         self.out_of_budget, self.capacities = pad_last_dim(self.reach, columns, True), [columns]
         self.no_padding_slots = False
         for backend in self._backends:
@@ -166,7 +166,7 @@ class TauSchedule:
         self._table = torch.empty(0)
 
     def current(self, device: torch.device) -> Tensor:
-        """tau [R] float32 of the step in progress; 1 for rows that observe nothing."""
+        """Temperatures [R] float32 of the step in progress; 1 for rows that observe nothing."""
         return self.from_schedule(device) if self.held.value is None else self.held.value
 
     def from_schedule(self, device: torch.device) -> Tensor:
@@ -179,7 +179,7 @@ class TauSchedule:
         return self._table[step - self._of[0]]
 
     def _row(self, step: int) -> list[float]:
-        """tau of the R rows at decode step `step`; 1 for rows that observe nothing."""
+        """Temperatures of the R rows at decode step `step`; 1 for rows that observe nothing."""
         each = [
             1.0 if state.score_spec is None else state.score_spec.tau_at(step, state.sequence.max_new_tokens)
             for state in self.states
@@ -221,7 +221,7 @@ class NoisedObserver:
         return list(drawn.unflatten(1, (-1, groups)).split(positions.shape[0])), tau
 
     def hold_inputs(self, positions: Tensor) -> None:
-        """Take tau and noise offsets of the step in progress from their schedules, and hold them where they always are.
+        """Take tau and noise offsets of the step in progress from their schedules, and hold them at fixed addresses.
 
         positions [R, 1]: of the new tokens of all rows. Before the step is computed, and after one that drew its own.
         """
@@ -325,7 +325,7 @@ class RaggedProducts:
         self._logits = torch.zeros(0)
 
     def _make_buffers(self, query: Tensor, columns: int) -> None:
-        """For queries [R * H, G, D] over so many columns."""
+        """Make the buffers for queries [R * H, G, D] over `columns` slots."""
         pairs, groups, _ = query.shape
         self._logits = query.new_full((pairs, groups, columns), -torch.inf)
         exact = self._logits.dtype in (torch.float32, torch.float64)

@@ -109,7 +109,7 @@ class MemoryTracker:
         self.layer_offloaded_bytes = [0] * layers
 
     def set_resident(self, layer: int, now: int, transient: int = 0) -> None:
-        """Layer `layer` holds `now` bytes on the device, and held at most `transient` bytes since the last call."""
+        """Note that layer `layer` holds `now` bytes on the device, and held at most `transient` since the last call."""
         self.bytes += now - self.layer_bytes[layer]
         self.layer_bytes[layer] = now
         top = max(now, transient)
@@ -158,7 +158,7 @@ class PromptStatistics:
     last: LastQueries | None = None
 
     def add(self, inputs: AttentionInputs, config: CacheConfig, window: int, sequence: SequenceState) -> None:
-        """Add the queries of one forward, as the method needs them; window: newest queries that layers share by."""
+        """Add the queries of one forward that are needed; window: newest queries by which layers share slots."""
         needs = config.method.needs
         if needs.queries_after is not None and sequence.in_prompt:
             self.queries = self.queries or QueryStatistics(needs.queries_after, inputs)
@@ -201,7 +201,7 @@ def attention_by_position(inputs: AttentionInputs, slots: Slots) -> Tensor:
 
 
 def retained_share(by_position: Tensor, slots: Slots) -> Tensor:
-    """The share [B] of that attention whose slots survived the eviction, mean over kv heads."""
+    """The share [B] of `attention_by_position` whose slots survived an eviction, mean over kv heads."""
     positions = slots.visible_positions()
     held = by_position.gather(-1, torch.where(positions < 0, by_position.shape[-1] - 1, positions))
     return held.masked_fill(positions < 0, 0.0).sum(-1).mean(-1)
@@ -275,7 +275,7 @@ class EvictionLayer:
     def store(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> AttentionInputs:
-        """The first part of `forward`, with its arguments: store the new tokens, return their attention's inputs."""
+        """Store the new tokens and return their attention's inputs: the first part of `forward`, with its arguments."""
         positions, config, sequence = self.advance(key, padding), self.config, self.sequence
         slots = self._write_slots(key, value, positions)
         b, h, s = query.shape[0], slots.positions.shape[1], slots.length
@@ -355,7 +355,7 @@ class EvictionLayer:
             self.predicted = self.surrogate.scores(hidden)
 
     def share_prefill(self, inputs: AttentionInputs, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
-        """In place of `store`: share the buffers of another cache that has stored the same prompt and made `inputs`.
+        """Share the buffers of another cache, whose `store` of the same prompt returned `inputs`; replaces `store`.
 
         They are shared until a slot is evicted or added here. key [B, H, T, D], value [B, H, T, Dv]: of the prompt.
         """
@@ -418,7 +418,7 @@ class EvictionLayer:
     # -- observe ------------------------------------------------------------------------------------------------------
 
     def update(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
-        """The last part of `forward`, after `attend`: update the score and evict.
+        """Update the score and evict: the last part of `forward`, after `attend`.
 
         probabilities: what `attend` returned. seen: column sums of this layer that other caches of the same prefill
         have computed; the ones computed here are added.
@@ -508,7 +508,7 @@ class EvictionLayer:
         self._count_bytes()
 
     def _count_bytes(self) -> None:
-        """Tell the memory tracker what the slots hold, and held at most since the last call."""
+        """Report to the memory tracker what the slots hold, and held at most since the last call."""
         slots = self.require_slots()
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
 

@@ -90,7 +90,7 @@ class ReplayableStep:
                 layer.sequence.layer_done()
 
     def release(self) -> None:
-        """End a step that has begun: who computes the next one without `begin` takes its inputs from the schedules."""
+        """End a step that has begun; one without `begin` then takes its inputs from the schedules."""
         for stack in self._all:
             stack.release_inputs()
 
@@ -101,7 +101,7 @@ class ReplayableStep:
         return (stack for stacks in self.stacks for stack in stacks)
 
     def bookkeeping(self) -> list[Tensor]:
-        """Position ids, scores and free slots, all of which a step changes in place; and small."""
+        """Position ids, scores and free slots: what a step changes in place besides keys and values."""
         return [x for stack in self._all for x in (stack.slots.positions, stack.slots.score, *_free_slots(stack))]
 
     def written(self) -> list[Tensor]:

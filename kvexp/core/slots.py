@@ -261,7 +261,7 @@ class PackedStates:
 
     @classmethod
     def zeros(cls, like: Tensor, widths: Sequence[int]) -> PackedStates:
-        """Zeros of so many slots per pair, with the last dimension, dtype and device of `like`."""
+        """Zeros, `widths` slots per pair, with the last dimension, dtype and device of `like`."""
         return cls(like.new_zeros(sum(widths), like.shape[-1]), widths)
 
     @classmethod
@@ -294,7 +294,7 @@ class PackedStates:
         return made
 
     def of_pairs(self, pairs: Sequence[int]) -> PackedStates:
-        """A copy of these pairs, in this order."""
+        """A copy of the pairs of row and head `pairs`, in this order."""
         chosen = [self.parts[pair] for pair in pairs]
         return PackedStates(torch.cat(chosen), [len(part) for part in chosen])
 
@@ -412,12 +412,12 @@ class RaggedSlots(Slots):
         self._used, self.length = after, max(self.length, *after)
 
     def widen(self, columns: int) -> None:
-        """Have so many columns of positions and score in use; new ones are dead."""
+        """Widen positions and score to `columns` columns in use; new ones are dead."""
         self._add_columns(columns - self.positions.shape[2])
         self.length = columns
 
     def _add_columns(self, count: int) -> None:
-        """Add so many dead columns to positions and score, if any."""
+        """Add `count` dead columns to positions and score; none for a count below 1."""
         if count > 0:
             b, h, _ = self.positions.shape
             self.positions = torch.cat([self.positions, self.positions.new_full((b, h, count), -1)], dim=2)
