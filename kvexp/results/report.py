@@ -437,8 +437,8 @@ def _row(row: Row, with_reference: bool) -> dict[str, Any]:
     for part in _PARTS:
         value = row.get(part)
         text = "\n".join(map(str, value)) if isinstance(value, list | tuple) else value  # several references by line
-        shown = isinstance(text, str) and (with_reference or part == "output")
-        found[part] = text[: LONGEST + 1] if shown else None
+        shown = with_reference or part == "output"
+        found[part] = text[: LONGEST + 1] if shown and isinstance(text, str) else None
     found |= {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
     return found | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
 
