@@ -155,7 +155,9 @@ def _cache(row: Row) -> str:
     return f"{plain('tokens', '').cell(row)} tok" if not absent(row.get("tokens")) else "-"
 
 
-def _nats(value: float) -> str:
+def _nats(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
     return f"{value:.1f}" if value >= 10 else f"{value:.4f}" if 0 < value < 0.01 else f"{value:.3f}"
 
 
@@ -231,9 +233,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
         enough = any(not absent(row["kl_low"]) for row in ran)
         text = {str(row["text"]) for row in ran if not absent(row["kl"])}
         head = "KL over\nchoices" if text == {"choices"} else "KL to\nfull"
-        always.append(
-            Column(head, lambda row: "0" if _is_full(row) else "-" if absent(row["kl"]) else _nats(row["kl"]))
-        )
+        always.append(Column(head, lambda row: "0" if _is_full(row) else _nats(row["kl"])))
         always += [Column("95 %", _kl_interval, right=False)] if enough else []
         limits = {row["epsilon"] for row in ran if not absent(row["epsilon"])}
         limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
