@@ -53,9 +53,6 @@ from kvexp.run.compose import listed, option, options
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError, typed
 
-# Every command in the documentation runs, at a tiny scale; what needs a hub or a GPU composes at least.
-
-
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 MENTIONED = sorted({(page.name, command) for page in PAGES for command in mentioned(page)})
@@ -90,10 +87,7 @@ def called(words: list[str]) -> tuple[int, str, str]:
                 exec(compile(words[2], "documentation", "exec"), {})
             elif words[1] == "-m":
                 sys.argv = [words[2], *words[3:]]
-                for name in (
-                    words[2],
-                    f"{words[2]}.__main__",
-                ):  # runpy warns where a test has it
+                for name in (words[2], f"{words[2]}.__main__"):  # runpy warns where a test has it
                     if not hasattr(sys.modules.get(name), "__path__"):
                         sys.modules.pop(name, None)
                 runpy.run_module(words[2], run_name="__main__", alter_sys=True)
@@ -380,13 +374,8 @@ def test_all_that_a_protocol_sets_is_told(preset):
 @pytest.fixture(scope="module")
 def row(tmp_path_factory):
     """A row of a retrieval method, whose receipt has everything, and of a task that chooses."""
-    words = [
-        "model=testbed_rope",
-        "task=testbed_choice",
-        "method=oracle",
-        "limit=1",
-        f"outputs_dir={tmp_path_factory.mktemp('out')}",
-    ]
+    words = ["model=testbed_rope", "task=testbed_choice", "method=oracle", "limit=1"]
+    words.append(f"outputs_dir={tmp_path_factory.mktemp('out')}")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", words), resolve=True)
     given = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
@@ -575,7 +564,7 @@ def test_the_scores_told_are_those_printed(command: str, tmp_path: Path) -> None
     assert [score for score in told(command) if not shown(score)] == [], out
 
 
-# The glossary says each word once, its classes exist, and words it replaces do not come back.
+# The glossary says each word once, and its classes exist.
 
 
 FILES = sorted([*(ROOT / "kvexp").rglob("*.py"), *(ROOT / "experiments" / "studies").glob("*.py")])
@@ -603,22 +592,3 @@ def test_the_glossarys_classes_are_there() -> None:
         name for cell in re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)
     }
     assert len(named) >= 5 and named <= known, named - known
-
-
-PRIVATE = "sight|limbo|quota|timeline|ladder|rung|tempered_rows|moment|ledger|crew|tally"
-
-
-def test_private_words_do_not_come_back() -> None:
-    """Words that the glossary has a standard one for, as identifiers in the core and the layers above it."""
-    words = set(PRIVATE.split("|"))
-    found = []
-    for path in FILES:
-        if path.parts[-2] in ("core", "methods", "retrieval", "hf", "generate"):
-            text = path.read_text("utf-8")
-            if not re.search(rf"\b({PRIVATE})\b", text):
-                continue  # to parse every file takes seconds
-            for node in ast.walk(ast.parse(text)):
-                name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
-                if name in words:
-                    found.append(f"{path.relative_to(ROOT)}: {name}")
-    assert found == []

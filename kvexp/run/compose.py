@@ -53,7 +53,7 @@ def roots() -> set[str]:
 
 
 def options(group: str) -> list[str]:
-    """The names of a group's options, without those of users' methods."""
+    """The names of a group's options, without users' methods."""
     return sorted({path.stem for path in (CONF / group).glob("*.yaml")} | listed(group).keys())
 
 
@@ -154,12 +154,13 @@ def _read(path: Path) -> dict[str, Any]:
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set, errors keep their tracebacks
 
 
-def parted(words: Sequence[str], defaults: Mapping[str, str], takes: str) -> tuple[list[str], dict[str, str]]:
-    """Split a command's words KEY=VALUE into those that choose a model and the values of `defaults`' settings.
+def split_model_words(words: Sequence[str], known: Mapping[str, str], takes: str) -> tuple[list[str], dict[str, str]]:
+    """Split a command's words KEY=VALUE into those that choose a model and the values of its own settings.
 
-    ConfigError for any other word, which lists what there is; takes: how that sentence begins.
+    known: the own settings with their defaults. ConfigError for any other word, which lists what there is; takes: how
+    that sentence begins.
     """
-    own, model_words = dict(defaults), []
+    own, model_words = dict(known), list[str]()
     for word in words:
         key, equals, value = word.partition("=")
         if key in own and equals:
@@ -172,8 +173,8 @@ def parted(words: Sequence[str], defaults: Mapping[str, str], takes: str) -> tup
 
 
 @contextlib.contextmanager
-def told(words: Sequence[str]) -> Iterator[None]:
-    """In the block, an error of Hydra's is a line on stderr and exit code 1; with HYDRA_FULL_ERROR=1 it is raised."""
+def hydra_errors_shown(words: Sequence[str]) -> Iterator[None]:
+    """Show an error of Hydra's in the block as a line on stderr, exit code 1; HYDRA_FULL_ERROR=1: it is raised."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -318,7 +319,7 @@ def _translated(word: str, known: dict[str, AdmittedMethod]) -> str:
         return f"method={','.join(_option(name, known) for name in names)}"
     for name in _typed_names(word):
         if name in options("method"):
-            installed_methods(options("method"))  # a package that offers a method of this name too is told
+            installed_methods(options("method"))  # refuses a package that offers a method of this name too
         elif (made := _option(name, known)) != name:
             value = value.replace(name, made)
     return f"{key}={value}"

@@ -105,7 +105,7 @@ def package_of(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
-# -- the code of a method: the files of its module and of what that imports beside it ----------------------------------
+# -- the code of a method: the files of its module and of what that imports from its folder or package -----------------
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ def user_line(error: BaseException, root: Path) -> str:
 def class_method(cls: type[Any]) -> AdmittedMethod:
     """Find the file of a class; a class of a module is imported anew, so that its file is what will run.
 
-    ConfigError for a class that stands in no file, by whose digest its rows could be told from its next version's.
+    ConfigError for a class that stands in no file, by whose digest its rows differ from its next version's.
     """
     if "." in cls.__qualname__:
         raise ConfigError(f"{cls.__qualname__} stands within something else; put it at the top level")

@@ -237,107 +237,40 @@ def test_a_worker_loads_the_same_code_or_none(folder):
 # -- what is wrong with it ----------------------------------------------------------------------------------------
 
 TWO = KEYDIFF + "\n\nclass Second(KeyDiff):\n    pass\n"
-WRONG = {  # file, words, what the one line says
-    "no module": ("", "method=keydif.KeyDiff", r"no module keydif in .* or on PYTHONPATH; did you mean keydiff\.py\?"),
-    "no file": (
-        "",
-        "+method_file=keydif.py",
-        r"method_file=keydif\.py: there is no such file; did you mean keydiff\.py",
-    ),
-    "no class": (
-        KEYDIFF,
-        "method=keydiff.KeyDif",
-        r"there is no class KeyDif in keydiff \(.*\); did you mean KeyDiff\?",
-    ),
-    "no method": (
-        KEYDIFF + "class Other: pass\n",
-        "method=keydiff.Other",
-        "Other in .* is no class that extends kvexp.core.Met",
-    ),
-    "a function": (
-        KEYDIFF + "def f(): pass\n",
-        "method=keydiff.f",
-        "f in keydiff .* is no class that extends",
-    ),
-    "two in a file": (
-        TWO,
-        "+method_file=keydiff.py",
-        r"has 2 methods \(KeyDiff, Second\); say which one, as in keydiff",
-    ),
-    "none in a file": (
-        "x = 1\n",
-        "+method_file=keydiff.py",
-        r"keydiff\.py has no class that extends kvexp\.core\.Method",
-    ),
-    "import": (
-        "import torch\n\nx = torhc.zeros(1)\n",
-        "method=keydiff.KeyDiff",
-        r"failed: keydiff\.py line 3: NameErr",
-    ),
-    "import of": (
-        "import nosuchthing\n",
-        "method=keydiff.KeyDiff",
-        r"keydiff\.py line 1: ModuleNotFoundError: No modu",
-    ),
-    "syntax": (
-        "def f(:\n",
-        "method=keydiff.KeyDiff",
-        r"importing keydiff failed: keydiff\.py line 1: SyntaxError: inv",
-    ),
-    "exits": ("import sys\nsys.exit(3)\n", "method=keydiff.KeyDiff", r"keydiff\.py line 2: SystemExit: 3"),
-    "frozen": (
-        KEYDIFF.replace("(frozen=True)", ""),
-        "method=keydiff.KeyDiff",
-        r"line \d+: TypeError: cannot inherit non",
-    ),
-    "no dataclass": (
-        KEYDIFF.replace("@dataclass(frozen=True)\n", ""),
-        "method=keydiff.KeyDiff",
-        r"KeyDiff has the field alpha and is no dataclass; write @dataclass\(frozen=True\)",
-    ),
-    "a tensor": (
-        KEYDIFF.replace("alpha: float = 0.3", "alpha: object = torch.ones"),
-        "method=keydiff.KeyDiff",
-        r"KeyDiff\.alpha is a builtin_function_or_method, which no configuration can hold",
-    ),
-    "kvexp's own": (
-        "from kvexp.methods import H2O\n",
-        "method=keydiff.H2O",
-        "is kvexp's own H2O; `kvexp methods` lists",
-    ),
-    "kvexp itself": ("", "method=kvexp.methods.H2O", "is called as a module that is there already"),
-    "python's name": ("", "+method_file=random.py", r"random\.py is called as a module that is there already"),
-    "no class named": ("", "method=.KeyDiff", r"method=\.KeyDiff must be MODULE\.CLASS or a file"),
-    "both": (
-        KEYDIFF,
-        "method=h2o +method_file=keydiff.py",
-        "each name the method; write -m method=h2o,keydiff.py for a",
-    ),
-    "no python": ("", "+method_file=keydiff.yaml", r"keydiff\.yaml is no file FILE\.py or FILE\.py:CLASS"),
-    "typed": (KEYDIFF, "method=keydiff.KeyDiff method.alpha=much", "method.alpha must be a number, got 'much'"),
-    "field": (KEYDIFF, "method=keydiff.KeyDiff method.alhpa=1", "no setting method.alhpa; did you mean method.alpha?"),
-    "another's field": (
-        KEYDIFF,
-        "method=keydiff.KeyDiff method.recent_ratio=1",
-        "method.recent_ratio is a setting of method=.*h2o.*, not of method=keydiff.KeyDiff",
-    ),
-    "added field": (
-        KEYDIFF,
-        "method=keydiff.KeyDiff +method.beta=1",
-        "method.beta is not a setting of KeyDiff; it has: al",
-    ),
-    "open field": (
-        KEYDIFF.replace("= 0.3", ""),
-        "method=keydiff.KeyDiff",
-        "method.alpha has no value; set it on the comm",
-    ),
+CLASS = "method=keydiff.KeyDiff"
+WRONG = {  # words; what the one line says; keydiff.py, where it is another
+    "no module": ("method=keydif.KeyDiff", r"no module keydif in .*; did you mean keydiff\.py\?"),
+    "no file": ("+method_file=keydif.py", r"method_file=keydif\.py: .*; did you mean keydiff\.py\?"),
+    "no class": ("method=keydiff.KeyDif", r"no class KeyDif in keydiff .*; did you mean KeyDiff\?"),
+    "no method": ("method=keydiff.Other", "is no class that extends", KEYDIFF + "class Other: pass\n"),
+    "a function": ("method=keydiff.f", "is no class that extends", KEYDIFF + "def f(): pass\n"),
+    "two in a file": ("+method_file=keydiff.py", r"has 2 methods \(KeyDiff, Second\); say which one", TWO),
+    "none in a file": ("+method_file=keydiff.py", r"keydiff\.py has no class that extends", "x = 1\n"),
+    "import": (CLASS, r"keydiff\.py line 3: NameErr", "import torch\n\nx = torhc.zeros(1)\n"),
+    "import of": (CLASS, r"keydiff\.py line 1: ModuleNotFoundError", "import nosuchthing\n"),
+    "syntax": (CLASS, r"keydiff\.py line 1: SyntaxError", "def f(:\n"),
+    "exits": (CLASS, r"keydiff\.py line 2: SystemExit: 3", "import sys\nsys.exit(3)\n"),
+    "frozen": (CLASS, r"line \d+: TypeError: cannot inherit non", KEYDIFF.replace("(frozen=True)", "")),
+    "no dataclass": (CLASS, "field alpha and is no dataclass", KEYDIFF.replace("@dataclass(frozen=True)\n", "")),
+    "a tensor": (CLASS, r"KeyDiff\.alpha is a builtin", KEYDIFF.replace("float = 0.3", "object = torch.ones")),
+    "kvexp's own": ("method=keydiff.H2O", "is kvexp's own H2O", "from kvexp.methods import H2O\n"),
+    "kvexp itself": ("method=kvexp.methods.H2O", "is called as a module that is there already"),
+    "python's name": ("+method_file=random.py", r"random\.py is called as a module that is there already"),
+    "no class named": ("method=.KeyDiff", r"method=\.KeyDiff must be MODULE\.CLASS or a file"),
+    "both": ("method=h2o +method_file=keydiff.py", "write -m method=h2o,keydiff.py"),
+    "no python": ("+method_file=keydiff.yaml", r"keydiff\.yaml is no file"),
+    "typed": (f"{CLASS} method.alpha=much", "method.alpha must be a number, got 'much'"),
+    "field": (f"{CLASS} method.alhpa=1", "no setting method.alhpa; did you mean method.alpha?"),
+    "another's field": (f"{CLASS} method.recent_ratio=1", "setting of method=.*h2o.*, not of method=keydiff.KeyDiff"),
+    "added field": (f"{CLASS} +method.beta=1", "method.beta is not a setting of KeyDiff"),
+    "open field": (CLASS, "method.alpha has no value; set it", KEYDIFF.replace("= 0.3", "")),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_line_before_anything_runs(command, folder, case):
-    text, words, said = WRONG[case]
-    (folder / "keydiff.py").write_text(text or KEYDIFF)
+    words, said, *text = WRONG[case]
+    (folder / "keydiff.py").write_text(text[0] if text else KEYDIFF)
     (folder / "random.py").write_text(KEYDIFF)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvexp.run.model_spec.load", lambda *_: pytest.fail("a model was loaded"))
@@ -355,58 +288,27 @@ def test_two_classes_of_one_name(command, folder):
     assert code == 1 and "are both called keydiff.KeyDiff in a run; rename one" in err
 
 
-HOOKS = {
-    "initial_score": (
-        "torch.zeros(keys.shape[0], 1, keys.shape[2])",
-        r"initial_score must return .* \[B, H, Q\] = \[1, 3, 30\], got .*1, 1",
-    ),
-    "priority": (
-        "ctx.score.sum(1)",
-        r"priority must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 30\]",
-    ),
-    "priority of": (
-        "ctx.score.tolist()",
-        r"priority must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got a list",
-    ),
-    "after_eviction": (
-        "score.sum(1)",
-        r"after_eviction must return a tensor of shape \[B, H, S\] = \[1, 3, 8\], got .* \[1, 8\]",
-    ),
-    "query_mask": (
-        "probabilities[0] > 0.1",
-        r"query_mask must return a tensor of shape \[B, H, S\] = \[1, 3, 31\], got .* \[3, 31\]",
-    ),
-    "query_mask of": (
-        "probabilities",
-        r"query_mask must return a tensor of dtype torch.bool, got torch.float32; compare, as in probabilities > 0.1",
-    ),
-    "hidden_next_step": (
-        "ctx.age()[:, :1] == 3",
-        r"hidden_next_step must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 1, 30\]",
-    ),
-    "hidden_next_step of": (
-        "ctx.score",
-        "hidden_next_step must return a tensor of dtype torch.bool, got torch.float32",
-    ),
-}
-ARGUMENTS = {
-    "initial_score": "self, keys, positions, seeds, layer",
-    "priority": "self, ctx",
-    "after_eviction": "self, score",
-    "query_mask": "self, probabilities, ctx",
-    "hidden_next_step": "self, ctx",
+HOOKS = {  # a hook, its arguments, what it returns; what is said of that
+    "initial_score": ("keys, positions, seeds, layer", "torch.zeros(keys.shape[0], 1, keys.shape[2])", "[1, 3, 30]"),
+    "priority": ("ctx", "ctx.score.sum(1)", "[1, 3, 30]"),
+    "priority of": ("ctx", "ctx.score.tolist()", "a list"),
+    "after_eviction": ("score", "score.sum(1)", "[1, 3, 8]"),
+    "query_mask": ("probabilities, ctx", "probabilities[0] > 0.1", "[1, 3, 31]"),
+    "query_mask of": ("probabilities, ctx", "probabilities", "dtype torch.bool, got torch.float32"),
+    "hidden_next_step": ("ctx", "ctx.age()[:, :1] == 3", "[1, 3, 30]"),
+    "hidden_next_step of": ("ctx", "ctx.score", "dtype torch.bool, got torch.float32"),
 }
 FLAGS = {"query_mask": "per_query = True", "hidden_next_step": "simulation_only = True"}
 
 
 @pytest.mark.parametrize("case", HOOKS)
 def test_a_hook_of_another_shape_is_named(case):
-    made, said = HOOKS[case]
+    arguments, made, said = HOOKS[case]
     hook, scope = case.split()[0], {"torch": torch, "Method": Method}
     flag = FLAGS.get(hook, "pass")
-    exec(f"class Odd(Method):\n    {flag}\n    def {hook}({ARGUMENTS[hook]}):\n        return {made}\n", scope)
+    exec(f"class Odd(Method):\n    {flag}\n    def {hook}(self, {arguments}):\n        return {made}\n", scope)
     mode = "mask" if hook in FLAGS else "overwrite"
-    with pytest.raises(ConfigError, match="Odd." + said):
+    with pytest.raises(ConfigError, match=rf"Odd.{hook} must return .*{re.escape(said)}"):
         generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7), mode=mode)
 
 
@@ -437,16 +339,10 @@ def test_a_slot_of_no_priority_goes_first_in_the_fast_step_too():
 
 
 DECLARED = {
-    "score_spec": (
-        "def score_spec(self): return None",
-        "Odd.score_spec must be a property .* that gives an AttentionScoreSpec or None",
-    ),
-    "sinks": ("def sinks(self): return 2", "Odd.sinks must be a property .* that gives a whole number, got <bound"),
-    "field": ("recent = 3", "Odd.recent must be a method recent.self, budget. .*, got 3; call the field otherwise"),
-    "recent": (
-        "def recent(self, budget): return 0.5 * budget",
-        "Odd.recent must return a whole number of tokens, got 3.5",
-    ),
+    "score_spec": ("def score_spec(self): return None", "score_spec must be a property .* AttentionScoreSpec or None"),
+    "sinks": ("def sinks(self): return 2", "sinks must be a property .* a whole number, got <bound"),
+    "field": ("recent = 3", "recent must be a method recent.self, budget. .*, got 3"),
+    "recent": ("def recent(self, budget): return 0.5 * budget", "recent must return a whole number of tokens, got 3.5"),
 }
 
 
@@ -455,7 +351,7 @@ def test_a_declaration_of_another_kind_is_named(case):
     line, said = DECLARED[case]
     scope = {"Method": Method}
     exec(f"class Odd(Method):\n    {line}\n", scope)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=f"Odd.{said}"):
         generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7))
 
 
