@@ -317,8 +317,7 @@ def test_every_method_has_an_oracle_as_the_page_says():
     """Those that choose nothing, or are another's with other settings, need none."""
     told = set(options("method"))
     oracles = "".join(
-        (ROOT / "tests" / f"{name}.py").read_text("utf-8")
-        for name in ("methods/test_kept_sets", "retrieval/test_retrieval_oracles")
+        (ROOT / "tests" / f"{name}.py").read_text("utf-8") for name in ("cases", "retrieval/test_retrieval_oracles")
     )
     for cls in CLASSES:
         if cls.name in told and cls.name != "full":
@@ -399,7 +398,7 @@ def test_every_column_of_the_table_is_told():
 def test_every_file_of_a_run_folder_is_told():
     source = (ROOT / "kvexp" / "run" / "store.py").read_text("utf-8")
     files = set(re.findall(r"\"([a-z.]+\.jsonl?)\"", source)) - {".json"}
-    assert {"config.json", "examples.jsonl", "quarantine.jsonl"} <= files
+    assert {"config.json", "examples.jsonl", "divergence.jsonl"} <= files
     for name in files:
         assert name in RESULTS.partition("## Identity")[0], name
 

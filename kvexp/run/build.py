@@ -8,7 +8,7 @@ import importlib
 import re
 import types
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvexp.run.compose import root_values
 from kvexp.util import ConfigError, field_types, typed
@@ -29,7 +29,7 @@ CACHE_KEYS = {
     **{name: f"cache.{name}" for name in CACHE if name != "beyond_context"},
     "bounded_chunk at null": "prefill=whole",
     "bounded_chunk": "prefill.chunk",
-    "cadence.every": "cache.evict_every",
+    "every": "cache.evict_every",
     "score_source": "method.score_source",
 }
 
@@ -129,11 +129,11 @@ def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
     ConfigError names the key.
     """
     from kvexp.core import Quantization
-    from kvexp.core.quantized import BITS, FULL_BITS
+    from kvexp.core.quantized import FULL_BITS, Bits
 
     known = {**CACHE, **node}
-    both = typed(known["bits"], Literal[BITS], "cache.bits")
-    each = (typed(known[name], Literal[BITS] | None, f"cache.{name}") for name in ("key_bits", "value_bits"))
+    both = typed(known["bits"], Bits, "cache.bits")
+    each = (typed(known[name], Bits | None, f"cache.{name}") for name in ("key_bits", "value_bits"))
     bits = [both if own is None else own for own in each]
     if bits == [FULL_BITS, FULL_BITS]:
         return None

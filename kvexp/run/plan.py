@@ -24,7 +24,6 @@ from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examp
 from kvexp.run.rows import environment
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, identity, runs
-from kvexp.run.store import read as divergence_lines
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.util import ConfigError, Session, duration, say
 
@@ -383,7 +382,7 @@ def _planned(settings: Settings, work: Workload) -> Planned:
     path, rows, lines = settings.outputs_dir / identity(settings.identity), list[Any](), list[tuple[str, str]]()
     if (path / "config.json").exists():
         run = Run.load(path)
-        rows, lines = list(run.rows()), list(divergence_lines(run))
+        rows, lines = list(run.rows()), list(run.divergence())
     done = {row["example"] for row in rows}
     known = [example for example in work.examples if example is not None]
     left = sum(example not in done for example in known) if known else max(0, len(work.examples) - len(done))

@@ -99,7 +99,7 @@ KEYS = [  # key and value typed, what is said once torch is there
     (["method=full", "budget.heads=adaptiv"], "error: budget.heads must be one of uniform, union, "),
     (["method=full", "select.by=chunks"], "error: select.by must be one of token, chunk, got 'chunks'"),
     (["cache.evict_at_prefill=false", "cache.evict_every=null"], "set cache.evict_at_prefill=true or cache.evict_e"),
-    (["method=ideal", "cache.mode=overwrite"], "error: method ideal drops nothing, it is a simulation: set cache.mo"),
+    (["method=ideal", "cache.mode=overwrite"], "error: method ideal with these settings simulates and drops"),
     (["method=keyformer", "method.tau_init=0"], "error: method.tau_init must be above 0, got 0"),
     (["model.dtype=int8"], "error: model.dtype must be one of float32, bfloat16, float16, got 'int8'"),
     (["objective=rouge9"], "error: objective must be one of rouge1, rouge2, rougeL, rougeLsum (the metrics of task="),
