@@ -66,7 +66,7 @@ def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] 
 
 @contextlib.contextmanager
 def keys_named(keys: Mapping[str, str], where: str = "") -> Iterator[None]:
-    """A ConfigError of the block names settings as they are typed: `num_beams` as `generation.num_beams`.
+    """Make a ConfigError of the block name settings as they are typed: `num_beams` as `generation.num_beams`.
 
     keys: a constructor's name for a setting -> its dotted key; where: the group, said of an error that names no key.
     """
@@ -124,7 +124,7 @@ def build_cache(
 
 
 def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
-    """What the keys of STORAGE in the group `cache` say, where missing its defaults; None: nothing is quantised.
+    """Quantisation by the keys of STORAGE in the group `cache`, defaults where missing; None: nothing is quantised.
 
     ConfigError names the key.
     """

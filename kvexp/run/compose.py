@@ -59,7 +59,7 @@ def options(group: str) -> list[str]:
 
 @functools.cache
 def option(group: str, name: str) -> dict[str, Any]:
-    """What an option sets within its group; nothing where there is no such option, or it sets keys of the root."""
+    """Settings of an option within its group; none where there is no such option, or it sets keys of the root."""
     file = CONF / group / f"{name}.yaml"
     if name in listed(group):
         return {} if group in OF_THE_ROOT else listed(group)[name]
@@ -72,7 +72,7 @@ def option(group: str, name: str) -> dict[str, Any]:
 
 @functools.cache
 def listed(group: str) -> dict[str, dict[str, Any]]:
-    """Name -> what it sets, of a group's options that stand together in one file of conf/."""
+    """Name -> settings, of a group's options that stand together in one file of conf/."""
     if group == "task":
         from kvexp.tasks import defaults_of
 
@@ -90,7 +90,7 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
 
 class _Unmade(dict[str, Any]):
-    """What an option sets, made a configuration when Hydra copies it to compose: to make all takes half a second."""
+    """Settings of an option, made a configuration when Hydra copies it to compose: to make all takes half a second."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return OmegaConf.create(dict(self))
@@ -184,7 +184,7 @@ def hydra_errors_shown(words: Sequence[str]) -> Iterator[None]:
 
 
 def explained(error: Exception, words: Sequence[str]) -> str:
-    """An error of Hydra's in a line or two, with what was probably meant. words: the command line."""
+    """Say an error of Hydra's in a line or two, with what was probably meant. words: the command line."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
@@ -212,7 +212,7 @@ def explained(error: Exception, words: Sequence[str]) -> str:
 
 
 def unknown(key: str, chosen: Mapping[str, Any]) -> str:
-    """Why there is no such setting, and which was probably meant. chosen: group -> its option, where one is known."""
+    """Explain that there is no such setting, and which was probably meant. chosen: group -> its option, if known."""
     group, _, name = key.partition(".")
     taken, known = chosen.get(group), settings()
     if having := known.get(key):
@@ -241,7 +241,7 @@ def meant(word: str, candidates: Collection[str]) -> str:
 
 
 def mistaken_option(word: str, known: Collection[str]) -> str:
-    """Why there is no such word with dashes in front, and what was probably meant."""
+    """Explain that there is no such word with dashes in front, and what was probably meant."""
     name, equals, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")
     if key.partition(".")[0] in roots():
@@ -250,7 +250,7 @@ def mistaken_option(word: str, known: Collection[str]) -> str:
 
 
 def _unreadable(override: str) -> str:
-    """A word that is no KEY=VALUE, or one whose value Hydra's grammar does not take."""
+    """Explain a word that is no KEY=VALUE, or whose value Hydra's grammar does not take."""
     key, equals, value = override.partition("=")
     if not equals:
         known = [f"{key}=VALUE"] if key in roots() else [f"{each}={key}" for each in defaults() if key in options(each)]
@@ -280,7 +280,7 @@ def is_method_word(word: str) -> bool:
 
 
 def without_method_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line of run folders as (the words that name a user's method, the others).
+    """Split a command line of run folders into the words that name a user's method and the others.
 
     What follows --where is a label to look for, and chooses nothing.
     """
@@ -290,7 +290,7 @@ def without_method_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def with_user_methods(words: Sequence[str]) -> list[str]:
-    """The command line with each method file as the option that it became, and every user's method in it admitted.
+    """Admit every user's method of a command line; returns the words with method files replaced by their options.
 
     ConfigError where a method cannot be loaded, or where two have one name.
     """

@@ -35,7 +35,7 @@ TRUST = {
 
 
 class CheckedLoader(ConfigLoaderImpl):
-    """Hydra's loader of configurations: nothing that breaks a rule leaves it, of a command and of each of its jobs."""
+    """Hydra's loader of configurations, which checks what it composes, for a command and for each of its jobs."""
 
     def load_configuration(self, *given: Any, **named: Any) -> Any:
         composed = super().load_configuration(*given, **named)
@@ -83,7 +83,7 @@ def check(config: Mapping[str, Any], typed: Collection[str] | None) -> None:
 
 
 def check_stored(config: Mapping[str, Any]) -> None:
-    """`check` of a configuration out of a run folder, which anybody may have written: what was not typed is refused."""
+    """`check` a configuration of a run folder, which anybody may have written: what was not typed is refused."""
     check(config, current().typed_keys or ())
 
 
@@ -184,7 +184,7 @@ def _loaded(file: Path) -> Any:
 
 
 def _leaves(node: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """("hydra.launcher.init.address", value) for every value that is no group; an empty group is one."""
+    """Yield ("hydra.launcher.init.address", value) for every value that is no group; an empty group is a value."""
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _leaves(value, f"{place}.{key}")

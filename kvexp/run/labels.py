@@ -44,7 +44,7 @@ MOVING = "main (moving)"  # what a hub id without a revision stands for; the res
 
 
 def model_label(choice: str, path: str | None) -> str:
-    """The name of a model: its configuration's; the name of its folder or file where another path was given."""
+    """Name of a model: its option, or its folder or file where another path was given."""
     known = option("model", choice).get("path")
     if path is None or (choice and known is None) or path in (known, str(CONF.parent.parent / str(known))):
         return choice
@@ -53,7 +53,7 @@ def model_label(choice: str, path: str | None) -> str:
 
 
 def override_label(overrides: Sequence[str]) -> str:
-    """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
+    """The overrides that no other label shows, sorted."""
     words = [word.lstrip("+~") for word in overrides]
     shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
     shown = [word for word in shown if not word.startswith(("log.", "diagnose.")) and word not in DEFAULT_OPTIONS]
@@ -105,7 +105,7 @@ def labels_from_overrides(
 
 
 def request_key(overrides: Sequence[str]) -> list[str]:
-    """The overrides that say what is asked for, without those that change no number."""
+    """The overrides that identify what is asked for: those that change no number are left out, the others sorted."""
     asked = (word for word in overrides if not word.startswith(("log.", "diagnose.")))
     return sorted(word for word in asked if word.partition("=")[0] not in EXECUTION_KEYS)
 
@@ -261,7 +261,7 @@ def check_objective(task: Task, metric: Any) -> None:
 
 
 def check_objective_of(node: Mapping[str, Any], metric: Any) -> None:
-    """`check_objective`, of the task that a resolved configuration's node makes."""
+    """`check_objective` for the task of a resolved configuration's node."""
     check_objective(build(node, "task", within="kvexp.tasks"), metric)
 
 

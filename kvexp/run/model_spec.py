@@ -155,7 +155,7 @@ class ModelSpec:
             return False
 
     def identity(self) -> dict[str, Any]:
-        """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
+        """Everything of the model that can change a number. A folder is known by its content, wherever it lies."""
         known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents", "gguf")}
         known["device"] = self.resolved_device().split(":")[0]
         if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):
@@ -214,7 +214,7 @@ def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
 
 
 def prepare_for_fork(model: Model) -> None:
-    """Before the process is forked: make now, once, what every copy would make of the weights for itself."""
+    """Pack the weights now, before the process is forked: each copy would pack them for itself."""
     import torch
 
     from kvexp.hf.cpu_linear import refresh_packed_weights
@@ -287,7 +287,7 @@ def moving_rope(spec: ModelSpec) -> MovingRope | None:
 
 @functools.lru_cache(maxsize=16)
 def stretches_context(spec: ModelSpec) -> bool:
-    """Whether a factor of the model's RoPE makes it hold more tokens than its config's limit; False as above."""
+    """Whether a factor of the model's RoPE raises its config's limit of tokens; False where that cannot be read."""
     from kvexp.hf import patch as families
 
     try:
@@ -347,7 +347,7 @@ def hub_commit(model: Model) -> str | None:
 
 
 def folder_digest(folder: Path, *, code: bool) -> str:
-    """16 hex digits of names and contents, wherever the folder lies."""
+    """16 hex digits of the names and contents of a folder's files, wherever it lies."""
     files = sorted(_files(folder, code))
     try:
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as readers:  # hashing lets other threads run

@@ -115,7 +115,7 @@ _FOUND: dict[tuple[Callable[[Task], bool], str, str], bool] = {}
 
 
 def _known(holds: Callable[[Task], bool], task: Task) -> bool:
-    """Whether it holds of a task, whose texts are read once for all runs of a sweep, whatever their `limit`."""
+    """Whether `holds` is true of the task, whose texts are read once for all runs of a sweep, whatever the `limit`."""
     if not isinstance(task, ContextQA | Needle | Perplexity | Stories):
         return False
     task = dataclasses.replace(task, limit=None, sample="first")
@@ -129,7 +129,7 @@ def _known(holds: Callable[[Task], bool], task: Task) -> bool:
 
 
 def _stands_elsewhere(task: Task) -> bool:
-    """Whether needles went by the ends of English sentences in a text that has no, or not only, such ends."""
+    """Whether the text, in which needles once stood at ends of English sentences, has no, or not only, such ends."""
     if not isinstance(task, Needle):
         return False
     longest = max((length for length in task.lengths if isinstance(length, int)), default=0)
@@ -138,21 +138,21 @@ def _stands_elsewhere(task: Task) -> bool:
 
 
 def _has_answers_beyond_ascii(task: Task) -> bool:
-    """Whether answers were compared by SQuAD's normalisation, which knows ASCII alone, and are not any more."""
+    """Whether answers have letters that SQuAD's normalisation, by which they once were compared, does not know."""
     if isinstance(task, Needle):
         return task.beyond_ascii
     return isinstance(task, ContextQA) and _in_rows(task, lambda row: "words" in task.example(row, "").info)
 
 
 def _has_unspaced_texts(task: Task) -> bool:
-    """Whether the words of a text went by white space that its script does not have."""
+    """Whether a text is of a script without spaces, at which its words once were split."""
     if not isinstance(task, Stories | Perplexity):
         return False
     return _in_rows(task, lambda row: is_unspaced(str(row.get(task.text_field))))
 
 
 def _in_rows(task: Task, holds: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether it holds of a row of the task's files. Of the hub the task's own data set is known: of none there."""
+    """Whether `holds` is true of a row of the task's files; of the hub, whether it is not the task's own data set."""
     if task.data_files is None:
         return task.hub_id != type(task).hub_id
     return any(holds(row) for _, row in task.rows())
@@ -289,19 +289,17 @@ def check_together(settings: Settings) -> None:
 
 
 def batch_cache(settings: Settings, lengths: Sequence[int]) -> CacheConfig:
-    """What the cache of a batch of prompts of so many tokens does: the run's, with the batch's budget."""
+    """The cache's configuration for a batch of prompts of these lengths: the run's, with the batch's budget."""
     return dataclasses.replace(settings.cache, budget=batch_budget(settings, lengths))
 
 
 def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
-    """The budget of a batch of prompts of so many tokens.
+    """The budget of a batch of prompts of these lengths.
 
-    Keyformer's release pads every prompt on the left and takes its ratio of the whole. With task.pad_to the budget is a
-    number of slots, the ratio of the padded prompt (floored, as everywhere). The pads themselves are left out: a pad is
-    seen by nothing and is the first to go, so it could only hold memory that no token needs. Of the release
-    (summarize.py, padding="max_length") this keeps budget and recent window, which are of the padded prompt; it leaves
-    out the constant that padded query rows add to the scores of all real prompt tokens, and StreamingLLM's pads that
-    serve as sinks (tests/reference_check.py reproduces both).
+    With task.pad_to it is a number of slots, the ratio of the padded prompt (floored): Keyformer's release
+    (summarize.py, padding="max_length") pads every prompt on the left and takes its ratio of the whole. Pads are not
+    fed: nothing sees them and they are the first to go. This leaves out what pads do in the release: a constant added
+    to the scores of all real prompt tokens, and sinks of StreamingLLM (tests/reference_check.py reproduces both).
     """
     budget, pad_to = settings.budget, settings.task.pad_to
     if budget is None or pad_to is None or budget.kv_ratio is None:
@@ -570,7 +568,7 @@ def _check_targets_of_options(config: dict[str, Any], choices: dict[str, str]) -
 
 
 def _located(node: dict[str, Any], option: str) -> dict[str, Any]:
-    """The node with a path that is found from any folder, where `option` names something that comes with kvexp."""
+    """Make a relative path of packaged files absolute, so that runs may start in any folder."""
     key = option.rpartition(".")[2]
     path = node.get(key)
     if isinstance(path, str) and not path_of(path, option).exists() and (ROOT / path).exists():
@@ -589,7 +587,7 @@ def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
 
 
 def _budget_identity(budget: Any) -> dict[str, Any]:
-    """A budget's settings; those that came later only where they do anything, so that older runs keep their hashes."""
+    """Settings of a budget; newer ones only where they do something, so that older runs keep their hashes."""
     later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
     plain = _plain(budget, without=later)
     if budget.threshold is not None:
