@@ -15,7 +15,6 @@ import subprocess
 import sys
 import typing
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,8 @@ from pages import (
     scripts,
     words_of,
 )
-from torch import Tensor
 
 import kvexp.retrieval
-from kvexp.core import eviction as layer_attention
-from kvexp.core.attention import AttentionInputs, with_renumbered_positions
-from kvexp.core.config import CacheConfig
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build
@@ -246,11 +241,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert built.returncode == 0, built.stderr
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "concepts/index.html", "experiments/index.html", "CONTRIBUTING/index.html"} <= pages
-
-
-def test_there_is_something_to_run():
-    assert {page.name for page in DOCS} >= {"concepts.md", "methods.md", "protocols.md", "results.md", "faq.md"}
-    assert len(BLOCKS) >= 20 and len(MENTIONED) >= 20
 
 
 # What the documentation says of methods, tasks, protocols, rows and tables, held against the code.
@@ -495,41 +485,10 @@ def test_what_chooses_once_grows_with_the_answer(rows) -> None:
         assert once["receipt"]["slots"] == 63 + once["new_tokens"] - 1
 
 
-def proof_of_positions() -> None:
-    """Run the page's Python block that holds a cache's answers against the stock model's."""
+def test_the_proof_of_positions_holds() -> None:
+    """The page's Python block that holds a cache's answers against the stock model's."""
     (code,) = (code for code in PYTHON.findall(ANSWERS_PAGE.read_text("utf-8")) if "assert_close" in code)
     exec(compile(code, ANSWERS_PAGE.name, "exec"), {})
-
-
-def test_the_proof_of_positions_holds() -> None:
-    proof_of_positions()
-
-
-def unmoved(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
-    return inputs
-
-
-def mixed(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
-    """Keys at 0, 1, 2 …, and the query where it was."""
-    turned, rope = with_renumbered_positions(inputs, positions), inputs.params.rope
-    assert rope is not None and turned.rope_positions is not None
-    moved = turned.rope_positions[1][:, :, -1:] - inputs.query_positions[:, None, -1:]
-    return replace(turned, keys=rope.rotate_by(turned.keys, moved.expand_as(positions)))
-
-
-@pytest.mark.parametrize("fault", [unmoved, mixed], ids=lambda fault: fault.__name__)
-def test_the_proof_of_positions_fails_where_keys_and_query_are_not_moved_alike(
-    fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_attention, "with_renumbered_positions", fault)
-    with pytest.raises(AssertionError, match="not close"):
-        proof_of_positions()
-
-
-def test_the_proof_of_positions_fails_where_original_ones_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheConfig, "renumbered", property(lambda _: True))
-    with pytest.raises(AssertionError, match="not close"):
-        proof_of_positions()
 
 
 def test_blocks_of_rows_choose_what_the_whole_matrix_chooses(rows) -> None:
@@ -537,7 +496,7 @@ def test_blocks_of_rows_choose_what_the_whole_matrix_chooses(rows) -> None:
     assert receipts(of(found, "blocked"), "kept_digest") == receipts(of(found, "naive"), "kept_digest")
 
 
-def told(command: str) -> list[str]:
+def scores_of(command: str) -> list[str]:
     """The scores that the page says the command shows: numbers with a decimal point in the sentences after its block.
 
     Sentences about a real model are another measurement.
@@ -548,8 +507,8 @@ def told(command: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in COMMANDS if told(each)], ids=lambda command: command[14:60])
-def test_the_scores_told_are_those_printed(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [each for each in COMMANDS if scores_of(each)], ids=lambda command: command[14:60])
+def test_the_pages_scores_are_the_printed_ones(command: str, tmp_path: Path) -> None:
     """The whole command; the page may round further than the table."""
     words = [word for word in words_of(command)[2:] if word != "-m"]
     code, out, err = called(["python", "run.py", "-m", f"outputs_dir={tmp_path}", *words])
@@ -560,7 +519,7 @@ def test_the_scores_told_are_those_printed(command: str, tmp_path: Path) -> None
         half = 0.5 * 10.0 ** -len(score.partition(".")[2])
         return any(abs(number - float(score)) <= half * (1 + 1e-9) for number in printed)
 
-    assert [score for score in told(command) if not shown(score)] == [], out
+    assert [score for score in scores_of(command) if not shown(score)] == [], out
 
 
 # The glossary says each word once, and its classes exist.
