@@ -148,7 +148,8 @@ def test_a_disk_that_fills_up_stops_the_run_and_keeps_its_rows(command, tmp_path
 
     def append(self, row):
         if row["index"] == 1:
-            raise OSError(errno.ENOSPC, "cannot write rows: No space left on device; free disk space")
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, "cannot write rows: No space left on device; free disk space") from full
         good(self, row)
 
     with monkeypatch.context() as patch:
