@@ -81,7 +81,7 @@ def compare(
     """Run methods at every kv_ratio beside full attention, and give their curves. What was run before is not run again.
 
     methods: names as after `method=` on the command line (MODULE.CLASS and FILE.py too), and method objects or
-    classes, also of a notebook's cell. settings: any other setting of `kvexp run`, as in model="testbed_rope", limit=9;
+    classes that stand in a file. settings: any other setting of `kvexp run`, as in model="testbed_rope", limit=9;
     a dot in its name is written `__` (task__max_new_tokens=8); what is not given is as `kvexp run` has it. Runs share
     their prefills. ConfigError for what cannot be run, a job that failed included.
     """
@@ -130,7 +130,7 @@ def _named(name: str) -> str:
 
 
 def _admitted(cls: type[Method]) -> AdmittedMethod:
-    """The class as it was loaded from its file; else as it is now, for what a cell's class uses may have changed."""
+    """The class as it was loaded from its file, else as its file is now."""
     loaded = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
     return next(loaded, None) or class_method(cls)
 

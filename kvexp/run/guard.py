@@ -44,8 +44,9 @@ class CheckedLoader(ConfigLoaderImpl):
         for part in ("callbacks", "launcher", "sweeper"):  # what Hydra makes of them, it makes of resolved values
             inner = composed.hydra[part]
             node[part] = OmegaConf.to_container(inner, resolve=True) if OmegaConf.is_config(inner) else inner
-        kinds = {"launcher": Launcher, "sweeper": Sweeper}
-        known = {kind: Plugins.instance().discover(base) for kind, base in kinds.items()}
+        known = {
+            kind: Plugins.instance().discover(base) for kind, base in (("launcher", Launcher), ("sweeper", Sweeper))
+        }
         names = {kind: {f"{one.__module__}.{one.__qualname__}" for one in each} for kind, each in known.items()}
         check_hydra(node, names, current().typed_keys or ())
         check_targets(plain)
@@ -93,10 +94,10 @@ def check_hydra(node: Mapping[str, Any], plugins: Mapping[str, Collection[str]],
     node: `hydra` of the composed configuration; plugins: the launchers and sweepers that Hydra knows, by their full
     names; typed: the keys of the command line.
     """
-    listed = {"hydra.callbacks.table": [TABLE], **{f"hydra.{kind}": names for kind, names in plugins.items()}}
+    allowed = {"hydra.callbacks.table": [TABLE], **{f"hydra.{kind}": names for kind, names in plugins.items()}}
     for place, target in _targets(node, "hydra"):
-        if target not in listed.get(place, ()):
-            which = f"must be one of {', '.join(sorted(listed[place]))}" if place in listed else "may not be there"
+        if target not in allowed.get(place, ()):
+            which = f"must be one of {', '.join(sorted(allowed[place]))}" if place in allowed else "may not be there"
             raise ConfigError(f"{place}._target_ {which}, got {target!r:.200}; nothing was run")
     for key in LOGGING:
         if node.get(key) not in _logging():
