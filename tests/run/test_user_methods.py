@@ -680,7 +680,8 @@ def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
     mine = cell(CELL)["MyMethod"]
     few = {"model": "tiny", "task": "sample", "limit": 1, "task__max_new_tokens": 2, "task__nll": False}
     made = kvexp.compare([mine(), mine(alpha=0.5), "h2o"], kv_ratio=[0.3, 0.5], **few)
-    table = made.table
+    table = made
+    assert isinstance(table, pd.DataFrame)
     assert sorted(table["method"]) == ["MyMethod"] * 4 + ["full"] + ["h2o"] * 2
     assert set(table["kv_ratio"].dropna()) == {0.3, 0.5} and (table["status"] == "done").all()
     assert table["setting"].str.contains("method.alpha=0.5").sum() == 2
@@ -688,10 +689,10 @@ def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
     with pytest.raises(ConfigError, match="a percentage of its baseline, which takes 20 examples or more"):
         made.figure()
     before = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
-    again = kvexp.compare([cell(CELL)["MyMethod"]], kv_ratio=0.3, **few).table
+    again = kvexp.compare([cell(CELL)["MyMethod"]], kv_ratio=0.3, **few)
     assert set(again["hash"]) <= set(table["hash"])
     noted = cell(CELL.replace("    alpha: float = 0.3\n", "    alpha: float = 0.3  # mild\n\n"))["MyMethod"]
-    assert set(kvexp.compare([noted], kv_ratio=0.3, **few).table["hash"]) == set(again["hash"])
+    assert set(kvexp.compare([noted], kv_ratio=0.3, **few)["hash"]) == set(again["hash"])
     kvexp.compare([cell(CELL.replace("return -1.0", "return 1.0"))["MyMethod"]], kv_ratio=0.3, **few)
     after = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
     assert len(after) == len(before) + 1 and before.items() <= after.items()
@@ -700,8 +701,8 @@ def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
 @pytest.mark.slow
 def test_a_curve_is_drawn_where_there_are_examples_enough(folder):
     few = {"model": "testbed_rope", "task": "testbed_summary", "task__max_new_tokens": 3, "limit": 20}
-    made = kvexp.compare(["window", "keydiff.py"], 0.5, **few)
-    assert set(made.table["method"]) == {"full", "window", "keydiff.KeyDiff"}
+    made = kvexp.compare(["window", "keydiff.py"], kv_ratio=0.5, **few)
+    assert set(made["method"]) == {"full", "window", "keydiff.KeyDiff"}
     _, labels = made.figure().axes[0].get_legend_handles_labels()
     assert {"window", "keydiff.KeyDiff"} <= set(labels)
     assert made._repr_html_().startswith("<img") and "<table" in made._repr_html_()
@@ -716,7 +717,7 @@ def test_what_is_not_given_is_as_the_command_line_has_it(folder, monkeypatch):
 
     monkeypatch.setattr("kvexp.results.curves.run_jobs", taken)
     with pytest.raises(ConfigError, match="enough"):
-        kvexp.compare(["h2o"], 0.5)
+        kvexp.compare(["h2o"], kv_ratio=0.5)
     plain = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
     defaults = {key: value for one in plain["defaults"] if isinstance(one, dict) for key, value in one.items()}
     for group in ("model", "task", "generation", "budget", "prefill"):
@@ -754,6 +755,10 @@ def test_a_class_whose_source_cannot_be_had_is_refused():
         kvexp.compare([3])
     with pytest.raises(ConfigError, match="there is no method 'h20'; did you mean h2o"):
         kvexp.compare(["h20"])
+    with pytest.raises(ConfigError, match=r"task must be a name.* kv_ratio=0.5"):
+        kvexp.compare(["h2o"], 0.5)
+    with pytest.raises(ConfigError, match=r"max_new_tokens; did you mean .*task.max_new_tokens.*written __"):
+        kvexp.compare(["h2o"], max_new_tokens=5)
 
 
 def test_an_imported_class_runs_as_its_file_is_now(folder, monkeypatch):
