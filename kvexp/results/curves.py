@@ -1,4 +1,4 @@
-"""Methods beside each other in one call from Python: the runs of a sweep, their table and their figure."""
+"""Comparison of methods in one call from Python: the runs of a sweep, their table and their figure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import copy
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,7 +23,7 @@ from kvexp.results.plots import draw_quality as draw
 from kvexp.results.table import table
 from kvexp.run.compose import explained, make_option, meant, option, options, roots, unknown
 from kvexp.run.jobs import HydraJob, run_jobs
-from kvexp.run.user_methods import MISSING, AdmittedMethod, admitted, class_method, load_method, settings_of_class
+from kvexp.run.user_methods import MISSING, admitted, class_method, load_method, settings_of_class
 from kvexp.util import CONF, ConfigError, Session
 
 SHOWN = ("method", "setting", "kv_ratio", "n")  # columns of a notebook's table, before the metric's
@@ -83,7 +83,7 @@ def compare(
     """Run methods on a task at every kv_ratio, with full attention; returns a DataFrame of the runs.
 
     methods: names as after `method=` on the command line (MODULE.CLASS and FILE.py too), and method objects or
-        classes, also of a notebook's cell.
+        classes that stand in a file.
     task, model: names of `kvexp tasks` and `kvexp models`, or a model's folder or hub id; None: what `kvexp run` takes.
     settings: any other setting of `kvexp run`, as in limit=9; a dot in its name is written `__`
         (task__max_new_tokens=8); what is not given is as `kvexp run` has it.
@@ -117,43 +117,28 @@ def compare(
 def _words_of(method: Method | type[Method] | str) -> list[str]:
     """The overrides that stand for a method: its option, and the fields that differ from the option's."""
     if isinstance(method, str):
-        return [f"method={_named(method)}"]
+        loaded = None if method in options("method") else load_method(method)
+        if loaded is None and method not in options("method"):
+            raise ConfigError(f"there is no method {method!r}{meant(method, options('method'))}")
+        return [f"method={method if loaded is None else make_option(loaded)}"]
     if isinstance(method, type):
         method = method()
     cls = type(method)
     if not isinstance(method, Method):
         raise ConfigError(f"methods holds a {cls.__name__}; a method is a name, or an object of kvexp.core.Method")
     if cls.__module__.partition(".")[0] == "kvexp":
-        option, known = cls.name, _option_of(cls)
+        name, found = cls.name, option("method", cls.name)
+        if not found:
+            raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
+        known = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     else:
-        own = _admitted(cls)
-        option, known = make_option(own), settings_of_class(own.cls)
-    values = {name: getattr(method, name) for name in settings_of_class(cls)}
-    changed = {name: value for name, value in values.items() if known.get(name, MISSING) != value}
-    return [f"method={option}", *(_override(f"method.{name}", value) for name, value in changed.items())]
-
-
-def _named(name: str) -> str:
-    if name in options("method"):
-        return name
-    method = load_method(name)
-    if method is None:
-        raise ConfigError(f"there is no method {name!r}{meant(name, options('method'))}")
-    return make_option(method)
-
-
-def _admitted(cls: type[Method]) -> AdmittedMethod:
-    """The class as it was loaded from its file; else as it is now, for what a cell's class uses may have changed."""
-    loaded = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
-    return next(loaded, None) or class_method(cls)
-
-
-def _option_of(cls: type[Method]) -> Mapping[str, Any]:
-    """The settings of a class of kvexp's, as its option has them."""
-    found = option("method", cls.name)
-    if not found:
-        raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+        # The class as it was loaded from its file; else as it is now, for what a cell's class uses may have changed.
+        loaded_ones = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
+        own = next(loaded_ones, None) or class_method(cls)
+        name, known = make_option(own), settings_of_class(own.cls)
+    values = {key: getattr(method, key) for key in settings_of_class(cls)}
+    changed = {key: value for key, value in values.items() if known.get(key, MISSING) != value}
+    return [f"method={name}", *(_override(f"method.{key}", value) for key, value in changed.items())]
 
 
 def _override(key: str, value: Any) -> str:
