@@ -29,7 +29,7 @@ from kvexp.util import CONF, ConfigError, Session
 SHOWN = ("method", "setting", "kv_ratio", "n")  # columns of a notebook's table, before the metric's
 
 
-class Curves(pd.DataFrame):  # type: ignore[misc]
+class Curves(pd.DataFrame):
     """The runs of one `compare` and their baselines: a DataFrame as `kvexp.results.table` gives it, a row per run.
 
     With limit=N all its numbers are over the first N examples, also of runs that have more. Printed, it shows the
