@@ -140,10 +140,8 @@ def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             groups["protocol"][key] = value
         else:
             raise ConfigError(
-                f"model_args: {key} is not known; there are pretrained, method, kv_ratio, protocol, seed, dtype, "
-                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, chat_template_args, "
-                "enable_thinking, think_end_token, method.NAME, budget.NAME, "
-                f"cache.NAME and select.NAME, and the protocol's {', '.join(sorted(switches))}"
+                f"model_args: {key} is not known; there are pretrained, {', '.join((*OWN, *LOADING[1:]))}, method.NAME, "
+                f"budget.NAME, cache.NAME and select.NAME, and the protocol's {', '.join(sorted(switches))}"
             )
     return groups
 
