@@ -140,8 +140,8 @@ def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             groups["protocol"][key] = value
         else:
             raise ConfigError(
-                f"model_args: {key} is not known; there are pretrained, {', '.join((*OWN, *LOADING[1:]))}, method.NAME, "
-                f"budget.NAME, cache.NAME and select.NAME, and the protocol's {', '.join(sorted(switches))}"
+                f"model_args: {key} is not known; there are pretrained, {', '.join((*OWN, *LOADING[1:]))}, "
+                f"{', '.join(f'{group}.NAME' for group in CACHE_GROUPS)}, and the protocol's {', '.join(sorted(switches))}"
             )
     return groups
 
