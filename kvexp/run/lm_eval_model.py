@@ -139,10 +139,8 @@ def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         elif key in switches:
             groups["protocol"][key] = value
         else:
-            raise ConfigError(
-                f"model_args: {key} is not known; there are pretrained, {', '.join((*OWN, *LOADING[1:]))}, "
-                f"{', '.join(f'{group}.NAME' for group in CACHE_GROUPS)}, and the protocol's {', '.join(sorted(switches))}"
-            )
+            known = ("pretrained", *OWN, *LOADING[1:], *(f"{group}.NAME" for group in CACHE_GROUPS), *sorted(switches))
+            raise ConfigError(f"model_args: {key} is not known; there are {', '.join(known)}")
     return groups
 
 
