@@ -265,7 +265,7 @@ class Stepwise:
 
 
 def of_whole(cache: CacheConfig) -> CacheConfig:
-    """Ask for a text alone, whose context is the start token: a ratio is of the whole text."""
+    """Cache for a text alone, whose context is the start token: a ratio is of the whole text."""
     if cache.budget is None or cache.budget.kv_ratio is None:
         return cache
     return dataclasses.replace(cache, budget=dataclasses.replace(cache.budget, of="sequence"))
