@@ -334,9 +334,6 @@ def _spec_points(frame: pd.DataFrame, metrics: list[str], axes: tuple[str, ...])
     ]
 
 
-NAME = "kvexp"
-
-
 def workspace(spec: dict[str, Any], entity: str, project: str) -> Any:
     """A saved view of the project: the run list with verdicts, one section per section of the spec."""
     import wandb_workspaces.workspaces as ws
@@ -351,7 +348,7 @@ def workspace(spec: dict[str, Any], entity: str, project: str) -> Any:
     )
     settings = ws.WorkspaceSettings(max_runs=100)
     return ws.Workspace(
-        entity=entity, project=project, name=NAME, sections=sections, runset_settings=runs, settings=settings
+        entity=entity, project=project, name=PROJECT, sections=sections, runset_settings=runs, settings=settings
     )
 
 
@@ -365,7 +362,7 @@ def report(spec: dict[str, Any], entity: str, project: str) -> Any:
         runs = wr.Runset(entity=entity, project=project, name="runs", run_settings=colors)
         panels = [panel(each, place) for place, each in enumerate(section["panels"])]
         blocks += [wr.H1(section["name"]), wr.PanelGrid(runsets=[runs], panels=panels)]
-    return wr.Report(entity=entity, project=project, title=NAME, blocks=blocks, width="fluid")
+    return wr.Report(entity=entity, project=project, title=PROJECT, blocks=blocks, width="fluid")
 
 
 def panel(described: dict[str, str], place: int = 0) -> Any:
