@@ -563,7 +563,7 @@ REPORT_DOC = """kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever h
 @tells_warnings
 @tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 where there is nothing to show or no place to put it."""
+    """Run `kvexp report`; exit code 0, or 2 where there is nothing to show or no place to put it."""
     parser = argparse.ArgumentParser(prog="kvexp report", description=REPORT_DOC)
     parser.add_argument("outputs", nargs="?", type=Path, default=Path("outputs"), help="the folder of the runs")
     parser.add_argument("file", nargs="?", type=Path, help="what to write (default: report.html in that folder)")

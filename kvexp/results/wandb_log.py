@@ -245,7 +245,7 @@ def _started(**settings: Any) -> Iterator[Any]:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Python values; None for what is missing."""
+    """Row with plain Python values, None for what is missing."""
     return {
         name: None if _missing(value) else getattr(value, "item", lambda v=value: v)() for name, value in row.items()
     }
@@ -264,7 +264,7 @@ is its hash: published again, it is the same run there."""
 @tells_warnings
 @tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, 1 where no run was chosen, 2 where the request cannot work."""
+    """Run `kvexp log`; exit code 0, 1 where no run was chosen, 2 for a wrong request."""
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
@@ -395,7 +395,7 @@ heat-maps are not among them: what kvexp.results.wandb_log publishes has no such
 @tells_warnings
 @tells_errors(ConfigError)
 def dashboards(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 with one line that says why not."""
+    """Run `kvexp log dashboards`; exit code 0, or 2 with one line that says why not."""
     parser = argparse.ArgumentParser(prog="kvexp log dashboards", description=DASHBOARDS_DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
