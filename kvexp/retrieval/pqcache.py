@@ -27,7 +27,7 @@ class PQCache(Retrieval):
     their receipts say so. combine: how the query heads of a kv head become one choice.
 
     max_iter: k-means iterations; adaptive: as many as hide behind one layer's prefill, measured on this machine.
-    cluster_on: cpu, beside the computation on a GPU (the paper), or model, the model's device (which it is anyway with
+    cluster_on: cpu, during the computation on a GPU (the paper), or model, the model's device (which it is anyway with
     offload=False). Codes live in CPU memory and are fetched one layer ahead. cache_tokens: capacity of the block cache
     per kv head, 0 for none.
 

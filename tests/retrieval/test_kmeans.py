@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvexp.retrieval.index import CostModel, assign, init_rows, lloyd, polyfit, polyval, profile_kmeans
+from kvexp.retrieval.index import CostModel, assign, fitted, init_rows, lloyd, profile_kmeans
 
 
 def test_two_clusters_on_a_line():
@@ -119,15 +120,15 @@ def test_iterations_that_hide():
 def test_fits_return_the_polynomial_they_were_made_of():
     lengths = [256, 512, 1024, 2048]
     for wanted in ((3e-9, 2e-6, 1e-3), (2e-6, 1e-3)):
-        found = polyfit(lengths, [polyval(wanted, n) for n in lengths], len(wanted) - 1)
+        found = fitted(lengths, [np.polyval(wanted, n) for n in lengths], len(wanted) - 1)
         assert found == pytest.approx(wanted, rel=1e-6)
-    assert len(polyfit([128], [0.5], 2)) == 1, "one length is a constant"
+    assert len(fitted([128], [0.5], 2)) == 1, "one length is a constant"
 
 
 def test_a_machine_is_measured():
     profile = profile_kmeans(lambda n: n * 1e-4, 4, 8, 16, [64, 128], "cpu")
-    assert polyval(profile.compute, 100) == pytest.approx(0.01)
-    assert polyval(profile.base, 128) > 0
+    assert np.polyval(profile.compute, 100) == pytest.approx(0.01)
+    assert np.polyval(profile.base, 128) > 0
     assert 3 <= profile.iterations(128) <= 300
 
 
@@ -138,7 +139,7 @@ def test_a_length_that_takes_long_is_the_last_one_measured(monkeypatch):
     monkeypatch.setattr(kmeans_schedule, "MAX_SECONDS", 0.0)
     profile = profile_kmeans(lambda n: asked.append(n) or n * 1e-4, 2, 4, 4, [32, 64, 128], "cpu")
     assert asked == [32]
-    assert polyval(profile.compute, 32) == polyval(profile.compute, 999) == pytest.approx(0.0032), (
+    assert np.polyval(profile.compute, 32) == np.polyval(profile.compute, 999) == pytest.approx(0.0032), (
         "one length is a constant"
     )
 
