@@ -68,7 +68,7 @@ def run_at(words: str) -> Run:
 
 
 def baseline_of(run: Run) -> Run:
-    """The full-attention run beside a run, with the same model, task and examples."""
+    """The full-attention run of the same model, task and examples as a run."""
     if run.baseline is None:
         raise ConfigError(f"{run.path} is a run of full attention: there is nothing to compare it with")
     return Run.load(run.path.parent / run.baseline)
@@ -136,7 +136,7 @@ def with_method(settings: Settings, name: str) -> Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One example of a run: enough to generate it again, watched, beside the full cache, or with evictions undone.
+    """One example of a run: enough to generate it again, watched, along with the full cache, or with evictions undone.
 
     prompt, question: token ids; the question is fed after the eviction (or empty). seed: of noise inside the method.
     `decoding` must be greedy. spans: of the prompt, what `keep` spares.
@@ -160,7 +160,7 @@ class Case:
         return self.ahead or len(self.question) + self.decoding.max_new_tokens
 
     def full(self) -> Case:
-        """The same example under full attention."""
+        """This example under full attention."""
         return dataclasses.replace(self, cache=CacheConfig(Full(), beyond_context=self.cache.beyond_context))
 
     def generate_again(self, prepare: Callable[[EvictionCache], object] | None = None) -> Generation:
@@ -253,19 +253,11 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
 # The prompt of a row as it was fed to the model, made again from the run's data and tokenizer.
 
 
-@dataclass(frozen=True)
-class FedPrompt:
-    """A prompt as it was fed.
+def fed_prompt(run: Run, row: Row) -> tuple[str, str]:
+    """The text of all tokens fed before a row's answer, special ones included; their number and digest as a sentence.
 
-    text: of all tokens fed before the answer, special ones included; told: their number and digest, as a sentence.
+    ConfigError where data, chat template or tokenizer do not give the row's tokens any more.
     """
-
-    text: str
-    told: str
-
-
-def fed_prompt(run: Run, row: Row) -> FedPrompt:
-    """The prompt of a row; ConfigError where data, chat template or tokenizer do not give the row's tokens any more."""
     if row.get("prompt_digest") is None:
         raise ConfigError(f"{run.path}: the row of {row['example']} has no digest of its prompt: run it again")
     settings = settings_at(run)
@@ -284,4 +276,4 @@ def fed_prompt(run: Run, row: Row) -> FedPrompt:
     fed = [*prompt.ids, *prompt.question_ids]
     after = f", the last {len(prompt.question_ids)} after the eviction" if prompt.question_ids else ""
     text = tokenizer.decode(fed, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return FedPrompt(text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}")
+    return text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}"

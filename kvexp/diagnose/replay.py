@@ -314,7 +314,8 @@ class FoundCause:
     """The cause of a lost example, as a search found it; saved as JSON.
 
     until: what had to come back, the full cache's output or its score. answer, full, back: outputs of the method, of
-    the full cache, and with the evictions of `cause` undone. spans: texts of its spans; phrase: the cause in words.
+    the full cache, and with the evictions of `cause` undone. spans: texts of its spans; phrase: a sentence on the
+    cause.
     """
 
     example: str
@@ -377,7 +378,7 @@ def span_text(texts: Sequence[str], positions: Sequence[int]) -> str:
 
 
 def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], what: str = "flipped the answer") -> str:
-    """The undone evictions in words, as "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer".
+    """The undone evictions as a phrase: "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer".
 
     what: what losing them did.
     """
@@ -390,7 +391,7 @@ def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], what:
 
 
 def text_of_places(places: Iterable[Place], heads: list[int]) -> str:
-    """Layers and heads in words: "layers 1-2" where all heads are meant, else "layer 1 head 0, layer 3 heads 1, 2"."""
+    """Layers and heads as text: "layers 1-2" where all heads are meant, else "layer 1 head 0, layer 3 heads 1, 2"."""
     by_layer: dict[int, list[int]] = defaultdict(list)
     for layer, head in sorted(places):
         by_layer[layer].append(head)
@@ -570,7 +571,7 @@ class Worst:
 
 
 def worst_tokens(run: Run, text: str = OWN) -> list[Worst]:
-    """Of every measured example, the largest first; a token that the prefill predicts is none."""
+    """One of every measured example, the largest KL first; tokens that the prefill predicts do not count."""
     found = []
     for (_, kind), line in run.divergence().items():
         skip = int(line["first_by_prefill"])
@@ -677,9 +678,9 @@ def classes_of(texts: Sequence[str]) -> list[str]:
     digits: a word with a digit in it, or a number from zero to ten written out. names: a capital that starts no
     sentence, or a name of the testbed's language.
     """
-    words, where = _words(texts)
+    found, where = _words(texts)
     kinds, starts = [], True
-    for word in words:
+    for word in found:
         kinds.append(_kind(word, starts))
         if word.strip():
             starts = word.strip()[-1] in ".!?:\u3002" or "\n" in word

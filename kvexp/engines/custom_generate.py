@@ -1,8 +1,8 @@
 """kvexp's eviction for `model.generate(custom_generate=FOLDER)` of transformers: a folder made of kvexp's modules.
 
-transformers copies nothing but files that lie beside `generate.py`. So, starting from one module, every module of kvexp
-that it imports, however deep, becomes a file named after its dotted name (kvexp.core.slots: core_slots.py), and imports
-of kvexp become relative ones. Nothing else of a source is touched.
+transformers copies nothing but files in the folder of `generate.py`. So, starting from one module, every module of
+kvexp that it imports, however deep, becomes a file named after its dotted name (kvexp.core.slots: core_slots.py), and
+imports of kvexp become relative ones. Nothing else of a source is touched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvexp.util import ConfigError, say, tells_errors
 
 ENTRY, ENTRY_FILE = "kvexp.engines.custom_generate_entry", "generate"
 ROOT = Path(__file__).resolve().parents[2]
-# Names under which a patched model is known. The folder has its own, so that it works beside an installed kvexp.
+# Names under which a patched model is known. The folder has its own, so that it works where kvexp is installed too.
 OWN_NAMES = {
     'ATTN_IMPLEMENTATION = "kvexp"': 'ATTN_IMPLEMENTATION = "kvexp_custom_generate"',
     '_RECORD = "_kvexp_patch"': '_RECORD = "_kvexp_custom_generate_patch"',

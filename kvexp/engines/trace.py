@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def made(args: argparse.Namespace) -> str:
-    """Write the trace that was asked for; returns what was written in words."""
+    """Write the trace that was asked for; returns a sentence on what was written."""
     from kvexp.diagnose.case import cases, chosen, rows_of, run_at
     from kvexp.diagnose.options import check
     from kvexp.engines.trace_check import check_rules

@@ -150,7 +150,7 @@ def check_rules(trace: Trace) -> list[str]:
 
 
 def differences(reference: Trace, other: Trace, score_rtol: float = 1e-3, logprob_atol: float = 1e-2) -> list[str]:
-    """Where an engine differs from the reference, the earliest first, a line each; empty: it conforms.
+    """Differences of an engine from the reference, the earliest first, a line each; empty: it conforms.
 
     A token kept in place of one whose score is as near as score_rtol (relative) is no difference: floating-point sums
     differ between engines. Steps after such a swap are compared only up to the tokens swapped. TraceError for a trace
@@ -232,7 +232,7 @@ def main(words: list[str]) -> int:
         print("usage: trace_check.py REFERENCE.npz [ENGINE.npz]", file=sys.stderr)
         return 2
     try:
-        traces = [read_trace(word) for word in words]
+        traces = [read_trace(each) for each in words]
         found = check_rules(traces[0]) if len(traces) == 1 else differences(traces[0], traces[1])
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -35,7 +35,7 @@ def clamped_keys(keys: Tensor, positions: Tensor, params: AttentionParams) -> Te
 
 
 def clamped_inputs(inputs: AttentionInputs, edge: Tensor) -> AttentionInputs:
-    """The same inputs with every key edge [B] positions away from every query."""
+    """Copy of the inputs with every key edge [B] positions away from every query."""
     positions = inputs.positions.expand(inputs.keys.shape[:3])
     zero = torch.zeros_like(positions)
     query_positions = edge[:, None, None].expand(-1, inputs.keys.shape[1], inputs.query.shape[3])

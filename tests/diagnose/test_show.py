@@ -25,9 +25,6 @@ from kvexp.run.evictions import TWIN, ExampleLog, made, read_example_log, read_t
 from kvexp.run.store import Run, runs
 from kvexp.util import ConfigError
 
-# The marked text, in a terminal and as a page, of a log made by hand; the token texts it is made of.
-
-
 TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered
 TOLD = ExampleLog("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)
 GONE = pd.DataFrame(
