@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from kvexp.core import CacheConfig
 from kvexp.core.sequence import Span
 from kvexp.generate import (
@@ -97,6 +99,14 @@ def chosen(rows: Mapping[str, Row], name: str) -> Row:
         what = "no example" if not found else f"{len(found)} examples"
         raise ConfigError(f"{what} of the run named {name!r}; it has {len(rows)}: {some}, ...")
     return found[0]
+
+
+def plain_table(*heads: str, caption: str | None = None) -> Table:
+    """Empty table without lines: the first column is text, the others are numbers."""
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), caption=caption)
+    for head in heads:
+        table.add_column(head, justify="left" if head == heads[0] else "right", no_wrap=head != heads[0])
+    return table
 
 
 def headline(row: Row) -> float:

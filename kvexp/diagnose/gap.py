@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvexp.diagnose import case
-from kvexp.diagnose.case import headline, rows_of, short_title, with_method
+from kvexp.diagnose.case import headline, plain_table, rows_of, short_title, with_method
 from kvexp.diagnose.options import ensure_diagnosed
 from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.results import stats
@@ -111,14 +111,13 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
 
 
 def show(frame: pd.DataFrame, console: Console) -> None:
-    """One table per model and task."""
+    """Print one table per model and task of what `gaps` returns."""
     for (model, task), part in frame.groupby(["model", "task"], sort=False):
         points = f"points of {part['metric'].iloc[0]} (n = {part['n'].min()})"
         title = f"{titled(f'{model} / {task}', part['question'])}: {points}"
         console.print(title, style="bold", highlight=False, markup=False)
-        table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-        for head in ("method", "budget", "full", "ideal", "score", "lost to\nthe budget", "lost to\nselection"):
-            table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+        lost = "lost to\nthe budget", "lost to\nselection"
+        table = plain_table("method", "budget", "full", "ideal", "score", *lost)
         each: Any
         for each in part.itertuples():
             means = (f"{value:.1f}" for value in (each.full, each.ideal, each.score))
@@ -280,7 +279,7 @@ def _gone(run: Run, name: str, log: ExampleLog, step: int) -> np.ndarray:
     frame = read_table(run, name, EVICTIONS)
     frame = frame[(frame["step"] <= step) & (frame["position"] < log.prompt_tokens)]
     places = [frame[column].to_numpy(dtype=np.int64) for column in ("layer", "head", "position")]
-    return np.ravel_multi_index(places, (len(log.heads), max(log.heads), log.prompt_tokens))
+    return np.ravel_multi_index(places, (len(log.heads), max(log.heads), log.prompt_tokens), mode="clip")
 
 
 def diff(a: Run, b: Run, step: int, console: Console) -> None:
@@ -296,11 +295,11 @@ def diff(a: Run, b: Run, step: int, console: Console) -> None:
         highlight=False,
     )
     for side, names in (("A", found.only_a), ("B", found.only_b)):
-        for line in _told(a, b, side, names, step):
+        for line in _lines(a, b, side, names, step):
             console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
 
 
-def _told(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[str | Table]:
+def _lines(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[str | Table]:
     if not names:
         return
     yield f"\nonly {side} is right: {escape(', '.join(names[:8]))}{', ...' if len(names) > 8 else ''}"
@@ -319,19 +318,13 @@ def _told(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[st
         ("token", CLASSES, tuple(each.by_class for each in kept)),
         ("position", DECILES, tuple(each.by_decile for each in kept)),
     ):
-        yield _table(title, keys, counters, kept[0].there)
+        table = plain_table(title, "there", "A held, B not", "B held, A not")
+        for key in keys:
+            if there := kept[0].there[key]:
+                shares = (f"{counter[key]} ({100 * counter[key] / there:.1f} %)" for counter in counters)
+                table.add_row(key, str(there), *shares)
+        yield table
     for name, mine, other in (("A", kept[0], kept[1]), ("B", kept[1], kept[0])):
         most = (mine.by_text - other.by_text).most_common(WORDS)
         words = ", ".join(f"{escape(text)} {count}" for text, count in most)
         yield f"most where {name} kept more, less what the other did: {words}"
-
-
-def _table(title: str, keys: Sequence[str], counters: tuple[Counter[str], ...], there: Counter[str]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for head in (title, "there", "A held, B not", "B held, A not"):
-        table.add_column(head, justify="left" if head == title else "right", no_wrap=True)
-    for key in keys:
-        if there[key]:
-            shares = (f"{counter[key]} ({100 * counter[key] / there[key]:.1f} %)" for counter in counters)
-            table.add_row(key, str(there[key]), *shares)
-    return table

@@ -23,41 +23,35 @@ from kvexp.run.model_spec import moving_rope
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run
 from kvexp.tasks import LMEval, Task
-from kvexp.util import AtLeast, ConfigError, Progress, check_fields, say
+from kvexp.util import AtLeast, ConfigError, Progress, Rule, check_fields, refuse, say
+
+ELSE = "or diagnose=none"
+REFUSED: tuple[Rule[Settings], ...] = (
+    (
+        lambda s: s.decoding.num_beams > 1,
+        f"diagnose follows one path of tokens, generation.num_beams follows several: set generation=greedy, {ELSE}",
+    ),
+    (
+        lambda s: s.decoding.sample,
+        f"with generation.sample=true chance changes answers as evictions do: set generation=greedy, {ELSE}",
+    ),
+    (
+        lambda s: s.cache.bounded_chunk is not None,
+        f"diagnose logs evictions from the prompt's end on, prefill=bounded evicts before: set prefill=whole, {ELSE}",
+    ),
+    (
+        lambda s: isinstance(s.task, LMEval) or s.task.only_nll or type(s.task).score_choices is not Task.score_choices,
+        "diagnose needs answers that are generated, task={c.task.name} compares probabilities of given texts: "
+        "set diagnose=none",
+    ),
+)
 
 
 def check(settings: Settings) -> None:
     """ConfigError for runs whose answers are not one greedy path of tokens."""
-    decoding, task = settings.decoding, settings.task
-    chooses = type(task).score_choices is not Task.score_choices
-    moving = moving_rope(settings.model)
-    refused = (
-        (
-            decoding.num_beams > 1,
-            f"diagnose follows one path of tokens, not the {decoding.num_beams} of generation.num_beams: set "
-            "generation=greedy",
-        ),
-        (
-            decoding.sample,
-            "with generation.sample=true chance changes answers as evictions do: set generation=greedy",
-        ),
-        (
-            settings.cache.bounded_chunk is not None,
-            "diagnose logs evictions from the prompt's end on, prefill=bounded evicts before: set prefill=whole",
-        ),
-        (
-            moving is not None,
-            f"diagnose feeds answers in one forward, and {moving and moving.why}: take another model",
-        ),
-        (
-            isinstance(task, LMEval) or task.only_nll or chooses,
-            f"diagnose needs answers that are generated, task={task.name} compares probabilities of given texts: take "
-            "another task",
-        ),
-    )
-    for wrong, why in refused:
-        if wrong:
-            raise ConfigError(f"{why}, or diagnose=none")
+    refuse(settings, REFUSED)
+    if (moving := moving_rope(settings.model)) is not None:
+        raise ConfigError(f"diagnose feeds answers in one forward, and {moving.why}: take another model, {ELSE}")
 
 
 def nothing_to_log(settings: Settings) -> str | None:

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import pandas as pd
 import torch
 from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 from kvexp.core import CacheConfig, EvictionLayer, SequenceState
@@ -30,7 +29,7 @@ from kvexp.core.backends import Mask, held_slots
 from kvexp.core.budget_resolution import LayerSlots
 from kvexp.core.ranking import RankedSlots
 from kvexp.core.slots import Slots
-from kvexp.diagnose.case import Case, baseline_of, cases, headline, rows_of, short_title, title_of
+from kvexp.diagnose.case import Case, baseline_of, cases, headline, plain_table, rows_of, short_title, title_of
 from kvexp.diagnose.options import ensure_diagnosed, nothing_to_log
 from kvexp.generate import PrefilledContext
 from kvexp.generate.kl import compare, read_questions
@@ -505,9 +504,8 @@ def show_cause(run: Run, row: Row, options: Options, console: Console) -> None:
     rows = evidence(run, row["example"], undone)
     line = f"With {len(rows)} evictions of {len(undone.positions)} tokens undone it answers: {found.back.strip()} "
     console.print(f"{line}{found.cause.cost}\n", highlight=False, markup=False)
-    table = Table(box=None, header_style="bold", caption="rank: place among the slots there, 1 is kept longest")
-    for name in ("token", "position", "layer", "head", "step", "score", "least score kept", "rank"):
-        table.add_column(name, justify="left" if name == "token" else "right")
+    heads = ("token", "position", "layer", "head", "step", "score", "least score kept", "rank")
+    table = plain_table(*heads, caption="rank: place among the slots there, 1 is kept longest")
     for each in list(rows.itertuples())[:40]:
         numbers = (str(value) for value in (each.position, each.layer, each.head, each.step))
         scores = f"{each.score:.3g}", f"{each.threshold:.3g}", f"{each.rank} of {each.of}"
@@ -519,10 +517,8 @@ def show_cause(run: Run, row: Row, options: Options, console: Console) -> None:
 
 def explain(runs: list[Run], options: Options, first: int | None, console: Console) -> None:
     """Print per run how often one span explains a loss, and the cause of every lost example."""
-    table = Table(box=None, header_style="bold")
     heads = ("run", "lost", "explained", "one span", "two", "more", "tokens", "evictions", "step 0", "trials")
-    for name in heads:
-        table.add_column(name, justify="left" if name == "run" else "right")
+    table = plain_table(*heads)
     for run in runs:
         rows = lost(run)
         logged = [row for row in rows if has(run, row["example"], EVICTIONS)]

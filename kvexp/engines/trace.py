@@ -33,7 +33,7 @@ from kvexp.diagnose.case import Case
 from kvexp.engines.trace_check import PROFILES, VERSION
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
-from kvexp.util import CacheError, ConfigError, say, tells_errors
+from kvexp.util import CacheError, ConfigError, Rule, refuse, say, tells_errors
 
 TRACE_DOC = """kvexp export trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
 follow."""
@@ -149,24 +149,29 @@ class Paged(Mask):
         slots.score[0, :, : slots.length].masked_fill_(~keep, -torch.inf)
 
 
+REFUSED: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: not c.method.evicts or c.method.per_query or c.method.full_cache,
+        "method {c.method.name} evicts nothing: there is no eviction to trace",
+    ),
+    (
+        lambda c: c.method.simulation_only or (c.method.score_spec is not None and c.method.score_spec.over == "full"),
+        "method {c.method.name} exists as a simulation only, which no engine could follow",
+    ),
+    (lambda c: c.renumbered, "traces are of original positions: set cache.positions=original"),
+)
+
+
 def profiled(config: CacheConfig, profile: str) -> CacheConfig:
     """The configuration of a cache as the profile needs it; ConfigError for a method that cannot be traced."""
-    if profile not in PROFILES:
-        raise ConfigError(f"--profile must be one of {', '.join(PROFILES)}, got {profile!r}")
-    method = config.method
-    if not method.evicts or method.per_query or method.full_cache:
-        raise ConfigError(f"method {method.name} evicts nothing: there is no eviction to trace")
-    if method.simulation_only or (method.score_spec is not None and method.score_spec.over == "full"):
-        raise ConfigError(f"method {method.name} exists as a simulation only, which no engine could follow")
+    refuse(config, REFUSED)
     if config.is_ragged:
         assert config.budget is not None
         remedy = f"{config.budget.heads_remedy}{' or union' if config.budget.threshold is None else ''}"
         raise ConfigError(f"heads with budgets of their own have no profile yet: {remedy}")
-    if config.renumbered:
-        raise ConfigError("traces are of original positions: set cache.positions=original")
     if profile == "paged":
         return dataclasses.replace(config, mode="mask")
-    if profile == "append_only" and method.evicts_while_decoding:
+    if profile == "append_only" and config.method.evicts_while_decoding:
         return dataclasses.replace(config, mode="compact", cadence=Cadence(at_prefill=True, every=None))
     return dataclasses.replace(config, mode="compact" if profile == "append_only" else "overwrite")
 

@@ -220,8 +220,8 @@ def test_layers_choose_in_step():
     feed(cache, tiny("llama"), torch.tensor(PROMPTS[:1]), later(5, 1, 8))
     for state in cache.layer_states:
         assert state.memory.lengths == [LENGTHS[0] + 8]
-        _, (_, _, window) = state.memory.resident.read(state.memory.lengths)
-        assert window[0].tolist() == list(range(LENGTHS[0] + 8 - 4, LENGTHS[0] + 8))
+        window, _ = state.memory.resident.window(state.memory.lengths)
+        assert torch.equal(window, state.memory.keys[:, :, LENGTHS[0] + 8 - 4 : LENGTHS[0] + 8])
 
 
 @pytest.mark.parametrize("budget", [Budget(tokens=9), Budget(tokens=8, counts_self=False), Budget(kv_ratio=0.4)])
@@ -229,13 +229,8 @@ def test_the_budget_counts_as_everywhere(budget):
     out = generate(tiny("llama"), PROMPTS[:1], Oracle(n_sinks=2), budget, decoding=GenerationParams(3, eos=None))
     assert receipts(out.cache)[0].slots == 9
     assert receipts(out.cache)[0].retrieval["attended"] == 9
-
-
-def test_rows_have_budgets_of_their_own():
-    out = generate(
-        tiny("llama"), PROMPTS, Oracle(n_sinks=2), Budget(kv_ratio=0.5), decoding=GenerationParams(3, eos=None)
-    )
-    assert [r.slots for r in receipts(out.cache)] == [11, 5, 8]
+    rows = generate(tiny("llama"), PROMPTS, Oracle(n_sinks=2), Budget(kv_ratio=0.5), decoding=GenerationParams(3))
+    assert [receipt.slots for receipt in receipts(rows.cache)] == [11, 5, 8], "each row has a budget of its own"
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -314,14 +309,6 @@ def test_the_share_of_the_search_is_the_papers():
         assert method.index_bits_per_token(128) / (16 * 128) == share
 
 
-def test_attention_kept_is_oracles_at_most():
-    kept = {}
-    for name in ("oracle", "pqcache", "sparq", "quest", "infllm"):
-        out = generate(tiny("mpt"), PROMPTS[:1], METHODS[name], SCARCE, decoding=GenerationParams(2, eos=None))
-        kept[name] = receipts(out.cache)[0].attention_kept
-    assert kept["oracle"] == max(kept.values()) < 1
-
-
 def test_h2o_c_is_given_more():
     for compensation, slots in (("none", 20), ("codes", 20 + 1), ("codes_and_fetch", 30 + 1)):
         method = H2OC(compensation=compensation)
@@ -339,27 +326,9 @@ def test_h2o_c_is_given_more():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: PQCache(m=0), "m must be at least 1"),
-        (lambda: PQCache(b=13), r"b must be in \[1, 12\], got 13"),
-        (lambda: PQCache(max_iter=0), "max_iter must be at least 1 or adaptive, got 0"),
-        (lambda: PQCache(combine="sum"), "combine must be one of softmax_sum, raw_sum, max"),
-        (lambda: PQCache(cluster="all"), "cluster must be one of prompt, outside_window"),
-        (lambda: PQCache(cluster_on="tpu"), "cluster_on must be one of cpu, model"),
-        (lambda: PQCache(kmeans_seed=-1), r"kmeans_seed must be in \[0, 4294967295\]"),
         (lambda: PQCache(cache_tokens=64), "cache_tokens=64 cannot hold one block of 128"),
-        (lambda: PQCache(cache_policy="fifo"), "cache_policy must be one of lfu, lru"),
-        (lambda: PQCache(cache_blocks_per_step=0), "cache_blocks_per_step must be at least 1"),
         (lambda: InfLLM(cache_tokens=100), "cannot hold one block of 128"),
-        (lambda: InfLLM(block=0), "block must be at least 1"),
         (lambda: InfLLM(repr_tokens=200), "lower repr_tokens"),
-        (lambda: InfLLM(choice="head"), "choice must be one of shared, kv_head, query_head"),
-        (lambda: InfLLM(prefill="sparse"), "prefill must be one of full, blockwise"),
-        (lambda: SparQ(r=0), "r must be at least 1"),
-        (lambda: SparQ(combine="min"), "combine must be one of"),
-        (lambda: Quest(page=0), "page must be at least 1"),
-        (lambda: Oracle(n_sinks=-1), "n_sinks must be at least 0"),
-        (lambda: Oracle(recent_ratio=1.5), r"recent_ratio must be in \[0, 1\]"),
-        (lambda: H2OC(compensation="all"), "compensation must be one of codes, codes_and_fetch, none"),
         (lambda: CacheConfig(Oracle(), None), "needs a budget"),
         (lambda: CacheConfig(Oracle(), SCARCE, mode="mask"), "keeps everything"),
         (lambda: CacheConfig(Oracle(), SCARCE, Cadence(every=2)), "leave cache.mode"),
