@@ -17,7 +17,6 @@ from kvexp.generate import (
     GenerationParams,
     PrefilledContext,
     decode,
-    generate,
     generate_from_context,
     prefill,
 )
@@ -175,31 +174,17 @@ class Case:
 
     def generate_again(self, prepare: Callable[[EvictionCache], object] | None = None) -> Generation:
         """The generation of the run, alone in its batch; prepare: is called with the cache before anything is fed."""
-        if self.ahead is not None:
-            return self.answer(self.prefill_prompt(prepare))
-        return generate(
-            self.model,
-            [self.prompt],
-            self.cache,
-            attention_mask=[[1] * len(self.prompt)],
-            questions=[self.question] if self.question else None,
-            decoding=self.decoding,
-            tokenizer=self.tokenizer,
-            seeds=[self.seed],
-            prepare=prepare,
-            spans=[self.spans],
-        )
+        return self.answer(self.prefill_prompt(prepare))
 
     def answer(self, context: PrefilledContext) -> Generation:
         """The answers from a context of the prompt, of one row or of copies of it; uses the context up."""
         rows = len(context.ids)
-        seeds = [self.seed] * rows
+        seeds, questions = [self.seed] * rows, [self.question] * rows
         if self.question and self.ahead is None:
-            questions = [self.question] * rows
             options = {"decoding": self.decoding, "tokenizer": self.tokenizer}
             return generate_from_context(self.model, context, questions, seeds=seeds, **options)
         if self.question:
-            read_questions(self.model, [context], [self.question] * rows)
+            read_questions(self.model, [context], questions)
         return decode(self.model, [context], self.decoding, seeds, self.tokenizer, start=0.0)[0]
 
     def prefill_prompt(

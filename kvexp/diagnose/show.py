@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @tells_errors(ConfigError, CacheError, OSError)
-def carried_out(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def carried_out(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     """Do what `parser`'s arguments say: its `command` gets them and a console. 0, or 2 after printing an error."""
-    trusted = [each for each in words if TRUSTED.fullmatch(each)]
-    methods, others = without_method_words([each for each in words if each not in trusted])
+    trusted = [each for each in arguments if TRUSTED.fullmatch(each)]
+    methods, others = without_method_words([each for each in arguments if each not in trusted])
     args = parser.parse_args(others)
     with active(Session(typed_keys=keys_of(trusted))):
         with_user_methods(methods)

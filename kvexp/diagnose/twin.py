@@ -223,15 +223,12 @@ SHOWN = {
     "error": ("output error, layers below included", None, "magma_r"),
     "error_here": ("output error of this head alone", None, "magma_r"),
 }
-KINDS = (".png", ".svg", ".pdf")
 CURVES = ("lost", "overlap", "error", "error_here")
 
 
 def losses(run: Run, examples: Sequence[str] | None = None) -> pd.DataFrame:
     """The twin rows of these examples (None: of all that have some), with a column `example`."""
-    names = list(rows_of(run)) if examples is None else list(examples)
-    if examples is None:
-        names = [name for name in names if has(run, name, TWIN)]
+    names = [name for name in rows_of(run) if has(run, name, TWIN)] if examples is None else list(examples)
     if not names:
         raise ConfigError(f"{run.path} has no twin: run the same command again with diagnose=twin (its rows stay)")
     frame = pd.concat([read_table(run, name, TWIN).assign(example=name) for name in names], ignore_index=True)
@@ -302,8 +299,8 @@ def curves(frame: pd.DataFrame, title: str) -> Figure:
 
 def check_picture(file: Path) -> None:
     """ConfigError for a kind of picture there is not."""
-    if file.suffix not in KINDS:
-        raise ConfigError(f"{file} must end in {', '.join(KINDS)}")
+    if file.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"{file} must end in .png, .svg or .pdf")
 
 
 def save(figure: Figure, file: Path) -> None:

@@ -226,13 +226,13 @@ def _logprobs(reference: Trace, other: Trace, atol: float) -> list[str]:
 SHOWN = 20  # differences that are printed
 
 
-def main(words: list[str]) -> int:
+def main(files: list[str]) -> int:
     """0: conforms, 1: differs (each difference a line, up to SHOWN), 2: cannot be checked."""
-    if len(words) not in (1, 2) or words[0].startswith("-"):
+    if len(files) not in (1, 2) or files[0].startswith("-"):
         print("usage: trace_check.py REFERENCE.npz [ENGINE.npz]", file=sys.stderr)
         return 2
     try:
-        traces = [read_trace(each) for each in words]
+        traces = [read_trace(each) for each in files]
         found = check_rules(traces[0]) if len(traces) == 1 else differences(traces[0], traces[1])
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -244,7 +244,7 @@ def main(words: list[str]) -> int:
     header = traces[0]["header"]
     what = "follows its own rules" if len(traces) == 1 else "keeps what the reference keeps"
     sizes = f"{header.get('prompt_tokens')} prompt tokens, {header.get('steps')} steps, profile {header.get('profile')}"
-    print(f"{words[-1]}: {f'{len(found)} differences' if found else what} ({sizes})")
+    print(f"{files[-1]}: {f'{len(found)} differences' if found else what} ({sizes})")
     return 1 if found else 0
 
 
