@@ -131,7 +131,7 @@ class RetrievalLayer:
         if sequence.in_prompt:
             prompt = self._store(query, key, value, params, positions)
             out = self.method.attend_prompt(prompt.inputs, prompt.index, prompt.local, prompt.counts)
-            self._end_prompt(prompt.inputs)
+            self._finish_prefill(prompt.inputs)
         else:
             if self.index == 0 and padding is not None and not bool(padding[:, -key.shape[2] :].all()):
                 raise CacheError("a new token is masked out: every row takes a real token at every step")
@@ -154,7 +154,7 @@ class RetrievalLayer:
 
     def index_prompt(self, prompt: StoredPrompt) -> None:
         """Index a prompt that has been stored and observed."""
-        self._end_prompt(prompt.inputs)
+        self._finish_prefill(prompt.inputs)
         self._report()
         self.sequence.layer_done()
 
@@ -232,20 +232,17 @@ class RetrievalLayer:
         local, counts = ([], []) if allowed is None else (allowed.recent, self._num_to_select())
         return StoredPrompt(inputs, self.kv_index, local, counts)
 
-    def _end_prompt(self, inputs: AttentionInputs) -> None:
-        """Index the prompt if it has ended."""
-        if self.sequence.prompt_complete:
-            self._finish_prefill(inputs, list(self.sequence.prompt_lengths))
-
     def _num_to_select(self) -> list[int]:
         """How many slots the method selects, per row: the budget without sinks, window and current token."""
         assert self.layer_slots is not None
         pairs = zip(self.layer_slots.kept, self.layer_slots.recent, strict=True)
         return [max(0, kept - recent - self.method.n_sinks) for kept, recent in pairs]
 
-    def _finish_prefill(self, inputs: AttentionInputs, lengths: list[int]) -> None:
-        """Offload the prompt, which has ended, and index it. lengths: real tokens per row."""
-        sequence, method = self.sequence, self.method
+    def _finish_prefill(self, inputs: AttentionInputs) -> None:
+        """Offload the prompt and index it, if it has ended."""
+        sequence, method, lengths = self.sequence, self.method, list(self.sequence.prompt_lengths)
+        if not sequence.prompt_complete:
+            return
         assert self.layer_slots is not None and self.slots is not None
         room = max(lengths) + (sequence.max_new_tokens or 0)
         layout = OffloadConfig(method.n_sinks, self.layer_slots.recent, room, method.offload, method.cache)

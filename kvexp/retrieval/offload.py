@@ -179,10 +179,10 @@ class BlockCacheConfig:
 class BlockCache:
     """Cached blocks on the device: keys [B, H, n * block, D], values [B, H, n * block, Dv] of n cache slots.
 
-    block_table [B, blocks] on the host: the cache slot of each block, -1 where it is not cached. Block j holds the
-    `config.block` positions from first + j * block on, the same for all kv heads of a row; each row has a policy of its
-    own, so no row depends on its neighbours. Only blocks whose tokens can no longer change are cached. (A departure
-    from PQCache's release, where the last, half filled block may enter and its later tokens are then missing.)
+    Block j holds the `config.block` positions from first + j * block on, the same for all kv heads of a row; each row
+    has a policy of its own, so no row depends on its neighbours. Only blocks whose tokens can no longer change are
+    cached. (A departure from PQCache's release, where the last, half filled block may enter and its later tokens are
+    then missing.)
     """
 
     def __init__(
@@ -195,7 +195,6 @@ class BlockCache:
         self.config, self.first = config, first
         limit = config.tokens // config.block
         self.policies = [BlockPolicy(config.policy, limit) for _ in range(keys.shape[0])]
-        self.block_table = torch.full((keys.shape[0], 0), -1, dtype=torch.int64)
         self.keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3], device=device) for x in (keys, values))
         self.ready: torch.cuda.Event | None = None
 
@@ -209,15 +208,16 @@ class BlockCache:
 
         slots: on the host.
         """
-        b, h = self.keys.shape[:2]
-        if not self.block_table.shape[1] or not self.keys.shape[2]:
-            return torch.full_like(slots, -1)
+        b, h, width = self.keys.shape[:3]
+        known = 1 + max((block for policy in self.policies for block in policy.slots), default=-1)
+        places = torch.full((b, known + 1), -1)  # the cache slot of each block; the last stands for all later ones
+        for row, policy in enumerate(self.policies):
+            for number, at in policy.slots.items():
+                places[row, number] = at
         offset = slots - self.first
-        block = offset // self.config.block
-        known = block.clamp(min=0, max=self.block_table.shape[1] - 1)
-        place = self.block_table.gather(1, known.flatten(1)).view_as(slots)
-        place = place.masked_fill((slots < self.first) | (block != known), -1)
-        head = torch.arange(b * h).view(b, h, 1) * self.keys.shape[2]
+        block = (offset // self.config.block).clamp(min=0, max=known)
+        place = places.gather(1, block.flatten(1)).view_as(slots).masked_fill(slots < self.first, -1)
+        head = torch.arange(b * h).view(b, h, 1) * width
         return torch.where(place >= 0, head + place * self.config.block + offset % self.config.block, -1)
 
     def count(self, slots: Tensor) -> list[list[int]]:
@@ -244,26 +244,24 @@ class BlockCache:
             used = [block for block, n in enumerate(counted[:complete]) if n]
             # Among equals the newer block first, as everywhere.
             used.sort(key=lambda block: (-counted[block], -block))
-            came.append(self._insert(row, used[: self.config.per_step], complete, keys, values, copy_streams))
+            came.append(self._insert(row, used[: self.config.per_step], keys, values, copy_streams))
         self.ready = copy_streams.record("h2d")
         copy_streams.hold("h2d", self.keys, self.values)
         return came
 
-    def _insert(
-        self, row: int, chosen: list[int], blocks: int, keys: Tensor, values: Tensor, copy_streams: CopyStreams
-    ) -> int:
+    def _insert(self, row: int, chosen: list[int], keys: Tensor, values: Tensor, copy_streams: CopyStreams) -> int:
         """Cache the blocks `chosen` of one row, by its policy; returns the number of blocks copied to the device.
 
-        blocks: number of blocks of the row; keys, values: all tokens' in CPU memory.
+        keys, values: all tokens' in CPU memory.
         """
         policy, size = self.policies[row], self.config.block
         before = dict(policy.slots)
         for block in chosen:
             policy.insert(block)
         new = [(block, place) for block, place in policy.slots.items() if before.get(block) != place]
-        self._reserve(max((place for _, place in new), default=-1) + 1, blocks, copy_streams)
         if not new:
             return 0
+        self._reserve(max(place for _, place in new) + 1, copy_streams)
         with copy_streams.copying("h2d"):
             for block, place in new:
                 start, at = self.first + block * size, place * size
@@ -272,16 +270,10 @@ class BlockCache:
                         target[row, head, at : at + size].copy_(
                             source[row, head, start : start + size], non_blocking=True
                         )
-        self.block_table[row] = -1
-        self.block_table[row, list(policy.slots)] = torch.tensor(list(policy.slots.values()), dtype=torch.int64)
         return len(new)
 
-    def _reserve(self, places: int, blocks: int, copy_streams: CopyStreams) -> None:
-        """Grow to `places` cache slots on the device and `blocks` blocks in the table."""
-        if blocks > self.block_table.shape[1]:
-            self.block_table = torch.nn.functional.pad(
-                self.block_table, (0, blocks - self.block_table.shape[1]), value=-1
-            )
+    def _reserve(self, places: int, copy_streams: CopyStreams) -> None:
+        """Grow to `places` cache slots on the device."""
         have = self.keys.shape[2] // self.config.block
         if places > have:
             # What came for the rows before is still on its way into the old buffers.
@@ -299,7 +291,6 @@ class BlockCache:
         other = copy.copy(self)
         other.ready = None
         other.policies = [copy.deepcopy(self.policies[i]) for i in rows.tolist()]
-        other.block_table = self.block_table[rows]
         place = rows.to(self.keys.device)
         other.keys, other.values = self.keys.index_select(0, place), self.values.index_select(0, place)
         return other

@@ -81,32 +81,31 @@ def test_points_lost_by_hand(sweep):
     assert frame.attrs["missing"] == ["tova 0.5"], "its budget has no ideal run"
 
 
+def triple(outputs, full, ideal, h2o, **options):
+    """The rows of `gaps` for three runs of these scores, and what `show` prints of them."""
+    baseline = made(outputs, "full", full, metric=options.get("metric", "exact"))
+    made(outputs, "ideal", ideal, baseline=baseline, **options)
+    made(outputs, "h2o", h2o, baseline=baseline, **options)
+    frame, out = gaps(outputs), io.StringIO()
+    show(frame, Console(file=out, width=100))
+    return frame, out.getvalue()
+
+
 def test_few_examples_have_no_interval(tmp_path):
-    full = made(tmp_path, "full", [100.0] * 19)
-    made(tmp_path, "ideal", [95.0] * 19, baseline=full)
-    made(tmp_path, "h2o", [50.0] * 18 + [100.0], baseline=full)
-    out = io.StringIO()
-    show(frame := gaps(tmp_path), Console(file=out, width=100))
-    assert np.isnan(frame.loc[0, "selection_low"]) and "5.0 (too few)" in out.getvalue()
-    assert "too few: under 20 examples" in out.getvalue()
+    frame, out = triple(tmp_path, [100.0] * 19, [95.0] * 19, [50.0] * 18 + [100.0])
+    assert np.isnan(frame.loc[0, "selection_low"]) and "5.0 (too few)" in out and "too few: under 20 examples" in out
     assert draw(frame).axes[0].patches
 
 
 def test_less_may_be_better(tmp_path):
-    full = made(tmp_path, "full", [1.0, 2.0], metric="nll")
-    made(tmp_path, "ideal", [1.5, 2.5], metric="nll", baseline=full)
-    made(tmp_path, "h2o", [3.5, 2.5], metric="nll", baseline=full)
-    (row,) = gaps(tmp_path).to_dict("records")
-    assert (row["budget"], row["selection"]) == (0.5, 1.0)
+    frame, _ = triple(tmp_path, [1.0, 2.0], [1.5, 2.5], [3.5, 2.5], metric="nll")
+    assert (frame.loc[0, "budget"], frame.loc[0, "selection"]) == (0.5, 1.0)
 
 
 def test_a_budget_in_bytes_is_named_by_its_setting(tmp_path):
-    full = made(tmp_path, "full", [100.0] * 20)
-    for method, score in (("ideal", 90.0), ("h2o", 50.0)):
-        made(tmp_path, method, [score] * 20, baseline=full, kv_ratio=None, setting="bytes_ratio=0.3")
-    out = io.StringIO()
-    show(frame := gaps(tmp_path), Console(file=out, width=100))
-    assert "h2o    bytes_ratio=0.3 " in out.getvalue()
+    budget = {"kv_ratio": None, "setting": "bytes_ratio=0.3"}
+    frame, out = triple(tmp_path, [100.0] * 20, [90.0] * 20, [50.0] * 20, **budget)
+    assert "h2o    bytes_ratio=0.3 " in out
     assert "h2o bytes_ratio=0.3" in [label.get_text() for label in draw(frame).axes[0].get_xticklabels()]
 
 

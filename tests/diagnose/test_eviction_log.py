@@ -176,21 +176,24 @@ def test_a_finished_run_gets_the_log_it_lacks(tmp_path, command, capsys):
     assert not command.failures
 
 
-def test_a_folder_tells_when_its_settings_are_others_now(tmp_path, command):
+def test_a_folder_tells_when_its_settings_cannot_be_read_or_are_others_now(tmp_path, command):
     run_job(job(tmp_path))
     run = run_of(tmp_path)
     file = run.path / "command.json"
     asked = json.loads(file.read_text())
-    for part in ("config", "choices"):
-        file.write_text(json.dumps({key: value for key, value in asked.items() if key != part}))
-        with pytest.raises(ConfigError, match=rf"command\.json: KeyError: '{part}'"):
+    other = json.loads(file.read_text())
+    other["config"]["kv_ratio"] = other["config"]["budget"]["kv_ratio"] = 0.4
+    again = "run the same command again"
+    damaged = ["{", "{}", '{"config": [], "choices": {}, "overrides": []}', "[" * 99999]
+    damaged += [
+        json.dumps({key: value for key, value in asked.items() if key != part}) for part in ("config", "choices")
+    ]
+    for text, why in (*((text, again) for text in damaged), (json.dumps(other), "not those of its rows any more")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why):
             settings_at(run)
-    asked["config"]["kv_ratio"] = asked["config"]["budget"]["kv_ratio"] = 0.4
-    file.write_text(json.dumps(asked))
-    with pytest.raises(ConfigError, match="not those of its rows any more"):
-        settings_at(run)
     file.unlink()
-    with pytest.raises(ConfigError, match="does not know how it was asked for: run the same command again"):
+    with pytest.raises(ConfigError, match=f"does not know how it was asked for: {again}"):
         settings_at(run)
     run_job(job(tmp_path))
     assert settings_at(run).labels == run.labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -196,15 +197,14 @@ def test_a_trace_that_breaks_its_rules_is_told(tmp_path, capsys):
 
 
 def test_what_cannot_be_traced_is_said():
-    for method, why in ((Full(), "evicts nothing"),):
-        case = case_of("llama", H2O())
+    case = case_of("llama", H2O())
+    for cache, why in (
+        (CacheConfig(Full()), "evicts nothing"),
+        (CacheConfig(H2O(), Budget(tokens=60)), "fits into the budget"),
+        (CacheConfig(H2O(), Budget(tokens=12), positions="renumbered"), "original positions"),
+    ):
         with pytest.raises(ConfigError, match=why):
-            trace_of(type(case)(case.model, case.prompt, [], CacheConfig(method), case.decoding), "per_head", 3, MODEL)
-    with pytest.raises(ConfigError, match="fits into the budget"):
-        traced(H2O(), tokens=60)
-    renumbered = case_of("llama", H2O(), positions="renumbered")
-    with pytest.raises(ConfigError, match="original positions"):
-        trace_of(renumbered, "per_head", 3, MODEL)
+            trace_of(dataclasses.replace(case, cache=cache), "per_head", 3, MODEL)
 
 
 def test_evictions_of_a_trace_are_those_of_the_log():
