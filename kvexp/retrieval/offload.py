@@ -210,13 +210,14 @@ class BlockCache:
         """
         b, h, width = self.keys.shape[:3]
         known = 1 + max((block for policy in self.policies for block in policy.slots), default=-1)
-        places = torch.full((b, known + 1), -1)  # the cache slot of each block; the last stands for all later ones
-        for row, policy in enumerate(self.policies):
+        # The cache slot of each block; the last column stands for all later blocks.
+        table = [[-1] * (known + 1) for _ in self.policies]
+        for row, policy in zip(table, self.policies, strict=True):
             for number, at in policy.slots.items():
-                places[row, number] = at
+                row[number] = at
         offset = slots - self.first
         block = (offset // self.config.block).clamp(min=0, max=known)
-        place = places.gather(1, block.flatten(1)).view_as(slots).masked_fill(slots < self.first, -1)
+        place = torch.tensor(table).gather(1, block.flatten(1)).view_as(slots).masked_fill(slots < self.first, -1)
         head = torch.arange(b * h).view(b, h, 1) * width
         return torch.where(place >= 0, head + place * self.config.block + offset % self.config.block, -1)
 
