@@ -37,7 +37,7 @@ from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, qk_matmul
 from kvexp.core.backends import RecordingBackend, SlotsBefore
 from kvexp.diagnose.case import Case, cases, chosen, rows_of, run_at, short_title, with_method
-from kvexp.diagnose.options import check, nothing_to_log
+from kvexp.diagnose.options import check_diagnosable, nothing_to_log
 from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.diagnose.show import RUN, carried_out
 from kvexp.diagnose.twin import check_picture, save
@@ -1060,7 +1060,7 @@ class CausalOptions:
 def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
     """The measurements of the asked examples, made where they are missing; each is written once complete."""
     settings = settings_at(run)
-    check(settings)
+    check_diagnosable(settings)
     methods = method_settings(settings, options.methods)
     rows = _wanted(rows_of(run), options)
     if not rows:

@@ -47,7 +47,7 @@ REFUSED: tuple[Rule[Settings], ...] = (
 )
 
 
-def check(settings: Settings) -> None:
+def check_diagnosable(settings: Settings) -> None:
     """ConfigError for runs whose answers are not one greedy path of tokens."""
     refuse(settings, REFUSED)
     if (moving := moving_rope(settings.model)) is not None:
@@ -80,7 +80,7 @@ class Log:
 
     def check(self, settings: Settings) -> None:
         """ConfigError, before any model loads, for a run that cannot be diagnosed."""
-        check(settings)
+        check_diagnosable(settings)
 
     def run_after(self, settings: Settings, run: Run) -> None:
         """Write what the run's folder lacks; for a run that evicts nothing, print a line that says so."""

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def made(args: argparse.Namespace) -> str:
     """Write the trace that was asked for; returns a sentence on what was written."""
     from kvexp.diagnose.case import cases, opened
-    from kvexp.diagnose.options import check
+    from kvexp.diagnose.options import check_diagnosable
     from kvexp.run.batches import settings_at
 
     if args.new_tokens < 1:
@@ -58,7 +58,7 @@ def made(args: argparse.Namespace) -> str:
         raise ConfigError(f"--out must end in .npz, got {args.out}")
     run, row = opened(args.run, args.example)
     settings = settings_at(run)
-    check(settings)
+    check_diagnosable(settings)
     profiled(settings.cache, args.profile)
     ((_, case, _),) = cases(settings, [row])
     known = {"name": settings.labels["model"], "family": case.model.config.model_type}
