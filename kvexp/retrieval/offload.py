@@ -326,52 +326,47 @@ class OffloadConfig:
     cache: BlockCacheConfig | None = None
 
 
-class ResidentKV:
-    """Sinks [B, H, n, *] and a ring buffer [B, H, W, *] of the newest tokens, each as a pair of keys and values.
+class ResidentPart:
+    """Sinks [B, H, n, D] of one layer's keys or values, and a ring buffer [B, H, W, D] of the newest tokens.
 
     Position p of a row is at p % W of its ring; W is the largest recent window and 1 for the newest token.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], config: OffloadConfig) -> None:
-        """Take the sinks and the recent window out of a prompt.
+    def __init__(self, prompt: Tensor, lengths: list[int], config: OffloadConfig) -> None:
+        """Take the sinks and the recent window out of a prompt [B, H, S, D], padded on the left.
 
-        keys [B, H, S, D], values [B, H, S, Dv]: of the prompt, padded on the left; lengths: real tokens per row.
+        lengths: real tokens per row.
         """
         width = max(config.local) + 1
-        ends = torch.tensor(lengths, device=keys.device)[:, None]
-        place = torch.arange(width, device=keys.device)
+        ends = torch.tensor(lengths, device=prompt.device)[:, None]
+        place = torch.arange(width, device=prompt.device)
         newest = ends - 1 - (ends - 1 - place) % width  # the newest position that belongs at each place
-        first = torch.arange(config.sinks, device=keys.device).expand(len(lengths), -1)
-        pads = keys.shape[2] - ends
-        self.sinks = _gather_positions(keys, pads + first), _gather_positions(values, pads + first)
-        self.recent_ring = _gather_positions(keys, pads + newest), _gather_positions(values, pads + newest)
+        first = torch.arange(config.sinks, device=prompt.device).expand(len(lengths), -1)
+        pads = prompt.shape[2] - ends
+        self.sinks, self.ring = _gather_positions(prompt, pads + first), _gather_positions(prompt, pads + newest)
 
     @property
     def nbytes(self) -> int:
         """Bytes of sinks and ring."""
-        return sum(x.nbytes for x in (*self.sinks, *self.recent_ring))
+        return self.sinks.nbytes + self.ring.nbytes
 
-    def add(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
-        """Write the token at positions[i] of every row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
-        width = self.recent_ring[0].shape[2]
-        for ring, sinks, new in zip(self.recent_ring, self.sinks, (key, value), strict=True):
-            write_token(ring, [p % width for p in positions], new[:, :, 0])
-            for row, p in enumerate(positions):
-                if p < sinks.shape[2]:
-                    sinks[row, :, p] = new[row, :, 0]
+    def add(self, new: Tensor, positions: list[int]) -> None:
+        """Write the token at positions[i] of every row i: new [B, H, 1, D]."""
+        write_token(self.ring, [p % self.ring.shape[2] for p in positions], new[:, :, 0])
+        for row, p in enumerate(positions):
+            if p < self.sinks.shape[2]:
+                self.sinks[row, :, p] = new[row, :, 0]
 
-    def window(self, lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, W, D] and values of the recent window in order of position. lengths: tokens per row."""
-        device, width = self.recent_ring[0].device, self.recent_ring[0].shape[2]
+    def window(self, lengths: list[int]) -> Tensor:
+        """The recent window [B, H, W, D] in order of position. lengths: tokens per row."""
+        device, width = self.ring.device, self.ring.shape[2]
         places = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
-        keys, values = (_gather_positions(x, places % width) for x in self.recent_ring)
-        return keys, values
+        return _gather_positions(self.ring, places % width)
 
-    def index_rows(self, rows: Tensor) -> ResidentKV:
+    def index_rows(self, rows: Tensor) -> ResidentPart:
         """A copy for batch rows `rows` [n], which may repeat."""
-        other, chosen = copy.copy(self), rows.to(self.recent_ring[0].device)
-        other.sinks = self.sinks[0].index_select(0, chosen), self.sinks[1].index_select(0, chosen)
-        other.recent_ring = self.recent_ring[0].index_select(0, chosen), self.recent_ring[1].index_select(0, chosen)
+        other, chosen = copy.copy(self), rows.to(self.ring.device)
+        other.sinks, other.ring = self.sinks.index_select(0, chosen), self.ring.index_select(0, chosen)
         return other
 
 
@@ -398,7 +393,7 @@ class OffloadedKV:
 
     keys [B, H, C, D], values [B, H, C, Dv]: every token, in CPU memory (offloaded), or on the device on a CPU or with
     offload=False; on a CPU `read` takes all from there, to the same numbers and counts. lengths: tokens held, per row.
-    resident: sinks and recent window on the device. traffic: bytes moved, per row.
+    resident: sinks and recent window on the device, of keys and of values. traffic: bytes moved, per row.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], config: OffloadConfig) -> None:
@@ -414,7 +409,7 @@ class OffloadedKV:
         self.keys, self.values = (
             empty_host((*x.shape[:2], room, x.shape[3]), x, home, pinned=self.offloaded) for x in (keys, values)
         )
-        self.resident = ResidentKV(keys, values, lengths, config)
+        self.resident = [ResidentPart(x, lengths, config) for x in (keys, values)]
         self.copy_streams.hold("d2h", keys, values)
         with self.copy_streams.copying("d2h"):
             for target, source in ((self.keys, keys), (self.values, values)):
@@ -459,7 +454,7 @@ class OffloadedKV:
     @property
     def resident_bytes(self) -> int:
         """Bytes on the device: sinks, recent window, cached blocks."""
-        return self.resident.nbytes + (self.cache.nbytes if self.cache is not None else 0)
+        return sum(part.nbytes for part in self.resident) + (self.cache.nbytes if self.cache is not None else 0)
 
     # -- tokens coming in ---------------------------------------------------------------------------------------------
 
@@ -467,7 +462,8 @@ class OffloadedKV:
         """Append one token to every row: key [B, H, 1, D], value [B, H, 1, Dv]."""
         positions = list(self.lengths)
         self._grow(max(positions) + 1)
-        self.resident.add(key, value, positions)
+        for part, new in zip(self.resident, (key, value), strict=True):
+            part.add(new, positions)
         if self.offloaded:
             self._copy_out_async(key, value, positions)
         else:
@@ -525,8 +521,8 @@ class OffloadedKV:
         layout = step_layout(self.lengths, self.config.local, self.config.sinks, slots.device)
         positions = torch.cat([layout.first.expand(-1, h, -1), slots, layout.last.expand(-1, h, -1)], dim=2)
         if self.offloaded or self.device.type != "cpu":
-            parts = zip(self.resident.sinks, self.fetch(slots), self.resident.window(self.lengths), strict=True)
-            keys, values = (torch.cat(part, dim=2) for part in parts)
+            pairs = zip(self.resident, self.fetch(slots), strict=True)
+            keys, values = (torch.cat([near.sinks, far, near.window(self.lengths)], dim=2) for near, far in pairs)
             return keys, values, positions, False
         complete = int(positions.amin()) >= 0
         rows = positions if complete else positions.clamp(min=0)
@@ -626,7 +622,7 @@ class OffloadedKV:
         other.config = replace(self.config, local=[self.config.local[i] for i in chosen])
         other.keys = index_select_host(self.keys, rows, pinned=self.offloaded)
         other.values = index_select_host(self.values, rows, pinned=self.offloaded)
-        other.resident = self.resident.index_rows(rows)
+        other.resident = [part.index_rows(rows) for part in self.resident]
         other.cache = self.cache.index_rows(rows, self.copy_streams) if self.cache is not None else None
         return other
 

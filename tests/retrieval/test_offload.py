@@ -55,7 +55,7 @@ def test_every_token_is_where_it_should_be(lengths, local, sinks, new):
             truth[row].append(key[row, :, 0])
     assert held.lengths == [n + new for n in lengths]
     layout = step_layout(held.lengths, held.config.local, sinks, torch.device("cpu"))
-    near = [(held.resident.sinks, layout.first), (held.resident.window(held.lengths), layout.last)]
+    near = [(held.resident[0].sinks, layout.first), (held.resident[0].window(held.lengths), layout.last)]
     for row, (n, past) in enumerate(zip(held.lengths, local, strict=True)):
         slots = torch.full((2, HEADS, n), -1)
         slots[row] = torch.arange(n)
@@ -63,7 +63,7 @@ def test_every_token_is_where_it_should_be(lengths, local, sinks, new):
         for p in range(n):
             assert torch.equal(got[:, p], truth[row][p])
         there = []
-        for (k, _), positions in near:
+        for k, positions in near:
             for place, p in enumerate(positions[row, 0].tolist()):
                 if p >= 0:
                     there.append(p)
@@ -91,12 +91,12 @@ def test_a_read_at_once_is_a_read_in_parts(lengths, local, sinks, count, seed):
             held.add(*new)
         slots = torch.stack([torch.randint(-1, n + 1, (HEADS, count), generator=drawn) for n in lengths])
         keys, values, positions, complete = whole.read(slots)
-        each = (parts.resident.sinks, parts.fetch(slots), parts.resident.window(parts.lengths))
+        each = zip(parts.resident, parts.fetch(slots), strict=True)
         live = positions >= 0
         assert complete == bool(live.all())
         assert torch.equal(positions[:, :, sinks : sinks + count], slots)
-        for got, part in zip((keys, values), zip(*each, strict=True), strict=True):
-            expected = torch.cat(part, dim=2)
+        for got, (near, far) in zip((keys, values), each, strict=True):
+            expected = torch.cat([near.sinks, far, near.window(parts.lengths)], dim=2)
             assert torch.equal(got[live], expected[live])
             assert (got[~live] == 0).all()
         assert whole.traffic == parts.traffic
