@@ -1,6 +1,6 @@
-"""Chat templates as kvexp renders them: on one day whatever the clock says, with the arguments that were asked for.
+"""Chat templates: rendered on one day whatever the clock says, with the arguments that were asked for.
 
-Also what a template tells of itself: the variables it reads, whether it asks the clock, and its tags of thinking.
+And facts read off a template: the variables it reads, whether it asks the clock, and its tags of thinking.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class ThoughtfulAnswer:
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What a chat template tells of itself.
+    """Facts of a chat template.
 
-    changes: whether its texts go by the clock or by chance where nobody stops them; thinking: its tags, None without.
+    changes: whether its texts depend on the clock or on chance where nobody stops them; thinking: its tags, or None.
     """
 
     changes: bool
@@ -130,11 +130,15 @@ def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], now: datetime,
 
 def _moment(tokenizer: Any) -> datetime:
     """The date that the clock shows: of date_string among the arguments where that is one."""
-    words = str(getattr(tokenizer, _ARGUMENTS, {}).get("date_string", TODAY))
+    return _date(str(getattr(tokenizer, _ARGUMENTS, {}).get("date_string", TODAY))) or datetime(2024, 7, 26)
+
+
+def _date(text: str) -> datetime | None:
+    """The date that a text writes in one of DATES."""
     for form in DATES:
         with contextlib.suppress(ValueError):
-            return datetime.strptime(words, form)
-    return datetime.strptime(TODAY, DATES[0])
+            return datetime.strptime(text, form)
+    return None
 
 
 @contextlib.contextmanager
@@ -154,7 +158,7 @@ def _stopped(tokenizer: Any, now: datetime, seed: int) -> Iterator[None]:
 
 
 def _own_names(tokenizer: Any) -> list[dict[str, Any]]:
-    """The global names of transformers' rendering, and where a tokenizer brings code of its own, those of its package.
+    """The global names of transformers' rendering, and of the package that a tokenizer's own code lies in.
 
     Then also the names of `datetime` and `time` themselves, which a function may import when it is called.
     """
@@ -204,7 +208,7 @@ def _clock(now: datetime) -> dict[Any, Any]:
     seconds = int((now - datetime(1970, 1, 1)) / timedelta(seconds=1))
     known = SimpleNamespace(**vars(time_module))  # also while the module's own names are these
     there = known.gmtime(seconds)
-    told: dict[Any, dict[str, Any]] = {
+    frozen: dict[Any, dict[str, Any]] = {
         datetime_module: {"datetime": Frozen, "date": FrozenDate},
         time_module: {
             "time": lambda: float(seconds),
@@ -216,8 +220,8 @@ def _clock(now: datetime) -> dict[Any, Any]:
             "asctime": lambda at=there: known.asctime(at),
         },
     }
-    each = {_place(getattr(module, name)): value for module, names in told.items() for name, value in names.items()}
-    return each | {id(module): SimpleNamespace(**{**vars(module), **names}) for module, names in told.items()}
+    each = {_place(getattr(module, name)): value for module, names in frozen.items() for name, value in names.items()}
+    return each | {id(module): SimpleNamespace(**{**vars(module), **names}) for module, names in frozen.items()}
 
 
 def template_of(tokenizer: Any) -> str | None:
@@ -281,18 +285,14 @@ def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], option: str = 
         # A template that asks `is false` would not see the text.
         if isinstance(value, str) and value.lower() in ("true", "false"):
             raise ConfigError(f"{option}: {name} is the text {value!r}; write {name}: {value.lower()} without quotes")
-    source = template_of(tokenizer) or ""
-    if "date_string" in arguments and "date_string" not in source:
+    if "date_string" in arguments and "date_string" not in (template_of(tokenizer) or ""):
         date = str(arguments["date_string"])
-        for form in DATES:
-            with contextlib.suppress(ValueError):
-                datetime.strptime(date, form)
-                return
-        raise ConfigError(f"{option}: date_string must be a date such as {TODAY} or 2024-07-26, got {date!r}")
+        if _date(date) is None:
+            raise ConfigError(f"{option}: date_string must be a date such as {TODAY} or 2024-07-26, got {date!r}")
 
 
 def facts_of(tokenizer: Any) -> TemplateFacts:
-    """What the tokenizer's chat template tells, with the arguments it has; of none, and of a broken one, nothing."""
+    """Facts of the tokenizer's chat template with the arguments it has; none, and a broken one, change nothing."""
     source = template_of(tokenizer)
     if source is None:
         return TemplateFacts(False, None)
@@ -357,8 +357,8 @@ def _tags_rendered(tokenizer: Any) -> tuple[str, str] | None:
     now = _moment(tokenizer)
     asked = _tried(tokenizer, [user], now)
     with contextlib.suppress(Exception):  # as in `_tried`
-        told = _rendered(tokenizer, [user, said], now, 0)
-        before, found, after = told.partition(_THOUGHT)
+        text = _rendered(tokenizer, [user, said], now, 0)
+        before, found, after = text.partition(_THOUGHT)
         begin = before.removeprefix(asked or "").strip() if before.startswith(asked or "") else ""
         end = after.partition(answer)[0].strip()
         return (begin, end) if found and begin and end else None

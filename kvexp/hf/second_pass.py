@@ -80,7 +80,7 @@ class RepeatedPrompt:
             )
 
     def chunks(self, lengths: Sequence[int], pad: int) -> list[tuple[Tensor, RepeatedChunk]]:
-        """The forwards of the pass: token ids [n, Q], padded with `pad` on the left, and what the layers are told.
+        """The forwards of the pass: token ids [n, Q], padded with `pad` on the left, and how the layers read them.
 
         lengths: real tokens of every row.
         """
@@ -221,7 +221,7 @@ def _forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: SecondPas
 
 @contextmanager
 def input_norms(model: PreTrainedModel, chunk: RepeatedChunk, *, wanted: bool) -> Iterator[None]:
-    """In the block, each attention module first puts the 2-norm of its input, query by query, into the chunk.
+    """A block in which each attention module first puts the 2-norm of its input, query by query, into the chunk.
 
     Does nothing where it is not wanted.
     """

@@ -37,9 +37,6 @@ from kvexp.run.model_spec import load
 from kvexp.run.settings import batch_budget, settings_of
 from kvexp.util import ConfigError
 
-# With nothing evicted, kvexp is Hugging Face: same tokens, same logits, for every family and way of decoding.
-
-
 ROOT = Path(__file__).resolve().parents[2]
 NEW, WIDTH = 13, 19
 WAYS = {

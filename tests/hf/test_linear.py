@@ -34,9 +34,6 @@ from kvexp.methods import Full
 from kvexp.run.model_spec import ModelSpec, load
 from kvexp.util import ConfigError
 
-# Linear layers at the speed of memory: the same sums as `nn.Linear` in every shape, and the same model around them.
-
-
 HERE = torch.backends.mkldnn.is_available()
 onednn = pytest.mark.skipif(not HERE, reason="torch without oneDNN")
 SHAPES = [(3,), (1, 1), (2, 1), (1, 2), (1, 3), (5, 7), (0, 1), ()]
