@@ -11,7 +11,7 @@ import copy
 import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -367,10 +367,8 @@ REFUSED: tuple[Rule[GenerationParams], ...] = (
 )
 # `GenerationParams` under the names that transformers gives them.
 OWN_NAMES = {"do_sample": "sample", "eos_token_id": "eos", "prefill_chunk_size": "prefill_chunk"}
-GENERATION_NAMES = (
-    *("max_new_tokens", "min_new_tokens", "num_beams", "early_stopping", "length_penalty", "do_sample", "temperature"),
-    *("top_k", "top_p", "eos_token_id", "stop_strings", "prefill_chunk_size"),
-)
+_OURS = {each.name for each in fields(GenerationParams)} - {*OWN_NAMES.values(), "thinking"}
+GENERATION_NAMES = (*OWN_NAMES, *sorted(_OURS))
 
 
 def parted(decoding: GenerationParams | None, options: Mapping[str, Any]) -> tuple[GenerationParams, dict[str, Any]]:

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, Method
 from kvexp.generate.inputs import check_finite, check_tokens, question_lengths, real_prompts, rows_that_fit
-from kvexp.generate.prefill import PrefilledContext, forward_logits, prefill
+from kvexp.generate.prefill import PrefilledContext, prefill
 from kvexp.hf.moving_rope import MovingRope
+from kvexp.hf.patch import forward_logits
 from kvexp.util import ConfigError
 
 

@@ -23,6 +23,7 @@ from kvexp.generate.inputs import (
     seeds_per_row,
 )
 from kvexp.hf import EvictionCache, MultiMethodCache
+from kvexp.hf.patch import forward_logits
 from kvexp.util import PROMPTS, ConfigError, worked
 
 
@@ -169,15 +170,6 @@ def decode_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache:
     options["attention_mask"] = token.new_ones(token.shape[0], 0)
     output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
     logits: Tensor = output.logits[:, -1]
-    return logits
-
-
-def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache, keep: int) -> Tensor:
-    """Logits [B, keep, V] of the last `keep` columns; arguments as in `forward_last`."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options = {} if model.config.model_type == "mpt" else {"position_ids": positions}
-    output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
-    logits: Tensor = output.logits
     return logits
 
 

@@ -570,7 +570,8 @@ def _bpe(header: GgufHeader) -> models.BPE:
         vocabulary = {token: index for index, token in enumerate(tokens)}
         return models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split in LLAMA3_SPLITS)
     except Exception as error:  # tokenizers' own: no base but this
-        raise ConfigError(f"its merges are not pairs of tokens that make a third one: {error}") from error
+        reason = " ".join(str(error).split())[:100]
+        raise ConfigError(f"its merges are not pairs of tokens that make a third one: {reason}") from error
 
 
 def tokenizer_of_header(header: GgufHeader) -> PreTrainedTokenizerBase:

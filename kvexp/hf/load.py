@@ -286,7 +286,7 @@ def check_headers(folder: Path, layers: int) -> None:
             with safe_open(file, framework="pt") as opened:
                 held += len(opened.keys())
         except Exception as error:  # safetensors' own have no public base
-            # No rights, or no memory to map it, which torch tells as a RuntimeError: the file may be whole.
+            # No rights, or no memory to map it, which torch raises as a RuntimeError: the file may be whole.
             if isinstance(error, OSError) or os.strerror(errno.ENOMEM) in str(error):
                 raise ConfigError(f"{file} cannot be read: {error}") from error
             raise ConfigError(f"{file} is damaged ({error}): fetch or copy it again") from error
@@ -403,7 +403,14 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         check_activations(config)
     except ConfigError as error:
         raise ConfigError(f"config.json of {path}: {error}") from error
-    _check_quantised(path, config)
+    quantised, known = getattr(config, "quantization_config", None), AUTO_QUANTIZATION_CONFIG_MAPPING
+    own = isinstance(quantised, dict) and not (quantised.get("load_in_8bit") or quantised.get("load_in_4bit"))
+    if own and quantised.get("quant_method") not in known:  # of which transformers merely warns
+        raise ConfigError(
+            f"config.json of {path}: quantization_config has quant_method={quantised.get('quant_method')!r}; the "
+            f"installed transformers knows {', '.join(sorted(known))} and would take other weights as they are stored: "
+            "dequantise them, or remove quantization_config where they are not quantised"
+        )
     if (path_of(path, "model.path") / "generation_config.json").is_file():  # else ignored, end tokens and all
         _from_hub(path, "generation settings", GenerationConfig.from_pretrained)
     return config
@@ -421,19 +428,6 @@ def load_generation_config(path: str, *, revision: str | None = None, trust_remo
 def generation_config_from(config: Any) -> Any:
     """The Hugging Face generation settings of a model without a file of them; config: its own, None for no model."""
     return GenerationConfig() if config is None else GenerationConfig.from_model_config(config)
-
-
-def _check_quantised(path: str, config: Any) -> None:
-    """ConfigError where weights are quantised in a way that transformers does not know, which it merely warns of."""
-    settings = getattr(config, "quantization_config", None)
-    if not isinstance(settings, dict) or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
-        return
-    if settings.get("quant_method") not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise ConfigError(
-            f"config.json of {path}: quantization_config has quant_method={settings.get('quant_method')!r}; the "
-            f"installed transformers knows {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))} and would take other "
-            "weights as they are stored: dequantise them, or remove quantization_config where they are not quantised"
-        )
 
 
 def load_tokenizer(

@@ -429,6 +429,19 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None
 
 
+def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Any, keep: int) -> Tensor:
+    """Logits [B, keep, V] of the last `keep` columns, after one forward of ids [B, Q] through a cache.
+
+    mask [B, columns so far]: 0 for padding, by which real tokens are at positions 0, 1, 2, …
+    """
+    device = model.get_input_embeddings().weight.device
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions.to(device)}
+    options |= {"attention_mask": mask.to(device), "past_key_values": cache}
+    logits: Tensor = model(ids.to(device), use_cache=True, logits_to_keep=keep, **options).logits
+    return logits
+
+
 NAMES = ("o_proj", "out_proj", "c_proj", "dense")  # of the projection, in the attention modules of all families
 _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
 

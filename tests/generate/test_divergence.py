@@ -21,7 +21,7 @@ from kvexp.generate import (
     prefill_together,
 )
 from kvexp.generate.kl import compare
-from kvexp.generate.prefill import forward_logits
+from kvexp.hf.patch import forward_logits
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
 from kvexp.retrieval import PQCache
 from kvexp.util import ConfigError
