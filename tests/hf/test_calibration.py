@@ -19,6 +19,7 @@ from tiny import CONFIGS, tiny
 from experiments import testbed
 from kvexp.core import Budget, CacheConfig, QueryCalibration
 from kvexp.core import statistics as query_calibration
+from kvexp.core.statistics import CalibrationLayer
 from kvexp.hf import EvictionCache, calibrate_queries
 from kvexp.hf.calibrate import QUERIES
 from kvexp.hf.load import byte_tokenizer
@@ -31,6 +32,7 @@ from kvexp.run.calibrate import calibrate_main as main
 from kvexp.run.calibrate import calibrate_main as training
 from kvexp.run.calibrate import calibration_texts, sequences_of
 from kvexp.run.calibrated import model_digest
+from kvexp.run.lm_eval_model import ModelArguments
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.settings import settings_of
 from kvexp.tasks import TestbedSummary
@@ -92,6 +94,10 @@ def test_a_method_that_needs_one_is_refused_without_and_with_another_models() ->
     for nothing in ([], [[]]):
         with pytest.raises(ConfigError, match="at least one sequence, and a token in each"):
             calibrate_queries(tiny("llama"), nothing)
+    with pytest.raises(CacheError, match="one sequence: rows cannot be reordered"):
+        CalibrationLayer().select_rows(torch.tensor([0]))
+    with pytest.raises(ConfigError, match="--model_args cannot give: use kvexp run task=lm_eval method=qfilters"):
+        ModelArguments.of("qfilters", 0.5, "generate", {})
 
 
 def test_forks_share_it_and_methods_without_the_need_hold_none() -> None:
