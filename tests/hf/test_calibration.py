@@ -36,7 +36,7 @@ from kvexp.run.lm_eval_model import ModelArguments
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.settings import settings_of
 from kvexp.tasks import TestbedSummary
-from kvexp.util import ConfigError
+from kvexp.util import CacheError, ConfigError
 
 
 def drawn(seed: int, *shape: int) -> QueryCalibration:
