@@ -57,6 +57,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LAYERS = 2
 
 
+class Hashable(dict[str, Any]):
+    """Settings of a configuration as an argument of `stock` and `tiny`, which keep models by their arguments."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
+
+
 @functools.cache
 def stock(family: str, **changes: Any) -> PreTrainedModel:
     """The family's own Hugging Face model, eager attention, weights large enough for attention to be uneven."""

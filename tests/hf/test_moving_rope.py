@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_conf import composed
-from tiny import VOCAB, stock
+from tiny import VOCAB, Hashable, stock
 from transformers import AutoModelForCausalLM
 
 from kvexp.core import Budget
@@ -59,14 +59,7 @@ def tiny_model(kind, family="llama"):
     rope = rope_of(kind, 14, 12)
     if family == "gpt_neox":
         rope |= {"partial_rotary_factor": 1.0}
-    return copy.deepcopy(stock(family, rope_parameters=_Hashable(rope), max_position_embeddings=12))
-
-
-class _Hashable(dict):
-    """So that `stock` can be cached by its arguments."""
-
-    def __hash__(self):
-        return hash(json.dumps(self, sort_keys=True))
+    return copy.deepcopy(stock(family, rope_parameters=Hashable(rope), max_position_embeddings=12))
 
 
 def alone(kind, prompt, new=6, family="llama"):
@@ -343,7 +336,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize(("rope", "holds"), LENGTHS.values(), ids=LENGTHS)
 def test_a_rope_factor_lengthens_the_context(rope, holds):
-    model = stock("llama", rope_parameters=_Hashable(rope | {"rope_theta": 10000.0}), max_position_embeddings=128)
+    model = stock("llama", rope_parameters=Hashable(rope | {"rope_theta": 10000.0}), max_position_embeddings=128)
     assert max_positions(model.config) == holds
     prompt = torch.randint(0, VOCAB, (holds - 1,), generator=torch.Generator().manual_seed(3)).tolist()
     model = patch_model(copy.deepcopy(model))
