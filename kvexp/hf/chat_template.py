@@ -114,17 +114,16 @@ def with_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
+def render(
+    tokenizer: Any, turns: Sequence[Mapping[str, str]], *, now: datetime | None = None, seed: int = 0, **options: Any
+) -> str:
     """The text of the tokenizer's chat template around these turns, at the date of TODAY or of its date_string.
 
-    options: of apply_chat_template. Errors are jinja's, and whatever a template does with its values.
+    now: what the clock shows instead; seed: of random numbers; options: of apply_chat_template. Errors are jinja's, and
+    whatever a template does with its values.
     """
-    return _rendered(tokenizer, turns, _moment(tokenizer), 0, **options)
-
-
-def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], now: datetime, seed: int, **options: Any) -> str:
     given = {"date_string": TODAY, **getattr(tokenizer, _ARGUMENTS, {})}
-    with _stopped(tokenizer, now, seed):
+    with _stopped(tokenizer, now or _moment(tokenizer), seed):
         return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], tokenize=False, **given, **options))
 
 
@@ -305,20 +304,17 @@ def _changes(tokenizer: Any) -> bool:
     """Whether a conversation reads otherwise at another moment, or with other random numbers."""
     user, model = {"role": "user", "content": _WORDS}, {"role": "assistant", "content": "An answer."}
     system = {"role": "system", "content": "A system turn."}
+    moments = (None, datetime(1999, 11, 3, 15, 45, 10), datetime(2031, 2, 9, 8))
     for turns in ([user], [system, user], [user, model, user]):
-        texts = {
-            _tried(tokenizer, turns, now, seed)
-            for seed, now in enumerate((_moment(tokenizer), datetime(1999, 11, 3, 15, 45, 10), datetime(2031, 2, 9, 8)))
-        }
-        if len(texts) > 1:
+        if len({_tried(tokenizer, turns, now=now, seed=seed) for seed, now in enumerate(moments)}) > 1:
             return True
     return False
 
 
-def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]], now: datetime, seed: int = 0) -> str | None:
+def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]], **how: Any) -> str | None:
     """The text up to where an answer begins; None where the template does not take such turns."""
     with contextlib.suppress(Exception):  # no common base, as in `render`
-        return _rendered(tokenizer, turns, now, seed, add_generation_prompt=True)
+        return render(tokenizer, turns, add_generation_prompt=True, **how)
     return None
 
 
@@ -328,7 +324,7 @@ def _thinking(tokenizer: Any, source: str) -> Thinking | None:
     if tags is None:
         return None
     made = Thinking(*tags)
-    asked = _tried(tokenizer, [{"role": "user", "content": _WORDS}], _moment(tokenizer)) or ""
+    asked = _tried(tokenizer, [{"role": "user", "content": _WORDS}]) or ""
     behind = asked.rpartition(_WORDS)[2]
     return replace(made, opened=behind.rfind(made.begin) > behind.rfind(made.end))
 
@@ -354,10 +350,9 @@ def _tags_rendered(tokenizer: Any) -> tuple[str, str] | None:
     """What the template writes around the reasoning of an assistant's turn."""
     user, answer = {"role": "user", "content": _WORDS}, "An answer."
     said = {"role": "assistant", "content": answer, "reasoning_content": _THOUGHT}
-    now = _moment(tokenizer)
-    asked = _tried(tokenizer, [user], now)
+    asked = _tried(tokenizer, [user])
     with contextlib.suppress(Exception):  # as in `_tried`
-        text = _rendered(tokenizer, [user, said], now, 0)
+        text = render(tokenizer, [user, said])
         before, found, after = text.partition(_THOUGHT)
         begin = before.removeprefix(asked or "").strip() if before.startswith(asked or "") else ""
         end = after.partition(answer)[0].strip()
