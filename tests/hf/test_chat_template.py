@@ -380,15 +380,20 @@ def scripted(monkeypatch):
     return script
 
 
-def answered(folder, place, *overrides):
-    """The rows of a run over one question about a text."""
+def run_with(folder, place, *overrides, questions=2):
+    """A run over questions about a text."""
     data = place / "data.jsonl"
-    row = {"context": "Paris is a city.", "questions": [{"question": "Which city?", "answers": "Paris"}]}
-    data.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    words = [f"task.data_files={data}", f"outputs_dir={place / 'out'}", "method=full", *overrides]
-    return evaluate_run(settings(folder, *words)).rows()
+    asked = [{"question": f"Which city {number}?", "answers": "Paris"} for number in range(questions)]
+    data.write_text(json.dumps({"context": "Paris is a city. " * 9, "questions": asked}) + "\n", encoding="utf-8")
+    return evaluate_run(settings(folder, f"task.data_files={data}", f"outputs_dir={place / 'out'}", *overrides))
 
 
+def answered(folder, place, *overrides):
+    """The rows of a run with the full cache over one question."""
+    return run_with(folder, place, "method=full", *overrides, questions=1).rows()
+
+
+HALF = "kv_ratio=0.5"
 THOUGHT = "<think>\nThe text names a city, and it is Paris, in it.\n</think>\n\nParis"
 PLACES = ("task.question=in_prompt", "task.question=after_eviction")
 
@@ -496,8 +501,8 @@ def test_rows_of_other_prompts_are_never_paired(folders, scripted, tmp_path):
     from kvexp.results.table import table
 
     scripted("Paris")
-    baseline = run_with(folders(PLAIN), tmp_path, "full")
-    other = run_with(folders(PLAIN), tmp_path, "window")
+    baseline = run_with(folders(PLAIN), tmp_path, "method=full", HALF)
+    other = run_with(folders(PLAIN), tmp_path, "method=window", HALF)
     assert list(table(tmp_path / "out")["paired"].dropna()) == [2]
     change(other, lambda row: row.update(prompt_digest="0" * 16))
     with pytest.raises(ConfigError) as told:
@@ -514,23 +519,17 @@ def test_a_run_does_not_go_on_with_other_prompts(folders, scripted, tmp_path):
     for method, whose in (("full", 0), ("window", 1), ("window", 0)):
         place = tmp_path / f"{method}{whose}"
         place.mkdir()
-        runs = [run_with(folders(PLAIN), place, "full"), run_with(folders(PLAIN), place, "window")]
+        runs = [
+            run_with(folders(PLAIN), place, "method=full", HALF),
+            run_with(folders(PLAIN), place, "method=window", HALF),
+        ]
         change(runs[whose], lambda row: row.update(prompt_digest="0" * 16))
         lost = runs[method == "window"].path / "examples.jsonl"
         lines = lost.read_text(encoding="utf-8").splitlines(keepends=True)
         lost.write_text(lines[-1], encoding="utf-8")
         with pytest.raises(ConfigError, match="has rows of other prompts than this run would send: example"):
-            run_with(folders(PLAIN), place, method)
+            run_with(folders(PLAIN), place, f"method={method}", HALF)
         assert lost.read_text(encoding="utf-8") == lines[-1]
-
-
-def run_with(folder, place, method):
-    """A run over two questions about a text."""
-    data = place / "data.jsonl"
-    asked = [{"question": f"Which city {number}?", "answers": "Paris"} for number in range(2)]
-    data.write_text(json.dumps({"context": "Paris is a city. " * 9, "questions": asked}) + "\n", encoding="utf-8")
-    words = [f"task.data_files={data}", f"outputs_dir={place / 'out'}", f"method={method}", "kv_ratio=0.5"]
-    return evaluate_run(settings(folder, *words))
 
 
 def change(run, how):
