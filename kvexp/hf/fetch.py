@@ -150,7 +150,7 @@ def cached_conversion(sha256: str, version: int = CONVERSION) -> ConvertedModel 
 
 @functools.lru_cache(maxsize=4)
 def _unchanged(folder: Path, sha256: str, version: int, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
-    """As `cached_conversion`, remembered for a folder whose files (name, stamp) have not changed since the last call."""
+    """As `cached_conversion`, remembered while the folder's files (name, stamp) stay as they are."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files, source = dict(manifest["files"]), manifest["source"]
