@@ -1,7 +1,7 @@
-"""Are the testbed's models good enough to measure with? Runs what decides it, prints it, writes it into their cards.
+"""Are the testbed's models good enough to measure with? Runs what decides it and prints it (docs/testbed.md has it).
 
     python -m experiments.testbed                     all models (about 10 minutes on two cores)
-    python -m experiments.testbed testbed_rope --no-cards
+    python -m experiments.testbed testbed_rope
 
 Asked on unseen test documents, as part of the plan of the testbed: full attention finds needles (exact match >= 95),
 chooses (accuracy >= 90), summarizes (ROUGE-2 >= 80) and answers questions (F1 >= 85) on prompts of at least 256 tokens;
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.studies.testbed import NAMES as MODELS
-from experiments.studies.testbed import card
 from kvexp.results.table import table
 from kvexp.util import watch_pipes
 
@@ -114,19 +112,12 @@ def markdown(frame: pd.DataFrame, size: int) -> str:
     return "\n".join(lines)
 
 
-def into_card(model: str, text: str) -> None:
-    """Write the model's card again, with these scores."""
-    facts = json.loads((FOLDER / model / "training.json").read_text())
-    (FOLDER / model / "README.md").write_text(card(model, facts, text))
-
-
 def main() -> int:
     """0 if every model reaches every mark, else 1."""
     parser = argparse.ArgumentParser(prog="python -m experiments.testbed", description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--outputs", type=Path, default=Path("outputs/testbed"))
     parser.add_argument("--size", type=int, default=SIZE, help="examples per task")
-    parser.add_argument("--no-cards", action="store_true", help="leave the model cards as they are")
     args = parser.parse_args()
     for model in args.models:
         if not (FOLDER / model / "training.json").exists():
@@ -135,11 +126,8 @@ def main() -> int:
     short = 0
     for model in models:
         frame = measure(model, args.outputs.resolve(), args.size)
-        text = markdown(frame, args.size)
-        print(f"\n{model}\n{text}")
+        print(f"\n{model}\n{markdown(frame, args.size)}")
         short += sum(not claim.value(frame) >= claim.at_least for claim in CLAIMS)
-        if not args.no_cards:
-            into_card(model, text)
     print(f"\n{short} of {len(CLAIMS) * len(models)} marks were missed")
     return 1 if short else 0
 

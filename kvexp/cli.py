@@ -5,7 +5,6 @@ Next to nothing is imported here, so that `kvexp --help` is quick and a misspelt
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import re
@@ -14,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from kvexp.util import CONF, ConfigError, say, tells_errors, watch_pipes
+from kvexp.util import CONF, ConfigError, did_you_mean, say, tells_errors, watch_pipes
 
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
@@ -58,7 +57,7 @@ def main() -> NoReturn:
         sys.exit(0)
     name = words[0]
     if name not in COMMANDS:
-        print(f"error: kvexp has no command {name!r}; {_nearest(name, COMMANDS)}", file=sys.stderr)
+        print(f"error: kvexp has no command {name!r}{_nearest(name, COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     if (part := " ".join(words[:2])) in PARTS:
         name = part
@@ -71,8 +70,7 @@ def main() -> NoReturn:
 
 def _nearest(name: str, known: Collection[str]) -> str:
     """The known name that was probably meant, else all of them."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+    return did_you_mean(name, known) or f"; one of {', '.join(known)}"
 
 
 def _function(place: str) -> Callable[[list[str]], int]:
@@ -132,7 +130,7 @@ def _listed(group: str, names: list[str]) -> int:
         elif not line:
             said = []
     if wrong := [name for name in names if name not in known]:
-        say(f"error: no {group} {wrong[0]!r}; {_nearest(wrong[0], known)}", file=sys.stderr)
+        say(f"error: no {group} {wrong[0]!r}{_nearest(wrong[0], known)}", file=sys.stderr)
         return 2
     if not names:
         for name, text in known.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import errno
 import fcntl
 import functools
@@ -169,6 +170,12 @@ def _allowed(hint: Any, value: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_allowed(each, value) for each in arguments)
     return "a list" if tuple in (hint, origin) or list in (hint, origin) else f"a {getattr(hint, '__name__', hint)}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean h2o?", or nothing where no known name is near."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 # Settings that exclude each other: a table of when, and of what to say.

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from kvexp.run import store as divergence_lines
 from kvexp.run.store import Run
 from kvexp.tasks.articles import assistants, own_digest
 
@@ -86,7 +85,7 @@ def long_answers(folder: Path) -> None:
             line |= {"tokens": list(range(100)), "kl": kl, "full_logprob": [-1.0] * 100}
             lines.append({**line, "logprob": [-1.0 - each for each in kl], "same_top1": [1] * 100})
         if base is not None:
-            divergence_lines.append(run, lines)
+            run.append_divergence(lines)
         run.finish(2)
         base = base or run
 

@@ -9,7 +9,6 @@ import pandas as pd
 
 import kvexp
 from kvexp.results.divergence import write_scale
-from kvexp.run import store as divergence_lines
 from kvexp.run.evictions import EVICTIONS, ExampleLog, write_example_log, write_table
 from kvexp.run.store import Run, refuse
 
@@ -76,7 +75,7 @@ def diverging(run: Run, level: float) -> None:
         line = {"example": f"e{index}", "index": index, "text": "own", "first_by_prefill": True, "tokens": [1, 2, 3]}
         numbers = {"kl": kl, "full_logprob": [-1.0] * 3, "logprob": [-1.0 - level] * 3, "same_top1": [1, 1, index % 2]}
         lines.append(line | numbers)
-    divergence_lines.append(run, lines)
+    run.append_divergence(lines)
     changes = [{"change": f"{bits}-bit {EVIL}", "n": 8, "kl": 0.02 / bits, "top1": 0.99} for bits in (8, 4)]
     write_scale(run, pd.DataFrame(changes))
 

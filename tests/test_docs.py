@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import io
 import json
-import linecache
 import re
 import runpy
 import subprocess
@@ -214,9 +213,7 @@ def test_python_of_a_page_runs(page, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(folder_of(page, tmp_path))
     known = {"__name__": "__main__"}
     for number, script in enumerate(scripts(page)):
-        name = f"<{page.name} {number}>"  # as a notebook's cell, whose source is kept
-        linecache.cache[name] = (len(script), None, script.splitlines(keepends=True), name)
-        exec(compile(script, name, "exec"), known)
+        exec(compile(script, f"<{page.name} {number}>", "exec"), known)
     assert capsys.readouterr().out
 
 
@@ -326,8 +323,7 @@ def test_every_method_has_an_oracle_as_the_page_says():
     """Those that choose nothing, or are another's with other settings, need none."""
     told = set(options("method"))
     oracles = "".join(
-        (ROOT / "tests" / f"{name}.py").read_text("utf-8")
-        for name in ("methods/test_kept_sets", "retrieval/test_retrieval_oracles")
+        (ROOT / "tests" / f"{name}.py").read_text("utf-8") for name in ("cases", "retrieval/test_retrieval_oracles")
     )
     for cls in CLASSES:
         if cls.name in told and cls.name != "full":
@@ -413,7 +409,7 @@ def test_every_column_of_the_table_is_told():
 def test_every_file_of_a_run_folder_is_told():
     source = (ROOT / "kvexp" / "run" / "store.py").read_text("utf-8")
     files = set(re.findall(r"\"([a-z.]+\.jsonl?)\"", source)) - {".json"}
-    assert {"config.json", "examples.jsonl", "quarantine.jsonl"} <= files
+    assert {"config.json", "examples.jsonl", "divergence.jsonl"} <= files
     for name in files:
         assert name in RESULTS.partition("## Identity")[0], name
 

@@ -1,6 +1,6 @@
 """Compile the kernels for sm_80, sm_90 and sm_100 without a GPU, and hold their machine code against bars.
 
-    make gpu-compile                      # the default set, compared with the table in table.md
+    make gpu-compile                      # the default set, compared with table.csv
     make gpu-compile ARGS=--write         # writes that table
     make gpu-compile ARGS=--all           # every specialisation, bars alone (about an hour)
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from benchmarks.machine_code.cases import ALL, DEFAULT, Case
 from benchmarks.machine_code.compiler import check_installed, compile_all
 from benchmarks.machine_code.launches import Specialisation, specialisations
-from benchmarks.machine_code.sass import DEVICES, Line, broken, differences, markdown, write
+from benchmarks.machine_code.sass import DEVICES, Line, broken, differences, table
 from kvexp.util import ConfigError, watch_pipes
 
-PAGE = Path(__file__).with_name("table.md")
+TABLE = Path(__file__).with_name("table.csv")
 
 
 def calls_of(cases: tuple[Case, ...]) -> dict[Specialisation, list[str]]:
@@ -36,7 +36,7 @@ def calls_of(cases: tuple[Case, ...]) -> dict[Specialisation, list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_code", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every specialisation, not the default set")
-    parser.add_argument("--write", action="store_true", help="write the table in benchmarks/machine_code/table.md")
+    parser.add_argument("--write", action="store_true", help="write the table in benchmarks/machine_code/table.csv")
     parser.add_argument("--only", default="", help="calls and kernels that contain this text; no table")
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     tasks = [(spec, capability) for spec in calls for capability in DEVICES]
     codes = dict(zip(tasks, compile_all(tasks, options.workers), strict=True))
     lines = [Line(spec, tuple(of), {sm: codes[spec, sm] for sm in DEVICES}) for spec, of in calls.items()]
-    made, wrong = markdown(lines, triton), 0
+    made, wrong = table(lines, triton), 0
     for line in lines:
         for capability, code in line.codes.items():
             for why in broken(line.spec, code, capability):
@@ -62,11 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.only:
         print(made)
     elif options.write:
-        write(PAGE, made)
+        TABLE.write_text(made, encoding="utf-8")
     elif not options.all:
-        changed = differences(PAGE, made)
+        changed = differences(TABLE.read_text(encoding="utf-8"), made)
         wrong += len(changed)
-        print("\n".join(["table.md says something else: make gpu-compile ARGS=--write", *changed] if changed else []))
+        print("\n".join(["table.csv says something else: make gpu-compile ARGS=--write", *changed] if changed else []))
     seconds = time.perf_counter() - start
     print(f"{len(tasks)} machine codes of {len(calls)} specialisations in {seconds:.0f} s; {wrong or 'nothing'} wrong")
     return 1 if wrong else 0

@@ -1,12 +1,13 @@
-"""What cuobjdump says of a kernel's machine code, what the code must hold, and the table of table.md."""
+"""What cuobjdump says of a kernel's machine code, what the code must hold, and the rows of table.csv."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.machine_code.launches import Specialisation
 
@@ -134,7 +135,6 @@ def broken(spec: Specialisation, code: MachineCode, capability: int) -> list[str
     return wrong
 
 
-BEGIN, END = "<!-- machine code: begin -->", "<!-- machine code: end -->"
 HEAD = (
     "kernel and call",
     "tile, warps",
@@ -161,7 +161,7 @@ class Line:
         rows = f"{tile['M']} x {tile['N']}" if "M" in tile else f"{tile['G']} x {tile['N']}"
         options = dict(self.spec.options)
         return (
-            f"`{self.spec.kernel}` {self.calls[0]}",
+            f"{self.spec.kernel} {self.calls[0]}",
             f"{rows}, {options.get('num_warps', 4)}",
             _each(codes, lambda code, _: str(code.registers)),
             _each(codes, lambda code, _: f"{code.shared / 1024:.3g}"),
@@ -178,26 +178,16 @@ def _each(codes: dict[int, MachineCode], what: Callable[[MachineCode, int], str]
     return values[0] if len(set(values)) == 1 else " / ".join(values)
 
 
-def markdown(lines: list[Line], triton: str) -> str:
-    """The generated part of the page, between its marks."""
-    rows = [HEAD, ("---",) * len(HEAD), *(line.cells() for line in lines)]
-    made = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"{BEGIN}\n\nTriton {triton}; sm_80 / sm_90 / sm_100, or one number for all three.\n\n{made}\n\n{END}"
+def table(lines: list[Line], triton: str) -> str:
+    """The table as CSV; its first column's name says which Triton made it."""
+    file = io.StringIO()
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow((f"Triton {triton}: {HEAD[0]}", *HEAD[1:]))
+    rows.writerows(line.cells() for line in lines)
+    return file.getvalue()
 
 
-def differences(page: Path, made: str) -> list[str]:
-    """The lines that a page's generated part lacks (+) and has too many (-); empty where it is up to date."""
-    there = generated(page.read_text(encoding="utf-8")).splitlines()
-    wanted = made.splitlines()
+def differences(recorded: str, made: str) -> list[str]:
+    """The lines that a recorded table lacks (+) and has too many (-); empty where it is up to date."""
+    there, wanted = recorded.splitlines(), made.splitlines()
     return [f"+ {line}" for line in wanted if line not in there] + [f"- {line}" for line in there if line not in wanted]
-
-
-def generated(text: str) -> str:
-    """A page's generated part, its marks included; ValueError without marks."""
-    return text[text.index(BEGIN) : text.index(END) + len(END)]
-
-
-def write(page: Path, made: str) -> None:
-    """Put the generated part into the page."""
-    text = page.read_text(encoding="utf-8")
-    page.write_text(text.replace(generated(text), made), encoding="utf-8")

@@ -18,7 +18,7 @@ from experiments.lib.draw import panels_of
 from experiments.lib.tables import Side, ends, estimate, of, option, pooled_difference, pooled_kl
 from kvexp.results.divergence import PerExample, share_interval
 from kvexp.results.stats import LEVEL
-from kvexp.run.store import EPSILON_KL, OWN, Run, read
+from kvexp.run.store import EPSILON_KL, OWN, Run
 
 Verdict = tuple[bool | None, str]  # holds, does not hold or undecided; a sentence with the numbers
 Judge = Callable[[pd.DataFrame], Verdict]
@@ -177,7 +177,7 @@ def divergence_frame(outputs: Path, frame: pd.DataFrame, first: int | None) -> p
     """
     rows = []
     for _, run in frame.iterrows():
-        lines = [line for (_, text), line in read(Run.load(outputs / run["hash"])).items() if text == OWN]
+        lines = [line for (_, text), line in Run.load(outputs / run["hash"]).divergence().items() if text == OWN]
         found = PerExample.of([line for line in lines if first is None or line["index"] < first])
         if found is None:
             continue

@@ -59,7 +59,7 @@ from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_col
 from kvexp.run.batches import examples_of, settings_at
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompt_of
-from kvexp.run.store import EPSILON_KL, OWN, Line, Run, read, run_name
+from kvexp.run.store import EPSILON_KL, OWN, Line, Run, run_name
 from kvexp.util import ConfigError, Console, Progress, watch_pipes
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
 
     limit: the first so many of the task's examples.
     """
-    lines = sorted((line["index"], example, line) for (example, text), line in read(run).items() if text == OWN)
+    lines = sorted((line["index"], example, line) for (example, text), line in run.divergence().items() if text == OWN)
     texts = {example: line for _, example, line in lines[:limit]}
     if not texts:
         raise ConfigError(
@@ -257,7 +257,7 @@ def _measured(folder: Folder, baseline: Folder | None, metric: str) -> Measured 
     """None where the run has no divergence or no score."""
     score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
     score = {name: value for name, value in score.items() if math.isfinite(value)}
-    one = PerExample.of([line for (_, text), line in read(folder.run).items() if text == OWN])
+    one = PerExample.of([line for (_, text), line in folder.run.divergence().items() if text == OWN])
     if one is not None:
         kl = dict(zip(one.names, zip(one.kl.tolist(), one.tokens.tolist(), strict=True), strict=True))
     else:

@@ -44,7 +44,7 @@ from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings
-from kvexp.run.store import NAME, OWN, Line, Run, identity, read
+from kvexp.run.store import DIVERGENCE, OWN, Line, Run, identity
 from kvexp.util import (
     CONF,
     CacheError,
@@ -582,7 +582,7 @@ def entry_of(run: Run) -> Entry:
         raise ConfigError(f"{run.path} is a run of the full cache, which entries are measured against: name another")
     if run.command is None:
         raise ConfigError(f"{run.path} does not know how it was asked for: run it again")
-    own = {line["example"]: line for (_, text), line in read(run).items() if text == OWN}
+    own = {line["example"]: line for (_, text), line in run.divergence().items() if text == OWN}
     if not own:
         raise ConfigError(
             f"{run.path} has no divergence yet: run kvexp results {run.path.parent} --view divergence --measure"
@@ -609,7 +609,7 @@ def entry_of(run: Run) -> Entry:
     entry |= _of_full(full, entry["metric"])
     entry |= {name: _number(row.get(name)) for name in ("peak_kv_bytes", "ttft_s", "tpot_s")}
     entry |= {"yardstick": folder.baseline_check, "code": run.config["method"].get("source")}
-    entry["digests"] = {name: _digest(run.path / name) for name in ("examples.jsonl", NAME)}
+    entry["digests"] = {name: _digest(run.path / name) for name in ("examples.jsonl", DIVERGENCE)}
     digests = {name: each.get("prompt_digest") for name, each in folder.scored.items()}
     outputs = {name: hashlib.sha256(each["output"].encode()).hexdigest() for name, each in folder.scored.items()}
     entry["rows"] = [

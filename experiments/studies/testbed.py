@@ -39,7 +39,6 @@ from kvexp.tasks.testbed import (
     ATTRIBUTES,
     END,
     GRAMMAR,
-    LANGUAGE,
     PAD,
     SPLITS,
     START,
@@ -357,7 +356,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def export(model: Any, folder: Path, log: Path, facts: dict[str, Any]) -> None:
-    """Write the folder whole or not at all. facts: what the card says of the training, JSON values."""
+    """Write the folder whole or not at all. facts: how it was trained, JSON values."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     half = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items()}
@@ -366,52 +365,8 @@ def export(model: Any, folder: Path, log: Path, facts: dict[str, Any]) -> None:
     tokenizer().save_pretrained(part)
     shutil.copy(log, part / "training.jsonl")
     (part / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (part / "README.md").write_text(card(folder.name, facts))
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
-
-
-def card(name: str, facts: dict[str, Any], scores: str = "") -> str:
-    """The model card. experiments/testbed.py writes it again with the scores that it measures."""
-    longest = CURRICULUM[facts["stage"]].high
-    recall = "\n".join(f"| {kind} | {100 * value:.1f} |" for kind, value in facts["validation_recall"].items())
-    return f"""# {name}
-
-A causal language model of {facts["parameters"]:,} parameters ({facts["layout"]} layout) that knows kvexp's synthetic
-language (version {LANGUAGE}) and nothing else. The weights are stored as float16; they were trained in float32.
-`python -m experiments.studies.testbed train {name} --out FOLDER` trains it again from scratch, `make testbed` all four.
-
-| | |
-|---|---|
-| steps, tokens | {facts["steps"]:,}, about {facts["tokens"] / 1e6:.0f} million, padding included |
-| documents in training | up to {longest} tokens (stage {facts["stage"] + 1} of {len(CURRICULUM)} of the curriculum) |
-| data seed | {facts["seed"]} |
-| device, time | {facts["device"]}, {facts["seconds"] / 60:.0f} minutes |
-| torch, commit | {facts["torch"]}, {_commit(facts["commit"])} |
-
-Share of answer tokens predicted right on unseen validation documents, the right answer so far being given:
-
-| prompt form | % |
-|---|---|
-{recall}
-
-{scores or "Not measured on its tasks yet: `python -m experiments.testbed` does."}
-
-## What it is for
-
-It tells which tokens an eviction method forgets and what that costs in a language whose facts are stated literally.
-It knows nothing about the world, and its attention is that of a small copying model: conclusions about the order of
-methods on real text have to be drawn on real models. `kvexp/tasks/testbed.py` says what carries over.
-
-`training.json` holds the whole recipe, `training.jsonl` the log.
-"""
-
-
-def _commit(described: str | None) -> str:
-    """What `git describe --dirty` says, for people."""
-    if described is None:
-        return "not of a git checkout"
-    return described.replace("-dirty", " and changes that were committed after it")
 
 
 class Trainer:
@@ -557,7 +512,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:
-    """What the model card says."""
+    """What training.json says of a training: recipe, size, time, validation, versions."""
     device = trainer.model.device
     return {
         **asdict(trainer.recipe),

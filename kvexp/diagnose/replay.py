@@ -39,7 +39,7 @@ from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
 from kvexp.run.batches import Row, settings_at
 from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, stem
-from kvexp.run.store import OWN, Line, Run, check_same_prompts, read
+from kvexp.run.store import OWN, Line, Run, check_same_prompts
 from kvexp.tasks import Example, Task
 from kvexp.tasks.testbed import NAMES
 from kvexp.util import CacheError, ConfigError, Console, Progress, explained, replace
@@ -681,7 +681,7 @@ class Worst:
 def worst_tokens(run: Run, text: str = OWN) -> list[Worst]:
     """Of every measured example, the largest first; a token that the prefill predicts is none."""
     found = []
-    for (_, kind), line in read(run).items():
+    for (_, kind), line in run.divergence().items():
         skip = int(line["first_by_prefill"])
         if kind == text and len(line["kl"]) > skip:
             place = max(range(skip, len(line["kl"])), key=line["kl"].__getitem__)

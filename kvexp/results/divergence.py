@@ -43,7 +43,7 @@ from kvexp.results.table import (
     without_question,
 )
 from kvexp.results.table import Row as TableRow
-from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, read, run_name
+from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, run_name
 from kvexp.util import ConfigError, Console, explained, locked, replace
 
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
@@ -109,7 +109,7 @@ class PerExample:
 
 def per_example(run: Run, text: str, first: int | None = None) -> PerExample | None:
     """What a run recorded along one kind of text; None where it has nothing. first: of the task's first examples."""
-    lines = read(run).values() if run.baseline is not None else ()
+    lines = run.divergence().values() if run.baseline is not None else ()
     return PerExample.of(line for line in lines if line["text"] == text and (first is None or line["index"] < first))
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from kvexp.core import CacheConfig
 from kvexp.hf.load import FULL, one_row_per_forward
 from kvexp.methods import Full
-from kvexp.run import store as divergence_lines
 from kvexp.run.answers import PromptBatch, outputs_of_batches, shares_score_across_batch
 from kvexp.run.guard import check_stored
 from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
@@ -136,7 +135,12 @@ def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = Tr
         except TimeoutError:
             return False
         prompts = Prompts(settings[0], list(settings[0].task.examples()))
-        fill([Member(*pair, prompts.examples) for pair in pairs], prompts, session)
+        members = []
+        for pair in pairs:
+            with contextlib.suppress(ConfigError):  # a damaged file: the run's own turn says so
+                members.append(Member(*pair, prompts.examples))
+        if members:
+            fill(members, prompts, session)
         whole = [run.hash for one, run in pairs if not Member(one, run, prompts.examples).lacking]
     session.filled_ahead.update(run.hash for _, run in pairs)
     session.complete_ahead.update(whole)
@@ -246,7 +250,7 @@ class Member:
             some = [e for e in examples if e.id in mine and (within is None or e.id in within)]
             for text in texts:
                 self.lacking |= {(e.id, text) for e in some if text != REFERENCE or e.reference.strip()}
-            self.lacking -= divergence_lines.read(run).keys()
+            self.lacking -= run.divergence().keys()
 
     @property
     def title(self) -> str:
@@ -271,7 +275,7 @@ class Member:
         if rows:
             self.run.append(*(validated_row(row, self.commit) for row in rows))
         if lines:
-            divergence_lines.append(self.run, lines)
+            self.run.append_divergence(lines)
         self.lacking -= {(row["example"], ANSWER) for row in rows}
         self.lacking -= {(line["example"], line["text"]) for line in lines}
         yield from (True for _ in rows)
@@ -608,7 +612,7 @@ def measure_rest(settings: Settings, session: Session) -> Run:
         lines = measure([(settings, run)], session) or []
         for line in lines:
             say(line, file=sys.stderr)
-    if lines and only and not divergence_lines.read(run):
+    if lines and only and not run.divergence():
         raise ConfigError("no text was forced, so the run has no divergence, and divergence=only writes no answers")
     return run
 

@@ -25,7 +25,6 @@ from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examp
 from kvexp.run.rows import environment
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, identity, runs
-from kvexp.run.store import read as divergence_lines
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.util import ConfigError, Session, duration, say
 
@@ -413,7 +412,7 @@ def _done(path: Path) -> tuple[set[str], set[tuple[str, str]], set[str]]:
     rows = list(run.rows())
     return (
         {row["example"] for row in rows},
-        set(divergence_lines(run)),
+        set(run.divergence()),
         {row["example"] for row in rows if row.get("skipped")},
     )
 

@@ -3,7 +3,7 @@
     outputs/<hash>/config.json      what was run: hash, numerics, config, labels, baseline   (written first, atomically)
                    env.json         where it was first run
                    examples.jsonl   one row per line, appended
-                   quarantine.jsonl lines of it that were no rows: file, line, why, text
+                   divergence.jsonl one line per example and kind of text, appended
                    command.json     the latest configuration, choices and overrides it was asked for with
                    asked.json       the labels it was asked for under, once there are several; the latest come last
                    done.json        how many rows a finished run has
@@ -21,13 +21,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import math
 import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -54,10 +53,17 @@ from kvexp.util import (
     write_all,
 )
 
-# -- what the fields of rows and labels hold: an edited file is told before a number is drawn from it ------------------
+# -- what the fields of rows, labels and divergences hold: no number is drawn from a damaged file ----------------------
 
 NUMBER, WHOLE, TEXT, TRUTH, GROUP = "a number", "a whole number", "a text", "true or false", "a group of fields"
 EACH = "*"  # every field of a group
+OWN, REFERENCE = "own", "reference"  # texts that are forced: the full cache's greedy answer; the reference answer
+TEXTS = (OWN, REFERENCE)
+EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
+EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
+NUMBERS = ("kl", "full_logprob", "logprob")  # of a line of divergence.jsonl: lists, one entry per token
+
+Line = dict[str, Any]
 
 ROW: dict[str, Any] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens", "halved"), WHOLE),
@@ -87,8 +93,10 @@ LABELS = {
 def wrong_row(row: Mapping[str, Any]) -> str | None:
     """The first field that holds what no run writes: its name, what it must be and what was found; None if all fit.
 
-    A field may be missing; null stands for what could not be told.
+    A field but the example's id may be missing; null stands for an unknown value.
     """
+    if not isinstance(row.get("example"), str):
+        return _must("example", TEXT, row.get("example"))
     if "index" in row and row["index"] is None:
         return _must("index", WHOLE, None)
     return _wrong(row, ROW, "")
@@ -99,24 +107,35 @@ def wrong_labels(labels: Any) -> str | None:
     return _wrong(labels, LABELS, "") if isinstance(labels, Mapping) else _must("labels", GROUP, labels)
 
 
+def wrong_divergence(line: Mapping[str, Any]) -> str | None:
+    """As `wrong_row`, of a line of divergence.jsonl."""
+    if not isinstance(line.get("example"), str) or line.get("text") not in TEXTS:
+        return f"example must be a text and text one of {', '.join(TEXTS)}"
+    count = len(line["tokens"]) if isinstance(line.get("tokens"), list) else 0
+    for name in (*NUMBERS, "same_top1"):
+        values = line.get(name)
+        if not isinstance(values, list) or len(values) != count or not count:
+            return f"{name} must be a list as long as tokens"
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            return f"{name} must hold finite numbers"
+    return None
+
+
 def _wrong(value: Any, kind: Any, where: str) -> str | None:
     if value is None:
         return None
     if isinstance(kind, dict):
         if not isinstance(value, Mapping):
             return _must(where, GROUP, value)
-        fields = dict.fromkeys(value, kind[EACH]) if EACH in kind else kind
-        within = {name: f"{where}.{name}".strip(".") for name in fields if name in value}
-        return _first(_wrong(value[name], fields[name], place) for name, place in within.items())
-    if isinstance(kind, list):
+        kinds = dict.fromkeys(value, kind[EACH]) if EACH in kind else kind
+        parts = [(value[name], kinds[name], f"{where}.{name}".strip(".")) for name in kinds if name in value]
+    elif isinstance(kind, list):
         if not isinstance(value, list):
             return _must(where, "a list", value)
-        return _first(_wrong(item, kind[0], f"{where}[{number}]") for number, item in enumerate(value))
-    return None if _fits(value, kind) else _must(where, kind, value)
-
-
-def _first(found: Iterable[str | None]) -> str | None:
-    return next((why for why in found if why), None)
+        parts = [(item, kind[0], f"{where}[{number}]") for number, item in enumerate(value)]
+    else:
+        return None if _fits(value, kind) else _must(where, kind, value)
+    return next((why for part in parts if (why := _wrong(*part))), None)
 
 
 def _must(where: str, kind: str, value: Any) -> str:
@@ -131,35 +150,41 @@ def _fits(value: Any, kind: str) -> bool:
     return abs(value) < 1 << (63 if kind == WHOLE else 1000)  # inf is not; larger ones fit no column of a table
 
 
-# -- examples.jsonl: one row per line, appended wholly or not at all; a line that is no row is moved out of the way ----
+# -- examples.jsonl and divergence.jsonl: one JSON object per line, appended wholly or not at all ----------------------
 
-EXAMPLES, QUARANTINE = "examples.jsonl", "quarantine.jsonl"
+EXAMPLES, DIVERGENCE = "examples.jsonl", "divergence.jsonl"
 
 
-def _rows(folder: Path) -> list[Json]:
-    """The rows of a run folder, as `Run.rows` promises them."""
-    file = folder / EXAMPLES
-    with explained(file, "read"):
-        lines = _lines(file)
-    found, bad = _scan(lines, file)
-    if not bad:
-        return found
-    what = f"moved to {QUARANTINE}"
+def _lines(file: Path, wrong: Callable[[Json], str | None]) -> Iterator[Json]:
+    """The lines of a file, without a last one that a kill cut off; blank lines do not count, no file has none.
+
+    ConfigError names a damaged line: left out without a word it would change a number. wrong(line): why it is damaged.
+    """
     try:
-        with locked(folder):
-            lines = _lines(file)  # again: another process may have moved them, or appended
-            found, bad = _scan(lines, file)
-            if bad:
-                _quarantine(folder, lines, bad)
+        lines = file.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return
     except OSError as error:
-        what = f"left out; {trouble(error, 'move it to', folder / QUARANTINE)}"
-    for number, why in bad.items():
-        warnings.warn(f"{file}:{number}: not a row ({why}); {what}", stacklevel=3)
-    return found
+        raise ConfigError(trouble(error, "read", file)) from error
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = parse(text)
+            why = wrong(line)
+        except ValueError as error:
+            why = str(error)
+        if why:
+            raise ConfigError(
+                f"{file}:{number}: {why}; correct the line, or remove it and run the same command again, which makes "
+                "it anew"
+            )
+        yield line
 
 
-def _append(file: Path, content: bytes) -> None:
-    """Write whole lines durably, all of them or, after a kill, those that are whole; an OSError says what failed."""
+def _append(file: Path, lines: Iterable[Json]) -> None:
+    """Write lines durably, all of them or, after a kill, those that are whole; an OSError says what failed."""
+    content = b"".join(canonical(line, sort_keys=False) + b"\n" for line in lines)
     with explained(file), locked(file.parent):
         fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -174,50 +199,6 @@ def _append(file: Path, content: bytes) -> None:
             os.close(fd)
         if not end:
             sync_folder(file.parent)
-
-
-def _lines(file: Path) -> list[bytes]:
-    """The lines that have an end."""
-    with contextlib.suppress(FileNotFoundError):
-        return file.read_bytes().split(b"\n")[:-1]
-    return []
-
-
-def _scan(lines: list[bytes], file: Path) -> tuple[list[Json], dict[int, str]]:
-    """(rows, one of each example; line number, from 1 -> why it is no row). Blank lines are neither.
-
-    ConfigError for a row that somebody edited into what no run writes: moved out of the way, it would change numbers.
-    """
-    found: dict[str, Json] = {}
-    bad: dict[int, str] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse(line) if line.strip() else None
-        except ValueError as error:
-            bad[number] = str(error)
-            continue
-        if row is not None and not isinstance(row.get("example"), str):
-            bad[number] = "no example id"
-        elif row is not None:
-            if why := wrong_row(row):
-                raise ConfigError(
-                    f"{file}:{number}: {why}; correct the line, or remove it and run the same command again, which "
-                    "makes that row anew"
-                )
-            before = found.get(row["example"])
-            if before is None or before.get("failed"):
-                found[row["example"]] = row
-    return list(found.values()), bad
-
-
-def _quarantine(folder: Path, lines: list[bytes], bad: dict[int, str]) -> None:
-    """Move lines, under the lock. Killed half way, a line is in both files and moves again."""
-    file, moved = folder / QUARANTINE, b""
-    for number, why in bad.items():
-        text = lines[number - 1].decode("utf-8", "surrogateescape")  # encode likewise to get the bytes back
-        moved += canonical({"file": EXAMPLES, "line": number, "why": why, "text": text}) + b"\n"
-    replace(file, (file.read_bytes() if file.exists() else b"") + moved)
-    replace(folder / EXAMPLES, b"".join(line + b"\n" for number, line in enumerate(lines, 1) if number not in bad))
 
 
 def _cut_truncated(fd: int) -> int:
@@ -307,7 +288,7 @@ class Run:
             if canonical(run.config) == canonical(config):
                 run._ask(labels)
                 if command is not None and run.command != (plain := setting(command, "command")):
-                    run._write("command.json", plain)
+                    _write(path / "command.json", plain)
         except OSError as error:
             raise ConfigError(trouble(error, "write", path)) from error
         if canonical(run.config) != canonical(config):
@@ -373,14 +354,16 @@ class Run:
                 replace(self.path / "asked.json", pretty({"labels": known}))
 
     def rows(self) -> list[Json]:
-        """The rows as written, in that order, the first of each example.
+        """The rows as written, in that order: the first of each example, or the first after those that failed.
 
-        A row with `failed` set gives way to a later one.
-
-        A last line without its end is left out. Any other line that is no row moves to quarantine.jsonl, with a warning
-        that names file and line; it is left out also where it cannot be moved.
+        ConfigError names the first line that is damaged; a last line without its end is left out.
         """
-        return _rows(self.path)
+        found: dict[str, Json] = {}
+        for row in _lines(self.path / EXAMPLES, wrong_row):
+            before = found.get(row["example"])
+            if before is None or before.get("failed"):
+                found[row["example"]] = row
+        return list(found.values())
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Write one row or several at once, durably: all wholly or none, and after a kill those that are whole.
@@ -391,12 +374,26 @@ class Run:
             if not isinstance(row.get("example"), str):
                 raise ValueError(f"a row needs its example's id as a string, got example={row.get('example')!r}")
         if rows:
-            lines = [canonical(plain(row, "row"), sort_keys=False) + b"\n" for row in rows]
-            _append(self.path / EXAMPLES, b"".join(lines))
+            _append(self.path / EXAMPLES, [plain(row, "row") for row in rows])
+
+    def divergence(self) -> dict[tuple[str, str], Line]:
+        """(example, kind of text) -> its line of divergence.jsonl, the first of each. Errors as of `rows`."""
+        found: dict[tuple[str, str], Line] = {}
+        for line in _lines(self.path / DIVERGENCE, wrong_divergence):
+            found.setdefault((line["example"], line["text"]), line)
+        return found
+
+    def append_divergence(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write lines as `append` does, numbers to seven digits: about what float32 holds, in half the space."""
+        short = [
+            {key: [float(f"{v:.7g}") for v in value] if key in NUMBERS else value for key, value in line.items()}
+            for line in lines
+        ]
+        _append(self.path / DIVERGENCE, short)
 
     def finish(self, total: int) -> None:
         """Say that the run is complete with this many rows."""
-        self._write("done.json", {"examples": total})
+        _write(self.path / "done.json", {"examples": total})
 
     @property
     def finished(self) -> bool:
@@ -409,7 +406,9 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Record that this attempt ended with an error; its rows stay, and it can be taken up again."""
-        self._write("failure.json", _error_record(error) | {"traceback": "".join(traceback.format_exception(error))})
+        _write(
+            self.path / "failure.json", _error_record(error) | {"traceback": "".join(traceback.format_exception(error))}
+        )
 
     def failure(self) -> Json | None:
         """What `fail` recorded: error, message, time, traceback; None if nothing."""
@@ -478,9 +477,18 @@ class Run:
         except (OSError, ValueError):
             return {}
 
-    def _write(self, name: str, value: Json) -> None:
-        with explained(self.path / name), locked(self.path):
-            replace(self.path / name, pretty(value))
+
+def _write(file: Path, value: Json, *, make_folder: bool = False) -> None:
+    """Replace a file at once, whatever other processes do; an OSError says what failed."""
+    with explained(file):
+        if make_folder:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        with locked(file.parent):
+            replace(file, pretty(value))
+
+
+def _file_name(content: Any) -> str:
+    return f"{hashlib.sha256(canonical(content)).hexdigest()[:16]}.json"
 
 
 def _check(found: Json) -> None:
@@ -522,10 +530,7 @@ def refuse(
     words = sorted(overrides)
     file = _refusal_file(outputs_dir, words)
     content: Json = {"overrides": words, "labels": setting(labels, "labels")} | _error_record(error)
-    with explained(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with locked(file.parent):
-            replace(file, pretty(content))
+    _write(file, content, make_folder=True)
     return Refusal(file, words, content["labels"], content["error"], content["message"])
 
 
@@ -547,7 +552,7 @@ def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
 
 
 def _refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
-    return Path(outputs_dir) / REFUSED_JOBS_FOLDER / f"{hashlib.sha256(canonical(words)).hexdigest()[:16]}.json"
+    return Path(outputs_dir) / REFUSED_JOBS_FOLDER / _file_name(words)
 
 
 # -- how a model's full cache compared with published numbers: a file per model in the outputs, which tables read ------
@@ -559,10 +564,7 @@ ELSEWHERE = ("chat", "device")  # of a model's identity: what does not change th
 def keep_check(outputs_dir: str | Path, model: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
     """Write what was found of a model (as a run's identity has it); `content` has the text "verdict" and "numerics"."""
     file = _check_file(outputs_dir, model)
-    with explained(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with locked(file.parent):
-            replace(file, pretty(setting(content, "yardstick")))
+    _write(file, setting(content, "yardstick"), make_folder=True)
     return file
 
 
@@ -580,69 +582,7 @@ def check_of(outputs_dir: str | Path, model: Any, numerics: int) -> str:
 
 def _check_file(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
     weights = {key: value for key, value in model.items() if key not in ELSEWHERE}
-    name = hashlib.sha256(canonical(setting(weights, "model"))).hexdigest()[:16]
-    return Path(outputs_dir) / CHECKS_FOLDER / f"{name}.json"
-
-
-# -- divergence.jsonl of a run folder: one line per example and kind of text, appended wholly or not at all ------------
-
-NAME = "divergence.jsonl"
-OWN, REFERENCE = "own", "reference"  # the full cache's greedy answer; the example's reference answer
-TEXTS = (OWN, REFERENCE)
-EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
-EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
-NUMBERS = ("kl", "full_logprob", "logprob")
-
-Line = dict[str, Any]
-
-
-def read(run: Run) -> dict[tuple[str, str], Line]:
-    """(example, kind of text) -> its line, the first of each. A line that no measurement wrote is a warning."""
-    file = run.path / NAME
-    found: dict[tuple[str, str], Line] = {}
-    try:
-        lines = file.read_bytes().split(b"\n")[:-1]  # a last line without its end was cut off by a kill
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    for number, text in enumerate(lines, 1):
-        try:
-            line = json.loads(text)
-            if why := wrong(line):
-                raise ValueError(why)
-        except ValueError as error:
-            warnings.warn(f"{file}:{number}: left out: {error}; remove the line, it is measured again", stacklevel=2)
-            continue
-        found.setdefault((line["example"], line["text"]), line)
-    return found
-
-
-def append(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write lines durably, all wholly or none."""
-    content = b"".join(json.dumps(_short(line), separators=(",", ":")).encode() + b"\n" for line in lines)
-    _append(run.path / NAME, content)
-
-
-def _short(line: Mapping[str, Any]) -> Line:
-    """Numbers to seven digits, about what float32 holds: a line is half as long."""
-    return {name: [float(f"{v:.7g}") for v in value] if name in NUMBERS else value for name, value in line.items()}
-
-
-def wrong(line: Any) -> str | None:
-    """Why this is no line of a divergence.jsonl; None if it is one."""
-    if not isinstance(line, dict):
-        return "it must be a group of fields"
-    if not isinstance(line.get("example"), str) or line.get("text") not in TEXTS:
-        return f"example must be a text and text one of {', '.join(TEXTS)}"
-    count = len(line["tokens"]) if isinstance(line.get("tokens"), list) else 0
-    for name in (*NUMBERS, "same_top1"):
-        values = line.get(name)
-        if not isinstance(values, list) or len(values) != count or not count:
-            return f"{name} must be a list as long as tokens"
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-            return f"{name} must hold finite numbers"
-    return None
+    return Path(outputs_dir) / CHECKS_FOLDER / _file_name(setting(weights, "model"))
 
 
 # -- what a run is called, and which rows can be compared --------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Eviction methods that are not kvexp's own: a class in a user's module or file, a notebook's cell, or a package.
+"""Eviction methods that are not kvexp's own: a class in a user's module, file or package.
 
 Nothing here decides whether code may run: callers hand over what a person has typed or written in Python.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
-import inspect
-import linecache
 import os
 import re
 import sys
@@ -25,10 +22,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from kvexp.util import ConfigError, path_of
+from kvexp.util import ConfigError, did_you_mean, path_of
 
 MISSING = "???"  # OmegaConf's word for a value that has to be given
 PACKAGES = "kvexp.methods"  # the entry points by which installed packages offer methods
@@ -41,8 +38,7 @@ class AdmittedMethod:
     """A user's method class with what identifies its code.
 
     option: what `method=` calls the class. source: what of a run's identity stands for the code: the class's name and
-    the `code_digest` of each file (of the text, for a class of a notebook's cell). reference: how another process finds
-    the class, None for a cell's or a script's.
+    the `code_digest` of each file. reference: how another process finds the class, None for a running script's.
     """
 
     option: str
@@ -184,7 +180,7 @@ def _imported_files(file: Path, text: bytes, place: ModulePlace) -> Iterator[Pat
 
 
 def place_of(reference: str) -> ModulePlace | None:
-    """Where FILE.py:CLASS or MODULE.CLASS lies now, the current folder searched first; None where it is not found.
+    """The module of FILE.py:CLASS or MODULE.CLASS as it lies now, the current folder searched first; None if not found.
 
     Nothing is imported: a reference that stands in a run's folder is data.
     """
@@ -251,49 +247,36 @@ def _place_of_module(name: str, words: str) -> ModulePlace:
 
 
 def _near_file(file: Path) -> str:
-    """ "; did you mean keydiff.py?", of the Python files beside it."""
+    """ "; did you mean keydiff.py?", of the Python files in its folder."""
     folder = file.parent if file.parent.is_dir() else Path()
-    near = difflib.get_close_matches(file.name, sorted(path.name for path in folder.glob("*.py")), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return did_you_mean(file.name, sorted(path.name for path in folder.glob("*.py")))
 
 
 def _class_of(place: ModulePlace, name: str | None, words: str) -> tuple[type[Any], dict[str, str]]:
     """The class, and the digests of the files that it was made from. name: None for the only method of the module."""
+    from kvexp.core import Method
+
     module, files = _import_anew(place)
-    there = methods_in(module)
+    there, where = methods_in(module), f"{place.name} ({place.file})"
     if name is None:
         if len(there) != 1:
             some = f"{len(there)} methods ({', '.join(there)})" if there else "no class that extends kvexp.core.Method"
-            told = f"; say which one, as in {words}:{next(iter(there))}" if there else ""
-            raise ConfigError(f"{place.file} has {some}{told}")
+            hint = f"; say which one, as in {words}:{next(iter(there))}" if there else ""
+            raise ConfigError(f"{place.file} has {some}{hint}")
         (name,) = there
+    cls = getattr(module, name, None)
+    if cls is None:
+        has = did_you_mean(name, there) or f"; its methods are {', '.join(there) or '(none)'}"
+        raise ConfigError(f"{words}: there is no class {name} in {where}{has}")
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise ConfigError(f"{words}: {name} in {where} is no class that extends kvexp.core.Method")
+    if cls.__module__.partition(".")[0] == "kvexp":
+        raise ConfigError(f"{words}: {name} in {where} is kvexp's own {cls.__name__}; `kvexp methods` lists those")
     try:
-        cls = there.get(name) or _imported_class(module, name, list(there), words)
         check_class(cls)
     except NameError as error:  # an annotation that is a text
         raise ConfigError(f"{words}: {user_line(error, place.root)}") from error
     return cls, files
-
-
-def _imported_class(module: ModuleType, name: str, there: list[str], words: str) -> type[Any]:
-    """The class of this name that the module does not define as a method of its own; ConfigError for no method."""
-    from kvexp.core import Method
-
-    where = f"{module.__name__} ({module.__file__})"
-    cls = getattr(module, name, None)
-    if cls is None:
-        near = difflib.get_close_matches(name, there, 1, cutoff=0.5)
-        has = f"; did you mean {near[0]}?" if near else f"; its methods are {', '.join(there) or '(none)'}"
-        raise ConfigError(f"{words}: there is no class {name} in {where}{has}")
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
-        kind = "a module" if isinstance(cls, ModuleType) else type(cls).__name__ if not isinstance(cls, type) else ""
-        raise ConfigError(
-            f"{words}: {name} in {where} is {kind or 'a class that does not extend kvexp.core.Method'}; a method is a "
-            "class that extends kvexp.core.Method"
-        )
-    if cls.__module__.partition(".")[0] == "kvexp":
-        raise ConfigError(f"{words}: {name} in {where} is kvexp's own {cls.__name__}; `kvexp methods` lists those")
-    return cls
 
 
 def methods_in(module: ModuleType) -> dict[str, type[Any]]:
@@ -317,7 +300,7 @@ def check_class(cls: type[Any]) -> None:
             )
     typing.get_type_hints(cls)
     for name, value in settings_of_class(cls).items():
-        if not _is_plain(value):
+        if not isinstance(value, bool | int | float | str | list | tuple | None):
             raise ConfigError(
                 f"{cls.__qualname__}.{name} is a {type(value).__name__}, which no configuration can hold; a field is a "
                 "number, a text, true or false, None or a list of those"
@@ -332,12 +315,6 @@ def settings_of_class(cls: type[Any]) -> dict[str, Any]:
             value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             found[field.name] = MISSING if value is dataclasses.MISSING else value
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 # -- importing a user's module as its files are now: nothing that was loaded or compiled before is taken up again ------
@@ -360,35 +337,26 @@ def _import_anew(place: ModulePlace) -> tuple[ModuleType, dict[str, str]]:
         if name != "__main__" and (name.partition(".")[0] == top or getattr(module, "__file__", None) in own):
             del sys.modules[name]
     _IMPORTED.add(top)
-    with _uncompiled(str(place.root)):
-        try:
-            module = importlib.import_module(place.name)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"importing {place.name} failed: {user_line(error, place.root)}") from error
-    if module.__file__ != str(place.file):
-        raise ConfigError(f"{place.file} is hidden by {module.__file__}, which comes first; rename one of them")
-    if source_files(place) != files:
-        raise ConfigError(f"{place.file} changed while it was imported; start again when nothing writes to it")
-    return module, files
-
-
-@contextlib.contextmanager
-def _uncompiled(root: str) -> Iterator[None]:
-    """In the block modules are imported from their texts, those of the folder first; afterwards it is searched last.
-
-    Python takes up compiled files by second and size: an edit of the same length could run the code of before.
-    """
+    # Python takes up compiled files by second and size: an edit of the same length could run the code of before.
     before = sys.dont_write_bytecode, sys.pycache_prefix
     sys.dont_write_bytecode, sys.pycache_prefix = True, os.devnull
+    root = str(place.root)
     sys.path.insert(0, root)
     importlib.invalidate_caches()
     try:
-        yield
+        module = importlib.import_module(place.name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"importing {place.name} failed: {user_line(error, place.root)}") from error
     finally:
         sys.dont_write_bytecode, sys.pycache_prefix = before
         sys.path.remove(root)
         if root not in sys.path:
             sys.path.append(root)  # for imports within functions
+    if module.__file__ != str(place.file):
+        raise ConfigError(f"{place.file} is hidden by {module.__file__}, which comes first; rename one of them")
+    if source_files(place) != files:
+        raise ConfigError(f"{place.file} changed while it was imported; start again when nothing writes to it")
+    return module, files
 
 
 def user_line(error: BaseException, root: Path) -> str:
@@ -403,86 +371,28 @@ def user_line(error: BaseException, root: Path) -> str:
     return f"{Path(own[-1].filename).relative_to(root)} line {own[-1].lineno}: {words}"
 
 
-# -- a method class as a Python object, from a module, a script or a cell of a notebook --------------------------------
+# -- a method class as a Python object ---------------------------------------------------------------------------------
 
 
 def class_method(cls: type[Any]) -> AdmittedMethod:
-    """The class as a configuration can build it; one of a module is imported anew, so that its file is what will run.
+    """Find the file of a class; a class of a module is imported anew, so that its file is what will run.
 
-    ConfigError where its source cannot be had, or uses other code of a notebook.
+    ConfigError for a class that stands in no file, by whose digest its rows could be told from its next version's.
     """
     if "." in cls.__qualname__:
         raise ConfigError(f"{cls.__qualname__} stands within something else; put it at the top level")
-    module, code = sys.modules.get(cls.__module__), _code(cls)
-    file = getattr(module, "__file__", None)
-    if module is None or file is None or not Path(file).is_file() or (code and code.co_filename != file):
-        check_class(cls)
-        text = "\n".join(_cell_text(each, cls) for each in cls.__mro__ if not _is_of_a_library(each))
-        source = {"class": cls.__qualname__, "cells": code_digest(text)}
-        return AdmittedMethod(cls.__name__, cls, source, None)
+    module = sys.modules.get(cls.__module__)
+    place = Path(getattr(module, "__file__", None) or "")
+    text = place.read_text(errors="replace") if place.suffix == ".py" and place.is_file() else ""
+    if re.search(rf"^\s*class {cls.__name__}\b", text, re.MULTILINE) is None:
+        raise ConfigError(
+            f"{cls.__qualname__} stands in no file: write it into one (in a notebook %%writefile FILE.py, as the first "
+            "line of its cell) and give the name FILE.py"
+        )
     if module is not sys.modules["__main__"]:
-        words = f"{cls.__module__}.{cls.__name__}" if "." in cls.__module__ else f"{file}:{cls.__name__}"
+        words = f"{cls.__module__}.{cls.__name__}" if "." in cls.__module__ else f"{place}:{cls.__name__}"
         return typing.cast(AdmittedMethod, load_method(words))
     # A script that runs: importing it would run it again. It is known by its file's name, as kvexp run would know it.
     check_class(cls)
-    place = ModulePlace(Path(file).stem, Path(file))
-    option = f"{place.name}.{cls.__name__}"
-    return AdmittedMethod(option, cls, {"class": option, "files": source_files(place)}, None)
-
-
-def _code(cls: type[Any]) -> CodeType | None:
-    """The code of a function that stands in the class's text; None where there is none but what dataclasses make."""
-    for name, value in vars(cls).items():
-        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        inner = inspect.unwrap(inner) if callable(inner) else inner
-        if isinstance(inner, FunctionType) and not (name.startswith("__") and inner.__code__.co_filename == "<string>"):
-            return inner.__code__
-    return None
-
-
-def _cell_text(item: type[Any], cls: type[Any]) -> str:
-    """The source of a class of a notebook. ConfigError where it cannot be had, or uses what else the notebook defines.
-
-    Of those no digest is taken, and rows of one version would pass for those of the next.
-    """
-    code = _code(item)
-    if code is None:
-        own = {name: value for name, value in vars(item).items() if not name.startswith("__") and _is_plain(value)}
-        return repr(sorted(own.items()))
-    lines = linecache.getlines(code.co_filename)
-    with contextlib.suppress(SyntaxError):
-        for node in ast.walk(ast.parse("".join(lines))):
-            if isinstance(node, ast.ClassDef) and node.name == item.__name__:
-                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                if first <= code.co_firstlineno <= (node.end_lineno or 0):
-                    _check_alone(node, item, cls)
-                    return "".join(lines[first - 1 : node.end_lineno])
-    raise ConfigError(
-        f"the source of {item.__qualname__} cannot be had (made by exec(), or typed where no source is kept), so "
-        f"rows of {cls.__qualname__} could not be told from those of its next version; put it into a file, or into a "
-        "notebook's cell"
-    )
-
-
-def _check_alone(node: ast.ClassDef, item: type[Any], cls: type[Any]) -> None:
-    functions = [value for value in vars(item).values() if isinstance(value, FunctionType)]
-    seen = functions[0].__globals__ if functions else {}
-    used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
-    for name in sorted(used & seen.keys()):
-        if not (_is_of_a_library(seen[name]) or seen[name] in cls.__mro__):
-            raise ConfigError(
-                f"{cls.__qualname__} uses {name} of the notebook, by which no run can be known; put it into the class, "
-                "or both into a file"
-            )
-
-
-def _is_of_a_library(item: Any) -> bool:
-    """Whether it is a module, or of one, that installed packages, Python or kvexp bring."""
-    if not (isinstance(item, ModuleType) or callable(item)):
-        return False
-    module = item.__name__ if isinstance(item, ModuleType) else str(getattr(item, "__module__", None) or "builtins")
-    top = module.partition(".")[0]
-    if top in ("kvexp", "builtins") or (top in sys.stdlib_module_names and top != "__main__"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return top != "__main__" and file is not None and any(part in INSTALLED for part in Path(file).parts)
+    option = f"{place.stem}.{cls.__name__}"
+    return AdmittedMethod(option, cls, {"class": option, "files": source_files(ModulePlace(place.stem, place))}, None)

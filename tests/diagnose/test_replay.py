@@ -34,10 +34,9 @@ from kvexp.diagnose.show import main
 from kvexp.generate import GenerationParams
 from kvexp.hf import calibrate_queries
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
-from kvexp.run import store as divergence_lines
 from kvexp.run.batches import run_group, settings_at
 from kvexp.run.evictions import require_example_log
-from kvexp.run.store import runs
+from kvexp.run.store import DIVERGENCE, runs
 from kvexp.util import Session
 
 # Which eviction changed the answer: planted causes are found, what undoing means is exact, searches find the least.
@@ -52,7 +51,7 @@ NOTHING = UndoneEvictions((), (), 0, 0)
 def planted(method, name, layout):
     """What the search finds, the plant, and the log; None where the method keeps what it needs."""
     plant = PLANTS[name][0](layout)
-    chosen = TABLE[method][0]
+    chosen = TABLE[method].method
     plan = {"positions": "original"} if layout == "gpt2" else {}
     if chosen.needs.calibration:
         plan["calibration"] = calibrate_queries(plant.model, [plant.prompt])
@@ -68,14 +67,14 @@ def planted(method, name, layout):
 
 
 def lost(methods, layouts):
-    """Every case in which the table of tests/methods/test_planted.py says that the method loses the answer."""
+    """Every case in which the table of tests/cases.py says that the method loses the answer."""
     for method in methods:
-        marks = TABLE[method][1].replace(" ", "")
+        marks = TABLE[method].planted.replace(" ", "")
         for mark, (name, (_, known)) in zip(marks, PLANTS.items(), strict=True):
             yield from ((method, name, layout) for layout in known[:layouts] if mark == "-")
 
 
-FEW = ["window", "h2o", "a2sf, alpha 0.1", "tova", "knorm", "keyformer", "streaming", "spatten"]
+FEW = ["window", "h2o", "a2sf", "tova", "knorm", "keyformer", "streaming_llm_4", "spatten"]
 
 
 def check(method, name, layout):
@@ -281,6 +280,6 @@ def test_the_largest_come_first_and_are_explained(tmp_path, capsys):
     told = capsys.readouterr().out
     assert f"token {found[0].place + 1} of" in told and f"KL {found[0].kl:.3f} nats" in told
     assert "is behind it: with" in told
-    (run.path / divergence_lines.NAME).unlink()
+    (run.path / DIVERGENCE).unlink()
     assert main(["explain", str(run.path), "--kl"]) == 2
     assert "--view divergence --measure" in capsys.readouterr().err

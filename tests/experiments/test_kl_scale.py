@@ -29,7 +29,6 @@ from kvexp.hf.cpu_linear import rounded
 from kvexp.methods import Full, Keyformer
 from kvexp.results.divergence import NAME, read_scale, scale_of, write_scale
 from kvexp.results.read import folders
-from kvexp.run import store as divergence_lines
 from kvexp.run.batches import run_group
 from kvexp.run.store import Run, runs
 from kvexp.util import Session
@@ -119,7 +118,7 @@ def made(outputs, method, kl, score, task="xsum", **more):
     row = {"seconds": {}, "new_tokens": 3, "finish_reason": "length", "skipped": None, **more}
     run.append(*(row | {"example": f"e{i}", "index": i, "metrics": {"rouge2": float(s)}} for i, s in enumerate(score)))
     if kl is not None:
-        divergence_lines.append(run, [line(i, float(value)) for i, value in enumerate(kl)])
+        run.append_divergence([line(i, float(value)) for i, value in enumerate(kl)])
     return run.hash
 
 

@@ -32,11 +32,10 @@ from experiments.studies.league import (
     write_entry,
 )
 from kvexp.diagnose.case import rows_of
-from kvexp.run import store as divergence_lines
 from kvexp.run.batches import run_group
 from kvexp.run.compose import with_user_methods
 from kvexp.run.jobs import HydraJob, run_job
-from kvexp.run.store import runs
+from kvexp.run.store import DIVERGENCE, runs
 from kvexp.util import ConfigError, Session, active, keys_of
 
 
@@ -70,7 +69,7 @@ def test_an_entry_says_what_was_run_and_holds_no_path(league):
     assert "method=h2o" in entry["words"] and "task.max_new_tokens=8" in entry["words"]
     text = file.read_text("utf-8")
     assert str(run.path.parent) not in text and "outputs_dir" not in text and "limit" not in entry["words"]
-    lines = {line["example"]: line for line in divergence_lines.read(run).values()}
+    lines = {line["example"]: line for line in run.divergence().values()}
     for row in entry["rows"]:
         line = lines[row["example"]]
         assert row["tokens"] == line["tokens"] and row["first_by_prefill"] is True
@@ -174,7 +173,7 @@ def test_what_makes_no_entry_is_said(tmp_path, capsys):
     made = {run.labels["method"]: run for run in runs(tmp_path)}
     with pytest.raises(ConfigError, match="run of the full cache"):
         entry_of(made["full"])
-    (made["h2o"].path / divergence_lines.NAME).unlink(missing_ok=True)
+    (made["h2o"].path / DIVERGENCE).unlink(missing_ok=True)
     with pytest.raises(ConfigError, match="has no divergence yet"):
         entry_of(made["h2o"])
     assert main(["submit", str(tmp_path / "nothing")]) == 2 and "is no run" in capsys.readouterr().err

@@ -15,25 +15,24 @@ from faults.sweeps import launchers, lines_of, rows_of, sweep
 # Each says where it is, and stays there: at so many rows or texts of the process, or while the weights are read.
 
 
-def slow_append(imported, holder, count):
-    """Source that lets the `count`-th call of `append` of a class or module wait."""
+def slow(method, count):
+    """Source that lets the `count`-th call of this method of a run wait."""
     return f"""
 import time
-{imported}
-append = {holder}.append
+from kvexp.run.store import Run
+write = Run.{method}
 def slow(*given):
-    append(*given)
+    write(*given)
     slow.made += 1
     if slow.made == {count}:
         print("HERE", flush=True)
         time.sleep(60)
 slow.made = 0
-{holder}.append = slow
+Run.{method} = slow
 """
 
 
-SLOW_ROW = slow_append("from kvexp.run.store import Run", "Run", 3)
-SLOW_TEXT = slow_append("from kvexp.run import store as divergence_lines", "divergence_lines", 2)
+SLOW_ROW, SLOW_TEXT = slow("append", 3), slow("append_divergence", 2)
 SLOW_LOAD = """
 import time
 import kvexp.hf

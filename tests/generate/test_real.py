@@ -20,7 +20,7 @@ from kvexp.hf import load_model, load_tokenizer
 from kvexp.methods import H2O, Full, Window
 from kvexp.results.views import main as results
 from kvexp.run.prompts import in_template
-from kvexp.run.store import read, runs
+from kvexp.run.store import runs
 from kvexp.tasks.articles import articles
 
 pytestmark = pytest.mark.real
@@ -112,7 +112,7 @@ def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, 
             for run in runs(tmp_path / name)
             for row in run.rows()
         }
-        return found, {(run.hash, key): line for run in runs(tmp_path / name) for key, line in read(run).items()}
+        return found, {(run.hash, key): line for run in runs(tmp_path / name) for key, line in run.divergence().items()}
 
     every = "import kvexp.run.limits as limits\nlimits.WRITE_EVERY_S, limits.WORTH_ROWS = {}, 2\n"
     child = stage.start(words("killed"), tmp_path / "log", every.format(1.0))

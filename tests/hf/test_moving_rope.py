@@ -29,7 +29,6 @@ from kvexp.hf import EvictionCache, patch_model
 from kvexp.hf.load import load_config
 from kvexp.hf.patch import max_positions
 from kvexp.methods import H2O, Full, KVzip, StreamingLLM, Window
-from kvexp.run import store as divergence_lines
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group
 from kvexp.run.lm_eval_model import KvexpLM
 from kvexp.run.model_spec import tokenizer_of
@@ -271,7 +270,7 @@ def test_batches_and_shared_prefills_write_the_row_alone(moved, tmp_path):
         shared = evaluate_run(member)
         apart = evaluate_run(settings(moved, tmp_path / "a", *TASK, "batch_size=1", f"method={member.method.name}"))
         assert answers(shared) == answers(apart) and shared.hash == apart.hash
-        assert {line["example"] for line in divergence_lines.read(shared).values()} == set(answers(shared))
+        assert {line["example"] for line in shared.divergence().values()} == set(answers(shared))
 
 
 def test_questions_about_a_context_and_given_texts(moved, tmp_path):

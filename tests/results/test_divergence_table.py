@@ -27,10 +27,10 @@ from kvexp.results.divergence import (
 from kvexp.results.read import folders, read_runs
 from kvexp.results.table import interval
 from kvexp.results.views import main as results
-from kvexp.run import store as divergence_lines
 from kvexp.run.batches import settings_at
 from kvexp.run.model_spec import tokenizer_of
-from kvexp.run.store import Run, runs
+from kvexp.run.store import DIVERGENCE, Run, runs
+from kvexp.util import ConfigError
 
 
 def main(words):
@@ -49,7 +49,7 @@ def made(outputs, method, lines, kv_ratio=0.5):
     labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio}
     base = Run.open(outputs, {"method": "full"}, labels | {"method": "full"})
     run = Run.open(outputs, labels, labels, baseline=base.hash)
-    divergence_lines.append(run, lines)
+    run.append_divergence(lines)
     return run
 
 
@@ -121,15 +121,15 @@ def test_holm_by_the_book():
 
 def test_a_file_that_was_edited_or_cut_off(tmp_path):
     run = made(tmp_path, "h2o", [line(0, [0.0, 0.1]), line(1, [0.0, 0.2])])
-    file = run.path / divergence_lines.NAME
+    file = run.path / DIVERGENCE
     broken = line(2, [0.0, 0.3]) | {"kl": [0.0]}
     file.write_text(file.read_text() + json.dumps(broken) + "\n" + '{"example": "e3", "te')
-    with pytest.warns(UserWarning, match="kl must be a list as long as tokens"):
-        found = divergence_lines.read(run)
-    assert sorted(name for name, _ in found) == ["e0", "e1"]
-    divergence_lines.append(run, [line(3, [0.0, 0.4])])
-    with pytest.warns(UserWarning, match="left out"):
-        assert ("e3", "own") in divergence_lines.read(run)
+    with pytest.raises(ConfigError, match=r"divergence.jsonl:3: kl must be a list as long as tokens.*; correct"):
+        run.divergence()
+    file.write_text("\n".join([*file.read_text().splitlines()[:2], '{"example": "e3", "te']))
+    assert sorted(name for name, _ in run.divergence()) == ["e0", "e1"]
+    run.append_divergence([line(3, [0.0, 0.4])])
+    assert ("e3", "own") in run.divergence()
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_what_it_forces_is_the_row_of_the_full_cache(sweep):
     outputs = {row["example"]: row["output"] for row in base.rows()}
     tokenizer = tokenizer_of(settings_at(base).model)
     for run in runs(sweep):
-        for (example, text), line in divergence_lines.read(run).items():
+        for (example, text), line in run.divergence().items():
             if text == "own":
                 assert tokenizer.decode(line["tokens"], skip_special_tokens=True) == outputs[example]
 
@@ -218,7 +218,7 @@ def test_verdicts_go_by_what_a_run_was_asked_for_with(tmp_path):
     base = Run.open(tmp_path, {"method": "full"}, labels | {"method": "full"})
     asked = {"config": {"epsilon_kl": 0.2, "epsilon_top1": 0.3}}
     run = Run.open(tmp_path, labels, labels, baseline=base.hash, command=asked)
-    divergence_lines.append(run, [line(i, [0.0, 0.1, 0.1 + i / 1000]) for i in range(30)])
+    run.append_divergence([line(i, [0.0, 0.1, 0.1 + i / 1000]) for i in range(30)])
     (row,) = divergence_table(folders(tmp_path)).to_dict("records")
     assert (row["epsilon"], row["epsilon_top1"], row["verdict_kl"]) == (0.2, 0.3, "equivalent")
     (row,) = divergence_table(folders(tmp_path), 0.05).to_dict("records")

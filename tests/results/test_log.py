@@ -33,7 +33,6 @@ from kvexp.results.wandb_log import (
     spec,
     workspace,
 )
-from kvexp.run import store as divergence_lines
 from kvexp.run.store import Run
 from kvexp.util import ConfigError
 
@@ -108,7 +107,7 @@ def outputs(tmp_path: Path) -> Path:
             run.append(row(index, factor * (index + 1.0), evicts=method == "h2o"))
         run.finish(30)
         if method == "h2o":
-            divergence_lines.append(run, [diverging(index) for index in range(30)])
+            run.append_divergence([diverging(index) for index in range(30)])
         baseline = run.hash if method == "full" else baseline
     return folder
 

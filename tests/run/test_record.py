@@ -201,14 +201,29 @@ EDITED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "words"), EDITED, ids=lambda value: value if isinstance(value, str) else "")
-def test_an_edited_row_is_named_and_stays(run: Run, fields: dict[str, Any], words: str) -> None:
-    """Its line, its field and what to do; moved away or skipped it would change a mean and not say so."""
-    text = "".join(json.dumps(each) + "\n" for each in (row(0), row(1) | fields, row(2)))
-    (run.path / "examples.jsonl").write_text(text)
+JUNK = [
+    *(b'{"example": "e1", "ind', b"\x00" * 40, b"\xff\xfe{}", b"[1, 2]", b'{"index": 1}', b'{"example": 1}'),
+    *(b'{"example": "e1", "nll": NaN}', b"[" * 100_000, b'{"example": "e1"}{"example": "e2"}'),
+]
+DAMAGED = [*((json.dumps(row(1) | fields).encode(), words) for fields, words in EDITED), *((junk, "") for junk in JUNK)]
+
+
+@pytest.mark.parametrize(("line", "words"), DAMAGED, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_damaged_row_is_named_and_stays(run: Run, line: bytes, words: str) -> None:
+    """Its line, its field and what to do; left out it would change a mean and not say so."""
+    for number in range(3):
+        run.append(row(number))
+    run.finish(3)
+    file, kept = run.path / "examples.jsonl", lines(run)
+    damaged = b"\n".join([kept[0], line, kept[2], b""])
+    file.write_bytes(damaged)
     with pytest.raises(ConfigError, match=rf"examples.jsonl:2: {words}.*; correct the line, or remove it and run"):
         run.rows()
-    assert (run.path / "examples.jsonl").read_text() == text and not (run.path / "quarantine.jsonl").exists()
+    assert file.read_bytes() == damaged
+    file.write_bytes(b"\n".join([kept[0], b"", kept[2], b""]))
+    assert ids(run) == ["e0", "e2"] and not run.finished
+    run.append(row(1))
+    assert run.finished
 
 
 def test_infinity_in_a_number_of_its_own_spelling_is_no_number(run: Run) -> None:
@@ -301,58 +316,7 @@ def test_a_line_cut_anywhere_costs_only_itself(run: Run) -> None:
         assert run.rows() == [row(0), row(2)] and len(lines(run)) == 2
     (run.path / "examples.jsonl").write_bytes(b'{"example": "e')  # the very first line
     run.append(row(3))
-    assert run.rows() == [row(3)] and not (run.path / "quarantine.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    "junk",
-    [
-        *(b'{"example": "e1", "ind', b"\x00" * 40, b"\xff\xfe{}", b"[1, 2]", b'{"index": 1}', b'{"example": 1}'),
-        *(b'{"example": "e1", "nll": NaN}', b"[" * 100_000, b'{"example": "e1"}{"example": "e2"}'),
-    ],
-)
-def test_a_corrupt_line_goes_to_quarantine(run: Run, junk: bytes) -> None:
-    for number in range(3):
-        run.append(row(number))
-    run.finish(3)
-    file = run.path / "examples.jsonl"
-    kept = lines(run)
-    file.write_bytes(b"\n".join([kept[0], junk, kept[2], b'{"example": "tr']))
-    with pytest.warns(UserWarning, match=rf"{file}:2: not a row .*moved to quarantine\.jsonl") as warned:
-        assert ids(run) == ["e0", "e2"]
-    assert len(warned) == 1
-    assert file.read_bytes() == kept[0] + b"\n" + kept[2] + b"\n"
-    moved = json.loads((run.path / "quarantine.jsonl").read_text())
-    assert moved["file"] == "examples.jsonl" and moved["line"] == 2 and moved["why"]
-    assert moved["text"].encode("utf-8", "surrogateescape") == junk
-    assert not run.finished  # no further warning: warnings are errors here
-    run.append(row(1))
-    assert run.finished
-
-
-def test_quarantine_adds_up_and_names_every_line(run: Run) -> None:
-    run.append(row(0))
-    file = run.path / "examples.jsonl"
-    for junk in (b"a\n\nb\n", b"c\n"):
-        file.write_bytes(junk + file.read_bytes())
-        with pytest.warns(UserWarning, match="not a row") as warned:
-            assert run.rows() == [row(0)]
-        found = [str(warning.message).split(": ")[0] for warning in warned]
-        assert found == [f"{file}:{number}" for number in ((1, 3) if junk.startswith(b"a") else (1,))]
-    moved = [json.loads(line) for line in (run.path / "quarantine.jsonl").read_text().splitlines()]
-    assert [(entry["line"], entry["text"]) for entry in moved] == [(1, "a"), (3, "b"), (1, "c")]
-
-
-def test_a_corrupt_line_that_cannot_be_moved_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.append(row(0))
-    file = run.path / "examples.jsonl"
-    before = b"junk\n" + file.read_bytes()
-    file.write_bytes(before)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full_disk)
-        with pytest.warns(UserWarning, match=r":1: not a row .*left out; cannot move .*free disk space"):
-            assert run.rows() == [row(0)]
-    assert file.read_bytes() == before and not (run.path / "quarantine.jsonl").exists()
+    assert run.rows() == [row(3)]
 
 
 # Disks
@@ -633,7 +597,6 @@ def test_killed_at_random_moments_and_resumed(run: Run, worker: Callable[..., su
     expected = [f"e{number}" for number in range(total)]
     assert [json.loads(line)["example"] for line in lines(run)] == expected == ids(run)  # nothing twice, even on disk
     assert len({found["pid"] for found in run.rows()}) == 7
-    assert not (run.path / "quarantine.jsonl").exists()
 
 
 def test_a_second_process_waits_and_does_nothing_twice(run: Run, worker: Callable[..., subprocess.Popen[str]]) -> None:
@@ -688,11 +651,10 @@ def test_processes_that_claim_nothing_still_damage_nothing(
         "for i in range(30): run.append({'example': f'{os.getpid()}-{i}', 'output': 'x' * (i * 997)})\n"
     )
     with start(script, run.path) as one, start(script, run.path) as two:
-        (run.path / "examples.jsonl").write_bytes(b'junk\n{"example": "torn')
+        (run.path / "examples.jsonl").write_bytes(b'{"example": "torn')
         go_on(one)
         go_on(two)
-        with pytest.warns(UserWarning, match=":1: not a row"):
-            run.rows()  # replaces the file while the others append
+        run.rows()
         assert one.wait(timeout=30) == two.wait(timeout=30) == 0
     assert sorted(ids(run)) == sorted(f"{process.pid}-{i}" for process in (one, two) for i in range(30))
     assert len(lines(run)) == 60

@@ -14,11 +14,10 @@ from omegaconf import OmegaConf
 
 import kvexp.run.batches as batch
 import kvexp.run.limits as limits
-from kvexp.run import store as divergence_lines
 from kvexp.run.batches import measure_claimed, measure_rest, prefill_groups, run_group
 from kvexp.run.labels import DivergenceOptions, decided
 from kvexp.run.settings import settings_of
-from kvexp.run.store import identity, runs
+from kvexp.run.store import DIVERGENCE, NUMBERS, TEXTS, identity, runs
 from kvexp.util import ConfigError, Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +49,7 @@ def command(stage, tmp_path):
 
 
 def lines_of(outputs):
-    return {(run.hash, *key): line for run in runs(outputs) for key, line in divergence_lines.read(run).items()}
+    return {(run.hash, *key): line for run in runs(outputs) for key, line in run.divergence().items()}
 
 
 def assert_alike(one, other):
@@ -58,7 +57,7 @@ def assert_alike(one, other):
     for key, line in one.items():
         same = {name: line[name] for name in ("tokens", "index", "text", "first_by_prefill", "same_top1")}
         assert same == {name: other[key][name] for name in same}
-        for name in divergence_lines.NUMBERS:
+        for name in NUMBERS:
             assert line[name] == pytest.approx(other[key][name], abs=2e-5), (key, name)
 
 
@@ -86,8 +85,8 @@ def test_it_shares_the_prefill_and_finds_what_a_pass_by_itself_finds(tmp_path, p
     assert all(line["tokens"] == written[name] for (_, name, text), line in made.items() if text == "own")
     assert all(line["first_by_prefill"] is (task is not QUESTIONS) for line in made.values())
     for run in runs(tmp_path):
-        (run.path / divergence_lines.NAME).unlink(missing_ok=True)
-    assert not measure_claimed(list(runs(tmp_path)), divergence_lines.TEXTS)
+        (run.path / DIVERGENCE).unlink(missing_ok=True)
+    assert not measure_claimed(list(runs(tmp_path)), TEXTS)
     assert_alike(made, lines_of(tmp_path))
 
 
@@ -150,7 +149,7 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
     kl = [[line["kl"] for key, line in made.items() if key[0] == identity(one.identity)] for one in pair]
     assert kl[0] != kl[1]
     for run in runs(tmp_path):
-        (run.path / divergence_lines.NAME).unlink(missing_ok=True)
+        (run.path / DIVERGENCE).unlink(missing_ok=True)
     measure_claimed(list(runs(tmp_path)), ["own"])
     assert_alike(made, lines_of(tmp_path))
 

@@ -1,9 +1,8 @@
-"""Methods of a user's own: a module, a file, a package's, a cell's class; what identifies them; who may load them."""
+"""Methods of a user's own: a module, a file, a package's, a class; what identifies them; who may load them."""
 
 from __future__ import annotations
 
 import json
-import linecache
 import re
 import shutil
 import sys
@@ -253,9 +252,13 @@ WRONG = {  # file, words, what the one line says
     "no method": (
         KEYDIFF + "class Other: pass\n",
         "method=keydiff.Other",
-        "Other in .* does not extend kvexp.core.Met",
+        "Other in .* is no class that extends kvexp.core.Met",
     ),
-    "a function": (KEYDIFF + "def f(): pass\n", "method=keydiff.f", "f in keydiff .* is function; a method is a class"),
+    "a function": (
+        KEYDIFF + "def f(): pass\n",
+        "method=keydiff.f",
+        "f in keydiff .* is no class that extends",
+    ),
     "two in a file": (
         TWO,
         "+method_file=keydiff.py",
@@ -645,56 +648,28 @@ def test_the_identity_of_kvexps_own_methods_has_nothing_new(name):
         assert settings.identity["method"] == own
 
 
-# -- a notebook's cell --------------------------------------------------------------------------------------------
-
-CELL = """from dataclasses import dataclass
-
-import torch
-
-from kvexp.core import Method
-
-class Base(Method):
-    def unit(self, keys):
-        return torch.nn.functional.normalize(keys.float(), dim=-1)
-
-@dataclass(frozen=True)
-class MyMethod(Base):
-    alpha: float = 0.3
-
-    def initial_score(self, keys, positions, seeds, layer):
-        unit = self.unit(keys)
-        return -1.0 * self.alpha * (unit * unit.mean(2, keepdim=True)).sum(-1)
-"""
+# -- kvexp.compare ------------------------------------------------------------------------------------------------
 
 
-def cell(text, scope=None):
-    """Run as IPython runs a cell: its source is kept for whoever asks."""
-    scope = {"__name__": "__main__"} if scope is None else scope
-    name = f"<cell {abs(hash(text))}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    exec(compile(text, name, "exec"), scope)
-    return scope
+def test_objects_of_a_class_beside_h2o_in_one_call(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    import keydiff
 
-
-def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
-    mine = cell(CELL)["MyMethod"]
     few = {"model": "tiny", "task": "sample", "limit": 1, "task__max_new_tokens": 2, "task__nll": False}
-    made = kvexp.compare([mine(), mine(alpha=0.5), "h2o"], kv_ratio=[0.3, 0.5], **few)
+    made = kvexp.compare([keydiff.KeyDiff(), keydiff.KeyDiff(alpha=0.5), "h2o"], kv_ratio=[0.3, 0.5], **few)
     table = made.table
-    assert sorted(table["method"]) == ["MyMethod"] * 4 + ["full"] + ["h2o"] * 2
+    assert sorted(table["method"]) == ["full"] + ["h2o"] * 2 + ["keydiff.KeyDiff"] * 4
     assert set(table["kv_ratio"].dropna()) == {0.3, 0.5} and (table["status"] == "done").all()
     assert table["setting"].str.contains("method.alpha=0.5").sum() == 2
-    assert made._repr_html_().startswith("<table") and "MyMethod" in made._repr_html_()
+    assert made._repr_html_().startswith("<table") and "KeyDiff" in made._repr_html_()
     with pytest.raises(ConfigError, match="a percentage of its baseline, which takes 20 examples or more"):
         made.figure()
-    before = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
-    again = kvexp.compare([cell(CELL)["MyMethod"]], kv_ratio=0.3, **few).table
+    before = set((folder / "outputs").glob("*/examples.jsonl"))
+    again = kvexp.compare(["keydiff.py"], kv_ratio=0.3, **few).table
     assert set(again["hash"]) <= set(table["hash"])
-    noted = cell(CELL.replace("    alpha: float = 0.3\n", "    alpha: float = 0.3  # mild\n\n"))["MyMethod"]
-    assert set(kvexp.compare([noted], kv_ratio=0.3, **few).table["hash"]) == set(again["hash"])
-    kvexp.compare([cell(CELL.replace("return -1.0", "return 1.0"))["MyMethod"]], kv_ratio=0.3, **few)
-    after = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
-    assert len(after) == len(before) + 1 and before.items() <= after.items()
+    (folder / "keydiff.py").write_text(KEYDIFF.replace("return -self", "return self"))
+    kvexp.compare([keydiff.KeyDiff], kv_ratio=0.3, **few)
+    assert len(set((folder / "outputs").glob("*/examples.jsonl")) - before) == 1
 
 
 @pytest.mark.slow
@@ -724,36 +699,25 @@ def test_what_is_not_given_is_as_the_command_line_has_it(folder, monkeypatch):
     assert all(seen[0].config[key] == plain[key] for key in ("limit", "seed", "questions", "keep"))
 
 
-DIGESTS = {  # an edit of the cell: whether it is another method
-    ("alpha: float = 0.3", "alpha: float = 0.4"): True,
-    ("dim=-1)", "dim=-1) * 1.0"): True,
-    ("return -1.0", "return -2.0"): True,
-    ("alpha: float = 0.3", "alpha: float = 0.3  # mild"): False,
-    ("class Base", "other = 3\n\nclass Base"): False,
-}
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ("h2o", "methods must be a list .* got 'h2o'"),
+        ([3], "methods holds a int"),
+        (["h20"], "there is no method 'h20'; did you mean h2o"),
+    ],
+)
+def test_what_compare_takes_for_no_method(methods, said):
+    with pytest.raises(ConfigError, match=said):
+        kvexp.compare(methods)
 
 
-@pytest.mark.parametrize(("old", "new"), DIGESTS)
-def test_a_cells_digest_is_of_the_class_and_those_it_extends(old, new):
-    one, other = (class_method(cell(text)["MyMethod"]).source for text in (CELL, CELL.replace(old, new)))
-    assert (one != other) == DIGESTS[old, new]
-
-
-def test_a_class_whose_source_cannot_be_had_is_refused():
+def test_a_class_that_stands_in_no_file_is_refused():
+    """Its rows could not be told from those of its next version: of a notebook's cell, of exec(), of a function."""
     scope = {"__name__": "__main__"}
-    exec(CELL, scope)
-    with pytest.raises(ConfigError, match=r"the source of MyMethod cannot be had .* put it into a file"):
-        kvexp.compare([scope["MyMethod"]])
-    for used in ("SIGN = 1.0", "def SIGN(): return 1.0"):
-        text = CELL.replace("class Base", f"{used}\n\nclass Base").replace("-1.0", "SIGN")
-        with pytest.raises(ConfigError, match=r"MyMethod uses SIGN of the notebook, .* put it into the class, or both"):
-            class_method(cell(text)["MyMethod"])
-    with pytest.raises(ConfigError, match=r"methods must be a list .* got 'h2o'"):
-        kvexp.compare("h2o")
-    with pytest.raises(ConfigError, match="methods holds a int"):
-        kvexp.compare([3])
-    with pytest.raises(ConfigError, match="there is no method 'h20'; did you mean h2o"):
-        kvexp.compare(["h20"])
+    exec(KEYDIFF, scope)
+    with pytest.raises(ConfigError, match=r"KeyDiff stands in no file: .*%%writefile"):
+        kvexp.compare([scope["KeyDiff"]])
 
 
 def test_an_imported_class_runs_as_its_file_is_now(folder, monkeypatch):

@@ -15,7 +15,6 @@ from kvexp.results.read import read_runs
 from kvexp.results.table import print_blocks
 from kvexp.results.views import main as results
 from kvexp.results.views import shown
-from kvexp.run import store as divergence_lines
 from kvexp.run.prompts import token_spans, tokenize
 from kvexp.run.store import Run
 from kvexp.tasks import Instructions, InstructionsLeak, LongAnswers
@@ -214,7 +213,7 @@ def test_the_table_of_length_ends_loops_and_divergence_by_position(tmp_path: Any
     other = run_of(tmp_path, name, [(circles, 30, "length"), ("Done.", 2, "stop")], full.hash)
     line = {"example": "e0", "index": 0, "text": "own", "first_by_prefill": True, "tokens": list(range(100))}
     line |= {"kl": [9.0] + [0.1] * 63 + [0.5] * 36, "full_logprob": [0.0] * 100, "logprob": [0.0] * 100}
-    divergence_lines.append(other, [line | {"same_top1": [1] * 100}])
+    other.append_divergence([line | {"same_top1": [1] * 100}])
     made, blocks, below = shown(read_runs(tmp_path), "long")
     frame = made.set_index("method")
     row = frame.loc["h2o"]
