@@ -16,7 +16,6 @@ import pytest
 import torch
 from gguf_files import CHATML
 from test_conf import composed
-from tiny import tiny
 
 from kvexp.generate import GenerationParams, generate
 from kvexp.generate import loop as decode_loop
@@ -65,6 +64,12 @@ ODD = (  # tags of nobody's, known by where a thought is written
 )
 
 
+SMALL = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
 def tokenizer_with(template, **arguments):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
@@ -73,9 +78,8 @@ def tokenizer_with(template, **arguments):
 
 def folder_with(place, template):
     """A model folder: random weights, a tokenizer of bytes, and this chat template."""
-    config = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}
-    random_model("llama", seed=0, **config, bos_token_id=256, eos_token_id=257).save_pretrained(place)
+    config = {"vocab_size": 259, "max_position_embeddings": 4096, "bos_token_id": 256, "eos_token_id": 257}
+    random_model("llama", seed=0, **SMALL, **config).save_pretrained(place)
     tokenizer_with(template).save_pretrained(place)
     return place
 
@@ -435,7 +439,7 @@ def test_a_stop_text_inside_the_thinking_ends_nothing(place, folders, scripted, 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_stop_texts_count_behind_the_thinking_alone(beams):
     """Beams go through transformers' own loop."""
-    model = tiny("llama", vocab_size=259)
+    model = random_model("llama", seed=3, vocab_size=259, max_position_embeddings=512, **SMALL)
     tokenizer, prompt = byte_tokenizer(), [[1, 2, 3]]
     few = GenerationParams(16, eos=None, num_beams=beams)
     free = generate(model, prompt, Full(), decoding=few, tokenizer=tokenizer)
