@@ -45,7 +45,7 @@ class StatisticsFile(Generic[Made]):
     make: Callable[..., Made]
 
     def path(self, model: str) -> Path:
-        """Where a model's statistics lie, be they there or not. model: what stands for its weights."""
+        """Place of a model's statistics, whether there are any or not. model: what stands for its weights."""
         folder, name = self.place
         digest = hashlib.sha256(model.encode()).hexdigest()[:32]
         return cache_folder() / folder / f"{name}{self.version}-{digest}.safetensors"

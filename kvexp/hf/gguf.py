@@ -58,7 +58,7 @@ READABLE = (
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies in the file.
+    """Place of one tensor in the file.
 
     shape: in torch's order; kind: F32, Q4_1 …; start: its first byte in the file; size: its bytes there.
     """

@@ -301,6 +301,27 @@ def with_user_methods(words: Sequence[str]) -> list[str]:
     return [_translated(word, known) if word in chosen else word for word in words]
 
 
+def with_model_places(words: Sequence[str]) -> list[str]:
+    """The command line with model=FOLDER (a folder, GGUF file or hub id) as model=local model.path=FOLDER.
+
+    ConfigError for names and places in one word.
+    """
+    found = []
+    for word in words:
+        key, _, value = word.partition("=")
+        values = [] if key != "model" or word.startswith("model=[") else value.split(",")
+        places = [each for each in values if is_model_place(each)]
+        if places and len(places) < len(values):
+            raise ConfigError(f"{word} names models and places: sweep model=A,B and model=FOLDER in two commands")
+        found += ["model=local", f"model.path={value}"] if places else [word]
+    return found
+
+
+def is_model_place(name: str) -> bool:
+    """Whether a model is named by where it lies: a folder, a GGUF file, a wheel (pypi:NAME) or a hub id (ORG/NAME)."""
+    return name not in options("model") and ("/" in name or ":" in name or Path(name).exists())
+
+
 def make_option(method: AdmittedMethod) -> str:
     """Admit the method and let Hydra know it; returns its option of `method`."""
     admit(method)

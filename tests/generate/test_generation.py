@@ -527,7 +527,7 @@ def test_a_cache_is_for_one_prompt(family):
 
 def test_what_a_filled_cache_refuses():
     model = tiny("llama")
-    cache = EvictionCache(model, H2O(), Budget(kv_ratio=0.5))
+    cache = EvictionCache(model, Full())
     model(torch.tensor(PROMPT), past_key_values=cache)
     with pytest.raises(CacheError, match="cannot be cropped"):
         cache.crop(3)

@@ -12,15 +12,16 @@ import pytest
 from kvexp.results.divergence import (
     NO_END,
     PerExample,
-    _holm,
     answer_changes,
     choice_changes,
     choice_kl,
     compared,
+    compared_means,
     decide,
     divergence_table,
     first_difference,
     frame_of,
+    holm_corrected,
     share_interval,
     write_scale,
 )
@@ -113,10 +114,12 @@ def test_only_runs_that_share_labels_are_compared(tmp_path, capsys):
 
 def test_holm_by_the_book():
     """p = .01, .04, .03, .005 of four: .005*4, .01*3, .03*2, and .04*1, which may not fall below .06 (Holm 1979)."""
-    frame = pd.DataFrame({"one": list("abcd"), "other": list("wxyz"), "difference": [-1.0, -1, 1, 1]})
-    found = _holm(frame.assign(p=[0.01, 0.04, 0.03, 0.005]))
-    assert found["holm"].tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert found["better"].tolist() == ["a", "", "", "z"]
+    corrected = holm_corrected(np.array([0.01, 0.04, 0.03, 0.005, math.nan]))
+    assert corrected.tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02, math.nan], nan_ok=True)
+    rng, levels = np.random.default_rng(3), {"a": 1, "b": 2, "c": 2}
+    found = {name: {f"e{i}": level * rng.gamma(4, 0.25) for i in range(40)} for name, level in levels.items()}
+    pairs = compared_means(found).set_index(["one", "other"])
+    assert pairs["better"].tolist() == ["a", "a", ""] and (pairs["holm"] >= pairs["p"]).all()
 
 
 def test_a_file_that_was_edited_or_cut_off(tmp_path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
+from report_runs import write
 
 from kvexp.results.read import read_runs
 from kvexp.results.screen import print_answers, print_screen
 from kvexp.results.views import main
-from kvexp.run.store import EPSILON_KL, OWN, Run
+from kvexp.run.store import EPSILON_KL, OWN, append
 from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
 
 AROUND = 6  # lines, the empty ones not counted
@@ -18,33 +18,20 @@ AROUND = 6  # lines, the empty ones not counted
 
 def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=None, evicts=True, timed=False, **labels):
     """A run whose scores and divergences differ a little from example to example."""
-    named = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": "", **labels}
-    config = {"method": {"name": method}, "kv_ratio": kv_ratio, "generation": {"max_new_tokens": 8, "num_beams": 1}}
-    run = Run.open(folder, config, named, {}, baseline=baseline)
-    receipt = {"slots": 50.0, "kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
+    receipt = {"kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
     receipt["first_eviction_step"] = 0 if evicts and baseline else None
-    for index in range(n):
-        run.append(
-            {
-                "example": str(index),
-                "index": index,
-                "metrics": {"rouge1": score + index % 5, "rouge2": score / 2},
-                "output": f"{method} says {index} " + "and more of it " * 60,
-                "seconds": {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None},
-                "receipt": receipt,
-                "new_tokens": 8,
-                "prompt_tokens": 100,
-                "finish_reason": "length",
-                "skipped": None,
-            }
-        )
-        if kl is not None:
-            each = [kl * (1 + index % 3 / 10)] * 4
-            line = {"example": str(index), "index": index, "text": OWN, "kl": each, "same_top1": [1] * 4}
-            line |= {"logprob": [-1.0] * 4, "full_logprob": [-1.0] * 4, "first_by_prefill": False, "tokens": [1] * 4}
-            with open(run.path / "divergence.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-    run.finish(n)
+    seconds = {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None}
+    more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": "length"}
+    scores = [{"rouge1": score + index % 5, "rouge2": score / 2} for index in range(n)]
+    generation = {"generation": {"max_new_tokens": 8, "num_beams": 1}}
+    changes = {"receipt": receipt, "seconds": seconds, **more}
+    labels = {"kv_ratio": kv_ratio, "setting": "", **labels}
+    run = write(folder, method, scores, baseline, changes=changes, config=generation, **labels)
+    if kl is not None:
+        each = [[kl * (1 + index % 3 / 10)] * 4 for index in range(n)]
+        same = {"text": OWN, "same_top1": [1] * 4, "logprob": [-1.0] * 4, "full_logprob": [-1.0] * 4}
+        same |= {"first_by_prefill": False, "tokens": [1] * 4}
+        append(run, [{"example": f"e{index}", "index": index, "kl": line, **same} for index, line in enumerate(each)])
     return run.hash
 
 
@@ -139,8 +126,8 @@ def test_a_single_run_shows_both_answers_cut_short(tmp_path):
     out = io.StringIO()
     print_answers(read_runs(tmp_path), Console(file=out, width=100, markup=False))
     first, head, answers, *rest = out.getvalue().splitlines()
-    assert first == "answers to example 0:" and "full cache" in head and "h2o, 50 % of the cache" in head
-    assert "full says 0" in answers and "h2o says 0" in answers
+    assert first == "answers to example e0:" and "full cache" in head and "h2o, 50 % of the cache" in head
+    assert "full says it" in answers and "h2o says it" in answers
     assert len([line for line in rest if line.strip()]) < 10 and "…" in rest[-2] + rest[-3]
 
 

@@ -657,7 +657,8 @@ def test_objects_of_a_class_beside_h2o_in_one_call(folder, monkeypatch):
 
     few = {"model": "tiny", "task": "sample", "limit": 1, "task__max_new_tokens": 2, "task__nll": False}
     made = kvexp.compare([keydiff.KeyDiff(), keydiff.KeyDiff(alpha=0.5), "h2o"], kv_ratio=[0.3, 0.5], **few)
-    table = made.table
+    table = made
+    assert isinstance(table, pd.DataFrame)
     assert sorted(table["method"]) == ["full"] + ["h2o"] * 2 + ["keydiff.KeyDiff"] * 4
     assert set(table["kv_ratio"].dropna()) == {0.3, 0.5} and (table["status"] == "done").all()
     assert table["setting"].str.contains("method.alpha=0.5").sum() == 2
@@ -665,7 +666,7 @@ def test_objects_of_a_class_beside_h2o_in_one_call(folder, monkeypatch):
     with pytest.raises(ConfigError, match="a percentage of its baseline, which takes 20 examples or more"):
         made.figure()
     before = set((folder / "outputs").glob("*/examples.jsonl"))
-    again = kvexp.compare(["keydiff.py"], kv_ratio=0.3, **few).table
+    again = kvexp.compare(["keydiff.py"], kv_ratio=0.3, **few)
     assert set(again["hash"]) <= set(table["hash"])
     (folder / "keydiff.py").write_text(KEYDIFF.replace("return -self", "return self"))
     kvexp.compare([keydiff.KeyDiff], kv_ratio=0.3, **few)
@@ -675,8 +676,8 @@ def test_objects_of_a_class_beside_h2o_in_one_call(folder, monkeypatch):
 @pytest.mark.slow
 def test_a_curve_is_drawn_where_there_are_examples_enough(folder):
     few = {"model": "testbed_rope", "task": "testbed_summary", "task__max_new_tokens": 3, "limit": 20}
-    made = kvexp.compare(["window", "keydiff.py"], 0.5, **few)
-    assert set(made.table["method"]) == {"full", "window", "keydiff.KeyDiff"}
+    made = kvexp.compare(["window", "keydiff.py"], kv_ratio=0.5, **few)
+    assert set(made["method"]) == {"full", "window", "keydiff.KeyDiff"}
     _, labels = made.figure().axes[0].get_legend_handles_labels()
     assert {"window", "keydiff.KeyDiff"} <= set(labels)
     assert made._repr_html_().startswith("<img") and "<table" in made._repr_html_()
@@ -691,7 +692,7 @@ def test_what_is_not_given_is_as_the_command_line_has_it(folder, monkeypatch):
 
     monkeypatch.setattr("kvexp.results.curves.run_jobs", taken)
     with pytest.raises(ConfigError, match="enough"):
-        kvexp.compare(["h2o"], 0.5)
+        kvexp.compare(["h2o"], kv_ratio=0.5)
     plain = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
     defaults = {key: value for one in plain["defaults"] if isinstance(one, dict) for key, value in one.items()}
     for group in ("model", "task", "generation", "budget", "prefill"):
@@ -710,6 +711,13 @@ def test_what_is_not_given_is_as_the_command_line_has_it(folder, monkeypatch):
 def test_what_compare_takes_for_no_method(methods, said):
     with pytest.raises(ConfigError, match=said):
         kvexp.compare(methods)
+
+
+def test_a_wrong_guess_of_compare_gets_a_sentence():
+    with pytest.raises(ConfigError, match=r"task must be a name.* kv_ratio=0.5"):
+        kvexp.compare(["h2o"], 0.5)
+    with pytest.raises(ConfigError, match=r"max_new_tokens; did you mean .*task.max_new_tokens.*written __"):
+        kvexp.compare(["h2o"], max_new_tokens=5)
 
 
 def test_a_class_that_stands_in_no_file_is_refused():
