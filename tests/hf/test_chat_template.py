@@ -355,7 +355,7 @@ def test_tags_may_be_special_tokens():
 
 
 def test_lm_evals_own_way_is_the_same():
-    """Where thinking ends. Where it does not, lm-eval scores the thinking, and here is nothing to score."""
+    """Equal where thinking ends; where it does not, lm-eval scores the thinking, and here is nothing to score."""
     from lm_eval.models.utils import postprocess_generated_text
 
     tokenizer, tags = byte_tokenizer(), Thinking("<think>", "</think>")
@@ -557,7 +557,7 @@ def test_what_is_fed_beside_the_prompt_has_a_digest_too(folders, tmp_path):
 
 
 def test_the_table_tells_of_cut_answers_that_do_not_count(folders, scripted, tmp_path):
-    """Of questions that count only where the full cache answers them: it may not, for want of tokens."""
+    """Questions that count only where the full cache answers them: it may not, for want of tokens."""
     from kvexp.results.table import table
 
     scripted("and on and on")

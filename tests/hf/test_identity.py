@@ -1,4 +1,4 @@
-"""With nothing evicted, kvexp is Hugging Face: same tokens, same logits, for every family and way of decoding."""
+"""kvexp is Hugging Face where nothing is evicted: same tokens, same logits, for every family and way of decoding."""
 
 from __future__ import annotations
 

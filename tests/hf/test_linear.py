@@ -206,7 +206,7 @@ def test_copies_that_disagree_are_not_used(monkeypatch):
 
 
 def test_unpacking_gives_back_what_was_there():
-    """Also what a copy of the model has: hooks of its own, which the original keeps."""
+    """A copy of the model has hooks of its own, which the original keeps."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, 2))
     x = torch.randn(3, IN)
