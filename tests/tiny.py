@@ -93,6 +93,9 @@ class Letters:
         assert not add_special_tokens
         return SimpleNamespace(input_ids=[ord(letter) % VOCAB for letter in text])
 
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(chr(token) for token in ids)
+
 
 LETTERS: Any = Letters()
 

@@ -328,17 +328,6 @@ def test_models_summarize_unseen_documents(name):
     assert sum(scores) / len(scores) > 70
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_cards_say_what_was_trained_and_measured(name):
-    card, facts = (MODELS / name / "README.md").read_text(), json.loads((MODELS / name / "training.json").read_text())
-    assert card.startswith(f"# {name}\n") and f"| {facts['steps']:,}, about" in card and facts["device"] in card
-    for kind, value in facts["validation_recall"].items():
-        assert f"| {kind} | {100 * value:.1f} |" in card
-    for claim in testbed.CLAIMS:
-        assert f"| {claim.words} |" in card
-    assert "nan" not in card
-
-
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """A folder of models that may be changed, in place of kvexp's own; what would be run is listed and not run."""
@@ -361,15 +350,9 @@ def test_weights_trained_again_are_measured_apart(copy, tmp_path):
     assert testbed.measure("testbed_rope", tmp_path / "outputs", 60) != before
 
 
-def test_a_card_is_written_with_the_scores_and_again(copy):
+def test_a_table_of_scores_holds_them_to_the_claims():
     rows = [{"task": "testbed_summary", "method": "full", "kv_ratio": None, "rouge2": 90.0}]
     rows += [{"task": "testbed_summary", "method": "window", "kv_ratio": 0.5, "rouge2": 50.0}]
     text = testbed.markdown(pd.DataFrame(rows), 60)
     assert "| ROUGE-2 points that window loses at kv_ratio 0.5 | 40.0 | >= 25 |" in text
-    for scores in ("old scores", text):
-        testbed.into_card("testbed_rope", scores)
-    card = (testbed.FOLDER / "testbed_rope" / "README.md").read_text()
-    assert card.count("| summary, ROUGE-2 | 90.0 | >= 80 |") == 1 and "old scores" not in card
-    assert (
-        "python -m experiments.studies.testbed train testbed_rope" in card and "conclusions about the order of" in card
-    )
+    assert "| summary, ROUGE-2 | 90.0 | >= 80 |" in text
