@@ -132,7 +132,7 @@ def _words_of(method: Method | type[Method] | str) -> list[str]:
             raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
         known = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     else:
-        # The class as it was loaded from its file; else as it is now, for what a cell's class uses may have changed.
+        # The class as it was loaded from its file; else as its file is now.
         loaded_ones = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
         own = next(loaded_ones, None) or class_method(cls)
         name, known = make_option(own), settings_of_class(own.cls)

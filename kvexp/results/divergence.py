@@ -267,27 +267,22 @@ def answer_changes(folder: Folder, baseline: Folder | None) -> dict[str, float]:
     """Free-running answers compared with the full cache's, over the examples both answered.
 
     same_answers: share of answers with the same tokens throughout; same_tokens: share of places with the same token,
-    mean over answers, out of the longer one's places; parts_at: median place, from 1, of the first token that differs,
-    over the answers that do. NaN where rows hold no `output_tokens` (recorded before) or nothing differs.
+    mean over answers, out of the longer one's places; parts_at: median place, from 1, of the first token that differs
+    (or that only one answer has), over the answers that do. NaN where rows hold no `output_tokens` (recorded before) or
+    nothing differs.
     """
     pairs = [(one["output_tokens"], full["output_tokens"]) for one, full in _pairs(folder, baseline, "output_tokens")]
     if not pairs:
         return dict(NO_ANSWERS)
-    first = [first_difference(*pair) for pair in pairs]
-    parted = [place for place in first if place is not None]
-    equal = [sum(map(int.__eq__, *pair)) / max(map(len, pair)) for pair in pairs]
+    same = [list(map(int.__eq__, *pair)) for pair in pairs]
+    parted = [len(each) if all(each) else each.index(False) for each in same]
+    parted = [at + 1 for at, (one, full) in zip(parted, pairs, strict=True) if at < max(len(one), len(full))]
+    shares = [sum(each) / max(map(len, pair)) for each, pair in zip(same, pairs, strict=True)]
     return {
         "same_answers": 1 - len(parted) / len(pairs),
-        "same_tokens": float(np.mean(equal)),
+        "same_tokens": float(np.mean(shares)),
         "parts_at": float(np.median(parted)) if parted else math.nan,
     }
-
-
-def first_difference(one: list[int], other: list[int]) -> int | None:
-    """The place, from 1, of the first token that differs, an end before the other's included; None where none does."""
-    shorter = min(len(one), len(other))
-    place = next((place for place in range(shorter) if one[place] != other[place]), shorter)
-    return None if place == len(one) == len(other) else place + 1
 
 
 def choice_changes(folder: Folder, baseline: Folder | None) -> dict[str, Any]:

@@ -426,18 +426,14 @@ def _replaced(found: Iterable[Folder]) -> set[str]:
 
 
 def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:
-    """Whether a later run of the same model, task and method has rows, or of one of them spelt nearly so."""
-    return any(
-        folder.scored and folder.made > refused.made and _of_that_kind(refused.labels, folder.labels)
-        for folder in everything
-    )
+    """Whether a later run of the same model, task and method has rows; one of these labels may be spelt nearly so."""
 
+    def is_alike(folder: Folder) -> bool:
+        pairs = [(str(refused.labels.get(name)), str(folder.labels.get(name))) for name in ORDER[:3]]
+        near = all(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75) for wrong, right in pairs)
+        return near and sum(wrong != right for wrong, right in pairs) <= 1
 
-def _of_that_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    pairs = [(str(one.get(name)), str(other.get(name))) for name in ORDER[:3]]
-    return all(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75) for wrong, right in pairs) and (
-        sum(wrong != right for wrong, right in pairs) <= 1
-    )
+    return any(folder.scored and folder.made > refused.made and is_alike(folder) for folder in everything)
 
 
 def _distinguished(found: list[Folder]) -> list[Folder]:
@@ -462,14 +458,13 @@ def _distinguished(found: list[Folder]) -> list[Folder]:
             said = [f"{key}={_said(folder.run.config[key])}" for key in keys if key in folder.run.config]
             said += [f"code={folder.labels['code']}"] if len(codes[str(folder.labels.get("method"))]) > 1 else []
             more[folder.run.hash] = " ".join(said)
-    return [_with_setting(folder, more.get(folder.run.hash)) for folder in found]
-
-
-def _with_setting(folder: Folder, more: str | None) -> Folder:
-    if not more:
-        return folder
-    setting = f"{folder.labels.get('setting') or ''} {more}".strip()
-    return replace(folder, labels={**folder.labels, "setting": setting}, apart=more)
+    changed = []
+    for folder in found:
+        if apart := more.get(folder.run.hash):
+            setting = f"{folder.labels.get('setting') or ''} {apart}".strip()
+            folder = replace(folder, labels={**folder.labels, "setting": setting}, apart=apart)
+        changed.append(folder)
+    return changed
 
 
 def _differing(alike: list[Folder]) -> list[str]:

@@ -395,25 +395,17 @@ _PARTS = ("output", "reference")
 
 def _choose(folder: Folder, baseline: Folder | None, most: int) -> dict[str, list[str]]:
     """Examples with a text: `first` in order, and `lost` most in the headline metric, the greatest loss first."""
-    written = {row["example"]: row for row in folder.rows if isinstance(row.get("output"), str)}
-    losses = _losses(folder, baseline)
-    lost = sorted((name for name in losses if name in written), key=lambda name: -losses[name])[: most // 2]
-    first = [name for name in written if name not in lost][: most - len(lost)]
-    return {"first": first, "lost": lost}
-
-
-def _losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
-    """Example -> points below the full cache, where there is a loss."""
-    if baseline is None or folder.is_baseline or not folder.metrics:
-        return {}
-    metric = folder.metrics[0]
-    sign = -1.0 if lower_is_better(metric) else 1.0
-    found = {
-        name: sign * (number(baseline.scored[name]["metrics"].get(metric)) - number(row["metrics"].get(metric)))
-        for name, row in folder.scored.items()
-        if name in baseline.scored
-    }
-    return {name: loss for name, loss in found.items() if loss > 0}
+    written = [row["example"] for row in folder.rows if isinstance(row.get("output"), str)]
+    losses: dict[str, float] = {}  # points below the full cache
+    if baseline is not None and not folder.is_baseline and folder.metrics:
+        metric = folder.metrics[0]
+        for name in written:
+            if name in folder.scored and name in baseline.scored:
+                full, own = (number(each.scored[name]["metrics"].get(metric)) for each in (baseline, folder))
+                losses[name] = own - full if lower_is_better(metric) else full - own
+    lost = [name for name, loss in losses.items() if loss > 0]
+    lost = sorted(lost, key=lambda name: -losses[name])[: most // 2]
+    return {"first": [name for name in dict.fromkeys(written) if name not in lost][: most - len(lost)], "lost": lost}
 
 
 def _texts(source: ReportSource, shown: Iterable[Folder], chosen: dict[str, dict[str, list[str]]]) -> dict[str, Any]:

@@ -155,12 +155,10 @@ def _cache(row: Row) -> str:
     return f"{plain('tokens', '').cell(row)} tok" if not absent(row.get("tokens")) else "-"
 
 
-def _nats(value: float) -> str:
+def _nats(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
     return f"{value:.1f}" if value >= 10 else f"{value:.4f}" if 0 < value < 0.01 else f"{value:.3f}"
-
-
-def _kl(row: Row) -> str:
-    return "0" if _is_full(row) else "-" if absent(row["kl"]) else _nats(row["kl"])
 
 
 def _kl_interval(row: Row) -> str:
@@ -235,7 +233,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
         enough = any(not absent(row["kl_low"]) for row in ran)
         text = {str(row["text"]) for row in ran if not absent(row["kl"])}
         head = "KL over\nchoices" if text == {"choices"} else "KL to\nfull"
-        always.append(Column(head, _kl))
+        always.append(Column(head, lambda row: "0" if _is_full(row) else _nats(row["kl"])))
         always += [Column("95 %", _kl_interval, right=False)] if enough else []
         limits = {row["epsilon"] for row in ran if not absent(row["epsilon"])}
         limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
@@ -418,12 +416,8 @@ def print_answers(runs: Runs, console: Console) -> None:
         ratio = number(each.labels.get("kv_ratio"))
         words += "" if each.is_baseline or math.isnan(ratio) else f", {100 * ratio:.3g} % of the cache"
         grid.add_column(Text("full cache" if each.is_baseline else words), width=width, overflow="fold")
-    grid.add_row(*(Text(_cropped(answer_of(each.scored[names[0]]), width)) for each in sides))
+    answers = [textwrap.wrap(answer_of(each.scored[names[0]]), width) or ["(empty)"] for each in sides]
+    more = [" …" if len(lines) > ANSWER_LINES else "" for lines in answers]
+    grid.add_row(*(Text("\n".join(lines[:ANSWER_LINES]) + end) for lines, end in zip(answers, more, strict=True)))
     console.print(f"answers to example {names[0]}:", highlight=False, style="dim")
     console.print(Padding(grid, (0, 0, 1, 0)))
-
-
-def _cropped(text: str, width: int) -> str:
-    """The beginning of an answer, in as many lines as are shown."""
-    lines = textwrap.wrap(text, width) or ["(empty)"]
-    return "\n".join(lines[:ANSWER_LINES]) + (" …" if len(lines) > ANSWER_LINES else "")

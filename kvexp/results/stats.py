@@ -119,8 +119,8 @@ def decide(low: float, high: float, mark: float) -> str:
     return "fail" if high < mark else "undecided"
 
 
-def n_needed(gap: float, sd: float, level: float = LEVEL, power: float = POWER) -> float:
-    """Examples after which the interval leaves out the mark with probability `power`, if the estimate is the truth.
+def n_needed(gap: float, sd: float, level: float = LEVEL) -> float:
+    """Examples after which the interval leaves out the mark with probability POWER, if the estimate is the truth.
 
     gap: |percent - mark|; sd: `spread`, same unit; level: of the (corrected) interval. Infinite where gap is 0.
     """
@@ -128,7 +128,7 @@ def n_needed(gap: float, sd: float, level: float = LEVEL, power: float = POWER) 
         return math.nan
     if gap == 0:
         return math.inf if sd else float(MIN_PAIRS)
-    z = normal_quantile(1 - (1 - level) / 2) + normal_quantile(power)
+    z = normal_quantile(1 - (1 - level) / 2) + normal_quantile(POWER)
     return float(max(MIN_PAIRS, math.ceil((z * sd / gap) ** 2)))
 
 

@@ -42,7 +42,7 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
         console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)
         jobs_by_reason: dict[str, list[str]] = {}  # reasons printed before are empty
         for failure in session.failures:
-            jobs_by_reason.setdefault(failure.why if not failure.told else "", []).append(failure.job)
+            jobs_by_reason.setdefault(failure.why if not failure.reported else "", []).append(failure.job)
         for why, names in jobs_by_reason.items():
             for line in (*names, *([f"  {why}"] if why else [])):
                 console.print(f"  {line}", highlight=False, soft_wrap=True)
@@ -80,7 +80,7 @@ class SweepTable(Callback):
             self._publish(config, session)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             say(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
-            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
+            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", reported=True)
 
     def _publish(self, config: Any, session: Session) -> None:
         if config.log.wandb and session.hashes:

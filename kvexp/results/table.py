@@ -712,9 +712,9 @@ def print_columns(rows: Sequence[Row], columns: list[Column], keys: int, console
         console.print()
 
 
-def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
+def to_markdown(df: pd.DataFrame) -> str:
     """What `print_table` prints as GitHub-flavoured Markdown."""
-    return markdown_of((*groups(df, x), *seen_and_hidden(df)), notes(df))
+    return markdown_of((*groups(df, "kv_ratio"), *seen_and_hidden(df)), notes(df))
 
 
 def markdown_of(blocks: Iterable[Block], below: Iterable[str]) -> str:

@@ -59,7 +59,7 @@ def has_account() -> bool:
     return False
 
 
-SAMPLES = 20
+SAMPLES = 20  # rows of a run that are published as text
 DIVERGENCE = ("kl", "kl_low", "kl_high", "top1", "ppl_ratio", "verdict_kl", "verdict_top1")
 
 
@@ -67,16 +67,14 @@ def publish(
     run_paths: Iterable[str | Path],
     project: str = PROJECT,
     mode: str | None = None,
-    directory: str | Path | None = None,
-    samples: int = SAMPLES,
     experiment: str | None = None,
 ) -> list[Path]:
     """Publish these run folders, and per group one more run that holds the sweep's chart and table.
 
     mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
     experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
-    directory: where wandb makes its folder `wandb` (default: the folder of the run folders). Returns the folders it
-    wrote. Verdicts are corrected for the number of the given runs: publish a sweep at once, not run by run.
+    Returns the folders that wandb wrote, under `wandb` in the folder of the run folders. Verdicts are corrected for the
+    number of the given runs: publish a sweep at once, not run by run.
     """
     mode = check(project, mode)
     written: list[Path] = []
@@ -87,16 +85,14 @@ def publish(
         loaded = {run.hash: run for run in map(Run.load, paths)}
         runs = read_runs(outputs, {"hash": list(loaded)})
         df, divergence = quality_table(runs), frame_of(runs)
-        place = Path(directory) if directory is not None else outputs
-        place.mkdir(parents=True, exist_ok=True)  # wandb makes a folder `wandb` in it
         groups = [[experiment] if experiment else _groups(row) for row in records(df)]
         for row, names in zip(records(df), groups, strict=True):
             row |= summary_of(divergence, row["hash"])
-            written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode, place, samples))
+            written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode))
         for name in dict.fromkeys(name for names in groups for name in names):
             part = df[[name in names for names in groups]]
             own = divergence[divergence["hash"].isin(part["hash"])] if len(divergence) else divergence
-            written.append(_publish_sweep(name, part, own, project, mode, place))
+            written.append(_publish_sweep(name, part, own, project, mode, outputs))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
 
@@ -106,20 +102,18 @@ def _groups(row: Mapping[str, Any]) -> list[str]:
     return [title_of(row, "/")] if _missing(asked) or not asked else str(asked).split(", ")
 
 
-def _publish_run(
-    run: Run, row: Mapping[str, Any], group: str, project: str, mode: str, place: Path, samples: int
-) -> Path:
+def _publish_run(run: Run, row: Mapping[str, Any], group: str, project: str, mode: str) -> Path:
     labels = run.asked[-1]
     named = [labels.get(name) for name in ("task", "method", "kv_ratio")]
     record = {"hash": run.hash, "numerics": run.numerics, "baseline": run.baseline, "labels": labels, "env": run.env}
     with _started(
-        **{"project": project, "mode": mode, "dir": place, "id": run.hash, "config": {**run.config, "kvexp": record}},
-        group=group,
+        **{"project": project, "mode": mode, "dir": run.path.parent, "id": run.hash, "group": group},
+        config={**run.config, "kvexp": record},
         job_type=str(labels.get("method", "run")),
         name=" ".join(str(part) for part in named if part is not None),
         tags=[f"{row['status']}", f"verdict99: {row['verdict99']}"],
     ) as published:
-        published.log({"examples": _samples(run.rows()[:samples])})
+        published.log({"examples": _samples(run.rows()[:SAMPLES])})
         published.summary.update({name: value for name, value in _plain(row).items() if value is not None})
         return Path(published.dir).parent
 

@@ -169,7 +169,6 @@ def test_n_needed_by_hand() -> None:
     # (1.959964 + 0.841621)^2 = 7.848879, times (10 / 1)^2
     assert n_needed(gap=1.0, sd=10.0) == 785
     assert n_needed(gap=2.0, sd=10.0) == 197  # twice the gap, a quarter of the examples
-    assert n_needed(gap=1.0, sd=10.0, power=0.5) == math.ceil(1.959964**2 * 100)
     assert n_needed(gap=1.0, sd=10.0, level=stats.corrected_level(15)) > 785
     assert n_needed(gap=0.0, sd=10.0) == math.inf
     assert n_needed(gap=50.0, sd=1.0) == stats.MIN_PAIRS

@@ -10,7 +10,7 @@ from report_runs import write
 from kvexp.results.read import read_runs
 from kvexp.results.screen import print_answers, print_screen
 from kvexp.results.views import main
-from kvexp.run.store import EPSILON_KL, OWN, append
+from kvexp.run.store import EPSILON_KL, OWN
 from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
 
 AROUND = 6  # lines, the empty ones not counted
@@ -31,7 +31,9 @@ def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=No
         each = [[kl * (1 + index % 3 / 10)] * 4 for index in range(n)]
         same = {"text": OWN, "same_top1": [1] * 4, "logprob": [-1.0] * 4, "full_logprob": [-1.0] * 4}
         same |= {"first_by_prefill": False, "tokens": [1] * 4}
-        append(run, [{"example": f"e{index}", "index": index, "kl": line, **same} for index, line in enumerate(each)])
+        run.append_divergence(
+            [{"example": f"e{index}", "index": index, "kl": line, **same} for index, line in enumerate(each)]
+        )
     return run.hash
 
 
@@ -77,32 +79,36 @@ def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep
     assert max(map(len, narrow.partition("no verdict:")[0].splitlines())) <= 60
 
 
-def test_of_few_examples_there_are_no_verdicts_and_one_line_says_so(tmp_path):
-    full = record(tmp_path, "full", n=4)
-    record(tmp_path, "h2o", 0.5, n=4, score=20.0, kl=0.3, baseline=full)
+@pytest.mark.parametrize(
+    ("full", "run", "present", "missing"),
+    [
+        (
+            {"n": 4},
+            {"n": 4, "score": 20.0, "kl": 0.3},
+            ("4 examples: a first look, no verdicts, 20 needed (limit=20)", "0.323", "21.50"),
+            ("99 %?", "vs 0.05", "95 %", "too few"),
+        ),
+        (
+            {},
+            {"evicts": False},
+            ("h2o 50 %: void: no example evicted", "KL to the full cache was not measured: divergence=true"),
+            ("TTFT",),
+        ),
+        ({"timed": True}, {"kl": 0.3, "timed": True}, ("TTFT", "100 ms", "10 ms"), ("Speed was not measured",)),
+    ],
+    ids=["few examples", "void", "timed"],
+)
+def test_what_the_lines_around_a_table_say(tmp_path, full, run, present, missing):
+    record(tmp_path, "h2o", 0.5, baseline=record(tmp_path, "full", **full), **run)
     text = shown(tmp_path)
-    assert "4 examples: a first look, no verdicts, 20 needed (limit=20)" in text
-    for head in ("99 %?", "vs 0.05", "95 %", "too few"):
-        assert head not in text
-    assert "0.323" in text and "21.50" in text
+    assert all(words in text for words in present) and not any(words in text for words in missing), text
+    assert max(len(line.rstrip()) for line in text.splitlines()[:-1] if line[:4] != "h2o ") <= 100
 
 
-def test_what_is_wrong_stays_on_the_screen(tmp_path):
-    full = record(tmp_path, "full")
-    record(tmp_path, "h2o", 1.0, baseline=full, evicts=False)
-    unfinished = record(tmp_path, "tova", 0.5, score=30.0, baseline=full)
+def test_an_unfinished_run_stays_on_the_screen(tmp_path):
+    unfinished = record(tmp_path, "tova", 0.5, score=30.0, baseline=record(tmp_path, "full"))
     (tmp_path / unfinished / "done.json").unlink()
-    text = shown(tmp_path)
-    assert "h2o 100 %: void: no example evicted anything" in text and "tova 50 %: partial" in text
-    assert "KL to the full cache was not measured: divergence=true" in text
-
-
-def test_times_appear_where_they_were_measured(tmp_path):
-    full = record(tmp_path, "full", timed=True)
-    record(tmp_path, "h2o", 0.5, kl=0.3, baseline=full, timed=True)
-    text = shown(tmp_path)
-    assert "TTFT" in text and "100 ms" in text and "10 ms" in text and "Speed was not measured" not in text
-    assert max(len(line.rstrip()) for line in text.splitlines()[:-1]) <= 100
+    assert "tova 50 %: partial" in shown(tmp_path)
 
 
 def test_the_command_prints_the_screen_and_more_on_request(sweep, capsys, monkeypatch):
