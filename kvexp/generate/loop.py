@@ -189,7 +189,7 @@ class _Part:
                 if not output.ended:
                     output.logits.append(logits.float())
         scores = self.logits_processors(self.ids, self.logits.to(self.ids.device, torch.float32, copy=True))
-        token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
+        token: Tensor = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
         self.ids, self.positions = torch.cat([self.ids, token], dim=1), self.positions + 1
         if len(self.eos_ids):
             self.done = self.done | torch.isin(token[:, 0], self.eos_ids)

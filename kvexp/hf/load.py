@@ -408,7 +408,8 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         check_activations(config)
     except ConfigError as error:
         raise ConfigError(f"config.json of {path}: {error}") from error
-    quantised, known = getattr(config, "quantization_config", None), AUTO_QUANTIZATION_CONFIG_MAPPING
+    known = AUTO_QUANTIZATION_CONFIG_MAPPING
+    quantised: Any = getattr(config, "quantization_config", None)
     own = isinstance(quantised, dict) and not (quantised.get("load_in_8bit") or quantised.get("load_in_4bit"))
     if own and quantised.get("quant_method") not in known:  # of which transformers merely warns
         raise ConfigError(
