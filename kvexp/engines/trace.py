@@ -130,8 +130,9 @@ class Paged(Mask):
     def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
         assert slots.visible is not None
         positions = slots.positions[0, :, : slots.length].masked_fill(~held_slots(slots)[0], -1)
-        arrays = (x.cpu().numpy() for x in (ranked.priority[0], positions, ranked.protected[0]))
-        keep = torch.tensor(chosen(*arrays, allowed.kept[0], "paged", BLOCK), device=positions.device)
+        scores, places, protected = (x.cpu().numpy() for x in (ranked.priority[0], positions, ranked.protected[0]))
+        rule = chosen(scores, places, protected, allowed.kept[0], "paged", BLOCK)
+        keep = torch.tensor(rule, device=positions.device)
         slots.visible[0, :, : slots.length] = keep
         slots.score[0, :, : slots.length].masked_fill_(~keep, -torch.inf)
 
