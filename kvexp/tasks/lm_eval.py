@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
 
 from kvexp.tasks.base import AFTER_EVICTION, Example, Positive, Rules, Task, When
+from kvexp.tasks.data import KINDS
 from kvexp.util import AtLeast, ConfigError, Stamp, check_fields, file_digest, forbidden, path_of, stamp, unreachable
 
 
@@ -270,7 +271,6 @@ def protocol_of(name: str, **switches: Any) -> Protocol:
     return Protocol(**{**own, **{k: v for k, v in switches.items() if v is not None}})
 
 
-KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SPLITS = ("train", "validation", "test")
 
 Files = dict[str, Path]
