@@ -52,7 +52,7 @@ from kvexp.retrieval import infllm as infllm_blocks
 from kvexp.retrieval.index import CostModel, init_rows
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer
 from kvexp.retrieval.method import Retrieval, RetrievalQuery, Selection, reduce_group
-from kvexp.retrieval.offload import make_policy
+from kvexp.retrieval.offload import BlockPolicy
 from kvexp.retrieval.pqcache import dots
 from kvexp.util import ConfigError, say, watch_pipes
 
@@ -807,7 +807,7 @@ def check_policies(archive: Recording, report: Report) -> None:
     """Batches of insertions: what was there before each, and which block is where after it."""
     count, limit = int(archive["n_blocks"]), int(archive["limit"])
     for name in ("lfu", "lru"):
-        policy = make_policy(name, limit)
+        policy = BlockPolicy(name, limit)
         hits, places = [], []
         for batch in archive["batches"].tolist():
             hits.append([int(block in policy.slots) for block in batch])
