@@ -7,6 +7,7 @@ and budget alone share the prefill of each batch and decode together. An answer 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 import zlib
@@ -21,7 +22,6 @@ import kvexp.generate as generation
 from kvexp.generate import KL, Forcing, PrefilledContext
 from kvexp.generate.inputs import check_length, eos_ids, is_plain_greedy
 from kvexp.generate.kl import read_questions
-from kvexp.run.limits import Pace
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.prompts import (
     ItemPrompt,
@@ -38,7 +38,7 @@ from kvexp.run.store import OWN, Line
 from kvexp.tasks import Example
 from kvexp.tasks.dialogues import DialogueTask
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ANSWERS, TEXTS, ConfigError
+from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
@@ -104,13 +104,13 @@ class Outputs:
 
 
 def outputs_of_batches(
-    model: Model, tokenizer: Tokenizer, batches: Sequence[PromptBatch], pace: Pace
+    model: Model, tokenizer: Tokenizer, batches: Sequence[PromptBatch], most: int | None = None
 ) -> Iterator[Outputs]:
     """Answers and divergences of batches whose runs all share model, task and decoding.
 
     Prompts without question or choices are prefilled batch by batch, then decoded and forced together: a step reads the
-    model's weights once for the rows of all batches, as many as `pace` allows. What is yielded is to be written before
-    the next is asked for.
+    model's weights once for the rows of all batches. most: about so many rows in the same steps, None for all. What is
+    yielded is to be written before the next is asked for.
     """
     straight: list[tuple[int, PromptBatch]] = []
     for place, batch in enumerate(batches):
@@ -124,8 +124,8 @@ def outputs_of_batches(
             straight.append((place, dataclasses.replace(batch, prompts=groups[False])))
         if True in groups:
             some = dataclasses.replace(batch, prompts=groups[True])
-            yield from _outputs_from_contexts(model, tokenizer, place, some, pace)
-    yield from _outputs_decoded_together(model, tokenizer, straight, pace)
+            yield from _outputs_from_contexts(model, tokenizer, place, some, most)
+    yield from _outputs_decoded_together(model, tokenizer, straight, most)
 
 
 def _has_more(prompt: TokenizedExample) -> bool:
@@ -156,7 +156,7 @@ def _answers_alone(settings: Settings, model: Model, tokenizer: Tokenizer, batch
         )
         made |= _by_index(straight, outputs_of(result, tokenizer))
     if others := [(index, prompt) for index, prompt in batch if _has_more(prompt)]:
-        for part in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), Pace(None)):
+        for part in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), None):
             made |= part.answers
     return made
 
@@ -232,53 +232,52 @@ class _Prefilled:
 
 
 def _outputs_decoded_together(
-    model: Model, tokenizer: Tokenizer, batches: Sequence[tuple[int, PromptBatch]], pace: Pace
+    model: Model, tokenizer: Tokenizer, batches: Sequence[tuple[int, PromptBatch]], most: int | None
 ) -> Iterator[Outputs]:
-    left = list(batches)
-    while left:
-        pace.written()
-        some: list[_Prefilled] = []
-        while pace.may_prefill(len(some), len(left)):
-            some.append(_Prefilled.of(model, tokenizer, *left.pop(0)))
-        full: dict[int, dict[int, ModelOutput]] = {}
-        for made in _decoded(model, tokenizer, some, pace):
-            if made.run == next(one.batch.full for one in some if one.place == made.batch):
-                full[made.batch] = made.answers
-            yield made
-        texts: list[_Text] = []
-        for one in some:
-            texts += _texts(model, tokenizer, one.place, one.batch, one.copies, full.get(one.place, {}))
+    some = [_Prefilled.of(model, tokenizer, *batch) for batch in batches]
+    full: dict[int, dict[int, ModelOutput]] = {}
+    for made in _decoded(model, tokenizer, some, most):
+        if made.run == next(one.batch.full for one in some if one.place == made.batch):
+            full[made.batch] = made.answers
+        yield made
+    texts: list[_Text] = []
+    for one in some:
+        texts += _texts(model, tokenizer, one.place, one.batch, one.copies, full.get(one.place, {}))
+    if texts:
         del some, one  # the texts hold what of the contexts they need
-        yield from _forced(batches[0][1].runs[0], model, texts, pace)
+        yield from _forced(batches[0][1].runs[0], model, texts, most)
 
 
-def _decoded(model: Model, tokenizer: Tokenizer, some: Sequence[_Prefilled], pace: Pace) -> Iterator[Outputs]:
+def _even_parts(sizes: Sequence[int], most: int | None) -> list[list[int]]:
+    """The places of these sizes in consecutive parts, as even as they go, that sum up to about `most` each."""
+    total, before = sum(sizes), list(itertools.accumulate(sizes, initial=0))
+    count = 1 if most is None else -(-total // most)
+    return [
+        list(part) for _, part in itertools.groupby(range(len(sizes)), lambda place: before[place] * count // total)
+    ]
+
+
+def _decoded(model: Model, tokenizer: Tokenizer, some: Sequence[_Prefilled], most: int | None) -> Iterator[Outputs]:
     """The answers of all runs to several batches; uses their contexts up."""
     left = [(one, run) for one in some for run in one.contexts]
-    while left:
-        decoding = left[0][0].batch.runs[0].decoding
-        count = pace.take(ANSWERS, [len(one.batch.prompts) for one, _ in left], decoding.max_new_tokens)
-        now, left = left[:count], left[count:]
-        runs = [(one, [run for other, run in now if other is one]) for one in some]
-        runs = [(one, places) for one, places in runs if places]
-        start = time.perf_counter()
+    for part in _even_parts([len(one.batch.prompts) for one, _ in left], most):
+        now = [left[place] for place in part]
+        runs = [(one, places) for one in some if (places := [run for other, run in now if other is one])]
         results = generation.decode_batches(
             model,
             [[one.contexts.pop(run) for run in places] for one, places in runs],
-            decoding,
+            some[0].batch.runs[0].decoding,
             [_sampling_seeds(one.batch.runs[0], one.batch.prompts) for one, _ in runs],
             tokenizer,
-            start=start,
+            start=time.perf_counter(),
         )
-        seconds, steps, made = time.perf_counter() - start, 0, []
-        for (one, places), generations in zip(runs, results, strict=True):
-            for run, result in zip(places, generations, strict=True):
-                steps = max(steps, *map(len, result.tokens))
-                made.append(Outputs(one.place, run, _by_index(one.batch.prompts, outputs_of(result, tokenizer))))
+        made = [
+            Outputs(one.place, run, _by_index(one.batch.prompts, outputs_of(result, tokenizer)))
+            for (one, places), generations in zip(runs, results, strict=True)
+            for run, result in zip(places, generations, strict=True)
+        ]
         del results
-        pace.measured(ANSWERS, sum(len(one.batch.prompts) for one, _ in now), steps, seconds)
         yield from made
-        pace.written()
 
 
 def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
@@ -308,46 +307,42 @@ def _number(value: float) -> float | None:
 # Texts that runs are forced after the prefill they share, each beside the full cache.
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Text:
     """One kind of text of a batch, ready to be forced.
 
-    batch: the batch's place; prompts: those that have such a text; places: of the runs, in the order of the variants.
+    batch: the batch's place; prompts: those that have such a text; texts: token ids of each, None where the full cache
+    chooses them on the way; full: the full cache's context; contexts: of the runs, by place.
     """
 
     batch: int
     kind: str
     prompts: Items
-    places: Sequence[int]
-    forcing: Forcing
+    texts: list[list[int]] | None
+    full: PrefilledContext
+    contexts: dict[int, PrefilledContext]
 
-    def split(self, count: int) -> tuple[_Text, _Text]:
-        """The text for the first `count` runs and for the others, each with the full cache beside it."""
-        whole = self.forcing
-        copy = whole.full.fork(range(len(self.prompts)))
-        first = Forcing(copy, whole.variants[:count], whole.texts)
-        rest = Forcing(whole.full, whole.variants[count:], whole.texts)
-        return (
-            dataclasses.replace(self, places=self.places[:count], forcing=first),
-            dataclasses.replace(self, places=self.places[count:], forcing=rest),
-        )
+    def forcing(self, places: Sequence[int]) -> Forcing:
+        """The text for these runs, whose contexts it uses up; the full cache's is copied while other runs are left."""
+        variants = [self.contexts.pop(place) for place in places]
+        full = self.full.fork(range(len(self.prompts))) if self.contexts else self.full
+        return Forcing(full, variants, self.texts)
 
-    def outputs(self, found: Sequence[Sequence[KL]]) -> Iterator[Outputs]:
-        """Of `divergence_of_batches`, one list of rows per run."""
-        for place, variant, rows in zip(self.places, self.forcing.variants, found, strict=True):
-            # Nothing was evicted yet, unless the prompt was evicted between chunks.
-            unevicted = variant.cache.config.bounded_chunk is None
-            lines = [
-                {
-                    "example": prompt.example.id,
-                    "index": index,
-                    "text": self.kind,
-                    "first_by_prefill": not prompt.question_ids and unevicted,
-                }
-                | row.line
-                for (index, prompt), row in zip(self.prompts, rows, strict=True)
-            ]
-            yield Outputs(self.batch, place, lines=lines)
+    def outputs(self, place: int, variant: PrefilledContext, rows: Sequence[KL]) -> Outputs:
+        """The lines of divergence.jsonl of one run."""
+        # Nothing was evicted yet, unless the prompt was evicted between chunks.
+        unevicted = variant.cache.config.bounded_chunk is None
+        lines = [
+            {
+                "example": prompt.example.id,
+                "index": index,
+                "text": self.kind,
+                "first_by_prefill": not prompt.question_ids and unevicted,
+            }
+            | row.line
+            for (index, prompt), row in zip(self.prompts, rows, strict=True)
+        ]
+        return Outputs(self.batch, place, lines=lines)
 
 
 def _copies(
@@ -399,7 +394,7 @@ def _texts(
         if texts is None and not is_plain_greedy(model, decoding):
             fork, seeds = contexts[full].fork(range(len(prompts))), _sampling_seeds(settings, prompts)
             texts = generation.decode(model, [fork], decoding, seeds, tokenizer, start=0.0)[0].tokens
-        yield _Text(place, kind, prompts, places, Forcing(contexts[full], [contexts[run] for run in places], texts))
+        yield _Text(place, kind, prompts, texts, contexts[full], {run: contexts[run] for run in places})
 
 
 def reference_tokens(prompt: TokenizedExample, tokenizer: Tokenizer, most: int, *, chat: bool) -> list[int]:
@@ -408,40 +403,22 @@ def reference_tokens(prompt: TokenizedExample, tokenizer: Tokenizer, most: int, 
     return continuation(prompt, tokenizer, chat=chat, words=words)[:most] if words.strip() else []
 
 
-def _forced(settings: Settings, model: Model, texts: Sequence[_Text], pace: Pace) -> Iterator[Outputs]:
-    """Force the texts, as many in the same steps as `pace` allows. settings: any of the runs'."""
-    decoding, left = settings.decoding, list(texts)
-    while left:
-        steps = max(max(map(len, text.forcing.texts or ()), default=decoding.max_new_tokens) for text in left)
-        count = pace.take(TEXTS, [len(text.prompts) for text in left for _ in text.places], steps)
-        some, left = _first_places(left, count)
-        start = time.perf_counter()
+def _forced(settings: Settings, model: Model, texts: Sequence[_Text], most: int | None) -> Iterator[Outputs]:
+    """Force the texts, about `most` rows in the same steps. settings: any of the runs'."""
+    left = [(text, place) for text in texts for place in text.contexts]
+    for part in _even_parts([len(text.prompts) for text, _ in left], most):
+        now = [left[place] for place in part]
+        some = [(text, places) for text in texts if (places := [place for other, place in now if other is text])]
+        forcings = [text.forcing(places) for text, places in some]
         found = generation.divergence_of_batches(
             model,
-            [text.forcing for text in some],
-            max_new_tokens=decoding.max_new_tokens,
-            eos=eos_ids(model, decoding.eos),
+            forcings,
+            max_new_tokens=settings.decoding.max_new_tokens,
+            eos=eos_ids(model, settings.decoding.eos),
         )
-        fed = max(len(row.tokens) for each_found in found for rows in each_found for row in rows)
-        rows = sum(len(text.prompts) * len(text.places) for text in some)
-        pace.measured(TEXTS, rows, fed, time.perf_counter() - start)
-        for text, of_text in zip(some, found, strict=True):
-            yield from text.outputs(of_text)
-        pace.written()
-
-
-def _first_places(texts: Sequence[_Text], count: int) -> tuple[list[_Text], list[_Text]]:
-    """The texts for the first `count` of all their runs, and what is left."""
-    taken: list[_Text] = []
-    for place, text in enumerate(texts):
-        if count < len(text.places):
-            if not count:
-                return taken, [*texts[place:]]
-            first, rest = text.split(count)
-            return [*taken, first], [rest, *texts[place + 1 :]]
-        taken.append(text)
-        count -= len(text.places)
-    return taken, []
+        for (text, places), forcing, of_text in zip(some, forcings, found, strict=True):
+            for each in zip(places, forcing.variants, of_text, strict=True):
+                yield text.outputs(*each)
 
 
 def continuation_logprobs(
@@ -475,7 +452,7 @@ def continuation_logprobs(
 
 
 def _outputs_from_contexts(
-    model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch, pace: Pace
+    model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch, most: int | None
 ) -> Iterator[Outputs]:
     """Of prompts that have a question or choices; never more than batch_size forks at once. place: the batch's.
 
@@ -511,7 +488,7 @@ def _outputs_from_contexts(
                         full = answers if run == batch.full else full
                         yield Outputs(place, run, answers)
                 asked = dataclasses.replace(batch, prompts=some)
-                yield from _forced(lead, model, list(_texts(model, tokenizer, place, asked, copies, full)), pace)
+                yield from _forced(lead, model, list(_texts(model, tokenizer, place, asked, copies, full)), most)
 
 
 def shares_score_across_batch(settings: Settings) -> bool:

@@ -27,8 +27,6 @@ from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
 from kvexp.run.limits import (
     EXIT_HUNG,
     TIME,
-    WRITE_EVERY_S,
-    Pace,
     TimeLimit,
     TimeLimitExceeded,
     failure_kind,
@@ -73,6 +71,8 @@ PROMPT, NEW = 128, 3  # tokens of a warm-up: enough for every kind of call
 MIN_UTILISATION = 4 / 3
 # Rows of a decode step, above which reading the weights once for more of them gains little (DECISIONS.md).
 MAX_DECODE_ROWS = 64
+# Rows of one batch that are decoded or forced before they are written, about: a kill loses no more than these.
+MAX_UNWRITTEN_ROWS: int | None = 64
 ANSWER = "answer"  # what a row is of; the other kinds of work are TEXTS, which are forced
 
 Row = dict[str, Any]
@@ -438,8 +438,8 @@ class Filler:
         self.title, self.processes, self.timed = title, processes, timed
         lead = members[0].settings
         self.time_limit = TimeLimit(lead.timeout_s, self._stuck)
-        # In half precision a row's numbers go by what it is decoded together with, which the clock must not decide.
-        self.pace = Pace(WRITE_EVERY_S if lead.model.dtype == FULL and lead.timeout_s is None else None)
+        # In half precision a row's numbers depend on what it is decoded together with, so nothing is parted.
+        self.most = MAX_UNWRITTEN_ROWS if lead.model.dtype == FULL else None
 
     def made(self, batches: Sequence[Batch]) -> Iterator[bool]:
         """Make and write what is lacking of the batches; yields True for each row, False for each text."""
@@ -505,7 +505,7 @@ class Filler:
         return [[piece] for piece in (pieces if len(pieces) > 1 else pieces[0].halves())]
 
     def _computed(self, pieces: Sequence[Piece], batches: Sequence[PromptBatch], halved: int) -> Iterator[Part]:
-        for one in outputs_of_batches(self.model, self.tokenizer, batches, self.pace):
+        for one in outputs_of_batches(self.model, self.tokenizer, batches, self.most):
             piece = pieces[one.batch]
             if one.run == len(piece.members):  # the full cache's, which was added for the texts
                 continue

@@ -47,9 +47,9 @@ def test_processes_side_by_side_killed_and_resumed(stage, tmp_path, kills):
 
 SOON = """
 import os
-import kvexp.run.limits as limits
+import kvexp.run.batches as batches
 import kvexp.generate
-limits.WRITE_EVERY_S, limits.FEW_STEPS, limits.WORTH_ROWS = 1e-9, 0, 0
+batches.MAX_UNWRITTEN_ROWS = 1
 decode = kvexp.generate.decode_batches
 def fatal(*given, **named):
     fatal.calls += 1
