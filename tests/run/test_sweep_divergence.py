@@ -12,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import kvexp.generate
 import kvexp.run.batches as batch
 from kvexp.run.batches import measure_claimed, measure_rest, prefill_groups, run_group
 from kvexp.run.labels import DivergenceOptions, decided
