@@ -416,10 +416,9 @@ class Session:
     asked for. filled_ahead: hashes of runs that a shared prefill has filled in before their turn;
     complete_ahead: those of them that lack nothing.
     overrides_of_jobs: what tells each job of a sweep apart, empty where that is not known. begun: a job has been
-    composed. job_seconds: of the jobs that made rows. texts_measured: texts forced for the divergence. may_defer:
-    whether a job that another process is at may wait until the end. unmeasured: why runs have no divergence, with
-    these runs. collected: jobs (`job_queue.HydraJob`) that their launcher takes together, None while jobs are run
-    one by one; deferred: jobs left for the end.
+    composed. job_seconds: of the jobs that made rows. texts_measured: texts forced for the divergence. unmeasured: why
+    runs have no divergence, with these runs. collected: jobs (`kvexp.run.jobs.HydraJob`) that are composed for a
+    launcher or a plan, None while a job is run as soon as it is composed.
     """
 
     typed_keys: set[str] | None = None
@@ -433,10 +432,8 @@ class Session:
     begun: bool = False
     jobs_done: int = 0
     job_seconds: list[float] = field(default_factory=list)
-    may_defer: bool = False
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
     collected: list[Any] | None = None
-    deferred: list[Any] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     @property

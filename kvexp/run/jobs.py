@@ -7,7 +7,6 @@ with a summary. No torch is imported here, so that --help and mistakes of the co
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -22,8 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -169,21 +166,6 @@ def _resolved(config: DictConfig, session: Session) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
 
 
-def plan_jobs(session: Session, overrides: Sequence[str], params: dict[str, Any]) -> None:
-    """Note the jobs Hydra's basic sweeper makes of these: params of the configuration, then the command line's."""
-    words = [f"{key}={value}" for key, value in params.items()] + list(overrides)
-    values: dict[str, list[str]] = {}
-    try:
-        for override in OverridesParser.create().parse_overrides(words):
-            swept = override.is_sweep_override()
-            values[override.get_key_element()] = list(override.sweep_string_iterator()) if swept else [""]
-    except HydraException:  # glob() and the like, which need the whole of Hydra: the jobs are numbered all the same
-        return
-    # A key of one value multiplies nothing and tells no job apart.
-    varied = [[f"{key}={one}" for one in each] for key, each in values.items() if len(each) > 1]
-    session.overrides_of_jobs = [list(words) for words in itertools.product(*varied)]
-
-
 @contextlib.contextmanager
 def job_progress(session: Session, number: int | None, overrides: Sequence[str]) -> Iterator[None]:
     """Around one job: say which it is (number from 0; None for a single run) and measure it."""
@@ -210,7 +192,7 @@ def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
 
 
 def main_job(config: DictConfig, session: Session) -> float | None:
-    """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
+    """Hydra's task function: run the job and return its objective, or collect it for the launcher."""
     session.begun = True
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
@@ -219,17 +201,7 @@ def main_job(config: DictConfig, session: Session) -> float | None:
     if session.collected is not None:
         session.collected.append(job)
         return None
-    # A search goes by what a job returns: it cannot be left for later.
-    if config.get("objective") is not None or not session.may_defer or is_unclaimed(runs_or_none(job, session)):
-        return run_job(job, session)
-    session.deferred.append(job)
-    return None
-
-
-def run_deferred(session: Session) -> None:
-    """Run the jobs of a sweep that were left because another process was at them."""
-    jobs, session.deferred = session.deferred, []
-    _take_turns([(job, runs_or_none(job, session)) for job in jobs], session)
+    return run_job(job, session)
 
 
 def _take_turns(jobs: Sequence[tuple[HydraJob, Sequence[Settings]]], session: Session) -> list[float | None]:
@@ -249,8 +221,8 @@ def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
     return bool(wanted) and {identity(each.identity) for each in wanted} <= session.complete_ahead
 
 
-def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
-    """Jobs that can share prefills do; then each has its turn. Returns their objectives."""
+def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> list[float | None]:
+    """Run the jobs of a sweep and return their objectives. share: first fill in runs that can share prefills."""
     from kvexp.run.batches import prefill_groups, run_group
 
     each = [(job, runs_or_none(job, session)) for job in jobs]
@@ -263,7 +235,7 @@ def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
                 traceback.print_exc()
             return True
 
-    groups = prefill_groups(settings for _, runs in each for settings in runs)
+    groups = prefill_groups(settings for _, runs in each for settings in runs) if share else []
     run_unclaimed_first([(group, group) for group in groups], filled)
     return _take_turns(each, session)
 
