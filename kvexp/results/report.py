@@ -53,7 +53,7 @@ from kvexp.results.read import (
 from kvexp.results.stats import lower_is_better
 from kvexp.results.table import Block, Column, absent, called, few, groups, notes, quality_table
 from kvexp.results.views import VIEWS, Line, View, chart_of, grid, is_needle
-from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
+from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
 from kvexp.run.store import TEXTS
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings, visible
 
@@ -350,7 +350,7 @@ def _text(folder: Folder, example: str) -> dict[str, Any] | None:
     try:
         told = require_example_log(folder.run, example)
         evictions = read_table(folder.run, example, EVICTIONS)
-        views = [made(told, evictions, step) for step in sorted({0, told.steps})]
+        views = [view_of(told, evictions, step) for step in sorted({0, told.steps})]
     except ConfigError:
         return None
     return {
