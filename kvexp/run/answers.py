@@ -166,7 +166,7 @@ def _by_index(batch: Items, outputs: Sequence[ModelOutput]) -> dict[int, ModelOu
 
 
 def sampling_seed(settings: Settings, example: Example) -> int:
-    """Of the draws between tokens: the example's own, in any order of the rows and with any others left out."""
+    """Random seed of the draws between tokens: the example's own, whatever other rows there are and in any order."""
     return settings.seed + zlib.crc32(example.id.encode())
 
 
@@ -175,7 +175,7 @@ def _sampling_seeds(settings: Settings, batch: Items) -> list[int]:
 
 
 def noise_seed(settings: Settings, example: Example, *, asked: bool) -> int:
-    """Of the noise inside methods. asked: a question follows the context, whose noise all its questions then share."""
+    """Random seed of the noise inside methods. asked: a question follows the context, whose questions share the noise."""
     return settings.seed + zlib.crc32(example.prompt.encode()) if asked else sampling_seed(settings, example)
 
 
@@ -304,7 +304,7 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-# Texts that runs are forced after the prefill they share, each beside the full cache.
+# Texts that runs are forced after the prefill they share, each compared with the full cache.
 
 
 @dataclass
@@ -426,7 +426,7 @@ def continuation_logprobs(
 ) -> tuple[list[float], ModelOutput]:
     """Log-probabilities of the continuation's tokens, all of which the model holds; and their cost, in an empty answer.
 
-    One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
+    One row alone: a tau schedule depends on the length of the row's own continuation, not on its neighbours'.
     """
     words = prompt.following
     ahead = len(prompt.question_ids) + len(words)
@@ -454,11 +454,11 @@ def continuation_logprobs(
 def _outputs_from_contexts(
     model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch, most: int | None
 ) -> Iterator[Outputs]:
-    """Of prompts that have a question or choices; never more than batch_size forks at once. place: the batch's.
+    """Outputs for prompts that have a question or choices, at most batch_size forks at once. place: the batch's.
 
     Prompts of equal tokens share a prefill, which all runs share too. An answer is the one it would be alone: noise
-    inside methods goes by the context (`noise_seed`), sampling by the example. Where there are choices nothing is
-    forced.
+    inside methods is a function of the context (`noise_seed`), sampling of the example. Where there are choices
+    nothing is forced.
     """
     lead = batch.runs[0]
     for part in _parts(lead, batch.prompts):
@@ -541,7 +541,7 @@ def _contexts_of(
 def _answered(
     settings: Settings, model: Model, tokenizer: Tokenizer, some: Items, contexts: Sequence[PrefilledContext]
 ) -> list[dict[int, ModelOutput]]:
-    """Generated after questions of one length, for each run's contexts."""
+    """Index -> answer to questions of one length, for each run's contexts."""
     results = generation.generate_from_contexts(
         model,
         contexts,
@@ -568,20 +568,20 @@ def _pick_choice(
     settings: Settings, model: Model, prompt: TokenizedExample, contexts: PrefilledContext, place: int
 ) -> ModelOutput:
     """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
-    words, ahead = prompt.choices, tokens_to_come(settings, prompt)
+    choices, ahead = prompt.choices, tokens_to_come(settings, prompt)
     at_once = 1 if shares_score_across_batch(settings) else settings.batch_size
     logprobs: list[float] = []
     kept = []
-    for start in range(0, len(words), at_once):
-        some = words[start : start + at_once]
+    for start in range(0, len(choices), at_once):
+        some = choices[start : start + at_once]
         forks = contexts.fork([place] * len(some))
         judged = generation.score_continuations(
             model, forks, some, [prompt.question_ids] * len(some), max_new_tokens=ahead
         )
         logprobs += [sum(steps) for steps in judged]
         kept += generation.receipts(forks.cache)
-    best = max(range(len(words)), key=logprobs.__getitem__)
-    counts = [len(ids) for ids in words]
+    best = max(range(len(choices)), key=logprobs.__getitem__)
+    counts = [len(ids) for ids in choices]
     receipt = dataclasses.asdict(kept[best])
     return ModelOutput(prompt.example.choices[best], sum(counts), receipt, logprobs=logprobs, counts=counts)
 
@@ -609,7 +609,7 @@ def conversation_outputs(
 
 @dataclass
 class _Conversation:
-    """One conversation while it is held: the run's cache, and beside it the full cache, fed the same tokens.
+    """One conversation while it is held: the run's cache and the full cache, which are fed the same tokens.
 
     full: None of the full cache's own run. last: the number of the last turn; pending: the token of the answer before
     that no cache has seen yet.
@@ -644,7 +644,7 @@ class _Conversation:
 
     @property
     def both(self) -> list[PrefilledContext]:
-        """The run's context, and the full cache's beside it."""
+        """The run's context and the full cache's."""
         return [self.own] if self.full is None else [self.own, self.full]
 
     def hold(self) -> list[ModelOutput]:
@@ -669,7 +669,7 @@ class _Conversation:
         fork, start = context.fork([0]), time.perf_counter()
         made = generation.decode(self.model, [fork], self.settings.decoding, seeds, self.tokenizer, start=start)[0]
         (answer,) = outputs_of(made, self.tokenizer)
-        # The turn was read beside the full cache: when its first token came says nothing about the run alone.
+        # The turn was read together with the full cache: the time of its first token says nothing about the run alone.
         return dataclasses.replace(answer, seconds={**answer.seconds, "ttft": None, "tt2t": None})
 
     def _stays(self, answer: ModelOutput, reference: str) -> list[int]:

@@ -88,8 +88,8 @@ def evaluate_run(settings: Settings, session: Session | None = None) -> Run:
     """
     session = session or Session()
     settings.task.check()
-    # An impossible run is told before weights are made or read, and before its baseline is; one that has rows is
-    # possible. os.path: a folder that may not be looked into is told of by opening the run.
+    # A run that cannot be is an error before weights are made or read, and before its baseline is run. One that has
+    # rows can be. os.path raises nothing for a folder that may not be looked into: opening the run does.
     check_cache_fits_model(settings.model, settings.cache)
     prompts = Prompts(settings, list(settings.task.examples()))
     if not os.path.exists(settings.outputs_dir / identity(settings.identity) / "examples.jsonl"):
@@ -156,7 +156,7 @@ def can_share(settings: Settings) -> bool:
         return False
     if task.has_turns:  # each conversation goes its own way
         return False
-    if settings.budget is not None and settings.budget.of == "sequence":  # it goes by what each question adds
+    if settings.budget is not None and settings.budget.of == "sequence":  # budgets depend on each question's length
         return False
     return not shares_score_across_batch(settings) and not settings.method.modifies_prefill
 
@@ -205,11 +205,11 @@ def claim_all(pairs: Sequence[tuple[Settings, Run]], claims: ExitStack, timeout:
 
 def waiting_notice(record: Run) -> Callable[[float], None]:
     """For `Run.claim`: says once that another process is at the run."""
-    told: list[float] = []
+    said: list[float] = []
 
     def print_waiting(seconds: float) -> None:
-        if seconds > 1 and not told:  # less is a process that looks who is at it
-            told.append(seconds)
+        if seconds > 1 and not said:  # less is a process that only asks whether anybody works on it
+            said.append(seconds)
             say(f"{record.path} is being worked on by another process; waiting for it", flush=True)
 
     return print_waiting
@@ -486,7 +486,7 @@ class Filler:
                 members[0].fail(error)
                 # Its own turn, which says more, comes when the group is done, and that can be hours from now.
                 name = run_name(members[0].settings.labels)
-                say(f"{name} failed beside the other runs, which go on: {members[0].error}", file=sys.stderr)
+                say(f"{name} failed, the other runs go on: {members[0].error}", file=sys.stderr)
         if not failure:
             yield from parts
             return
@@ -525,7 +525,7 @@ class Filler:
         return NotFinite(f"{error} ({where}; examples {', '.join(pieces[0].names)}){advice}")
 
     def _stuck(self, items: Items) -> None:
-        """Called in another thread, where a call on these prompts has not come back: give up the process."""
+        """Give up the process, from another thread, where a call on these prompts has not come back."""
         names = [prompt.example.id for _, prompt in items]
         if not any(ANSWER in member.kinds(names) for member in self.members):  # a new begin would come to the same call
             say(f"{self.title}: a call did not come back within timeout_s; the same command goes on", file=sys.stderr)
@@ -538,7 +538,7 @@ class Filler:
 
 
 def _first_not_finite(model: Model, make: Callable[[], Any]) -> str:
-    """Where the first number that is not finite comes from, when `make` is called again."""
+    """Name the place where the first number that is not finite comes from, when `make` is called again."""
     from kvexp.hf.load import first_not_finite
 
     with first_not_finite(model) as found:
@@ -591,7 +591,7 @@ def _generate_few(settings: Settings, model: Model, tokenizer: Tokenizer, prompt
     generate(model, prompts, cache, attention_mask=mask, decoding=decoding, tokenizer=tokenizer)
 
 
-# What of a run's divergence no group of the sweep has measured: by itself, with the full cache beside it.
+# Divergences that no group of the sweep has measured: a run alone, against the full cache.
 
 
 UNKNOWN = "prompts that its budget does not hold, or too little memory or time"  # said by a process that has ended
@@ -635,14 +635,14 @@ def measure(
         return None
     fill(lacking, prompts, session)
     found = {member.run.hash: member for member in lacking}
-    told = []
+    lines = []
     for after in members():  # read again: other processes may have written
         if after.lacking:
             before = found.get(after.run.hash, after)
             why = before.error or "; ".join(before.skipped) or UNKNOWN
             name = run_name(after.settings.labels)
-            told.append(f"divergence of {name}: {len(after.lacking)} texts were not forced ({why})")
-    return told
+            lines.append(f"divergence of {name}: {len(after.lacking)} texts were not forced ({why})")
+    return lines
 
 
 def measure_claimed(runs: Iterable[Run], texts: Sequence[str]) -> dict[str, str]:
@@ -710,8 +710,8 @@ def settings_at(run: Run) -> Settings:
             if identity(settings.identity) == run.hash:
                 return settings
     raise ConfigError(
-        f"{run.path} was made with other files or another version of kvexp: model, data or settings are not those of "
-        "its rows any more; run it again"
+        f"{run.path} was made with other files or another version of kvexp: model, data or settings have changed "
+        "since its rows were written; run it again"
     )
 
 

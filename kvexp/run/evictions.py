@@ -1,6 +1,6 @@
-"""The log of what a run evicted, beside its rows, one set of files per example; and what was held at a step.
+"""The log of what a run evicted, one set of files per example in the run's folder; and what was held at a step.
 
-    outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether they are those of its row
+    outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether its row has the same
                             NAME.evictions.parquet   every eviction
                             NAME.twin.parquet        what it did to attention, per step, layer and head
 
@@ -34,7 +34,7 @@ Count = Annotated[int, Range(0, (1 << 31) - 1)]
 class ExampleLog:
     """NAME.json. ids, texts: of prompt, question and answer, in order of position; the texts joined are the whole text.
 
-    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots are those of the row. agrees:
+    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots equal the row's. agrees:
     for each token of the answer whether the full cache, fed the same tokens before it, would have written it too (twin
     runs only).
     """
@@ -82,7 +82,7 @@ def read_example_log(run: Run, example: str) -> ExampleLog | None:
         log = ExampleLog(**load(file))
         check_fields(log)
         if len(log.ids) != len(log.texts) or log.new_tokens < 0:
-            raise ValueError("texts must be one for each of ids, and ids those of prompt and question at least")
+            raise ValueError("texts must be one for each of ids, of which prompt and question are a part")
         return log
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
@@ -102,7 +102,7 @@ def require_example_log(run: Run, example: str) -> ExampleLog:
 
 
 def write_table(run: Run, example: str, ending: str, columns: dict[str, Any], texts: list[str] | None = None) -> None:
-    """Columns of one length; texts: of the tokens by position, for a column `text` beside `position`."""
+    """Write columns of one length; texts: of the tokens by position, for a column `text` in addition to `position`."""
     arrays = {name: pa.array(values) for name, values in columns.items()}
     if texts is not None:
         names = list(dict.fromkeys(texts))
@@ -168,7 +168,7 @@ class View:
     """Tokens held once the evictions of `step` are done.
 
     kept: int32 [L, tokens], heads of each layer that hold each token, 0 for tokens to come; layer: None for all. The
-    tokens are those of prompt, question and answer.
+    tokens are prompt, question and answer.
     """
 
     log: ExampleLog

@@ -98,7 +98,7 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     check_values(plain, job.choices)
     check_idle(plain, job.choices, job.overrides)
     plain["divergence"] = decided(plain, job.overrides, sweep=job.number is not None)
-    from kvexp.run.settings import settings_of  # late: it imports torch, and what is wrong by itself is told by now
+    from kvexp.run.settings import settings_of  # late: it imports torch, which mistakes found so far need not wait for
 
     settings = settings_of(plain, job.choices, job.overrides)
     check_objective(settings.task, plain.get("objective"))
@@ -125,7 +125,7 @@ def runs_or_none(job: HydraJob, session: Session) -> list[Settings]:
 
 def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: Callable[[Item], bool | None]) -> None:
     """Every item's work, those first whose runs nobody else is at, else in order; what returns False comes again."""
-    left, told = list(items), False
+    left, said = list(items), False
     while left:
         place = next((place for place, (_, runs) in enumerate(left) if is_unclaimed(runs)), None)
         if place is not None:
@@ -133,9 +133,9 @@ def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: 
             if work(item[0]) is False:  # somebody was faster
                 left.append(item)
             continue
-        if not told:
+        if not said:
             say(f"other processes are working on all that is left ({len(left)}): waiting for them", flush=True)
-            told = True
+            said = True
         time.sleep(POLL_S)
 
 
@@ -182,9 +182,8 @@ def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
     """ "[3/10] h2o kv_ratio=0.5, about 4 min left"."""
     jobs, seconds = session.overrides_of_jobs, session.job_seconds
     known = number < len(jobs)
-    words = jobs[number] if known else overrides
     place = f"[{number + 1}/{len(jobs)}]" if known else f"[{number + 1}]"
-    line = " ".join([place, *(word.removeprefix("method=") for word in words)])
+    line = " ".join([place, *(each.removeprefix("method=") for each in (jobs[number] if known else overrides))])
     if not known or not seconds:
         return line
     left = (len(jobs) - number) * statistics.median(seconds)
@@ -304,7 +303,7 @@ def error_text(error: Exception) -> str:
 
 
 def _error_of(wrong: Sequence[tuple[Settings, ConfigError]], parts: int) -> ConfigError:
-    """What is wrong with those of a job's parts that could not be run, each kind of error once with their names."""
+    """One error for the parts of a job that could not be run: each kind of error once, with the names of its parts."""
     if parts == 1:
         return wrong[0][1]
     names: dict[str, list[str]] = {}
@@ -327,7 +326,7 @@ def _run(settings: Settings, session: Session) -> Run:
 
 
 def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
-    """Add to the run's folder; a failure is recorded there, beside rows that stay."""
+    """Add to the run's folder; a failure is recorded there, and the rows stay."""
     try:
         with record.claim():
             diagnosis.run_after(settings, record)
@@ -338,7 +337,7 @@ def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
 
 
 def _recorded(settings: Settings, error: Exception) -> bool:
-    """Whether the run's own folder says that it failed; one that a shared prefill made is told here.
+    """Whether the run's own folder says that it failed; into a folder that a shared prefill made it is written here.
 
     A job is a failed run or a refused one, never both.
     """

@@ -46,7 +46,7 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def of(self, items: Items, runs: int = 1) -> Iterator[None]:
-        """TimeLimitExceeded in the block after the time of so many examples of so many runs, on a clock nobody sets.
+        """Raise TimeLimitExceeded in the block after the time of so many examples and runs, on a monotonic clock.
 
         Work that does not come back from a library's call cannot be interrupted: then, after GRACE_S more, `stuck` is
         called in another thread, and is to end the process (`restart_process`).
@@ -97,8 +97,8 @@ def failure_kind(error: BaseException) -> str | None:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return MEMORY
     # The CPU's allocator and CUDA's libraries have no type of their own for it.
-    words = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
-    return MEMORY if isinstance(error, RuntimeError) and any(word in str(error) for word in words) else None
+    signs = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return MEMORY if isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs) else None
 
 
 def free_memory() -> None:

@@ -558,8 +558,8 @@ class Prompts:
     """Examples of a task, and their prompts: the same for all methods and budgets, each made when it is asked for.
 
     settings: of any run that sees them; of lm-eval's items, which say themselves what a cache cannot hold, the run's
-    own (`seen_by`). The latest prompts are remembered, KNOWN or those of two batches, so that what
-    is looked at before a run and computed in it is tokenised once.
+    own (`seen_by`). The latest prompts are remembered, KNOWN or two batches of them, so that what
+    is checked before a run and computed in it is tokenised once.
     """
 
     KNOWN = 64
@@ -575,7 +575,7 @@ class Prompts:
         return Prompts(settings, self.examples) if isinstance(settings.task, LMEval) else self
 
     def use(self, model: Model, tokenizer: Tokenizer) -> None:
-        """From now on prompts are made for the loaded model; those of lm-eval's items depend on it."""
+        """Make prompts for the loaded model from now on; prompts of lm-eval's items depend on it."""
         if isinstance(self.settings.task, LMEval) and model is not self._model:
             self._known.clear()
         self._model, self._tokenizer = model, tokenizer

@@ -175,7 +175,7 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
 
 
 def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> dict[str, str]:
-    """The row's digest of token ids that are fed beside prompt and question; empty where there are none.
+    """The row's digest of token ids that are fed in addition to prompt and question; empty where there are none.
 
     These are choices, a continuation, lm-eval's texts, and what the user says in the turns up to this one.
     """
@@ -193,7 +193,7 @@ def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: Tokeni
 
 
 def _context(prompt: TokenizedExample) -> dict[str, Any]:
-    """Of a question that shares an evicted context: which one, the question's place in it and how many there are."""
+    """Shared context of a question: its digest, the question's number and how many there are; else empty."""
     example = prompt.example
     if not example.questions:
         return {}

@@ -250,7 +250,7 @@ def test_one_that_fails_is_named_at_once_and_the_others_go_on(tmp_path, monkeypa
     monkeypatch.setattr(batch, "outputs_of_batches", failing)
     together.run_group(members, Session())
     told = capsys.readouterr().err
-    assert told.count("failed beside the other runs, which go on: IndexError: index 7 is out of bounds") == 1
+    assert told.count("failed, the other runs go on: IndexError: index 7 is out of bounds") == 1
     assert "keyformer 0." in told and "h2o 0." not in told
     rows = {run.labels["method"]: len(run.rows()) for run in runs(tmp_path)}
     assert rows.pop("keyformer") == 0 and set(rows.values()) == {max(rows.values())} and min(rows.values()) > 0
