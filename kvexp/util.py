@@ -400,11 +400,11 @@ def _flush() -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A job (its overrides) that failed; told: whether the reader of this command has been told why."""
+    """A job (its overrides) that failed; printed: whether this command has said why."""
 
     job: str
     why: str
-    told: bool
+    printed: bool
 
 
 @dataclass
@@ -445,9 +445,9 @@ class Session:
         """These runs belong to what the command shows; None is no run."""
         self.hashes += [each for each in dict.fromkeys(hashes) if each is not None and each not in self.hashes]
 
-    def add_failure(self, job: str, why: str, *, told: bool) -> None:
-        """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not told before."""
-        self.failures.append(Failure(job, why, told))
+    def add_failure(self, job: str, why: str, *, printed: bool) -> None:
+        """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not printed before."""
+        self.failures.append(Failure(job, why, printed))
 
     def add_unmeasured(self, run: str, why: str) -> None:
         """This run has no divergence from the full cache, for this reason."""

@@ -47,7 +47,7 @@ def _by_reason(failures: Sequence[Failure]) -> dict[str, list[str]]:
     """Reason -> jobs that failed for it; reasons that were told before are empty."""
     found: dict[str, list[str]] = {}
     for failure in failures:
-        found.setdefault(failure.why if not failure.told else "", []).append(failure.job)
+        found.setdefault(failure.why if not failure.printed else "", []).append(failure.job)
     return found
 
 
@@ -77,7 +77,7 @@ class SweepTable(Callback):
             self._publish(config, session)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             say(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
-            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
+            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", printed=True)
 
     def _publish(self, config: Any, session: Session) -> None:
         if config.log.wandb and session.hashes:

@@ -175,7 +175,7 @@ def _sampling_seeds(settings: Settings, batch: Items) -> list[int]:
 
 
 def noise_seed(settings: Settings, example: Example, *, asked: bool) -> int:
-    """Random seed of the noise inside methods. asked: a question follows the context, whose questions share the noise."""
+    """Random seed of noise inside methods. asked: a question follows the context, whose questions share the noise."""
     return settings.seed + zlib.crc32(example.prompt.encode()) if asked else sampling_seed(settings, example)
 
 

@@ -278,13 +278,13 @@ def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
     """Say on stderr why a job failed, once for all jobs that failed alike, and note it for the end."""
     text = error_text(error)
     alike = RUN_FOLDER.sub("", text)
-    if any(failure.told and RUN_FOLDER.sub("", failure.why) == alike for failure in session.failures):
+    if any(failure.printed and RUN_FOLDER.sub("", failure.why) == alike for failure in session.failures):
         say(f"error: {job.name}: as before", file=sys.stderr, flush=True)
     elif is_user_error(error):
         say(f"error: {text}", file=sys.stderr, flush=True)
     else:
         traceback.print_exc()
-    session.add_failure(job.name, text, told=True)
+    session.add_failure(job.name, text, printed=True)
 
 
 def is_user_error(error: Exception) -> bool:

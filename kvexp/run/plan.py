@@ -321,7 +321,7 @@ def show_plan(
             planned.append(replace(made, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
-            session.add_failure(name_of(group[0]), str(error), told=True)
+            session.add_failure(name_of(group[0]), str(error), printed=True)
     print_plan(planned, len(jobs))
     return planned
 
