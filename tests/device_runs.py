@@ -8,15 +8,16 @@ from typing import Any
 
 import test_kept_sets
 import torch
+from cases import CASES
 from host_reads import HostReads
 from test_kept_sets import calibration, surrogate
 from tiny import tiny
 
-from kvexp.core import Budget, CacheConfig, SlotSelection
+from kvexp.core import Budget, CacheConfig
 from kvexp.methods import Ideal
 
 PROMPTS, SEEDS = test_kept_sets.PROMPTS[:2], test_kept_sets.SEEDS[:2]  # of different length: one is padded
-METHODS = {name: method for name, (method, _) in test_kept_sets.METHODS.items()} | {"ideal": Ideal()}
+METHODS = {name: case.method for name, case in CASES.items() if case.oracle} | {"ideal": Ideal()}
 LEARNED = ("gpt2", "opt")  # families whose positions no cache can renumber
 STEPS = 20
 
@@ -72,7 +73,7 @@ OF_METHOD = {
 def config_of(family: str, name: str, **options: Any) -> CacheConfig:
     """The configuration of a method's cache, half of a prompt's tokens kept."""
     method = METHODS[name]
-    given: dict[str, Any] = {"select": test_kept_sets.SELECT.get(name, SlotSelection())}
+    given: dict[str, Any] = {"select": CASES[name].select}
     if family in LEARNED:
         given["positions"] = "original"  # else what the method has: streaming_llm renumbers
     if method.needs.calibration and "calibration" not in options:

@@ -559,7 +559,7 @@ def compactor(past: Past) -> set[int]:
 
 
 def variance(x: list[float]) -> float:
-    """Of a sample: n - 1 below."""
+    """Variance of a sample: n - 1 below."""
     mean = sum(x) / len(x)
     return sum((v - mean) ** 2 for v in x) / (len(x) - 1)
 
@@ -594,7 +594,7 @@ def pyramid_budgets(mean: int, prompt: int, least: int, layers: int, beta: float
 
 
 def cake_preference(heads: list[list[Row]], prompt: int, tau1: float = 1.0, tau2: float = 1.0) -> float:
-    """Of one layer: the last queries' rows in each of its query heads."""
+    """Preference of one layer by the last queries' rows in each of its query heads."""
     before = range(prompt - len(heads[0]))
     entropy = -sum(row[p] * math.log(row[p] + 1e-10) for rows in heads for row in rows for p in before)
     shift = sum(variance([row[p] for row in rows]) for rows in heads for p in before)

@@ -429,7 +429,7 @@ class PaddedSinks(EvictionLayer):
         return apply_probs(torch.softmax(x.masked_fill(even, 0.0), dim=-1), inputs.values), None
 
     def _update_score(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
-        """Nothing to score in StreamingLLM; the end of the prompt is where padding comes to life."""
+        """Score nothing, as StreamingLLM; the end of the prompt is where padding comes to life."""
         slots = self.require_slots()
         if self.sequence.in_prompt and self.sequence.num_real is not None:
             columns = torch.arange(slots.length)

@@ -323,8 +323,7 @@ def test_every_method_has_an_oracle_as_the_page_says():
     """Those that choose nothing, or are another's with other settings, need none."""
     told = set(options("method"))
     oracles = "".join(
-        (ROOT / "tests" / f"{name}.py").read_text("utf-8")
-        for name in ("methods/test_kept_sets", "retrieval/test_retrieval_oracles")
+        (ROOT / "tests" / f"{name}.py").read_text("utf-8") for name in ("cases", "retrieval/test_retrieval_oracles")
     )
     for cls in CLASSES:
         if cls.name in told and cls.name != "full":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import CASES
 from golden import half
 from golden.make import MADE
 from reference_check import Report, alpha_of, main, run
@@ -41,6 +42,13 @@ def failing(report):
 def test_recording(path):
     report = run(str(path))
     assert report.passed, f"\n{report}"
+
+
+def test_every_recording_is_named_by_a_case():
+    """Those of retrieval methods, which keep everything, aside."""
+    patterns = {pattern for case in CASES.values() for pattern in case.golden} | {"pqcache_*"}
+    found = {pattern: set(FOLDER.glob(f"{pattern}.npz")) for pattern in patterns}
+    assert all(found.values()) and set().union(*found.values()) == set(FOLDER.glob("*.npz"))
 
 
 @pytest.mark.parametrize("spoiled", ["logits", "hh_score", "slot_orig_pos", "w:model.layers.1.self_attn.v_proj.weight"])

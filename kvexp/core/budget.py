@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from kvexp.core.quantized import Quantization, SlotBytes
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError, Range, Rule, check_fields, refuse
 
-# How slots are shared out among kv heads. In all but the first two ways, heads hold different numbers of slots.
-Heads = Literal["uniform", "union", "adaptive", "global", "duo"]
 STREAM_SINKS, STREAM_RECENT = 128, 256  # slots of a streaming head, as in kvpress
 THRESHOLD_RECENT = 128
 DEFAULT_FLOORS = {"adaptive": 0.2, "global": 0.0}
-MOST_TOKENS = 1 << 62  # times 1 + pyramid, which is below 2, it is still an int64
 LONGEST_WAIT = 1 << 16  # decode steps between two evictions
 
 
@@ -25,14 +22,6 @@ def floor_share(ratio: float, count: int) -> int:
     1e-9 is added first, because 0.29 * 100 is 28.999999999999996 in binary fractions and means 29.
     """
     return math.floor(ratio * count + 1e-9)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)
@@ -71,10 +60,10 @@ class Budget:
 
     `heads`: what becomes of the kv heads' budgets at the end of the prompt, from then on (docs/head_budgets.md).
     uniform: every head keeps its own best. union: all heads of a layer keep the same positions, the best on average.
-    adaptive (AdaKV, arXiv:2407.11550): the slots of a layer's heads go to the best of all its heads; global: those of
-    all layers to the best of the model. In both, each head has at least `head_floor` of its uniform share (null: 0.2
-    for adaptive, 0 for global). duo (DuoAttention, arXiv:2410.10819): retrieval heads, as many as the budget has room
-    for, evict nothing; all others are streaming heads, which hold `stream_sinks` first and `stream_recent` newest
+    adaptive (AdaKV, arXiv:2407.11550): the slots of a layer's heads go to the best of all its heads; global: the slots
+    of all layers go to the best of the model. In both, each head has at least `head_floor` of its uniform share (null:
+    0.2 for adaptive, 0 for global). duo (DuoAttention, arXiv:2410.10819): retrieval heads, as many as the budget has
+    room for, evict nothing; all others are streaming heads, which hold `stream_sinks` first and `stream_recent` newest
     tokens (null: 128, 256).
 
     `layers` shares the budget out over layers whose slots add up to as many as ever (`kvexp.core.budget`):
@@ -84,101 +73,32 @@ class Budget:
     ConfigError for values outside these ranges.
     """
 
-    kv_ratio: float | None = None
-    tokens: int | None = None
+    kv_ratio: Annotated[float, Range(0, 1, above=True)] | None = None
+    tokens: Annotated[int, AtLeast(1)] | None = None
     of: Literal["prompt", "padded", "sequence"] = "prompt"
     counts_self: bool = True
-    pyramid: float = 0.0
-    heads: Heads = "uniform"
-    head_floor: float | None = None
-    stream_sinks: int | None = None
-    stream_recent: int | None = None
+    pyramid: Annotated[float, AtLeast(0)] = 0.0
+    heads: Literal["uniform", "union", "adaptive", "global", "duo"] = "uniform"
+    head_floor: Annotated[float, Range(0, 1)] | None = None
+    stream_sinks: Annotated[int, AtLeast(0)] | None = None
+    stream_recent: Annotated[int, AtLeast(1)] | None = None
     threshold: float | None = None
-    threshold_recent: int | None = None
+    threshold_recent: Annotated[int, AtLeast(1)] | None = None
     layers: Literal["uniform", "pyramid", "cake"] | None = None
 
     def __post_init__(self) -> None:
-        self._check_threshold()
-        if self.threshold is None and (self.kv_ratio is None) == (self.tokens is None):
-            threshold = ", or a number as threshold" if self.kv_ratio is None else ""
-            raise ConfigError(
-                f"give exactly one of kv_ratio and tokens, got kv_ratio={self.kv_ratio} tokens={self.tokens}{threshold}"
-            )
-        ratio = self.kv_ratio
-        if ratio is not None and (not _is_number(ratio) or not 0 < ratio <= 1):
-            shown = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
-            raise ConfigError(f"kv_ratio must be in (0, 1], got {shown}")
-        if self.tokens is not None and (isinstance(self.tokens, bool) or not isinstance(self.tokens, int)):
-            raise ConfigError(f"tokens must be a whole number of slots, got {self.tokens!r}")
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
-        if self.tokens is not None and self.tokens >= MOST_TOKENS:
-            raise ConfigError("tokens must be below 2**62; more than any prompt has is everything")
-        self.check_base()
+        check_fields(self)
+        refuse(self, REFUSED)
 
-    def check_base(self) -> None:
-        """ConfigError for `of` or `pyramid` outside their values."""
-        if self.of not in ("prompt", "padded", "sequence"):
-            raise ConfigError(f"budget.of must be prompt, padded or sequence, got {self.of!r}")
-        if not _is_number(self.pyramid) or not 0 <= self.pyramid < 1:
-            raise ConfigError(f"pyramid must be in [0, 1), got {self.pyramid!r}")
-        if self.layers not in (None, "uniform", "pyramid", "cake"):
-            raise ConfigError(f"budget.layers must be uniform, pyramid, cake or null, got {self.layers!r}")
-        if self.pyramid and self.layers not in (None, "uniform"):
-            raise ConfigError(
-                f"budget.pyramid={self.pyramid:g} and budget.layers={self.layers} both share the budget out over "
-                "layers: set budget.pyramid=0, or leave budget.layers at null"
-            )
-        self._check_heads()
+    @property
+    def sizes(self) -> int:
+        """How many of kv_ratio, tokens and threshold are given: one, or none of a `BytesBudget`."""
+        return sum(given is not None for given in (self.kv_ratio, self.tokens, self.threshold))
 
-    def _check_threshold(self) -> None:
-        """ConfigError for a threshold that is no number, or does not go with the other settings."""
-        limit, recent = self.threshold, self.threshold_recent
-        if limit is None:
-            if recent is not None:
-                raise ConfigError("budget.threshold_recent has no effect without budget.threshold: leave it at null")
-            return
-        if self.kv_ratio is not None or self.tokens is not None:
-            raise ConfigError(
-                f"give exactly one of kv_ratio, tokens and threshold, got kv_ratio={self.kv_ratio} "
-                f"tokens={self.tokens} threshold={limit}"
-            )
-        if not _is_number(limit) or not math.isfinite(limit):
-            raise ConfigError(f"threshold must be a finite number, got {limit!r}")
-        if recent is not None and not _is_whole(recent, 1):
-            raise ConfigError(f"threshold_recent must be a whole number of at least 1, got {recent!r}")
-        if self.heads != "uniform" or self.pyramid or self.layers not in (None, "uniform") or self.of != "prompt":
-            raise ConfigError(
-                "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.pyramid at 0, "
-                "budget.layers at null (or uniform) and budget.of at prompt"
-            )
-
-    def _check_heads(self) -> None:
-        """ConfigError for ways to share out slots among heads that are unknown, or exclude other settings."""
-        if self.heads not in get_args(Heads):
-            raise ConfigError(f"budget.heads must be one of {', '.join(get_args(Heads))}, got {self.heads!r}")
-        if self.head_floor is not None and self.heads not in DEFAULT_FLOORS:
-            raise ConfigError(
-                f"budget.head_floor has no effect with budget.heads={self.heads}: leave it at null, or set "
-                f"budget.heads to one of {', '.join(DEFAULT_FLOORS)}"
-            )
-        if self.head_floor is not None and (not _is_number(self.head_floor) or not 0 <= self.head_floor <= 1):
-            raise ConfigError(f"head_floor must be in [0, 1], got {self.head_floor!r}")
-        if self.heads in ("global", "duo"):
-            shares = f"budget.heads={self.heads} shares out the slots of all layers among all heads"
-            if self.pyramid:
-                raise ConfigError(f"{shares}, budget.pyramid by depth: set budget.pyramid=0, or budget.heads=adaptive")
-            if self.layers not in (None, "uniform"):
-                raise ConfigError(f"{shares}, budget.layers={self.layers} among layers: leave one of the two alone")
-        for name, least in (("stream_sinks", 0), ("stream_recent", 1)):
-            value = getattr(self, name)
-            if value is not None and self.heads != "duo":
-                raise ConfigError(
-                    f"budget.{name} has no effect with budget.heads={self.heads}: leave it at null, or set "
-                    "budget.heads=duo"
-                )
-            if value is not None and not _is_whole(value, least):
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    @property
+    def splits_layers(self) -> bool:
+        """Whether `layers` shares the budget out."""
+        return self.layers not in (None, "uniform")
 
     @property
     def ragged(self) -> bool:
@@ -192,7 +112,7 @@ class Budget:
 
     @property
     def shares_heads(self) -> bool:
-        """Whether what one kv head holds goes by the priorities of others, or by a threshold."""
+        """Whether what one kv head holds depends on the priorities of others, or on a threshold."""
         return self.heads != "uniform" or self.threshold is not None
 
     @property
@@ -206,6 +126,16 @@ class Budget:
         if self.threshold is None:
             return "set budget.heads=uniform"
         return "give kv_ratio or tokens in its place (budget=ratio, budget=tokens)"
+
+    @property
+    def rival_of_layers(self) -> str:
+        """The setting of `among_all_layers` as it is typed."""
+        return f"budget.pyramid={self.pyramid:g}" if self.pyramid else self.heads_setting
+
+    @property
+    def rival_remedy(self) -> str:
+        """What to set so that `among_all_layers` is false."""
+        return "set budget.pyramid=0" if self.pyramid else self.heads_remedy
 
     @property
     def newest(self) -> int:
@@ -262,26 +192,70 @@ class Budget:
         return length + prompts.new_tokens
 
 
+# Settings of a budget that exclude each other, looked through from top to bottom.
+REFUSED: tuple[Rule[Budget], ...] = (
+    (
+        lambda b: isinstance(b, BytesBudget) and b.sizes,
+        "bytes_ratio={c.bytes_ratio} is a budget by itself: leave out kv_ratio, tokens and threshold",
+    ),
+    (
+        lambda b: not isinstance(b, BytesBudget) and b.sizes != 1,
+        "give exactly one of kv_ratio, tokens and threshold, got kv_ratio={c.kv_ratio} tokens={c.tokens} "
+        "threshold={c.threshold}",
+    ),
+    (
+        lambda b: b.threshold is not None and not math.isfinite(b.threshold),
+        "threshold must be a finite number, got {c.threshold}",
+    ),
+    (lambda b: b.pyramid >= 1, "pyramid must be in [0, 1), got {c.pyramid}"),
+    (
+        lambda b: b.threshold is None and b.threshold_recent is not None,
+        "budget.threshold_recent has no effect without budget.threshold: leave it at null",
+    ),
+    (
+        lambda b: (
+            b.threshold is not None and (b.heads != "uniform" or b.pyramid or b.splits_layers or b.of != "prompt")
+        ),
+        "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.pyramid at 0, "
+        "budget.layers at null (or uniform) and budget.of at prompt",
+    ),
+    (
+        lambda b: b.pyramid and b.splits_layers,
+        "budget.pyramid={c.pyramid:g} and budget.layers={c.layers} both share the budget out over layers: set "
+        "budget.pyramid=0, or leave budget.layers at null",
+    ),
+    (
+        lambda b: b.head_floor is not None and b.heads not in DEFAULT_FLOORS,
+        "budget.head_floor has no effect with budget.heads={c.heads}: leave it at null, or set budget.heads to "
+        "adaptive or global",
+    ),
+    (
+        lambda b: b.heads in ("global", "duo") and b.pyramid,
+        "budget.heads={c.heads} shares out the slots of all layers among all heads, budget.pyramid by depth: set "
+        "budget.pyramid=0, or budget.heads=adaptive",
+    ),
+    (
+        lambda b: b.heads in ("global", "duo") and b.splits_layers,
+        "budget.heads={c.heads} shares out the slots of all layers among all heads, budget.layers={c.layers} among "
+        "layers: leave one of the two alone",
+    ),
+    (
+        lambda b: b.heads != "duo" and (b.stream_sinks, b.stream_recent) != (None, None),
+        "budget.stream_sinks and budget.stream_recent have no effect with budget.heads={c.heads}: leave them at null, "
+        "or set budget.heads=duo",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Cadence:
-    """When to evict: at the end of prefill, and after every `every`-th decode step (None: never while decoding).
-
-    ConfigError where `every` is no whole number from 1 to LONGEST_WAIT.
-    """
+    """When to evict: at the end of prefill, and after every `every`-th decode step (None: never while decoding)."""
 
     at_prefill: bool = True
-    every: int | None = 1
+    every: Annotated[int, Range(1, LONGEST_WAIT)] | None = 1
 
     def __post_init__(self) -> None:
-        if self.every is not None and (not isinstance(self.every, int) or isinstance(self.every, bool)):
-            raise ConfigError(f"cadence.every must be a whole number of decode steps or null, got {self.every!r}")
-        if self.every is not None and self.every < 1:
-            raise ConfigError(f"cadence.every must be at least 1 decode step or null, got {self.every}")
-        if self.every is not None and self.every > LONGEST_WAIT:
-            raise ConfigError(
-                f"cadence.every may be at most {LONGEST_WAIT} decode steps, for which slots are laid out, or null for "
-                f"never, got {self.every}"
-            )
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -289,29 +263,16 @@ class BytesBudget(Budget):
     """How many slots a kv head may hold, as a share of the bytes of the row's prompt in a full cache at 16 bits.
 
     bytes_ratio: the share, in (0, 1]; key_dim, value_dim: channels of a head; quantization: how slots are stored, None
-    for 16 bits. Slots' bytes are those of codes, scales and zeros, and of the window in full precision (`SlotBytes`),
+    for 16 bits. Codes, scales, zeros and the window in full precision count as slots' bytes (`SlotBytes`),
     with numbers that are not quantised as 16 bits whatever dtype runs. With few bits more slots may fit than the prompt
-    has tokens: then nothing is evicted until they are used. The other fields are those of `Budget`; `pyramid` moves
-    bytes between layers. ConfigError for a share outside its range, for kv_ratio or tokens beside it, and where not one
-    slot fits.
+    has tokens: then nothing is evicted until they are used. The other fields are as in `Budget`, without kv_ratio,
+    tokens and threshold; `pyramid` moves bytes between layers. `resolve` raises ConfigError where not one slot fits.
     """
 
-    bytes_ratio: float = 0.25
-    key_dim: int = 64
-    value_dim: int = 64
+    bytes_ratio: Annotated[float, Range(0, 1, above=True)] = 0.25
+    key_dim: Annotated[int, AtLeast(1)] = 64
+    value_dim: Annotated[int, AtLeast(1)] = 64
     quantization: Quantization | None = None
-
-    def __post_init__(self) -> None:
-        if self.kv_ratio is not None or self.tokens is not None or self.threshold is not None:
-            raise ConfigError(
-                f"give bytes_ratio, kv_ratio or tokens, one of the three, got bytes_ratio={self.bytes_ratio} "
-                f"kv_ratio={self.kv_ratio} tokens={self.tokens} threshold={self.threshold}"
-            )
-        if isinstance(self.bytes_ratio, bool) or not 0 < self.bytes_ratio <= 1:
-            raise ConfigError(f"bytes_ratio must be in (0, 1], got {self.bytes_ratio!r}")
-        if min(self.key_dim, self.value_dim) < 1:
-            raise ConfigError(f"key_dim and value_dim must be at least 1, got {self.key_dim} and {self.value_dim}")
-        self.check_base()
 
     @property
     def slot_bytes(self) -> SlotBytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,15 +50,14 @@ def layer_slots(
 
 def least_slots(method: Method, slots: int, length: int, counts_self: bool) -> int:
     """The fewest slots, `slots` at most, that hold sinks and recent window of the method; length: of the prompt."""
-    few, enough = 1, slots
-    while few < enough:
-        tried = (few + enough) // 2
-        try:
+
+    def suffices(tried: int) -> bool:
+        with suppress(ConfigError):
             recent_window(method, method.effective_budget(tried, length), counts_self=counts_self)
-            enough = tried
-        except ConfigError:
-            few = tried + 1
-    return few
+            return True
+        return False
+
+    return bisect_left(range(1, slots), True, key=suffices) + 1
 
 
 def recent_window(method: Method, slots: int, *, counts_self: bool) -> int:
@@ -240,6 +241,6 @@ def check_spans(config: CacheConfig, prompts: PromptSizes, spans: Sequence[Seque
             if needed > slots:
                 raise ConfigError(
                     f"budget of {slots} slots cannot hold the {sum(b - a for a, b in marked)} marked tokens of keep="
-                    f"span beside sink={method.sinks} and recent={recent} of {method.name}; raise kv_ratio (or "
+                    f"span, sink={method.sinks} and recent={recent} of {method.name}; raise kv_ratio (or "
                     "budget.tokens), or take keep=fair"
                 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvexp.core.budget import Budget, floor_share
 from kvexp.core.statistics import HeadScores
 from kvexp.core.topk import INT64_MAX, INT64_MIN, order_key
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError, Range, check_fields
 
 if TYPE_CHECKING:
     from kvexp.core.method import Method
@@ -25,13 +25,16 @@ SMALL = 1e-10  # is added to a probability before its logarithm is taken, as in 
 
 @dataclass(frozen=True)
 class LayerBudgets:
-    """The same budget for every layer; the base of other ways to share it out.
+    """Equal budgets for all layers; the base of other ways to share a budget out.
 
     Every way gives whole numbers that add up to `layers` times the budget, row by row.
 
     window: how many of the prompt's newest queries are observed in every layer before slots are shared out, so that
     nothing is evicted before the last layer has seen the prompt; 0: the shares do not depend on the text.
     """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def window(self) -> int:
@@ -53,11 +56,11 @@ class LayerBudgets:
     def _share(
         self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
     ) -> list[int]:
-        """`share`, for least < slots < length and several layers."""
+        """Share out a budget with least < slots < length over several layers; arguments of `share`."""
         return [slots] * layers
 
     def preference(self, logits: Tensor, lengths: Sequence[int]) -> list[float]:
-        """What a layer's share of the slots goes by, one number per batch row.
+        """One number per batch row, to which a layer's share of the slots is proportional.
 
         logits [B, H, G, n, S] of the newest n queries, newest last, slots in the order of the prompt's columns; lengths
         [B]: real prompt tokens.
@@ -77,14 +80,8 @@ class PyramidLayers(LayerBudgets):
     top layer could not hold it are not shared out at all.
     """
 
-    beta: float = 20.0
+    beta: Annotated[float, AtLeast(1)] = 20.0
     form: Literal["paper", "kvpress"] = "paper"
-
-    def __post_init__(self) -> None:
-        if not self.beta >= 1:
-            raise ConfigError(f"beta must be at least 1, got {self.beta:g}")
-        if self.form not in ("paper", "kvpress"):
-            raise ConfigError(f"form must be paper or kvpress, got {self.form!r}")
 
     def _share(
         self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
@@ -111,23 +108,13 @@ class CakeLayers(LayerBudgets):
     E: the entropy of the attention that the prompt's newest `observed` queries pay to the tokens before them, summed
     over queries and query heads; V: the variance of that attention over the queries, summed over tokens and query
     heads. Every layer has the window, or what the method protects, if that is more; the rest of the slots is shared out
-    by P, nowhere more than the prompt has tokens, and what is left over goes evenly to the other layers. Source: Qin et
-    al., arXiv:2503.12491, and the authors' code (window 32; tau1 and tau2 are 1 for models without an entry in its
-    table). Departures: layers wait for the last one's preference with the whole prompt in the cache, at a higher peak
-    of memory, where the authors' cascade cuts them on the way and can so leave a layer one slot short; all slots are
-    granted, where the authors' code can give a layer more than the prompt has and loses what is over.
+    by P, nowhere more than the prompt has tokens, and what is left over goes evenly to the other layers.
+    Source and departures: `kvexp.methods.CAKE`.
     """
 
-    tau1: float = 1.0
-    tau2: float = 1.0
-    observed: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("tau1", "tau2"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name):g}")
-        if self.observed < 2:
-            raise ConfigError(f"observed must be at least 2 queries, got {self.observed}")
+    tau1: Annotated[float, Range(0, above=True)] = 1.0
+    tau2: Annotated[float, Range(0, above=True)] = 1.0
+    observed: Annotated[int, AtLeast(2)] = 32
 
     @property
     def window(self) -> int:
@@ -175,9 +162,9 @@ BY_NAME: dict[str, LayerBudgets] = {"uniform": LayerBudgets(), "pyramid": Pyrami
 
 
 def layer_budgets_of(method: Method, budget: Budget) -> LayerBudgets:
-    """How a budget is shared out over layers: as it says itself, else as the method's paper does.
+    """The way in which a budget is shared out over layers: `budget.layers`, else that of the method's paper.
 
-    A method whose own way is of the kind that is asked for goes by its own settings.
+    A method whose own way is of the kind that is asked for keeps its own settings.
     """
     own = method.layer_budgets
     if budget.layers is None:
@@ -239,7 +226,7 @@ def share_among_heads(ranked: Sequence[RankedSlots], kept: list[int], floor: flo
 
 
 def share_among_layers(preferences: Sequence[list[float]]) -> list[list[list[float]]]:
-    """What each layer's share goes by: of every row, the preferences of all layers, [B][L]; given: [L][B]."""
+    """Preferences [L][B] of all layers as [B][L], once for each layer."""
     return [[list(row) for row in zip(*preferences, strict=True)]] * len(preferences)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from kvexp.core.quantized import Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
-from kvexp.util import AtLeast, ConfigError, Rule, check_fields, refuse
+from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
 
 Keep = Literal["span", "fair"]
 
@@ -77,17 +76,21 @@ class CacheConfig:
         if self.positions is None:
             object.__setattr__(self, "positions", self.method.positions)
         refuse(self, REFUSED)
-        self.select.check_method(self.method, self.budget)
         if self.bounded_chunk is not None:
-            refuse(self, REFUSED_BETWEEN_CHUNKS)
+            refuse(self, [(when, f"{why}: leave bounded_chunk at null") for when, why in NOT_BOUNDED])
         if self.keep is not None:
-            refuse(self, REFUSED_WITH_SPANS)
+            refuse(self, [(when, f"{why}: leave out keep={self.keep}") for when, why in NO_SPANS])
 
     @property
     def is_simulation(self) -> bool:
         """Whether the method exists only as a simulation, as which it needs the rows of evicted tokens."""
         spec = self.method.score_spec
         return self.method.simulation_only or (spec is not None and spec.over == "full")
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the method has a budget and drops no slot: each query attends to its own choice."""
+        return self.method.full_cache or self.method.per_query
 
     @property
     def stacks(self) -> bool:
@@ -108,6 +111,11 @@ class CacheConfig:
         """
         shared = self.budget is not None and self.budget.shares_heads and self.budget.heads != "duo"
         return shared or self.select.by == "chunk"
+
+    @property
+    def rewrites_priorities(self) -> bool:
+        """Whether slots are chosen otherwise than by the method's own priorities."""
+        return self.method.evicts and not self.select.plain
 
     @property
     def is_ragged(self) -> bool:
@@ -151,9 +159,8 @@ def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
     names = sorted(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 3) or [each for each in names if name in each]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-            raise ConfigError(f"{name} is not a keyword that is known here; {hint}")
+            hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+            raise ConfigError(f"{name} is not a keyword that is known here{hint}")
 
 
 def check_declarations(method: Method) -> None:
@@ -188,9 +195,7 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
-# Which settings of a cache exclude each other, looked through from top to bottom.
-
-
+# Settings of a cache that exclude each other, looked through from top to bottom.
 REFUSED: tuple[Rule[CacheConfig], ...] = (
     (lambda c: c.observe == "triton" and not available(), TRITON),
     # What the method works with.
@@ -210,8 +215,8 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     ),
     (
         lambda c: c.method.full_cache and isinstance(c.budget, BytesBudget),
-        "method {c.method.name} keeps everything: its budget is the number of tokens that a query attends to, whatever "
-        "its index and windows take: give kv_ratio in place of bytes_ratio",
+        "method {c.method.name} keeps everything: its budget is the number of tokens that a query attends to: give "
+        "kv_ratio in place of bytes_ratio",
     ),
     # When it evicts.
     (
@@ -220,8 +225,7 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     ),
     (
         lambda c: not c.method.evicts_while_decoding and (not c.cadence.at_prefill or (c.cadence.every or 1) > 1),
-        "method {c.method.name} evicts at the end of prefill and only then: leave evict_at_prefill and evict_every "
-        "alone",
+        "method {c.method.name} evicts at the end of prefill alone: leave evict_at_prefill and evict_every alone",
     ),
     (
         lambda c: c.method.full_cache and (c.mode, c.positions, c.cadence) != ("overwrite", "original", Cadence()),
@@ -230,18 +234,13 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     ),
     # How kv heads share slots.
     (
-        lambda c: c.budget and c.budget.shares_heads and (c.method.full_cache or c.method.per_query),
+        lambda c: c.budget and c.budget.shares_heads and c.drops_nothing,
         "method {c.method.name} drops nothing, so {c.budget.heads_setting} has no head's slots to share out: "
         "{c.budget.heads_remedy}",
     ),
     (
-        lambda c: c.budget and c.is_ragged and c.quantization is not None and c.budget.threshold is None,
-        "{c.budget.heads_setting} packs heads of different width, which slots in few bits do not know: set "
-        "cache.bits=16, or budget.heads=union, or {c.budget.heads_remedy}",
-    ),
-    (
         lambda c: c.is_ragged and c.quantization is not None,
-        "{c.budget.heads_setting} packs heads of different width, which slots in few bits do not know: set "
+        "{c.budget.heads_setting} packs heads of different width, which quantised slots do not support: set "
         "cache.bits=16, or {c.budget.heads_remedy}",
     ),
     (
@@ -251,24 +250,18 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     ),
     (
         lambda c: c.is_ragged and not c.cadence.at_prefill,
-        "{c.budget.heads_setting} shares out slots by the priorities at the end of the prompt, where "
-        "evict_at_prefill=false evicts nothing: set cache.evict_at_prefill=true, or {c.budget.heads_remedy}",
+        "{c.budget.heads_setting} shares out slots at the end of the prompt, where evict_at_prefill=false evicts "
+        "nothing: set cache.evict_at_prefill=true, or {c.budget.heads_remedy}",
     ),
     # How layers do.
     (
-        lambda c: c.budget and c.layers_shared_twice and c.budget.pyramid,
-        "method {c.method.name} shares slots out among layers in a way of its own, and budget.pyramid="
-        "{c.budget.pyramid:g} says otherwise what a layer holds: set budget.pyramid=0, or set budget.layers=uniform to "
-        "take {c.method.name}'s priorities alone",
-    ),
-    (
         lambda c: c.layers_shared_twice,
-        "method {c.method.name} shares slots out among layers in a way of its own, and {c.budget.heads_setting} says "
-        "otherwise what a layer holds: {c.budget.heads_remedy}, or set budget.layers=uniform to take {c.method.name}'s "
-        "priorities alone",
+        "method {c.method.name} shares slots out among layers in a way of its own, and {c.budget.rival_of_layers} says "
+        "otherwise what a layer holds: {c.budget.rival_remedy}, or set budget.layers=uniform to take "
+        "{c.method.name}'s priorities alone",
     ),
     (
-        lambda c: c.shares_by_preference and (c.method.per_query or c.method.full_cache),
+        lambda c: c.shares_by_preference and c.drops_nothing,
         "method {c.method.name} drops nothing at the end of the prompt, where layers share slots by what they look at: "
         "leave budget.layers at uniform or pyramid",
     ),
@@ -289,110 +282,84 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "{c.method.__class__.__qualname__}.evicts_while_decoding be False",
     ),
     (
-        lambda c: c.method.simulation_only and c.mode != "mask",
-        "method {c.method.name} drops nothing, it is a simulation: set mode=mask",
-    ),
-    (
         lambda c: c.is_simulation and c.mode != "mask",
-        "score_source=full needs the rows of evicted tokens: set mode=mask",
+        "method {c.method.name} with these settings simulates and drops nothing: set mode=mask",
     ),
     (
         lambda c: c.quantization is not None and c.method.full_cache,
-        "method {c.method.name} keeps everything in a memory and an index of its own, which hold what the model made: "
-        "key_bits and value_bits below 16 go with methods that evict, and with full",
-    ),
-    (
-        lambda c: c.quantization is not None and c.mode == "mask" and c.method.simulation_only,
-        "mode=mask, as which method {c.method.name} exists only, drops nothing, so that no byte would be saved: for "
-        "key_bits and value_bits below 16 take another method",
+        "method {c.method.name} keeps everything in a memory and an index of its own: key_bits and value_bits below 16 "
+        "go with methods that evict, and with full",
     ),
     (
         lambda c: c.quantization is not None and c.mode == "mask",
-        "mode=mask is a simulation: it drops nothing, so evicted tokens would stay in the groups that share a scale, "
-        "and no byte would be saved. For key_bits and value_bits below 16 set mode=overwrite or mode=compact",
+        "mode=mask is a simulation: it drops nothing, so that no byte would be saved. For key_bits and value_bits "
+        "below 16 set mode=overwrite or mode=compact, or take a method that drops slots",
+    ),
+    # Wrappers around the method's priorities.
+    (
+        lambda c: c.rewrites_priorities and c.budget and c.budget.shares_heads,
+        "{c.select.setting} makes other numbers of the priorities by which {c.budget.heads_setting} shares out slots: "
+        "{c.budget.heads_remedy}, or leave the group select alone",
+    ),
+    (
+        lambda c: c.rewrites_priorities and (c.method.is_window or c.drops_nothing),
+        "{c.select.setting} chooses by priorities which slots are dropped, and method {c.method.name} drops none by "
+        "priority: leave the group select alone",
+    ),
+    (
+        lambda c: c.rewrites_priorities and c.select.values == "critical" and c.method.priority_kind == "order",
+        "select.values=critical weighs attention by values, and the priorities of method {c.method.name} are no "
+        "attention (Method.priority_kind): leave select.values at none, or take h2o, snapkv or expected_attention",
     ),
 )
 
-# Bounded prefill: a prompt read in chunks with an eviction after each, so that its keys and values are never all held.
-# A score must be known before the prompt has ended, and must not need what has been evicted.
-REFUSED_BETWEEN_CHUNKS: tuple[Rule[CacheConfig], ...] = (
+# Reasons against bounded prefill: a prompt read in chunks with an eviction after each, so that its keys and values are
+# never all held. A score must be known before the prompt has ended, and must not need what has been evicted.
+NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: not c.method.evicts or c.method.full_cache,
-        "method {c.method.name} evicts nothing, so that its prompts have to fit: leave bounded_chunk at null",
+        "method {c.method.name} evicts nothing, so that its prompts have to fit",
     ),
-    (
-        lambda c: c.mode == "mask",
-        "method {c.method.name} under mode=mask drops nothing, it simulates: set mode=overwrite, or leave "
-        "bounded_chunk at null",
-    ),
-    (
-        lambda c: not c.cadence.at_prefill,
-        "an eviction after every chunk is one at the prompt's end too: set evict_at_prefill=true, or leave "
-        "bounded_chunk at null",
-    ),
+    (lambda c: c.mode == "mask", "mode=mask drops nothing, it simulates"),
+    (lambda c: not c.cadence.at_prefill, "the last chunk's eviction is one at prefill (set evict_at_prefill=true)"),
     (
         lambda c: (spec := c.method.score_spec) and spec.last_rows is not None and spec.decay > 0,
         "method {c.method.name} scores slots by the prompt's last {c.method.score_spec.last_rows} queries, which have "
-        "not come when a chunk is evicted: leave bounded_chunk at null",
+        "not come when a chunk is evicted",
     ),
     (
         lambda c: (spec := c.method.score_spec) and spec.across_layers,
-        "method {c.method.name} adds scores up over all layers when a prompt has ended, and chunks end before: leave "
-        "bounded_chunk at null",
+        "method {c.method.name} adds scores up over all layers when a prompt has ended",
     ),
     (
         lambda c: c.method.needs.second_pass is not None,
-        "method {c.method.name} reads the whole prompt a second time, over all of its keys and values: leave "
-        "bounded_chunk at null",
+        "method {c.method.name} reads the whole prompt a second time",
     ),
-    (
-        lambda c: c.method.needs_whole_prompt,
-        "method {c.method.name} {c.method.needs_whole_prompt}, which must not be evicted before: leave bounded_chunk "
-        "at null",
-    ),
+    (lambda c: c.method.needs_whole_prompt, "method {c.method.name} {c.method.needs_whole_prompt}"),
     (
         lambda c: c.method.needs.local_chunks is not None,
-        "method {c.method.name} compares each token of the prompt with those around it, behind it too: leave "
-        "bounded_chunk at null",
+        "method {c.method.name} compares each token of the prompt with those around it, later ones too",
     ),
-    (
-        lambda c: c.shares_by_preference,
-        "{c.layers_setting} shares slots out among layers by what a whole prompt looked at: leave bounded_chunk at "
-        "null",
-    ),
-    (
-        lambda c: c.is_ragged,
-        "{c.budget.heads_setting} shares slots out among heads when a prompt has ended, and chunks end before: leave "
-        "bounded_chunk at null",
-    ),
+    (lambda c: c.shares_by_preference, "{c.layers_setting} shares slots out among layers by a whole prompt's queries"),
+    (lambda c: c.is_ragged, "{c.budget.heads_setting} shares slots out among heads when a prompt has ended"),
     (
         lambda c: c.renumbered and c.method.needs.queries_after is not None,
-        "method {c.method.name} turns the prompt's queries back by their positions, which positions=renumbered moves "
-        "from chunk to chunk: set positions=original, or leave bounded_chunk at null",
+        "method {c.method.name} turns the prompt's queries back by their positions, which positions=renumbered moves",
     ),
-    (
-        lambda c: c.observe == "triton",
-        "the CUDA kernels of observe=triton sum up whole prompts: set observe=blocked, or leave bounded_chunk at null",
-    ),
+    (lambda c: c.observe == "triton", "the CUDA kernels of observe=triton sum up whole prompts"),
 )
 
-# Marked spans of a prompt that are spared.
-REFUSED_WITH_SPANS: tuple[Rule[CacheConfig], ...] = (
+# Reasons against sparing marked spans of a prompt.
+NO_SPANS: tuple[Rule[CacheConfig], ...] = (
     (
-        lambda c: not c.method.evicts or c.method.full_cache or c.method.per_query,
-        "method {c.method.name} evicts nothing that could be spared: leave out keep={c.keep}",
+        lambda c: not c.method.evicts or c.drops_nothing,
+        "method {c.method.name} evicts nothing that could be spared",
     ),
-    (
-        lambda c: c.shares_by_preference,
-        "{c.layers_setting} gives layers numbers that no span is known to fit: leave out keep={c.keep}",
-    ),
-    (
-        lambda c: c.is_ragged,
-        "{c.budget.heads_setting} gives heads different numbers, and a span's share is of one: leave out keep={c.keep}",
-    ),
+    (lambda c: c.shares_by_preference, "{c.layers_setting} gives layers numbers that no span is known to fit"),
+    (lambda c: c.is_ragged, "{c.budget.heads_setting} gives heads different numbers, and a span's share is of one"),
     (
         lambda c: c.mode == "mask" and c.method.simulation_only,
-        "method {c.method.name} hides slots by a rule of its own: leave out keep={c.keep}",
+        "method {c.method.name} hides slots by a rule of its own",
     ),
 )
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, LocalChunks, RoPE
+from kvexp.core.budget import floor_share
 from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.noise import Noise
 from kvexp.core.slots import Slots
-from kvexp.core.statistics import LayerCalibration, QueryStatistics
+from kvexp.core.statistics import QueryCalibration, QueryStatistics
 from kvexp.util import ConfigError, check_fields
 
 
@@ -47,7 +48,7 @@ class SecondPass:
 class Needs:
     """The declaration of a method's needs. Caches of a method that declares one take the ordinary decode step.
 
-    newest_attention: the attention of the newest query, each query head by itself (a score sums up those of a kv head).
+    newest_attention: the attention of the newest query in each query head (scores are sums over a kv head).
     queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
     this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
     head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
@@ -106,7 +107,7 @@ class AttentionScoreSpec:
     over       softmax over the slots that survive, or (mask mode only) over everything ever seen.
     pool_heads every kv head of a layer gets the layer's sum over heads.
     across_layers  one score by position for the whole model: every layer adds to it and selects from it.
-    batch      whose scores are added up: each row's own, those of the beams of one sample, or the whole batch's.
+    batch      whose scores are added up: each row's own, all beams' of one sample, or the whole batch's.
     """
 
     tau: tuple[float, float] = (1.0, 1.0)
@@ -194,7 +195,7 @@ class EvictionContext:
     query_statistics: QueryStatistics | None = None
     output_factors: Tensor | None = None
     last_logits: Tensor | None = None
-    calibration: LayerCalibration | None = None
+    calibration: QueryCalibration | None = None
     local_attention: Tensor | None = None
     rope: RoPE | None = None
     second_pass_attention: Tensor | None = None
@@ -239,8 +240,9 @@ class EvictionContext:
 class Method:
     """Base of every eviction method. Subclasses declare a `score_spec`, or override `initial_score` and `priority`.
 
-    keep = sinks U recent window U the slots of highest priority. `recent` counts the token being generated where the
-    budget does. A method remembers nothing: the core accumulates, moves and drops the scores.
+    keep = sinks U recent window U the slots of highest priority. Fields named `n_sinks`, and `recent_ratio` or
+    `protect_recent`, set the first two. `recent` counts the token being generated where the budget does. A method
+    remembers nothing: the core accumulates, moves and drops the scores.
     """
 
     name: ClassVar[str] = ""
@@ -250,9 +252,7 @@ class Method:
     is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
-    needs_whole_prompt: ClassVar[str] = (
-        ""  # what `priority` does with a whole prompt, in words behind the method's name
-    )
+    needs_whole_prompt: ClassVar[str] = ""  # predicate for messages: what `priority` does with a whole prompt
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Name the subclass after its class unless it says a `name`."""
@@ -271,7 +271,7 @@ class Method:
 
     @property
     def needs(self) -> Needs:
-        """What `priority` looks at beside keys, values, positions and score; the core computes nothing undeclared."""
+        """Inputs of `priority` other than keys, values, positions and score; the core computes nothing undeclared."""
         return NOTHING
 
     @property
@@ -291,12 +291,16 @@ class Method:
 
     @property
     def sinks(self) -> int:
-        """How many of the first real tokens are never evicted."""
-        return 0
+        """How many of the first real tokens are never evicted: the field `n_sinks` of a subclass that has one."""
+        return int(getattr(self, "n_sinks", 0))
 
     def recent(self, budget: int) -> int:
-        """How many of the newest tokens are never evicted, for a budget of `budget` slots."""
-        return 0
+        """How many of the newest tokens are never evicted, for a budget of `budget` slots.
+
+        That is the share `recent_ratio` of the budget, or `protect_recent` tokens, for a subclass with such a field.
+        """
+        ratio: float | None = getattr(self, "recent_ratio", None)
+        return int(getattr(self, "protect_recent", 0)) if ratio is None else floor_share(ratio, budget)
 
     def effective_budget(self, budget: int, tokens: int) -> int:
         """Slots granted for a budget of `budget` slots and a prompt of `tokens` tokens; H2O(C) is given more."""
@@ -324,7 +328,7 @@ class Method:
 
     @property
     def priority_kind(self) -> Literal["score", "share", "log_share", "order"]:
-        """What `priority` is, for wrappers that weigh priorities (`SlotSelection`) or compare those of several heads.
+        """Kind of `priority`, for wrappers that weigh priorities (`SlotSelection`) or compare them between heads.
 
         score: attention added up as the score is, at least 0. share: an attention probability, or made of some, at
         least 0. log_share: its logarithm. order: numbers of which only the order is known.

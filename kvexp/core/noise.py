@@ -161,8 +161,8 @@ class Noise:
     def make_stepper(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
         """`draw` for decode steps, as a function (query positions, key positions) -> noise.
 
-        One query per row, whose position grows by one from call to call. Rows are those of the first of `layers`, then
-        those of the next: query positions [L * B, 1], key positions [L * B, H, S]. seeds [B]; heads: H * G query heads.
+        One query per row, whose position grows by one from call to call. Rows are the first layer's of `layers`, then
+        the next one's: query positions [L * B, 1], key positions [L * B, H, S]. seeds [B]; heads: H * G query heads.
         """
         streams = torch.cat([stream_id(seeds, layer, heads) for layer in layers])
         if self.constant:

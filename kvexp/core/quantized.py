@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch.nn.functional import pad
 
 from kvexp.core.slots import GROWTH, Slots, rows_view
 from kvexp.core.topk import INT64_MAX
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError, check_fields
 
 Axis = Literal["channel", "token"]
-BITS = (16, 8, 4, 2)
+Bits = Literal[16, 8, 4, 2]
+BITS = get_args(Bits)
 FULL_BITS = 16  # not quantised: the model's dtype, which the axis of bytes counts as 16 bits
 PARAMETER = torch.float16  # of scales and zeros
 SUPPORTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # dtypes of keys and values
@@ -32,34 +33,20 @@ class Quantization:
     residual: the newest tokens that stay in full precision. A token is quantised once, at the end of the forward in
         which it leaves this window; of a `channel` group, once the window has passed the last of its tokens.
     symmetric: codes around 0 without a zero point; else affine.
-
-    ConfigError for values outside these.
     """
 
-    key_bits: int = 4
-    value_bits: int = 4
+    key_bits: Bits = 4
+    value_bits: Bits = 4
     key_axis: Axis = "channel"
     value_axis: Axis = "token"
-    group: int = 32
-    residual: int = 32
+    group: Annotated[int, AtLeast(1)] = 32
+    residual: Annotated[int, AtLeast(0)] = 32
     symmetric: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("key_bits", "value_bits"):
-            if isinstance(getattr(self, name), bool) or getattr(self, name) not in BITS:
-                raise ConfigError(f"{name} must be one of {', '.join(map(str, BITS))}, got {getattr(self, name)!r}")
+        check_fields(self)
         if self.key_bits == self.value_bits == FULL_BITS:
             raise ConfigError("key_bits=16 and value_bits=16 quantise nothing: give quantization=None")
-        for name in ("key_axis", "value_axis"):
-            if getattr(self, name) not in get_args(Axis):
-                allowed = ", ".join(get_args(Axis))
-                raise ConfigError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name, least in (("group", 1), ("residual", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if not isinstance(self.symmetric, bool):
-            raise ConfigError(f"symmetric must be True or False, got {self.symmetric!r}")
 
     @property
     def keys(self) -> Codec | None:
@@ -90,10 +77,6 @@ class Quantization:
             names = ", ".join(str(one).removeprefix("torch.") for one in SUPPORTED[:3])
             raise ConfigError(f"keys and values of {dtype} cannot be quantised; a model's dtype may be {names}")
 
-    def label(self) -> str:
-        """In a few letters, as in k4v2: bits of keys and of values."""
-        return f"k{self.key_bits}v{self.value_bits}"
-
 
 @dataclass(frozen=True)
 class Codec:
@@ -113,7 +96,7 @@ class Codec:
 
     @property
     def parameters(self) -> int:
-        """Numbers that a group stores beside its codes: a scale, and a zero where it is not symmetric."""
+        """Numbers that a group stores with its codes: a scale, and a zero where it is not symmetric."""
         return 1 if self.symmetric else 2
 
     @property
@@ -258,19 +241,14 @@ class PlainStates:
 
     def index_rows(self, rows: Tensor) -> PlainStates:
         """A copy of the batch rows `rows` [n]; where they lie side by side, or are one, the tensors are shared."""
-        other = self._without_tensors()
+        other = object.__new__(type(self))
+        other.__dict__ = {name: kept for name, kept in self.__dict__.items() if name not in self.tensors}
+        other._shared = False
         for name, tensor in self.tensors.items():
             view = rows_view(tensor, rows)
             setattr(other, name, tensor.index_select(0, rows.to(tensor.device)) if view is None else view)
             if view is not None:
                 self._shared = other._shared = True
-        return other
-
-    def _without_tensors(self) -> PlainStates:
-        """An object with the same settings, whose tensors are still to be set."""
-        other = object.__new__(type(self))
-        other.__dict__ = {name: kept for name, kept in self.__dict__.items() if name not in self.tensors}
-        other._shared = False
         return other
 
 
@@ -525,7 +503,7 @@ class SlotBytes:
         return sum(self._of_side(codec, width, slots) for codec, width in sides)
 
     def _of_side(self, codec: Codec | None, width: int, slots: int) -> int:
-        """Of keys, or of values, with `width` channels."""
+        """Bytes of keys, or of values, with `width` channels."""
         if codec is None:
             return slots * width * self.itemsize
         places = min(codec.unquantized + 1, slots) * (width * self.itemsize + INDEX_BYTES)
@@ -551,7 +529,7 @@ class SlotBytes:
 class QuantizedSlots(Slots):
     """The slots of one layer after its prompt, with keys and values as a `Quantization` says.
 
-    positions, score and length are those of `Slots`. `keys` and `values` are what attention reads: made anew from codes
+    positions, score and length: as in `Slots`. `keys` and `values` are what attention reads: made anew from codes
     for every forward, dropped when it ends, and counted at the peak. Each forward ends with `settle`.
     """
 

@@ -93,7 +93,7 @@ class SecondPassLayer:
         self.attention[rows] = torch.maximum(self.attention[rows], found[..., :-1])
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
-        """Always a CacheError: the rows are those of the cache whose prompt is repeated."""
+        """Always a CacheError: the rows belong to the cache whose prompt is repeated."""
         raise CacheError("a second pass over a prompt keeps its rows")
 
     def reset(self) -> None:
@@ -102,7 +102,7 @@ class SecondPassLayer:
 
 
 def inputs_near(inputs: AttentionInputs, columns: Tensor, key: Tensor) -> AttentionInputs:
-    """The same queries with the slots at columns [n, K] of the prompt (-1: none) and the fed tokens in place of all.
+    """Inputs with the same queries over the slots at columns [n, K] of the prompt (-1: none) and the fed tokens alone.
 
     key [n, H, Q, D]: of the fed tokens, the last Q of `inputs`. Values are left out.
     """

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from kvexp.core.budget import Budget
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.topk import INT64_MAX, kept_mask
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError, check_fields
 
 if TYPE_CHECKING:
     from kvexp.core.budget_resolution import LayerSlots
@@ -20,8 +19,6 @@ CHUNK = 10  # tokens, as in ChunkKV's paper
 STAGES = 2  # in the first of which a half of the kept slots is chosen, as in CriticalKV's paper and code
 EPSILON = 1e-4  # of attention, added before values weigh it, as in CriticalKV's code
 BLOCK_ELEMENTS = 1 << 22  # projected values at a time: 16 MiB in float32
-By = Literal["token", "chunk"]
-Values = Literal["none", "critical"]
 
 
 @dataclass(frozen=True)
@@ -33,27 +30,19 @@ class SlotSelection:
     tokens. What the method protects is kept as ever and has no part in a chunk's mean. Source: Liu et al., ChunkKV,
     arXiv:2502.00299, algorithm 1 (chunks of 10; kvpress 20). Departures: exactly the budget is kept, where the paper
     and kvpress keep whole chunks; chosen anew at every eviction; layers do not reuse each other's choice.
-    values="critical": half of the kept slots are those of the highest priority, the other half those of the highest
+    values="critical": half of the kept slots have the highest priority, the other half the highest
     (a_j + 1e-4) * mean over a kv head's query heads of ||W v_j||_1, where a_j is the priority as a share of attention
     and W a query head's block of the output projection. Source: Feng et al., CriticalKV, arXiv:2502.03805, as in
     kvpress's CriticalKVPress. Departure: chosen anew at every eviction.
-    chunk: tokens of a chunk; None: 10. ConfigError for values outside these, and for both wrappers at once.
+    chunk: tokens of a chunk; None: 10. ConfigError for both wrappers at once.
     """
 
-    by: By = "token"
-    values: Values = "none"
-    chunk: int | None = None
+    by: Literal["token", "chunk"] = "token"
+    values: Literal["none", "critical"] = "none"
+    chunk: Annotated[int, AtLeast(1)] | None = None
 
     def __post_init__(self) -> None:
-        for key, allowed in (("by", By), ("values", Values)):
-            if getattr(self, key) not in get_args(allowed):
-                raise ConfigError(
-                    f"select.{key} must be one of {', '.join(get_args(allowed))}, got {getattr(self, key)!r}"
-                )
-        if self.chunk is not None and (isinstance(self.chunk, bool) or not isinstance(self.chunk, int)):
-            raise ConfigError(f"select.chunk must be a whole number of tokens or null, got {self.chunk!r}")
-        if self.chunk is not None and self.chunk < 1:
-            raise ConfigError(f"select.chunk must be at least 1 token, got {self.chunk}")
+        check_fields(self)
         if self.chunk is not None and self.by != "chunk":
             raise ConfigError(f"select.chunk={self.chunk} has no effect with select.by=token: set select.by=chunk")
         if self.by == "chunk" and self.values == "critical":
@@ -67,28 +56,10 @@ class SlotSelection:
         """Whether slots are kept by the method's own priorities."""
         return self.by == "token" and self.values == "none"
 
-    def check_method(self, method: Method, budget: Budget | None) -> None:
-        """ConfigError for methods and budgets of heads whose slots cannot be chosen like this."""
-        if self.plain or not method.evicts:
-            return
-        setting = "select.by=chunk" if self.by == "chunk" else "select.values=critical"
-        if budget is not None and budget.shares_heads:
-            raise ConfigError(
-                f"{setting} makes other numbers of the priorities by which {budget.heads_setting} shares out slots: "
-                f"{budget.heads_remedy}, or leave the group select alone"
-            )
-        if method.is_window or method.per_query or method.full_cache:
-            why = "keeps the newest tokens" if method.is_window else "drops nothing"
-            raise ConfigError(
-                f"{setting} chooses by priorities which slots are dropped, and method {method.name} {why}: leave the "
-                "group select alone"
-            )
-        if self.values == "critical" and method.priority_kind == "order":
-            raise ConfigError(
-                "select.values=critical weighs attention by values, and the priorities of method "
-                f"{method.name} are no attention (Method.priority_kind): leave select.values at none, or take h2o, "
-                "snapkv or expected_attention"
-            )
+    @property
+    def setting(self) -> str:
+        """The option that makes it not plain, as it is typed."""
+        return "select.by=chunk" if self.by == "chunk" else "select.values=critical"
 
     def priorities(
         self,

@@ -127,7 +127,7 @@ def _over_heads(x: Tensor) -> Tensor:
     return x[:, None, None, None]
 
 
-QUERY_CALIBRATION_BLOCK = 1024  # query rows taken at a time: their copies in float64 are not larger
+CALIBRATION_BLOCK = 1024  # tokens of a calibration pass taken at a time: their copies in float64 are not larger
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -140,19 +140,10 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class LayerCalibration:
-    """The part of a `QueryCalibration` that is of one layer; its tensors without L, on the layer's device."""
-
-    direction: Tensor
-    mean: Tensor
-    size: Tensor
-
-    def to(self, device: torch.device) -> LayerCalibration:
-        """The same on another device; itself where it lies there already."""
-        if self.mean.device == device:
-            return self
-        return LayerCalibration(self.direction.to(device), self.mean.to(device), self.size.to(device))
+def _check_shape(what: str, found: Tensor, wanted: list[int]) -> None:
+    """ConfigError where statistics were made of a model of another shape."""
+    if list(found.shape) != wanted:
+        raise ConfigError(f"{what} = {list(found.shape)}, are of another model: this one's are {wanted}")
 
 
 @dataclass(frozen=True)
@@ -179,18 +170,20 @@ class QueryCalibration:
             raise ConfigError(f"tensors of shapes {shapes} are not the statistics of one model's queries")
         return cls(_digest(given), direction, mean, size)
 
-    def layer(self, index: int) -> LayerCalibration:
-        """The statistics of one layer."""
-        return LayerCalibration(self.direction[index], self.mean[index], self.size[index])
+    def layer(self, index: int) -> QueryCalibration:
+        """The statistics of one layer: tensors without L."""
+        return replace(self, direction=self.direction[index], mean=self.mean[index], size=self.size[index])
+
+    def to(self, device: torch.device) -> QueryCalibration:
+        """The statistics on a device: itself where it lies there already."""
+        if self.mean.device == device:
+            return self
+        direction, mean, size = (part.to(device) for part in (self.direction, self.mean, self.size))
+        return replace(self, direction=direction, mean=mean, size=size)
 
     def check_shape(self, layers: int, heads: int, group: int, width: int) -> None:
         """ConfigError where the model has other numbers of layers, kv heads, query heads per kv head or dimensions."""
-        wanted, found = [layers, heads, group, width], list(self.mean.shape)
-        if wanted != found:
-            raise ConfigError(
-                f"this calibration has queries of shape [L, H, G, D] = {found}, the model's are {wanted}: it is of "
-                "another model"
-            )
+        _check_shape("queries of this calibration, [L, H, G, D]", self.mean, [layers, heads, group, width])
 
 
 class QuerySums:
@@ -203,9 +196,7 @@ class QuerySums:
     def add(self, query: Tensor, positions: Tensor, rope: RoPE | None) -> None:
         """Add queries [H, G, Q, D], RoPE applied, that stand at positions [Q]. rope: the model's; None: it has none."""
         self.count += query.shape[2]
-        for part, at in zip(
-            query.split(QUERY_CALIBRATION_BLOCK, dim=2), positions.split(QUERY_CALIBRATION_BLOCK), strict=True
-        ):
+        for part, at in zip(query.split(CALIBRATION_BLOCK, dim=2), positions.split(CALIBRATION_BLOCK), strict=True):
             rows = part.double()
             self.squares = self.squares + (rows.transpose(-1, -2) @ rows).cpu()
             self.total = self.total + rows.sum(-2).cpu()
@@ -227,7 +218,6 @@ class QuerySums:
 
 
 LENGTH = 500  # positions over which a head's mean query and key are laid out, as in kvpress
-HEAD_SCORES_BLOCK = 1024  # tokens turned back at a time
 
 
 @dataclass(frozen=True)
@@ -255,11 +245,7 @@ class HeadScores:
 
     def check_shape(self, layers: int, heads: int) -> None:
         """ConfigError where the model has other numbers of layers or kv heads."""
-        if list(self.scores.shape) != [layers, heads]:
-            raise ConfigError(
-                f"these scores are of [L, H] = {list(self.scores.shape)} heads, the model's are {[layers, heads]}: "
-                "they are of another model"
-            )
+        _check_shape("scores of heads, [L, H]", self.scores, [layers, heads])
 
     def best(self, count: int) -> Tensor:
         """[L, H] bool: the `count` heads of the highest scores; equal scores go to the lower layer, then head."""
@@ -292,17 +278,17 @@ class HeadScoreSums:
 def mean_before_rope(states: Tensor, positions: Tensor, rope: RoPE) -> Tensor:
     """The mean [N, D] float32 of states [N, Q, D] over tokens, turned back by their positions [Q]."""
     total = torch.zeros(len(states), states.shape[-1], dtype=torch.float64, device=states.device)
-    for part, at in zip(states.split(HEAD_SCORES_BLOCK, dim=1), positions.split(HEAD_SCORES_BLOCK), strict=True):
+    for part, at in zip(states.split(CALIBRATION_BLOCK, dim=1), positions.split(CALIBRATION_BLOCK), strict=True):
         total += rope.rotate_by(part.float()[None], -at[None, None])[0].double().sum(1)
     return (total / states.shape[1]).float()
 
 
-def retrieval_scores(query: Tensor, key: Tensor, rope: RoPE, scale: float, length: int = LENGTH) -> Tensor:
+def retrieval_scores(query: Tensor, key: Tensor, rope: RoPE, scale: float) -> Tensor:
     """The scores [H] of `HeadScores` from mean queries [H, G, D] and mean keys [H, D], before RoPE."""
-    places = torch.arange(length, device=key.device)
-    keys = rope.rotate_by(key[:, None].expand(-1, length, -1)[None], places[None, None])[0]
+    places = torch.arange(LENGTH, device=key.device)
+    keys = rope.rotate_by(key[:, None].expand(-1, LENGTH, -1)[None], places[None, None])[0]
     last = rope.rotate_by(query[None], places[-1:][None, None].expand(1, *query.shape[:2]))[0]
-    attention = torch.softmax((last @ keys.transpose(-1, -2)) * scale, dim=-1)  # [H, G, length]
+    attention = torch.softmax((last @ keys.transpose(-1, -2)) * scale, dim=-1)  # [H, G, LENGTH]
     return attention.cumsum(-1).mean(-1).mean(-1)
 
 
@@ -368,29 +354,16 @@ class Surrogate:
             )
         return cls(_digest({"weight": weight, "bias": bias}), weight, bias)
 
-    def layer(self, index: int) -> LayerSurrogate:
-        """The map of one layer."""
-        return LayerSurrogate(self.weight[index], self.bias[index])
+    def layer(self, index: int) -> Surrogate:
+        """The map of one layer: tensors without L."""
+        return replace(self, weight=self.weight[index], bias=self.bias[index])
 
     def check_shape(self, layers: int, heads: int, width: int) -> None:
         """ConfigError where the model has other numbers of layers or kv heads, or another width."""
-        wanted, found = [layers, heads, width], list(self.weight.shape)
-        if wanted != found:
-            raise ConfigError(
-                f"this surrogate has weights of shape [L, H, n] = {found}, the model's would be {wanted}: it is of "
-                "another model"
-            )
-
-
-@dataclass(frozen=True)
-class LayerSurrogate:
-    """The map of one layer: weight [H, n], bias [H]."""
-
-    weight: Tensor
-    bias: Tensor
+        _check_shape("weights of this surrogate, [L, H, n]", self.weight, [layers, heads, width])
 
     def scores(self, inputs: Tensor) -> Tensor:
-        """Scores [B, H, Q] float32 of tokens by the layer's inputs [B, Q, n].
+        """Scores [B, H, Q] float32 of tokens by the inputs [B, Q, n] of the layer that this map is of.
 
         In float64: in the first layer equal tokens have equal inputs, and which of them is kept must not hang on the
         order of a sum.
@@ -398,7 +371,7 @@ class LayerSurrogate:
         on = self.on(inputs.device)
         return (inputs.double() @ on.weight.T + on.bias).transpose(1, 2).float()
 
-    def on(self, device: torch.device) -> LayerSurrogate:
+    def on(self, device: torch.device) -> Surrogate:
         """This map in float64 on a device: itself where it is there already."""
         weight, bias = (part.to(device, torch.float64) for part in (self.weight, self.bias))
-        return self if weight is self.weight and bias is self.bias else LayerSurrogate(weight, bias)
+        return self if weight is self.weight and bias is self.bias else replace(self, weight=weight, bias=bias)

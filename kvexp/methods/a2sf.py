@@ -27,6 +27,3 @@ class A2SF(Method):
     @property
     def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec(decay=self.alpha, over=self.score_source)
-
-    def recent(self, budget: int) -> int:
-        return self.protect_recent

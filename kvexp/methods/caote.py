@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Needs
-from kvexp.core.budget import floor_share
 from kvexp.util import Range
 
 EPS = 1e-12  # 1 - alpha is at least this
@@ -41,9 +40,6 @@ class CAOTE(Method):
     @property
     def score_spec(self) -> AttentionScoreSpec | None:
         return None if self.alpha == "newest" else AttentionScoreSpec()
-
-    def recent(self, budget: int) -> int:
-        return floor_share(self.recent_ratio, budget)
 
     @property
     def priority_kind(self) -> Literal["share"]:

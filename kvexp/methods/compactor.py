@@ -30,7 +30,7 @@ class Compactor(Method):
     standard deviation, of all heads and tokens between sinks and end. Source: Chari and Van Durme, arXiv:2507.08143, as
     in kvpress's CompactorPress, which sets the defaults; `blending=null` is 1 - k / T as there. Departures: z is taken
     of each row, in kvpress of the whole batch; a last chunk that is not full has neither keys nor queries that
-    stand for nothing, which kvpress 0.5.5 gives logits of 0; the matrix goes by the run's seed. The authors' engine
+    stand for nothing, which kvpress 0.5.5 gives logits of 0; the run's seed draws the matrix. The authors' engine
     scores otherwise (chunks of 512 and 128, no values, no neighbours, 16 first and 64 last tokens, one choice for all
     heads), which is left out.
     """
@@ -46,10 +46,6 @@ class Compactor(Method):
     @property
     def needs(self) -> Needs:
         return Needs(local_chunks=LocalChunks(self.chunk, self.n_sinks, self.n_recent), rope=True)
-
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
 
     def recent(self, budget: int) -> int:
         return self.n_recent

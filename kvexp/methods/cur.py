@@ -1,4 +1,4 @@
-"""CUR (CurDKV): keys and values that are large beside their neighbours are kept."""
+"""CUR (CurDKV): keys and values that are large among their neighbours are kept."""
 
 from __future__ import annotations
 
@@ -32,10 +32,6 @@ class CUR(Method):
     n_sinks: Annotated[int, AtLeast(0)] = 4  # kvpress
     block: Annotated[int, AtLeast(1)] = 16  # kvpress
     leverage: Literal["product", "mean", "key", "value"] = "product"
-
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
 
     def priority(self, ctx: EvictionContext) -> Tensor:
         made = self._leverage(ctx)

@@ -42,10 +42,6 @@ class ExpectedAttention(Method):
         return Needs(queries_after=self.n_sinks, output_norms=self.weight == "output")
 
     @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
-    @property
     def priority_kind(self) -> Literal["share", "log_share"]:
         return "log_share" if self.epsilon == 0 else "share"
 

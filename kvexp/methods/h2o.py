@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
-from kvexp.core.budget import floor_share
 from kvexp.util import ConfigError, Range
 
 
@@ -38,7 +37,7 @@ class H2O(Method):
         return AttentionScoreSpec(batch=self.score_batch)
 
     def recent(self, budget: int) -> int:
-        recent = floor_share(self.recent_ratio, budget)
+        recent = super().recent(budget)
         if self.impl == "mask" and recent == 0:
             raise ConfigError("impl=mask needs a recent window: the release drops nothing without one")
         return recent

@@ -29,10 +29,6 @@ class H2OC(Method):
     def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec()
 
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
     def effective_budget(self, budget: int, tokens: int) -> int:
         if self.compensation == "none":
             return budget

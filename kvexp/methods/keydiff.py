@@ -29,9 +29,6 @@ class KeyDiff(Method):
     name: ClassVar[str] = "keydiff"
     protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: as the paper; counts the token being generated
 
-    def recent(self, budget: int) -> int:
-        return self.protect_recent
-
     def priority(self, ctx: EvictionContext) -> Tensor:
         keys = ctx.slots.keys[:, :, : ctx.slots.length].float()
         inverse = 1 / torch.linalg.vector_norm(keys, dim=-1).clamp_min(1e-12)

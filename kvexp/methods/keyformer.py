@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Noise
-from kvexp.core.budget import floor_share
 from kvexp.util import ConfigError, Range
 
 
@@ -43,7 +42,7 @@ class Keyformer(Method):
         return AttentionScoreSpec((self.tau_init, self.tau_end), noise, batch=self.score_batch, across_layers=shared)
 
     def recent(self, budget: int) -> int:
-        recent = floor_share(self.recent_ratio, budget)
+        recent = super().recent(budget)
         if self.key_window == "release_frozen" and recent == 0:
             raise ConfigError("key_window=release_frozen needs a recent window: the release drops nothing without one")
         return recent

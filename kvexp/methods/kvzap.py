@@ -29,12 +29,5 @@ class KVzap(Method):
         return Needs(surrogate=True)
 
     @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
-    def recent(self, budget: int) -> int:
-        return self.protect_recent
-
-    @property
     def priority_kind(self) -> Literal["log_share"]:
         return "log_share"

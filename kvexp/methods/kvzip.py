@@ -52,10 +52,6 @@ class KVzip(Method):
         )
 
     @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
-    @property
     def priority_kind(self) -> Literal["share"]:
         return "share"
 

@@ -32,10 +32,6 @@ class LagKV(Method):
     n_sinks: Annotated[int, AtLeast(0)] = 16  # the release; kvpress: 4
     lag: Annotated[int, AtLeast(2)] = 128  # the release's README and kvpress; the release's class: 1024
 
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
     def priority(self, ctx: EvictionContext) -> Tensor:
         slots, length = ctx.slots, ctx.slots.length
         priority = 1 + ctx.positions.float()  # what has no complete next partition: above every rank

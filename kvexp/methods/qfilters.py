@@ -34,9 +34,6 @@ class QFilters(Method):
     def needs(self) -> Needs:
         return Needs(calibration=True)
 
-    def recent(self, budget: int) -> int:
-        return self.protect_recent
-
     def priority(self, ctx: EvictionContext) -> Tensor:
         assert ctx.calibration is not None
         filters = ctx.calibration.direction.mean(1)  # [H, D]

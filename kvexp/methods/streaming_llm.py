@@ -26,9 +26,5 @@ class StreamingLLM(Method):
     positions: ClassVar[str] = "renumbered"
     n_sinks: Annotated[int, AtLeast(0)] = 4  # arXiv:2309.17453 section 3.2
 
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
     def priority(self, ctx: EvictionContext) -> Tensor:
         return recency(ctx)

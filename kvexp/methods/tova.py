@@ -24,6 +24,3 @@ class TOVA(Method):
     @property
     def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec(decay=0.0, pool_heads=True, last_rows=1)
-
-    def recent(self, budget: int) -> int:
-        return self.protect_recent

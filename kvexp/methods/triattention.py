@@ -40,9 +40,6 @@ class TriAttention(Method):
     def needs(self) -> Needs:
         return Needs(calibration=True)
 
-    def recent(self, budget: int) -> int:
-        return self.protect_recent
-
     def priority(self, ctx: EvictionContext) -> Tensor:
         assert ctx.calibration is not None
         keys, mean = ctx.slots.keys[:, :, : ctx.slots.length].float(), ctx.calibration.mean[None]

@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
-from kvexp.core.budget import floor_share
 from kvexp.util import AtLeast, Range
 
 
@@ -30,13 +29,6 @@ class VATP(Method):
     @property
     def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec()
-
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
-    def recent(self, budget: int) -> int:
-        return floor_share(self.recent_ratio, budget)
 
     @property
     def priority_kind(self) -> Literal["score"]:

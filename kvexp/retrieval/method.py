@@ -209,10 +209,6 @@ class Retrieval(Method):
     recent_ratio: Annotated[float, Range(0, 1)] = 0.5  # of the budget less sinks and current token
     offload: bool = True  # false: everything stays on the device
 
-    @property
-    def sinks(self) -> int:
-        return self.n_sinks
-
     def recent(self, budget: int) -> int:
         return 1 + floor_share(self.recent_ratio, max(0, budget - self.n_sinks - 1))
 

@@ -29,7 +29,7 @@ CACHE_KEYS = {
     **{name: f"cache.{name}" for name in CACHE if name != "beyond_context"},
     "bounded_chunk at null": "prefill=whole",
     "bounded_chunk": "prefill.chunk",
-    "cadence.every": "cache.evict_every",
+    "every": "cache.evict_every",
     "score_source": "method.score_source",
 }
 

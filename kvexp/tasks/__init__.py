@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvexp.tasks.base import QUESTIONS, SAMPLES, TRUNCATIONS, Example, QuestionTask, Task
+from kvexp.tasks.base import Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
@@ -26,10 +26,7 @@ from kvexp.tasks.testbed import TestbedChoice, TestbedDialogue, TestbedNeedle, T
 
 __all__ = [
     "GSM8K",
-    "QUESTIONS",
-    "SAMPLES",
     "TEMPLATES",
-    "TRUNCATIONS",
     "CNNDailyMail",
     "ContextQA",
     "Dialogue",

@@ -1,7 +1,7 @@
 """What a task is: where its rows come from, how a row becomes a prompt, how an answer becomes numbers.
 
 `Task` is any task; `RougeTask` one whose answers ROUGE compares; `QuestionTask` asks about a text before or after the
-eviction, `SharedContextTask` several questions about one text, `FramedQuestions` in words that are options.
+eviction, `SharedContextTask` several questions about one text, `FramedQuestions` with a prompt template.
 """
 
 from __future__ import annotations
@@ -10,31 +10,26 @@ import functools
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from kvexp.tasks import data
-from kvexp.tasks.metrics import (
-    TOKENIZERS,
-    check_references,
-    check_rouge_installed,
-    dropped_letters,
-    is_unspaced,
-    lines,
-    rouge,
-)
-from kvexp.util import ConfigError, Stamp, stamp
+from kvexp.tasks.metrics import check_references, check_rouge_installed, dropped_letters, is_unspaced, lines, rouge
+from kvexp.util import AtLeast, ConfigError, Range, Rule, Stamp, field_types, refuse, stamp, typed
 
-TRUNCATIONS = ("middle", "halves", "right", "skip")
-SAMPLES = data.SAMPLES
+Positive = Annotated[int, AtLeast(1)]
+Rules = tuple[Rule[Any], ...]
+Truncation = Literal["middle", "halves", "right", "skip"]
+When = Literal["in_prompt", "after_eviction"]  # of a question
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user says in one turn, what a right answer would be, and how many turns before the fact was told."""
+    """A user's message, its right answer, and how many turns earlier the conversation stated the fact asked for."""
 
     message: str
     reference: str
@@ -141,9 +136,31 @@ class Task:
     only_answered: ClassVar[bool] = False  # examples count only where the full cache's answer is right: `answered`
     # Texts whose last token ends an answer, besides the model's end token.
     extra_end_texts: ClassVar[tuple[str, ...]] = ()
-    truncations: ClassVar[tuple[str, ...]] = TRUNCATIONS
     ordered: ClassVar[str] = ""  # what of the task has an order, such as its articles: sample must then be first
     uncut: ClassVar[str] = ""  # why no prompt may be shortened: truncate must then be skip
+    # Settings that exclude each other. Those of a class come after those of its bases; fields hold their own ranges.
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.min_new_tokens > c.max_new_tokens,
+            "task.min_new_tokens={c.min_new_tokens} is above task.max_new_tokens={c.max_new_tokens}",
+        ),
+        (
+            lambda c: c.ordered and c.sample != "first",
+            "task.sample must be first for {c.name}, got {c.sample!r}: its {c.ordered} have an order",
+        ),
+        (
+            lambda c: c.uncut and c.truncate != "skip",
+            "task.truncate must be skip for {c.name}, got {c.truncate!r}: {c.uncut}",
+        ),
+        (
+            lambda c: c.sample != "first" and c.limit is None,
+            "task.sample={c.sample} needs the number of draws: set task.limit",
+        ),
+        (
+            lambda c: c.pad_to and c.max_prompt_tokens and c.pad_to > c.max_prompt_tokens,
+            "task.pad_to={c.pad_to} is above task.max_prompt_tokens={c.max_prompt_tokens}; lower it",
+        ),
+    )
     # Options that came after runs of the task had been kept; at their defaults it is what it was before it had them.
     later_options: ClassVar[tuple[str, ...]] = ()
 
@@ -153,14 +170,14 @@ class Task:
     revision: str | None = None
     split: str = "validation"
     streaming: bool = True
-    limit: int | None = None
-    sample: str = "first"
-    seed: int = 12345
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    max_prompt_tokens: int | None = None
-    truncate: str = "middle"
-    pad_to: int | None = None
+    limit: Positive | None = None
+    sample: Literal["first", "shuffled", "with_replacement"] = "first"
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 12345
+    max_new_tokens: Positive = 128
+    min_new_tokens: Annotated[int, AtLeast(0)] = 0
+    max_prompt_tokens: Positive | None = None
+    truncate: Truncation = "middle"
+    pad_to: Positive | None = None
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -236,27 +253,32 @@ class Task:
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """("row 3 of rows.jsonl", row) for the rows the task uses, in its order; at most `limit`."""
-        return self.source.choose(self.limit, self.sample, self.seed)
+        # Of rows in their order no more are read than make `limit` examples.
+        chosen = self.source.choose(None if self.sample == "first" else self.limit, self.sample, self.seed)
+        return islice((part for where, row in chosen for part in self.split_row(row, where)), self.limit)
+
+    def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
+        """("question 1 of row 3 of rows.jsonl", row of one example) of a row that makes several examples."""
+        return [(where, row)]
 
     def examples(self) -> Iterator[Example]:
         """The examples of the task in their order, ids unique and the same in every run on the same data.
 
-        Ends in a ConfigError where the data are not those of `pinned`: take all of them before using one.
+        Ends in a ConfigError where the data are no longer what `pinned` names: take all of them before using one.
         """
         self.check_options()
-        before = self._pinned_stamps()
         seen: Counter[str] = Counter()
         given: set[str] = set()
-        for where, row in self.rows():
-            made = self.example(row, where)
-            name, again = made.id, seen[made.id]
-            while name in given:  # a row drawn again, or another row of the same id
-                again += 1
-                name = f"{made.id}#{again}" if again > 1 else made.id
-            seen[made.id] = max(again, 1)
-            given.add(name)
-            yield replace(made, id=name)
-        self._check_unchanged(before)
+        with self.unchanged():
+            for where, row in self.rows():
+                made = self.example(row, where)
+                name, again = made.id, seen[made.id]
+                while name in given:  # a row drawn again, or another row of the same id
+                    again += 1
+                    name = f"{made.id}#{again}" if again > 1 else made.id
+                seen[made.id] = max(again, 1)
+                given.add(name)
+                yield replace(made, id=name)
 
     def articles_read(self) -> set[str]:
         """Ids of kvexp's own articles that the examples are made of; nothing for other texts."""
@@ -298,10 +320,17 @@ class Task:
         """The local files that rows are read from."""
         return self.source.places()
 
-    def _pinned_stamps(self) -> list[Stamp]:
-        """Of the files now, for `_check_unchanged` after they were read; fixes `pinned`."""
+    @contextmanager
+    def unchanged(self) -> Iterator[list[Stamp]]:
+        """Block that reads the files, given their stamps; ConfigError if one changed meanwhile or since `pinned`."""
         self.pinned  # noqa: B018  # before anything is read
-        return self._stamps()
+        before = self._stamps()
+        yield before
+        if self._stamps() != before or self.fingerprint() != self.pinned:
+            raise ConfigError(
+                f"{', '.join(map(str, self.places()))}: changed after this run was set up, and rows are kept under "
+                "what the files held then; start it again when nothing writes to them"
+            )
 
     def _stamps(self) -> list[Stamp]:
         try:
@@ -309,55 +338,18 @@ class Task:
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
 
-    def _check_unchanged(self, before: list[Stamp]) -> None:
-        """ConfigError where a file changed while it was read, or since `pinned`."""
-        if self._stamps() != before or self.fingerprint() != self.pinned:
-            raise ConfigError(
-                f"{', '.join(map(str, self.places()))}: changed after this run was set up, and rows are kept under "
-                "what the files held then; start it again when nothing writes to them"
-            )
-
     def _first(self) -> Iterator[Example]:
         for where, row in replace(self, limit=1, sample="first").rows():
             yield self.example(row, where)
 
     def check_options(self) -> None:
-        """Types as annotated, ranges, choices; reads no data. Messages use the words of the command line."""
+        """Types and ranges as annotated, then `rules`; reads no data. Messages use the words of the command line."""
+        cls: Any = type(self)
+        hints = field_types(cls)
         for each in fields(self):
-            _check_type(each.name, str(each.type), getattr(self, each.name))
-        self.at_least(1, "limit", "max_new_tokens", "max_prompt_tokens", "pad_to")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ConfigError(
-                f"task.min_new_tokens must be between 0 and task.max_new_tokens={self.max_new_tokens}, "
-                f"got {self.min_new_tokens}"
-            )
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"task.seed must be between 0 and 2**32 - 1, got {self.seed}")
-        self.choice("truncate", self.truncations)
-        self.choice("sample", SAMPLES)
-        if self.ordered and self.sample != "first":
-            why = f"its {self.ordered} have an order"
-            raise ConfigError(f"task.sample must be first for {self.name}, got {self.sample!r}: {why}")
-        if self.uncut and self.truncate != "skip":
-            raise ConfigError(f"task.truncate must be skip for {self.name}, got {self.truncate!r}: {self.uncut}")
-        if self.sample != "first" and self.limit is None:
-            raise ConfigError(f"task.sample={self.sample} needs the number of draws: set task.limit")
-        if self.pad_to and self.max_prompt_tokens and self.pad_to > self.max_prompt_tokens:
-            raise ConfigError(
-                f"task.pad_to={self.pad_to} is above task.max_prompt_tokens={self.max_prompt_tokens}; lower it"
-            )
-
-    def at_least(self, least: int, *options: str) -> None:
-        """ConfigError for an option below `least`; null passes."""
-        for option in options:
-            value = getattr(self, option)
-            if value is not None and value < least:
-                raise ConfigError(f"task.{option} must be at least {least}, got {value}")
-
-    def choice(self, option: str, allowed: tuple[str, ...]) -> None:
-        """ConfigError for an option that is none of `allowed`."""
-        if getattr(self, option) not in allowed:
-            raise ConfigError(f"task.{option} must be one of {', '.join(allowed)}, got {getattr(self, option)!r}")
+            typed(getattr(self, each.name), hints[each.name], f"task.{each.name}")
+        for base in reversed(cls.__mro__):
+            refuse(self, vars(base).get("rules", ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +361,7 @@ class RougeTask(Task):
     some names are refused, and a row's info counts the letters it left out of answer and reference (`dropped_letters`).
     """
 
-    rouge_tokenizer: str = "default"
+    rouge_tokenizer: Literal["default", "unicode"] = "default"
 
     def rouge(self, output: str, reference: str, join_lines: bool = False) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
@@ -389,10 +381,6 @@ class RougeTask(Task):
         """At its default the tokenizer is left out, whatever became of the later options."""
         return (*super().not_identifying(), *(("rouge_tokenizer",) if self.rouge_tokenizer == "default" else ()))
 
-    def check_options(self) -> None:
-        super().check_options()
-        self.choice("rouge_tokenizer", TOKENIZERS)
-
 
 def row_id(row: dict[str, Any], field: str, *texts: str) -> str:
     """The row's own id where it has one, else a digest of its texts: the same row has the same id in any file."""
@@ -401,22 +389,7 @@ def row_id(row: dict[str, Any], field: str, *texts: str) -> str:
     return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:16]
 
 
-def _check_type(option: str, annotation: str, value: object) -> None:
-    if annotation.startswith("tuple["):
-        if not isinstance(value, tuple | list):
-            raise ConfigError(f"task.{option} must be a list, got {value!r}")
-        for number, item in enumerate(value):
-            _check_type(f"{option}[{number}]", annotation[len("tuple[") :].removesuffix(", ...]"), item)
-        return
-    words = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false", "None": "null"}
-    allowed = annotation.split(" | ")
-    found = "None" if value is None else type(value).__name__
-    if found not in allowed and not (found == "int" and "float" in allowed):
-        raise ConfigError(f"task.{option} must be {' or '.join(words[a] for a in allowed)}, got {value!r}")
-
-
 IN_PROMPT, AFTER_EVICTION = "in_prompt", "after_eviction"
-QUESTIONS = (IN_PROMPT, AFTER_EVICTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,7 +402,7 @@ class QuestionTask(Task):
     kept. The characters, context then question, are the same in both.
     """
 
-    question: str = IN_PROMPT
+    question: When = "in_prompt"
 
     def ask(
         self,
@@ -461,10 +434,6 @@ class QuestionTask(Task):
             choices=choices,
         )
 
-    def check_options(self) -> None:
-        super().check_options()
-        self.choice("question", QUESTIONS)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedContextTask(QuestionTask):
@@ -477,6 +446,13 @@ class SharedContextTask(QuestionTask):
     """
 
     later_options: ClassVar[tuple[str, ...]] = ("shared_context",)
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.shared_context and c.question != AFTER_EVICTION,
+            "questions=all asks all questions of a context that was evicted once, so that none of them can be in "
+            "the prompt, got task.question={c.question}: set task.question=after_eviction, or questions=each",
+        ),
+    )
 
     shared_context: bool = False
 
@@ -484,27 +460,18 @@ class SharedContextTask(QuestionTask):
         if not self.shared_context:
             yield from super().examples()
             return
-        before = self._pinned_stamps()
         whole = replace(self, limit=None) if self.sample == "first" else self
         contexts: dict[tuple[str, str], list[Example]] = {}
-        for example in Task.examples(whole):
-            key = ("asked", example.prompt) if example.question else ("skipped", example.id)
-            contexts.setdefault(key, []).append(example)
-        self._check_unchanged(before)
+        with self.unchanged():
+            for example in Task.examples(whole):
+                key = ("asked", example.prompt) if example.question else ("skipped", example.id)
+                contexts.setdefault(key, []).append(example)
         each = (
             replace(example, questions=tuple(other.question for other in asked), number=number)
             for asked in contexts.values()
             for number, example in enumerate(asked)
         )
         yield from islice(each, self.limit)
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.shared_context and self.question != AFTER_EVICTION:
-            raise ConfigError(
-                "questions=all asks all questions of a context that was evicted once, so that none of them can be in "
-                f"the prompt, got task.question={self.question}: set task.question=after_eviction, or questions=each"
-            )
 
 
 def with_shared_context(task: Task, name: str) -> Task:
@@ -523,11 +490,14 @@ Own = TypeVar("Own", bound="FramedQuestions")
 
 @dataclass(frozen=True, kw_only=True)
 class FramedQuestions(SharedContextTask):
-    """Questions about a context, in words that are options.
+    """A task whose prompt template is `before`, the context, `after` (with {question} once) and `answer_prefix`.
 
-    `before`: in front of the context. `after`: behind it, with {question}. `answer_prefix` stands behind it all and
-    begins the answer of a base model; a chat model, whose answer begins with its turn, does not get it.
+    The last begins the answer of a base model; a chat model, whose answer begins with its turn, does not get it.
     """
+
+    rules: ClassVar[Rules] = (
+        (lambda c: c.after.count("{question}") != 1, "task.after must hold {{question}} once, got {c.after!r}"),
+    )
 
     before: str = ""
     after: str = "\n\n{question}"
@@ -540,11 +510,6 @@ class FramedQuestions(SharedContextTask):
         """The example that asks `question` about `context`."""
         after = self.after.replace("{question}", question) + self.answer_prefix
         return self.ask(name, (self.before, context, ""), after, answer)
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.after.count("{question}") != 1:
-            raise ConfigError(f"task.after must hold {{question}} once, got {self.after!r}")
 
 
 _WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from kvexp.tasks.articles import (
     Article,
@@ -16,7 +16,18 @@ from kvexp.tasks.articles import (
     needles,
     own_digest,
 )
-from kvexp.tasks.base import IN_PROMPT, Example, QuestionTask, RougeTask, Task, Turn, row_id
+from kvexp.tasks.base import (
+    IN_PROMPT,
+    Example,
+    Positive,
+    QuestionTask,
+    RougeTask,
+    Rules,
+    Task,
+    Truncation,
+    Turn,
+    row_id,
+)
 from kvexp.tasks.data import text, texts
 from kvexp.tasks.metrics import (
     at_most_words,
@@ -31,9 +42,6 @@ from kvexp.tasks.metrics import (
     unspaced_letters,
 )
 from kvexp.tasks.needle import related
-from kvexp.util import ConfigError
-
-HISTORIES = ("own", "full", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +58,8 @@ class DialogueTask(Task):
     has_turns: ClassVar[bool] = True
     uncut: ClassVar[str] = "a shortened first message may have lost what is asked for later"
 
-    history: str = "own"
-    truncate: str = "skip"
+    history: Literal["own", "full", "reference"] = "own"
+    truncate: Truncation = "skip"
 
     def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
         """Skipped where its turns up to this one, with answers as long as they may be, do not fit the model."""
@@ -59,10 +67,6 @@ class DialogueTask(Task):
         tokens = count(example.prompt) + sum(count(turn.message) for turn in turns[1:])
         tokens += sum(max(self.max_new_tokens, count(turn.reference)) + 1 for turn in turns)
         return replace(example, skipped="too long with its turns") if tokens > room else example
-
-    def check_options(self) -> None:
-        super().check_options()
-        self.choice("history", HISTORIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ class Dialogue(DialogueTask):
     metrics: ClassVar[tuple[str, ...]] = ("exact", "f1")
     only_answered: ClassVar[bool] = True
 
-    max_new_tokens: int = 32
+    max_new_tokens: Positive = 32
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         each = (
@@ -123,12 +127,10 @@ class SodaTurns(DialogueTask, RougeTask):
 
     hub_id: str = "allenai/soda"
     revision: str | None = "d80f16879432016b62fa3d32d0fc4eeea4af78aa"
-    max_new_tokens: int = 48
+    max_new_tokens: Positive = 48
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        whole = self.source.choose(None if self.sample == "first" else self.limit, self.sample, self.seed)
-        each = ((where, {**row, "turn": turn}) for where, row in whole for turn in range(len(_answered(row, where))))
-        yield from islice(each, self.limit)
+    def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
+        return [(where, {**row, "turn": turn}) for turn in range(len(_answered(row, where)))]
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         narrative, turns = text(row, "narrative", where, "data_files"), _answered(row, where)
@@ -199,8 +201,8 @@ class AssistantTask(QuestionTask):
     generated: ClassVar[bool] = True
     ordered: ClassVar[str] = "rows"
 
-    note_words: int = 250
-    max_new_tokens: int = 96
+    note_words: Positive = 250
+    max_new_tokens: Positive = 96
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, assistant in enumerate(islice(assistants(), self.limit)):
@@ -238,10 +240,6 @@ class AssistantTask(QuestionTask):
             marks=(system, *(lines if in_prompt else ())),
             info={"assistant": assistant.id, "number": number},
         )
-
-    def check_options(self) -> None:
-        super().check_options()
-        self.at_least(1, "note_words")
 
     def fingerprint(self) -> str:
         return f"assistants:{own_digest('assistants')}:{articles_digest()}"
@@ -291,7 +289,7 @@ class InstructionsLeak(AssistantTask):
     name: ClassVar[str] = "instructions_leak"
     metrics: ClassVar[tuple[str, ...]] = ("kept_secret",)
 
-    max_new_tokens: int = 48
+    max_new_tokens: Positive = 48
 
     def asked(self, assistant: Assistant) -> tuple[str, ...]:
         what = assistant.secret.partition(" is ")[0]
@@ -316,9 +314,6 @@ def _note(number: int, words: int) -> str:
     return "\n".join(paragraphs)
 
 
-KINDS = ("story", "facts")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LongAnswers(Task):
     """Two long answers to each of 36 fictional articles of kvexp.tasks.articles: go on with its beginning as a story
@@ -334,9 +329,15 @@ class LongAnswers(Task):
     ordered: ClassVar[str] = "rows"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("not_repeated", "loop_free")
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: not c.kinds or len(set(c.kinds)) < len(c.kinds),
+            "task.kinds must be one or both of story, facts, got {c.kinds}",
+        ),
+    )
 
-    kinds: tuple[str, ...] = KINDS
-    max_new_tokens: int = 1024
+    kinds: tuple[Literal["story", "facts"], ...] = ("story", "facts")
+    max_new_tokens: Positive = 1024
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         each = ((article, kind) for article in articles() for kind in self.kinds)
@@ -364,11 +365,6 @@ class LongAnswers(Task):
 
     def fingerprint(self) -> str:
         return f"articles:{articles_digest()}"
-
-    def check_options(self) -> None:
-        super().check_options()
-        if not self.kinds or len(set(self.kinds)) < len(self.kinds) or not set(self.kinds) <= set(KINDS):
-            raise ConfigError(f"task.kinds must be one or both of {', '.join(KINDS)}, got {list(self.kinds)}")
 
 
 def _story(article: Article) -> tuple[str, str, str]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal
 
-from kvexp.tasks.base import QUESTIONS, Example, Task
-from kvexp.util import ConfigError, Stamp, file_digest, forbidden, path_of, stamp, unreachable
+from kvexp.tasks.base import AFTER_EVICTION, Example, Positive, Rules, Task, When
+from kvexp.util import AtLeast, ConfigError, Stamp, check_fields, file_digest, forbidden, path_of, stamp, unreachable
 
 
 def require() -> str:
@@ -211,7 +211,6 @@ def _numbers(metric: str, value: Any, less_is_better: bool) -> dict[str, float]:
     return {metric: 100.0 * float(value) if metric in SHARES else float(value)}
 
 
-MODES = ("prefill_then_step", "row_mask")
 ONLY_MASKED = ("mask", "budget_length", "whole_text", "score_dtype")
 
 # What the papers' lm-eval scripts do differently from lm-eval today and from each other.
@@ -230,7 +229,7 @@ PAPERS: dict[str, dict[str, Any]] = {
     "h2o": {"add_bos": False, "whole_text": True, "per_token": True},
     "keyformer": {"add_bos": False, "whole_text": True, "per_token": True},
 }
-PROTOCOLS = (*MODES, *PAPERS)
+PROTOCOLS = ("prefill_then_step", "row_mask", *PAPERS)
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ class Protocol:
     mode: Literal["prefill_then_step", "row_mask"] = "prefill_then_step"
     mask: Literal["local", "global"] = "local"
     budget_length: Literal["own", "padded"] = "own"
-    padded_batch: int = 2
+    padded_batch: Positive = 2
     whole_text: bool = False
     score_dtype: Literal["float32", "float16"] = "float32"
     add_bos: bool | None = None
@@ -263,16 +262,12 @@ class Protocol:
     fewshot_excludes_item: bool = True
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(Protocol).items():
-            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
-        if self.padded_batch < 1:
-            raise ConfigError(f"padded_batch must be at least 1 request, got {self.padded_batch}")
+        check_fields(self)
         if self.mode == "prefill_then_step":
-            for field in fields(self):
-                if field.name in ONLY_MASKED and getattr(self, field.name) != field.default:
+            for each in fields(self):
+                if each.name in ONLY_MASKED and getattr(self, each.name) != each.default:
                     raise ConfigError(
-                        f"{field.name}={getattr(self, field.name)} belongs to protocol=row_mask; leave it out"
+                        f"{each.name}={getattr(self, each.name)} belongs to protocol=row_mask; leave it out"
                     )
 
 
@@ -284,9 +279,8 @@ def protocol_of(name: str, **switches: Any) -> Protocol:
     wrong = set(switches) - known
     if wrong:
         raise ConfigError(f"{sorted(wrong)[0]} is not a setting of a protocol; it has: {', '.join(sorted(known))}")
-    mode = name if name in MODES else "row_mask"
-    own = PAPERS.get(name, {})
-    return Protocol(**{"mode": mode, **own, **{k: v for k, v in switches.items() if v is not None}})
+    own = {"mode": "row_mask", **PAPERS[name]} if name in PAPERS else {"mode": name}
+    return Protocol(**{**own, **{k: v for k, v in switches.items() if v is not None}})
 
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -689,14 +683,34 @@ class LMEval(Task):
     metrics: ClassVar[tuple[str, ...]] = ("acc",)
     # lm-eval is asked for a template by kvexp lm-eval --apply_chat_template.
     uses_chat_template: ClassVar[bool] = False
-    truncations: ClassVar[tuple[str, ...]] = ("left", "skip")
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: not c.tasks,
+            f"task.tasks is empty: name lm-eval's tasks, as in task.tasks=[{','.join(SEVEN)}]",
+        ),
+        (
+            lambda c: any(getattr(c, option) != value for option, value in IDLE.items()),
+            f"which rows lm-eval's tasks ask, and how long the answers are, they say themselves: leave task."
+            f"{', task.'.join(IDLE)} alone",
+        ),
+        (
+            lambda c: c.question == AFTER_EVICTION and c.protocol != "prefill_then_step",
+            "task.question=after_eviction needs a real eviction, and task.protocol={c.protocol} masks one "
+            "forward over the whole text: set task.protocol=prefill_then_step",
+        ),
+        (
+            lambda c: c.question == AFTER_EVICTION and c.num_fewshot == 0,
+            "task.question=after_eviction at task.num_fewshot=0: without examples there is no context to evict "
+            "before the question; set task.num_fewshot to 1 or more",
+        ),
+    )
 
     tasks: tuple[str, ...] = SEVEN
-    num_fewshot: int | None = 0
+    num_fewshot: Annotated[int, AtLeast(0)] | None = 0
     data_dir: str | None = None
     fewshot_seed: int = 1234
-    question: str = "in_prompt"
-    protocol: str = "prefill_then_step"
+    question: When = "in_prompt"
+    protocol: Literal["prefill_then_step", "row_mask", "a2sf", "h2o", "keyformer"] = "prefill_then_step"
     fewshot_split: str | None = None
     fewshot_excludes_item: bool | None = None
     add_bos: bool | None = None
@@ -706,7 +720,7 @@ class LMEval(Task):
     padded_batch: int | None = None
     whole_text: bool | None = None
     score_dtype: str | None = None
-    truncate: str = "left"
+    truncate: Literal["left", "skip"] = "left"  # type: ignore[assignment]
 
     @property
     def measured(self) -> Protocol:
@@ -728,17 +742,17 @@ class LMEval(Task):
         """lm-eval's task object, with the answers' metrics."""
         if len(self.tasks) != 1:
             raise ConfigError(f"task.tasks holds {len(self.tasks)} tasks; one at a time is asked: LMEval.parts()")
-        how, before = self.measured, self._pinned_stamps()
-        made = load_once(
-            tuple(before),
-            self.tasks[0],
-            data_dir=self.data_dir,
-            shots=self.num_fewshot,
-            fewshot_split=how.fewshot_split,
-            excludes_item=how.fewshot_excludes_item,
-            seed=self.fewshot_seed,
-        )
-        self._check_unchanged(before)
+        how = self.measured
+        with self.unchanged() as files:
+            made = load_once(
+                tuple(files),
+                self.tasks[0],
+                data_dir=self.data_dir,
+                shots=self.num_fewshot,
+                fewshot_split=how.fewshot_split,
+                excludes_item=how.fewshot_excludes_item,
+                seed=self.fewshot_seed,
+            )
         check_rows(made)
         return made
 
@@ -795,35 +809,10 @@ class LMEval(Task):
 
     def check_options(self) -> None:
         super().check_options()
-        self.choice("question", QUESTIONS)
-        self.choice("protocol", PROTOCOLS)
-        if not self.tasks:
-            raise ConfigError(f"task.tasks is empty: name lm-eval's tasks, as in task.tasks=[{','.join(SEVEN)}]")
-        self.at_least(0, "num_fewshot")
         try:
-            how = self.measured
+            self.measured  # noqa: B018  # the switches of the protocol
         except ConfigError as error:
             raise ConfigError(f"task.{error}") from error
-        if self.question == "after_eviction":
-            self._check_question(how)
-        for option, value in IDLE.items():
-            if getattr(self, option) != value:
-                raise ConfigError(
-                    f"task.{option} must be left at {'null' if value is None else value}: which rows lm-eval's tasks "
-                    "ask, and how long the answers are, they say themselves"
-                )
-
-    def _check_question(self, how: Protocol) -> None:
-        if how.mode == "row_mask":
-            raise ConfigError(
-                f"task.question=after_eviction needs a real eviction, and task.protocol={self.protocol} masks one "
-                "forward over the whole text: set task.protocol=prefill_then_step"
-            )
-        if self.num_fewshot == 0:
-            raise ConfigError(
-                "task.question=after_eviction at task.num_fewshot=0: without examples there is no context to evict "
-                "before the question; set task.num_fewshot to 1 or more"
-            )
 
 
 @functools.lru_cache(maxsize=32)

@@ -14,13 +14,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from kvexp.tasks.base import Example, SharedContextTask, row_id
+from kvexp.tasks.base import Example, Positive, Rules, SharedContextTask, Truncation, row_id
 from kvexp.tasks.data import Members, text, texts
 from kvexp.tasks.metrics import f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, ConfigError
 
 # eval.py removes these from Chinese tokens besides string.punctuation.
 _CHINESE = (
@@ -308,9 +308,6 @@ SUBSETS = {
 CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
 
 
-WRAPS = ("official", "always", "never")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LongBench(SharedContextTask):
     """One of the 21 data sets of LongBench (Bai et al., arXiv:2308.14508) or, `extended`, its LongBench-E version.
@@ -333,6 +330,17 @@ class LongBench(SharedContextTask):
 
     name: ClassVar[str] = "longbench"
     metrics: ClassVar[tuple[str, ...]] = ("score",)
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.extended and not c.of.extended,
+            "LongBench-E has no {c.subset}; with task.extended=true the subset is one of "
+            f"{', '.join(name for name, subset in SUBSETS.items() if subset.extended)}",
+        ),
+        (
+            lambda c: c.chat_frame is not None and c.chat_frame.count("{prompt}") != 1,
+            "task.chat_frame must be null or a text with {{prompt}} once, got {c.chat_frame!r}",
+        ),
+    )
 
     hub_id: str = "zai-org/LongBench"
     hub_file: str | None = "data.zip"
@@ -343,11 +351,11 @@ class LongBench(SharedContextTask):
     context_field: str = "context"
     input_field: str = "input"
     answers_field: str = "answers"
-    chat_wrap: str = "official"
+    chat_wrap: Literal["official", "always", "never"] = "official"
     chat_frame: str | None = None
-    truncate: str = "halves"
-    max_new_tokens: int | None = None  # type: ignore[assignment]
-    min_new_tokens: int | None = None  # type: ignore[assignment]
+    truncate: Truncation = "halves"
+    max_new_tokens: Positive | None = None  # type: ignore[assignment]
+    min_new_tokens: Annotated[int, AtLeast(0)] | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.subset not in SUBSETS:  # here, for the lengths of its answers are asked for before any check
@@ -413,12 +421,6 @@ class LongBench(SharedContextTask):
 
     def check_options(self) -> None:
         super().check_options()
-        self.choice("chat_wrap", WRAPS)
-        if self.extended and not self.of.extended:
-            there = ", ".join(name for name, subset in SUBSETS.items() if subset.extended)
-            raise ConfigError(f"LongBench-E has no {self.subset}; with task.extended=true the subset is one of {there}")
-        if self.chat_frame is not None and self.chat_frame.count("{prompt}") != 1:
-            raise ConfigError(f"task.chat_frame must be null or a text with {{prompt}} once, got {self.chat_frame!r}")
         if self.of.metric in CHINESE_WORDS:
             check_jieba()
 

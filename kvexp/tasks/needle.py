@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, own_digest
-from kvexp.tasks.base import Example, FramedQuestions, longest_fit
+from kvexp.tasks.base import Example, FramedQuestions, Positive, Rules, Truncation, longest_fit
 from kvexp.tasks.data import random_state
 from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, word_recall
 from kvexp.tasks.qa import NewsQuestions
-from kvexp.util import ConfigError, Stamp, path_of, stamp
+from kvexp.util import ConfigError, Range, Rule, Stamp, path_of, stamp
 
 _ENDS = re.compile(rf"[.!?][\"')\]\u201d\u2019]*\s+|{OTHER_ENDS.pattern}")
 LONGEST = 600  # characters of a sentence; what goes on for longer was written without their marks
@@ -176,14 +176,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _check_grid(task: Needle | NewsNeedle, *lists: str) -> None:
-    """ConfigError for an empty list, lengths or depths that cannot be, and no repeats."""
-    for option in lists:
-        if not getattr(task, option):
-            raise ConfigError(f"task.{option} is empty: give at least one")
-    if min(task.lengths) < 1 or not all(0 <= depth <= 100 for depth in task.depths):
-        raise ConfigError(f"task.lengths must be positive and task.depths 0 to 100, got {task.lengths} {task.depths}")
-    task.at_least(1, "repeats")
+Percent = Annotated[float, Range(0, 100)]
+
+
+def empty(option: str) -> Rule[Any]:
+    """The rule against an empty list."""
+    return lambda c: not getattr(c, option), f"task.{option} is empty: name at least one"
 
 
 def _filling(tokens: Callable[[int], int], length: int, size: int, source: str, way: str) -> int:
@@ -232,16 +230,28 @@ class Needle(FramedQuestions):
     generated: ClassVar[bool] = True
     ordered: ClassVar[str] = "examples"
     uncut: ClassVar[str] = "its examples are a grid of lengths"
+    rules: ClassVar[Rules] = (
+        *(empty(name) for name in ("lengths", "depths", "needles", "questions", "answers")),
+        (
+            lambda c: len(c.answers) != len(c.needles) or len(c.questions) not in (1, len(c.needles)),
+            "every needle needs one of task.answers, and task.questions holds one for all needles or one each, got "
+            "needles={c.needles}, answers={c.answers} and questions={c.questions}",
+        ),
+        (
+            lambda c: c.filler is not None and not c.filler.strip(),
+            "task.filler is empty: give the text to repeat",
+        ),
+    )
 
     haystack: str | None = None
     filler: str | None = None
-    lengths: tuple[int, ...] = (1000, 2000, 4000)
-    depths: tuple[float, ...] = (0, 25, 50, 75, 100)
-    repeats: int = 1
+    lengths: tuple[Positive, ...] = (1000, 2000, 4000)
+    depths: tuple[Percent, ...] = (0, 25, 50, 75, 100)
+    repeats: Positive = 1
     needles: tuple[str, ...] = ()
     questions: tuple[str, ...] = ()
     answers: tuple[str, ...] = ()
-    truncate: str = "skip"
+    truncate: Truncation = "skip"
 
     @cached_property
     def text(self) -> str:
@@ -314,17 +324,6 @@ class Needle(FramedQuestions):
             )
         super().check()
 
-    def check_options(self) -> None:
-        super().check_options()
-        _check_grid(self, "lengths", "depths", "needles", "questions", "answers")
-        if len(self.answers) != len(self.needles) or len(self.questions) not in (1, len(self.needles)):
-            raise ConfigError(
-                f"{len(self.needles)} needles need as many task.answers, and one of task.questions or as many, got "
-                f"{len(self.answers)} and {len(self.questions)}"
-            )
-        if self.filler is not None and not self.filler.strip():
-            raise ConfigError("task.filler is empty: give the text to repeat")
-
 
 COMMON = 4  # a word that more articles than this hold is nobody's topic
 DRAFT = 400  # words of filler before `fit` has counted tokens
@@ -349,12 +348,21 @@ class NewsNeedle(NewsQuestions):
     name: ClassVar[str] = "news_needle"
     metrics: ClassVar[tuple[str, ...]] = ("word_recall", "exact")
     uncut: ClassVar[str] = "a shortened text may have lost its needle; lower task.lengths instead"
+    rules: ClassVar[Rules] = (
+        *(empty(name) for name in ("lengths", "depths")),
+        (
+            lambda c: c.shared_context and len({round(d) % len(needles()) for d in c.depths}) < len(c.depths),
+            "task.depths={c.depths} with questions=all would hide a needle twice in one text: the needle depends on "
+            "the depth in whole percent, so leave out depths that are equal, or as many percent apart as there are "
+            "needles",
+        ),
+    )
 
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8000)
-    depths: tuple[float, ...] = (0, 25, 50, 75, 100)
-    repeats: int = 4
-    max_new_tokens: int = 32
-    truncate: str = "skip"
+    lengths: tuple[Positive, ...] = (512, 1024, 2048, 4096, 8000)
+    depths: tuple[Percent, ...] = (0, 25, 50, 75, 100)
+    repeats: Positive = 4
+    max_new_tokens: Positive = 32
+    truncate: Truncation = "skip"
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for repeat, length, depth in islice(product(range(self.repeats), self.lengths, self.depths), self.limit):
@@ -411,16 +419,6 @@ class NewsNeedle(NewsQuestions):
 
     def fingerprint(self) -> str:
         return f"articles:{articles_digest()} needles:{own_digest('needles')}"
-
-    def check_options(self) -> None:
-        super().check_options()
-        _check_grid(self, "lengths", "depths")
-        if self.shared_context and len({round(depth) % len(needles()) for depth in self.depths}) < len(self.depths):
-            raise ConfigError(
-                f"task.depths={list(self.depths)} with questions=all would hide a needle twice in one text: the "
-                f"{len(needles())} needles go by the depth in whole percent, so leave out depths that are "
-                f"{len(needles())} percent apart, or equal"
-            )
 
 
 @lru_cache(maxsize=4)  # the same cell is made at many lengths until it has its own

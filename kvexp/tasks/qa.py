@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from kvexp.tasks.articles import articles, articles_digest
-from kvexp.tasks.base import Example, FramedQuestions, QuestionTask, row_id
+from kvexp.tasks.base import (
+    AFTER_EVICTION,
+    Example,
+    FramedQuestions,
+    Positive,
+    QuestionTask,
+    Rules,
+    Truncation,
+    When,
+    row_id,
+)
 from kvexp.tasks.data import misshapen, text
 from kvexp.tasks.metrics import beyond_ascii, contains, qa_f1
-from kvexp.util import ConfigError, path_of
+from kvexp.util import AtLeast, ConfigError, path_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +44,15 @@ class ContextQA(FramedQuestions):
     ordered: ClassVar[str] = "questions"
     metrics: ClassVar[tuple[str, ...]] = ("f1", "exact")
 
-    question: str = "after_eviction"
+    question: When = "after_eviction"
     context_field: str = "context"
     questions_field: str = "questions"
     id_field: str = "id"
-    max_new_tokens: int = 64
+    max_new_tokens: Positive = 64
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self.data_files is None and not self.hub_id:
-            raise ConfigError(
-                'task.data_files=FILE: name a .json or .jsonl file of rows {"context", "questions": [{"question", '
-                '"answers"}, ...]}, got none'
-            )
-        yield from islice(self._asked(), self.limit)
-
-    def _asked(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for where, row in self.source.choose(None, "first", self.seed):
-            for number, asked in enumerate(entries(row, self.questions_field, where)):
-                yield f"question {number} of {where}", {"row": row, "asked": asked, "number": number}
+    def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
+        for number, asked in enumerate(entries(row, self.questions_field, where)):
+            yield f"question {number} of {where}", {"row": row, "asked": asked, "number": number}
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         context = text(row["row"], self.context_field, where, "context_field")
@@ -118,8 +119,8 @@ class NewsQA(NewsQuestions):
     name: ClassVar[str] = "news_qa"
     metrics: ClassVar[tuple[str, ...]] = ("exact", "f1")
 
-    question: str = "after_eviction"
-    max_new_tokens: int = 32
+    question: When = "after_eviction"
+    max_new_tokens: Positive = 32
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         each = ((article, number) for article in articles() for number in range(len(article.questions)))
@@ -164,17 +165,23 @@ class GSM8K(QuestionTask):
 
     name: ClassVar[str] = "gsm8k_cot"
     metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.shots == 0 and c.question == AFTER_EVICTION,
+            "task.question=after_eviction needs a context to evict from: set task.shots to 1 or more",
+        ),
+    )
 
     hub_id: str = "openai/gsm8k"
     hub_config: str | None = "main"
     split: str = "test"
     prompt_file: str = "kvexp/conf/task/gsm8k_cot.txt"
-    shots: int = 8
+    shots: Annotated[int, AtLeast(0)] = 8
     separator: str = "\n\n"
     signed: bool = True
     chat_wrap: bool = False
-    max_new_tokens: int = 256
-    truncate: str = "skip"
+    max_new_tokens: Positive = 256
+    truncate: Truncation = "skip"
 
     @property
     def uses_chat_template(self) -> bool:  # type: ignore[override]
@@ -213,9 +220,6 @@ class GSM8K(QuestionTask):
 
     def check_options(self) -> None:
         super().check_options()
-        self.at_least(0, "shots")
-        if self.shots == 0 and self.question == "after_eviction":
-            raise ConfigError("task.question=after_eviction needs a context to evict from: set task.shots to 1 or more")
         self.lesson  # noqa: B018  # a file that cannot be read shows here
 
 

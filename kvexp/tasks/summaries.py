@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -13,9 +13,13 @@ from kvexp.tasks.base import (
     AFTER_EVICTION,
     Example,
     FramedQuestions,
+    Positive,
     QuestionTask,
     RougeTask,
+    Rules,
     Task,
+    Truncation,
+    When,
     longest_fit,
     row_id,
     word_ends,
@@ -64,6 +68,20 @@ class SummaryTask(QuestionTask, RougeTask):
     """
 
     later_options: ClassVar[tuple[str, ...]] = ("question", "instruction_after")
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.words.count("{input}") != 1 or len(re.findall(r"\{instruction(?:_after)?\}", c.words)) > 1,
+            f"task.template must be null, one of {', '.join(TEMPLATES)} or a text with {{{{input}}}} once and "
+            "{{instruction}} or {{instruction_after}} at most once, got {c.template!r}",
+        ),
+        (
+            lambda c: c.question == AFTER_EVICTION and ("{instruction" in c.halves[0] or not c.halves[1].strip()),
+            "task.question=after_eviction needs a task.template with the instruction behind {{input}}, got "
+            "{c.template!r}: set it to null, alpaca_last, plain_last or a text with {{input}} and {{instruction}} "
+            "behind it",
+        ),
+        (lambda c: c.stop == "", "task.stop must be null or a text that is not empty, got ''"),
+    )
 
     instruction: str = ""
     instruction_after: str = "Summarize the text above."
@@ -72,7 +90,8 @@ class SummaryTask(QuestionTask, RougeTask):
     join_lines: bool = False
 
     @property
-    def _around(self) -> str:
+    def words(self) -> str:
+        """The template's text, a base model's where the option is null."""
         template = self.template or self._default_template(chat=False)
         return TEMPLATES.get(template, template)
 
@@ -82,13 +101,19 @@ class SummaryTask(QuestionTask, RougeTask):
     def for_model(self, *, chat: bool) -> SummaryTask:
         return replace(self, template=self.template or self._default_template(chat=chat))
 
+    @property
+    def halves(self) -> tuple[str, str]:
+        """The template in front of the document and behind it."""
+        before, _, after = self.words.partition("{input}")
+        return before, after
+
     def around(self) -> tuple[str, str]:
         """What stands in front of every document and behind it."""
-        before, _, after = self._around.partition("{input}")
-        return self._instructed(before), self._instructed(after)
+        before, after = map(self._instructed, self.halves)
+        return before, after
 
     def _instructed(self, words: str) -> str:
-        """These words of the template, which hold one of the two instructions at most."""
+        """This half of the template, which holds one of the two instructions at most."""
         name = "instruction_after" if "{instruction_after}" in words else "instruction"
         return words.replace(f"{{{name}}}", str(getattr(self, name)))
 
@@ -101,29 +126,6 @@ class SummaryTask(QuestionTask, RougeTask):
         if self.stop is not None:
             output = output.partition(self.stop)[0]
         return self.rouge(output, reference, self.join_lines)
-
-    def check_options(self) -> None:
-        super().check_options()
-        around = self._around
-        given = around.count("{instruction}") + around.count("{instruction_after}")
-        if around.count("{input}") != 1 or given > 1:
-            raise ConfigError(
-                f"task.template must be null, one of {', '.join(TEMPLATES)} or a text with {{input}} once and "
-                f"{{instruction}} or {{instruction_after}} at most once, got {self.template!r}"
-            )
-        if self.question == AFTER_EVICTION:
-            self._check_hidden(*around.split("{input}"))
-        if self.stop == "":
-            raise ConfigError("task.stop must be null or a text that is not empty, got ''")
-
-    def _check_hidden(self, before: str, after: str) -> None:
-        """ConfigError where an instruction that is to come after the eviction stands in front of the document."""
-        if "{instruction" in before or not after.strip():
-            raise ConfigError(
-                f"task.question=after_eviction needs a task.template with the instruction behind {{input}}, and "
-                f"{self.template} has it {'in front' if '{instruction' in before else 'nowhere'}: set it to null, "
-                "alpaca_last, plain_last or a text with {input} and {instruction} behind it"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ class CNNDailyMail(Summarization):
     instruction_after: str = "Summarize the news article above."
     input_field: str = "article"
     reference_field: str = "highlights"
-    max_prompt_tokens: int | None = 1920
+    max_prompt_tokens: Positive | None = 1920
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,7 @@ class XSum(Summarization):
     instruction_after: str = "Provide one sentence summary of the news article above."
     input_field: str = "document"
     reference_field: str = "summary"
-    max_prompt_tokens: int | None = 1920
+    max_prompt_tokens: Positive | None = 1920
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +208,8 @@ class GovReport(Summarization):
     instruction_after: str = "Above is a report by a government agency. Write a one-page summary of the report."
     input_field: str = "report"
     reference_field: str = "summary"
-    max_new_tokens: int = 512
-    max_prompt_tokens: int | None = 8192
+    max_new_tokens: Positive = 512
+    max_prompt_tokens: Positive | None = 8192
 
     @property
     def source(self) -> Members:
@@ -234,29 +236,26 @@ class GovReportSections(FramedQuestions, RougeTask):
 
     name: ClassVar[str] = "govreport_sections"
     ordered: ClassVar[str] = "sections"
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.section_instruction.count("{title}") != 1,
+            "task.section_instruction must hold {{title}} once, got {c.section_instruction!r}",
+        ),
+    )
 
-    question: str = "after_eviction"
+    question: When = "after_eviction"
     section_instruction: str = 'Write the section "{title}" of a summary of the report.'
-    max_new_tokens: int = 256
-    max_prompt_tokens: int | None = 8192
+    max_new_tokens: Positive = 256
+    max_prompt_tokens: Positive | None = 8192
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self.data_files is None and not self.hub_id:
-            raise ConfigError(
-                "task.data_files=FILE: name a .json, .jsonl or .parquet file of launch/gov_report's rows "
-                '{"id", "document_sections", "summary_sections"} (its configuration "structure"), got none'
-            )
-        yield from islice(self._sections(), self.limit)
-
-    def _sections(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for where, row in self.source.choose(None, "first", self.seed):
-            report = "\n\n".join("\n".join(filter(None, each)) for each in sections(row, "document_sections", where))
-            if not report.strip():
-                raise ConfigError(f"{where}: field 'document_sections' holds no text; correct or remove the row")
-            titled = [each for each in sections(row, "summary_sections", where) if all(each)]
-            for number, (title, words) in enumerate(titled):
-                made = {"id": row_id(row, "id", report), "report": report, "number": number}
-                yield f"section {title!r} of {where}", made | {"title": title, "words": words}
+    def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
+        report = "\n\n".join("\n".join(filter(None, each)) for each in sections(row, "document_sections", where))
+        if not report.strip():
+            raise ConfigError(f"{where}: field 'document_sections' holds no text; correct or remove the row")
+        titled = [each for each in sections(row, "summary_sections", where) if all(each)]
+        for number, (title, words) in enumerate(titled):
+            made = {"id": row_id(row, "id", report), "report": report, "number": number}
+            yield f"section {title!r} of {where}", made | {"title": title, "words": words}
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         asked = self.section_instruction.replace("{title}", row["title"])
@@ -265,11 +264,6 @@ class GovReportSections(FramedQuestions, RougeTask):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return self.rouge(output, reference)
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.section_instruction.count("{title}") != 1:
-            raise ConfigError(f"task.section_instruction must hold {{title}} once, got {self.section_instruction!r}")
 
 
 def sections(row: Mapping[str, Any], field: str, where: str) -> list[tuple[str, str]]:
@@ -308,7 +302,7 @@ class News(SummaryTask):
 
     instruction: str = "Summarize the following news article in three sentences:"
     instruction_after: str = "Summarize the news article above in three sentences."
-    max_new_tokens: int = 85
+    max_new_tokens: Positive = 85
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for article in islice(articles(), self.limit):
@@ -348,7 +342,7 @@ class Soda(QuestionTask, RougeTask):
     revision: str | None = "d80f16879432016b62fa3d32d0fc4eeea4af78aa"
     turn_separator: str = "\n"
     join_lines: bool = False
-    max_prompt_tokens: int | None = 1920
+    max_prompt_tokens: Positive | None = 1920
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         narrative = text(row, "narrative", where, "data_files")
@@ -379,15 +373,21 @@ class Stories(RougeTask):
 
     name: ClassVar[str] = "stories"
     uncut: ClassVar[str] = "a story cut short does not lead to its continuation; lower task.prompt_share instead"
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: not 0 < c.prompt_share < 1,
+            "task.prompt_share must be between 0 and 1, both excluded, got {c.prompt_share}",
+        ),
+    )
 
     hub_id: str = "roneneldan/TinyStories"
     revision: str | None = "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
     text_field: str = "text"
     id_field: str = "id"
     prompt_share: float = 0.5
-    continuation_words: int | None = None
+    continuation_words: Positive | None = None
     nll: bool = True
-    truncate: str = "skip"
+    truncate: Truncation = "skip"
 
     @property
     def needs_nll(self) -> bool:  # type: ignore[override]
@@ -412,12 +412,6 @@ class Stories(RougeTask):
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return self.rouge(output, reference)
 
-    def check_options(self) -> None:
-        super().check_options()
-        if not 0 < self.prompt_share < 1:
-            raise ConfigError(f"task.prompt_share must be between 0 and 1, both excluded, got {self.prompt_share}")
-        self.at_least(1, "continuation_words")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(Task):
@@ -438,16 +432,22 @@ class Perplexity(Task):
     only_nll: ClassVar[bool] = True
     uses_chat_template: ClassVar[bool] = False
     uncut: ClassVar[str] = "it sets its length"
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.total_tokens <= c.prefill_tokens,
+            "task.total_tokens={c.total_tokens} must be above task.prefill_tokens={c.prefill_tokens}",
+        ),
+    )
 
     hub_id: str = "emozilla/pg19-test"
     split: str = "test"
     text_field: str = "text"
-    prefill_tokens: int = 512
+    prefill_tokens: Positive = 512
     total_tokens: int = 4096
-    bucket_tokens: int = 512
+    bucket_tokens: Positive = 512
     concatenate: bool = False
-    truncate: str = "skip"
-    max_new_tokens: int = 1
+    truncate: Truncation = "skip"
+    max_new_tokens: Positive = 1
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if not self.concatenate:
@@ -490,11 +490,3 @@ class Perplexity(Task):
             at = max(low, start)
             buckets.append({"from": at, "to": at + len(inside), "nll": -sum(inside) / len(inside)})
         return super().score_nll(logprobs, example)[0], {"buckets": buckets}
-
-    def check_options(self) -> None:
-        super().check_options()
-        self.at_least(1, "prefill_tokens", "bucket_tokens")
-        if self.total_tokens <= self.prefill_tokens:
-            raise ConfigError(
-                f"task.total_tokens={self.total_tokens} must be above task.prefill_tokens={self.prefill_tokens}"
-            )

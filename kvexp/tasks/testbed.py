@@ -34,11 +34,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, count, islice, product
 from random import Random
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from kvexp.tasks.base import AFTER_EVICTION, IN_PROMPT, Example, QuestionTask, SharedContextTask, Task
+from kvexp.tasks.base import (
+    AFTER_EVICTION,
+    IN_PROMPT,
+    Example,
+    Positive,
+    QuestionTask,
+    Rules,
+    SharedContextTask,
+    Task,
+    Truncation,
+)
 from kvexp.tasks.metrics import exact_match, qa_f1, rouge, word_recall
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, Range
 
 LANGUAGE = 1  # raised when the same seed makes another text
 
@@ -292,7 +302,11 @@ def _pick(rng: Random, words: list[str]) -> str:
     return rng.choices(words, cum_weights=_ZIPF[len(words)])[0]
 
 
+MOST_MARKED = 10  # the words "eleventh" and "twelfth" were never trained
 MOST_TOKENS = 1_000_000  # of a document: more takes hours to write, and no model of the testbed reads as many
+MOST_FACTS = 40  # (name, attribute) pairs of a split are many more, but not without end
+Tokens = Annotated[int, Range(1, MOST_TOKENS)]
+Count = Annotated[int, AtLeast(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,14 +321,30 @@ class Generated(Task):
 
     generated: ClassVar[bool] = True
     ordered: ClassVar[str] = "rows"
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.data_files or c.hub_id or c.hub_config or c.revision,
+            "task.data_files, task.hub_id, task.hub_config and task.revision have no meaning for {c.name}, which makes "
+            "its own rows",
+        ),
+        (
+            lambda c: c.marked + c.updated > c.facts,
+            "task.facts={c.facts} must be at least task.marked={c.marked} + task.updated={c.updated}",
+        ),
+        (
+            lambda c: c.tokens < c.least_tokens,
+            "task.tokens must be at least {c.least_tokens} to hold task.facts={c.facts} and task.updated={c.updated} "
+            "later statements, got {c.tokens}; raise it or lower those",
+        ),
+    )
 
-    size: int = 60
-    split: str = "test"
-    tokens: int = 288
-    facts: int = 14
-    marked: int = 6
-    updated: int = 2
-    truncate: str = "skip"
+    size: Positive = 60
+    split: Literal["train", "validation", "test"] = "test"
+    tokens: Tokens = 288
+    facts: Annotated[int, Range(0, MOST_FACTS)] = 14
+    marked: Annotated[int, Range(0, MOST_MARKED)] = 6
+    updated: Count = 2
+    truncate: Truncation = "skip"
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number in range(self.size if self.limit is None else min(self.size, self.limit)):
@@ -338,45 +368,16 @@ class Generated(Task):
     def fingerprint(self) -> str:
         return f"testbed language {LANGUAGE}, split {self.split}"
 
-    def check_options(self) -> None:
-        super().check_options()
-        self.choice("split", SPLITS)
-        for option in ("hub_id", "hub_config", "revision", "data_files"):
-            if getattr(self, option):
-                raise ConfigError(f"task.{option} has no meaning for {self.name}, which makes its own rows")
-        self.at_least(1, "size", "tokens")
-        if self.tokens > MOST_TOKENS:
-            raise ConfigError(f"task.tokens must be at most {MOST_TOKENS}, got {self.tokens}")
-        self.at_least(0, "facts", "marked", "updated")
-        if not self.marked + self.updated <= self.facts <= MOST_FACTS:
-            raise ConfigError(
-                f"task.facts={self.facts} must be at least task.marked={self.marked} + task.updated={self.updated} "
-                f"and at most {MOST_FACTS}"
-            )
-        self.at_most("marked", MOST_MARKED)
-        least = LONGEST * (self.facts + self.updated)
-        if self.tokens < least:
-            raise ConfigError(
-                f"task.tokens must be at least {least} to hold task.facts={self.facts} and task.updated={self.updated} "
-                f"later statements, got {self.tokens}; raise it or lower those"
-            )
-
-    def at_most(self, option: str, trained: int) -> None:
-        """Refuse a form of prompt that no model of the testbed was trained on."""
-        if getattr(self, option) > trained:
-            raise ConfigError(
-                f"task.{option} must be at most {trained}, as the models were trained, got {getattr(self, option)}"
-            )
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of a document that holds nothing but its facts."""
+        return LONGEST * (self.facts + self.updated)
 
 
 @lru_cache(maxsize=512)  # a sweep reads the same rows for every run; states are large
 def _seeded(words: str, split: str, shape: DocumentShape) -> tuple[Document, tuple[Any, ...]]:
     rng = Random(words)
     return document(rng, split, shape), rng.getstate()
-
-
-MOST_MARKED = 10  # the words "eleventh" and "twelfth" were never trained
-MOST_FACTS = 40  # (name, attribute) pairs of a split are many more, but not without end
 
 
 # The forms of prompts: the training data uses these very functions.
@@ -465,9 +466,16 @@ class TestbedChoice(Generated, QuestionTask):
     __test__ = False
     name: ClassVar[str] = "testbed_choice"
     metrics: ClassVar[tuple[str, ...]] = ("acc",)
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.num_fewshot >= c.facts,
+            "task.num_fewshot={c.num_fewshot} needs as many other facts: task.facts={c.facts} states one "
+            "to ask about and too few to show; lower one or raise the other",
+        ),
+    )
 
-    options: int = 4
-    num_fewshot: int = 0
+    options: Annotated[int, Range(2, 4)] = 4
+    num_fewshot: Annotated[int, Range(0, 15)] = 0
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         rng = self.random(row["number"])
@@ -500,18 +508,6 @@ class TestbedChoice(Generated, QuestionTask):
         best = max(range(len(logprobs)), key=logprobs.__getitem__)
         return {"acc": 100.0 * (example.choices[best].strip() == example.reference)}
 
-    def check_options(self) -> None:
-        super().check_options()
-        if not 2 <= self.options <= 4:
-            raise ConfigError(f"task.options must be between 2 and 4, got {self.options}")
-        self.at_least(0, "num_fewshot")
-        self.at_most("num_fewshot", 15)
-        if self.num_fewshot >= self.facts:
-            raise ConfigError(
-                f"task.num_fewshot={self.num_fewshot} needs as many other facts: task.facts={self.facts} states one "
-                "to ask about and too few to show; lower one or raise the other"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedDialogue(Generated, QuestionTask):
@@ -526,10 +522,11 @@ class TestbedDialogue(Generated, QuestionTask):
     name: ClassVar[str] = "testbed_dialogue"
     later_options: ClassVar[tuple[str, ...]] = ("question",)
 
-    marked: int = 0
-    recalls: int = 2
-    per_recall: int = 3
-    max_new_tokens: int = 32
+    facts: Annotated[int, Range(1, MOST_FACTS)] = 14
+    marked: Annotated[int, Range(0, MOST_MARKED)] = 0
+    recalls: Annotated[int, Range(1, 4)] = 2
+    per_recall: Annotated[int, Range(1, 4)] = 3
+    max_new_tokens: Positive = 32
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         shape = self.shape
@@ -544,13 +541,6 @@ class TestbedDialogue(Generated, QuestionTask):
         """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
         return rouge(output.replace(" . ", "\n"), reference.replace(" . ", "\n"))
 
-    def check_options(self) -> None:
-        super().check_options()
-        self.at_least(1, "facts")
-        self.at_least(1, "recalls", "per_recall")
-        self.at_most("recalls", 4)
-        self.at_most("per_recall", 4)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedQA(Generated, SharedContextTask):
@@ -563,9 +553,15 @@ class TestbedQA(Generated, SharedContextTask):
     __test__ = False
     name: ClassVar[str] = "testbed_qa"
     metrics: ClassVar[tuple[str, ...]] = ("f1", "exact")
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.facts < c.per_document,
+            "task.facts must be at least task.per_document={c.per_document}, got {c.facts}",
+        ),
+    )
 
-    per_document: int = 4
-    max_new_tokens: int = 6
+    per_document: Positive = 4
+    max_new_tokens: Positive = 6
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """`limit` and `size` count questions."""
@@ -582,11 +578,6 @@ class TestbedQA(Generated, SharedContextTask):
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"f1": 100 * qa_f1(output, reference), "exact": 100 * exact_match(output, reference)}
 
-    def check_options(self) -> None:
-        super().check_options()
-        self.at_least(1, "per_document")
-        self.at_least(self.per_document, "facts")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedSummary(Generated, QuestionTask):
@@ -600,7 +591,8 @@ class TestbedSummary(Generated, QuestionTask):
     name: ClassVar[str] = "testbed_summary"
     later_options: ClassVar[tuple[str, ...]] = ("question",)
 
-    max_new_tokens: int = 48
+    marked: Annotated[int, Range(1, MOST_MARKED)] = 6
+    max_new_tokens: Positive = 48
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         doc, _ = self.document(row["number"])
@@ -613,10 +605,6 @@ class TestbedSummary(Generated, QuestionTask):
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
         return rouge(_facts(output), _facts(reference))
-
-    def check_options(self) -> None:
-        super().check_options()
-        self.at_least(1, "marked")
 
 
 def _facts(summary: str) -> str:
@@ -649,13 +637,25 @@ class TestbedNeedle(Generated, QuestionTask):
     __test__ = False
     name: ClassVar[str] = "testbed_needle"
     metrics: ClassVar[tuple[str, ...]] = ("exact", "word_recall")
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: any(getattr(c, name) != getattr(type(c), name) for name in ("tokens", "marked", "updated")),
+            "task.tokens, task.marked and task.updated have no meaning for {c.name}: set task.lengths instead",
+        ),
+        (lambda c: not c.depths, "task.depths is empty: name at least one"),
+        (
+            lambda c: min(c.lengths, default=0) < c.least_tokens + LONGEST,
+            "task.lengths must be numbers of tokens that hold the needle and task.facts={c.facts} others of up to "
+            f"{LONGEST} each, got {{c.lengths}}",
+        ),
+    )
 
-    lengths: tuple[int, ...] = (128, 256, 384)
-    depths: tuple[float, ...] = (0, 25, 50, 75, 100)
-    facts: int = 5
-    marked: int = 0
-    updated: int = 0
-    max_new_tokens: int = 6
+    lengths: tuple[Tokens, ...] = (128, 256, 384)
+    depths: tuple[Annotated[float, Range(0, 100)], ...] = (0, 25, 50, 75, 100)
+    facts: Annotated[int, Range(0, MOST_FACTS)] = 5
+    marked: Annotated[int, Range(0, MOST_MARKED)] = 0
+    updated: Count = 0
+    max_new_tokens: Positive = 6
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """`size` and `limit` count examples: cell after cell of the grid, then the grid again with other texts."""
@@ -675,22 +675,6 @@ class TestbedNeedle(Generated, QuestionTask):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"exact": 100 * exact_match(output, reference), "word_recall": 100 * word_recall(output, reference)}
-
-    def check_options(self) -> None:
-        for option in ("tokens", "marked", "updated"):
-            if getattr(self, option) != getattr(type(self), option):
-                raise ConfigError(f"task.{option} has no meaning for {self.name}: set task.lengths instead")
-        super().check_options()
-        least = LONGEST * (self.facts + 1)
-        if not self.lengths or min(self.lengths) < least:
-            raise ConfigError(
-                f"task.lengths must be numbers of tokens, at least {least} to hold the needle and task.facts="
-                f"{self.facts} others, got {list(self.lengths)}"
-            )
-        if max(self.lengths) > MOST_TOKENS:
-            raise ConfigError(f"task.lengths must be at most {MOST_TOKENS} tokens, got {max(self.lengths)}")
-        if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
-            raise ConfigError(f"task.depths must be percent, between 0 and 100, got {list(self.depths)}")
 
 
 FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know

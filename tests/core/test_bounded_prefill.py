@@ -32,19 +32,7 @@ from kvexp.util import CacheError, ConfigError, Console
 
 PROMPT, NEW, CHUNKS = 23, 9, (5, 5, 5, 5, 3)
 FOUR = GenerationParams(4, eos=None)
-REFUSED = {  # method: what its error says
-    "full": "evicts nothing",
-    "keyformer_shared": "over all layers",
-    "lagkv": "compares each partition",
-    "cur": "compares each token",
-    "snapkv": "the prompt's last 2 queries",
-    "kvzip": "a second time",
-    "kvzip_plus": "a second time",
-    "spatten": "over all layers",
-    "pyramidkv": "the prompt's last 2 queries",
-    "cake": "among layers",
-    "compactor": "those around it",
-}
+REFUSED = {name: case.unbounded for name, case in METHODS.items() if case.unbounded}
 ALLOWED = sorted(set(METHODS) - set(REFUSED) - {"kvzap"})  # kvzap: a trained surrogate of a real model
 
 
@@ -53,7 +41,7 @@ def calibration() -> QueryCalibration:
 
 
 def config_of(name: str, budget: Budget, **options: Any) -> CacheConfig:
-    method, _ = METHODS[name]
+    method = METHODS[name].method
     needed = calibration() if method.needs.calibration else None
     return CacheConfig(method, budget, calibration=needed, **options)
 
@@ -64,7 +52,7 @@ def config_of(name: str, budget: Budget, **options: Any) -> CacheConfig:
 @pytest.mark.parametrize("widths", [CHUNKS, (1,) * PROMPT, (22, 1)])
 @pytest.mark.parametrize(
     "name",
-    ["window", "streaming_llm_2", "h2o", "h2o_damping", "keyformer", "keyformer_gaussian", "a2sf_0.9", "a2sf_0",
+    ["window", "streaming_llm", "h2o", "h2o_damping", "keyformer", "keyformer_gaussian", "a2sf_0.9", "a2sf_0",
      "tova_protected", "knorm", "random"],
 )  # fmt: skip
 def test_outputs_scores_and_kept_slots_are_the_slow_truths(name: str, widths: tuple[int, ...]) -> None:

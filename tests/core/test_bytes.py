@@ -106,11 +106,11 @@ def test_rows_and_the_table(tmp_path: Any) -> None:
     [
         (["cache.bits=3"], "cache.bits must be one of 16, 8, 4, 2, got 3"),
         (["cache.key_bits=5"], "cache.key_bits must be one of 16, 8, 4, 2 or null for cache.bits, got 5"),
-        (["cache.bits=4", "cache.group=0"], "cache.group must be a whole number of at least 1, got 0"),
-        (["cache.bits=4", "cache.residual=none"], "cache.residual must be a whole number of at least 0, got 'none'"),
+        (["cache.bits=4", "cache.group=0"], "cache.group must be at least 1, got 0"),
+        (["cache.bits=4", "cache.residual=none"], "cache.residual must be a whole number, got 'none'"),
         (["cache.bits=4", "cache.key_axis=head"], "cache.key_axis must be one of channel, token, got 'head'"),
         (["cache.bits=4", "cache.mode=mask"], "set cache.mode=overwrite or cache.mode=compact"),
-        (["cache.bits=4", "method=ideal"], "as which method ideal exists only"),
+        (["cache.bits=4", "method=ideal"], "cache.mode=mask is a simulation"),
         (["cache.bits=4", "method=pqcache"], "cache.key_bits and cache.value_bits below 16 go with methods that evict"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_budget_in_bytes_runs_like_the_same_number_of_slots() -> None:
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_retrieval_methods_stand_on_the_same_axis(offload: bool) -> None:
-    """Of a float32 model: floating-point numbers halve, PQCache's codes do not, which are offloaded with the keys."""
+    """In a float32 model, floating-point numbers halve, PQCache's codes do not, which are offloaded with the keys."""
     model, rows, decoding = tiny("llama"), prompts_of(3, (40,)), GenerationParams(4, eos=None)
     for method in (SparQ(r=4, offload=offload), PQCache(b=3, offload=offload, cache_tokens=0)):
         (held,) = receipts(generate(model, rows, method, Budget(kv_ratio=0.5), decoding=decoding).cache)
@@ -251,9 +251,9 @@ def test_numbers_count_as_sixteen_bits_whatever_their_dtype() -> None:
     ("given", "words"),
     [
         ({"bytes_ratio": 1.5}, r"bytes_ratio must be in \(0, 1\], got 1.5"),
-        ({"bytes_ratio": 0.5, "kv_ratio": 0.5}, "give bytes_ratio, kv_ratio or tokens, one of the three"),
-        ({"bytes_ratio": 0.5, "of": "rest"}, "budget.of must be prompt, padded or sequence"),
-        ({"bytes_ratio": 0.5, "key_dim": 0}, "key_dim and value_dim must be at least 1, got 0 and 64"),
+        ({"bytes_ratio": 0.5, "kv_ratio": 0.5}, "bytes_ratio=0.5 is a budget by itself"),
+        ({"bytes_ratio": 0.5, "of": "rest"}, "of must be one of prompt, padded, sequence"),
+        ({"bytes_ratio": 0.5, "key_dim": 0}, "key_dim must be at least 1"),
     ],
 )
 def test_budgets_that_mean_nothing_are_refused(given: dict[str, Any], words: str) -> None:

@@ -1,11 +1,12 @@
-"""Budgets of kv heads (`Budget.heads`): kept sets against oracles, all modes and paths alike, what is refused."""
+"""Budgets of kv heads (`Budget.heads`, `Budget.threshold`), every way in one grid: kept sets against oracles, modes,
+steps, batches, beams, bytes, and what is refused.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -18,12 +19,13 @@ from test_step import ROWS, alike, both
 from test_together import same
 from tiny import LAYERS, LETTERS, Fed, feed, prompts_of, tiny
 
-from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Quantization
+from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, HeadScores, Method, Quantization, SlotSelection
 from kvexp.core import decode_stack as cross_layer
-from kvexp.core.budget_shares import slots_by_head, union_priority
+from kvexp.core.budget_shares import retrieval_heads, slots_by_head, union_priority
 from kvexp.core.decode import RaggedProducts
 from kvexp.core.slots import RaggedSlots
 from kvexp.generate import (
+    Generation,
     GenerationParams,
     decode,
     generate,
@@ -48,16 +50,29 @@ from kvexp.methods import (
     Keyformer,
     KNorm,
     KVzip,
+    PyramidKV,
     SnapKV,
     StreamingLLM,
     Window,
 )
-from kvexp.retrieval import Oracle
+from kvexp.retrieval import Oracle, Quest
 from kvexp.util import ConfigError
 
-RAGGED = ("adaptive", "global")
-WAYS = ("union", *RAGGED)
-HALF = {how: Budget(kv_ratio=0.5, heads=how) for how in WAYS}
+KV_HEADS = 3
+SCORES = HeadScores.of(torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]]))
+SINKS, RECENT, SLOTS = 2, 3, 14  # of streaming heads; RECENT also of a threshold
+
+
+def duo(slots: int | None = None, **changes: Any) -> Budget:
+    size: dict[str, Any] = {"kv_ratio": 0.7} if slots is None else {"tokens": slots}
+    return Budget(**size, heads="duo", **{"stream_sinks": SINKS, "stream_recent": RECENT, **changes})
+
+
+SHARES = ("union", "adaptive", "global")  # ways in which heads share what they were given
+WAYS: dict[str, Budget] = {how: Budget(kv_ratio=0.5, heads=how) for how in SHARES}  # type: ignore[arg-type]
+WAYS |= {"duo": duo(), "threshold": Budget(threshold=1.0, threshold_recent=RECENT)}
+PLANS: dict[str, dict[str, Any]] = {"duo": {"head_scores": SCORES}}
+MODES = ("overwrite", "compact", "mask")
 METHODS: dict[str, Method] = {
     "key_attention": KeyAttention(),
     "h2o": H2O(),
@@ -65,12 +80,42 @@ METHODS: dict[str, Method] = {
     "knorm": KNorm(),
     "cur": CUR(n_sinks=1, block=4),
 }
+# About half of the slots: attention adds up to the group's five query heads per query, norms of keys lie around 5.
+LIMITS = {"key_attention": 3.0, "h2o": 3.0, "tova": 0.6, "knorm": -6.5}
 
 
 def sampled(quick: Sequence[Any], every: Iterable[Any]) -> list[Any]:
     """All cases; those that are not among the quick ones are slow."""
     soon = {repr(case) for case in quick}
     return [pytest.param(*case, marks=[] if repr(case) in soon else [pytest.mark.slow]) for case in every]
+
+
+def run(
+    how: str,
+    method: Method,
+    lengths: Sequence[int] = (40, 33),
+    *,
+    new: int = 9,
+    budget: Budget | None = None,
+    **given: Any,
+) -> Generation:
+    """Generate from random prompts of these lengths under one of WAYS, or a budget of its kind."""
+    decoding = GenerationParams(new, eos=None, num_beams=given.pop("num_beams", 1))
+    options = {"tokenizer": LETTERS, **PLANS.get(how, {}), **given}
+    return generate(tiny("llama"), prompts_of(3, lengths), method, budget or WAYS[how], decoding=decoding, **options)
+
+
+def kept(made: Generation) -> list[list[list[list[int]]]]:
+    """[layer][row][head] positions."""
+    return [made.cache.kept_positions(layer) for layer in range(LAYERS)]
+
+
+def in_all_modes(how: str, method: Method, lengths: Sequence[int] = (40, 33), **given: Any) -> Generation:
+    """`run` in every mode, which keep the same and say the same."""
+    made = [run(how, method, lengths, mode=mode, **given) for mode in MODES]
+    for other in made[1:]:
+        assert kept(other) == kept(made[0]) and other.tokens == made[0].tokens
+    return made[0]
 
 
 def value(name: str, past: Past, p: int) -> float:
@@ -124,71 +169,124 @@ class HeadWitness(Witness):
         return set(past.held[-(self.budget // 2 - 1) :]) if self.name == "h2o" else set()
 
 
-FLOORS = {"union": 0.0, "adaptive": 0.2, "global": 0.0}
+FLOORS = {"adaptive": 0.2}
+
+
+class DuoWitness(Witness):
+    """A `Witness` whose retrieval heads keep everything and whose other heads keep first and newest tokens."""
+
+    def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
+        size, streams = LAYERS * KV_HEADS, SINKS + RECENT
+        room = size if self.prompt <= SLOTS else (SLOTS - streams) * size // (self.prompt - streams)
+        ranked = sorted((-float(SCORES.scores[i, j]), i, j) for i in range(LAYERS) for j in range(KV_HEADS))
+        full = {(i, j) for _, i, j in ranked[:room]}
+        return [
+            list(past.held)
+            if (layer, h) in full
+            else sorted({p for p in past.held if p < SINKS} | set(past.held[-(RECENT - 1) :]))
+            for h, past in enumerate(pasts)
+        ]
+
+
+class ThresholdWitness(Witness):
+    """A `Witness` whose heads keep what reaches the threshold at the end of the prompt, and as many from then on."""
+
+    def __init__(self, name: str, row: int) -> None:
+        super().__init__("llama", name, PROMPTS[row], CONTINUATION[row].tolist(), SEEDS[row])
+        self.name, self.rooms = name, {}  # type: ignore[var-annotated]
+
+    def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
+        found = []
+        for h, past in enumerate(pasts):
+            must = set(past.held[-RECENT:])
+            values = {p: value(self.name, past, p) for p in past.held}
+            if (layer, h) not in self.rooms:
+                stay = must | {p for p, v in values.items() if v >= LIMITS[self.name]}
+                self.rooms[layer, h] = len(stay)
+            else:
+                rest = sorted((p for p in past.held if p not in must), key=lambda p, v=values: (v[p], p))
+                stay = must | set(rest[::-1][: self.rooms[layer, h] - len(must)])
+            found.append(sorted(stay))
+        return found
+
+
+def witness(how: str, name: str, row: int, floor: float) -> Witness:
+    if how == "duo":
+        return DuoWitness("llama", "key_attention", PROMPTS[row], CONTINUATION[row].tolist(), SEEDS[row])
+    return ThresholdWitness(name, row) if how == "threshold" else HeadWitness(name, how, floor, row)
 
 
 @functools.cache
 def truth(name: str, how: str, row: int, floor: float) -> Truth:
-    return HeadWitness(name, how, floor, row).run()
+    return witness(how, name, row, floor).run()
 
 
-def evict_batch(
-    name: str, how: str, rows: Sequence[int], *, floor: float | None = None, chunk: int | None = None, **options: Any
-) -> Fed:
+def evict_batch(name: str, how: str, rows: Sequence[int], floor: float | None = None, **options: Any) -> Fed:
     prompt, mask = pad_left([PROMPTS[row] for row in rows], 0, "cpu")
+    budget = {
+        "duo": duo(SLOTS), "threshold": Budget(threshold=LIMITS.get(name, 0.0), threshold_recent=RECENT),
+    }.get(how) or Budget(kv_ratio=0.5, heads=how, head_floor=floor)  # type: ignore[arg-type] # fmt: skip
     cache = EvictionCache(
-        tiny("llama"), METHODS[name], Budget(kv_ratio=0.5, heads=how, head_floor=floor),  # type: ignore[arg-type]
-        max_new_tokens=NEW, seeds=[SEEDS[row] for row in rows], prompt_tokens=prompt.shape[1], **options,
+        tiny("llama"), METHODS[name], budget, max_new_tokens=NEW + (how == "duo"),
+        seeds=[SEEDS[row] for row in rows], prompt_tokens=prompt.shape[1], **PLANS.get(how, {}), **options,
     )  # fmt: skip
-    return feed(cache, tiny("llama"), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
+    return feed(cache, tiny("llama"), prompt, CONTINUATION[list(rows)], mask=mask, chunk=5)
 
 
 def agree(fed: Fed, name: str, how: str, rows: Sequence[int], floor: float | None = None) -> None:
     for i, row in enumerate(rows):
-        want = truth(name, how, row, FLOORS[how] if floor is None else floor)
+        want = truth(name, how, row, FLOORS.get(how, 0.0) if floor is None else floor)
         for step in range(NEW + 1):
             for layer in range(LAYERS):
                 assert fed.kept[step][layer][i] == want.kept[step][layer], f"row {row}, step {step}, layer {layer}"
             torch.testing.assert_close(fed.logits[step][i], want.logits[step], rtol=1e-4, atol=1e-4)
 
 
+CASES = [*product(SHARES, METHODS), *product(["duo"], ["h2o", "knorm"]), *product(["threshold"], LIMITS)]
+
+
 @pytest.mark.parametrize(
     ("how", "name"),
     sampled(
-        [("union", "h2o"), ("adaptive", "key_attention"), ("global", "knorm"), *((how, "cur") for how in WAYS)],
-        product(WAYS, METHODS),
+        [
+            *(("union", "h2o"), ("adaptive", "key_attention"), ("global", "knorm"), *((how, "cur") for how in SHARES)),
+            *(("duo", "h2o"), ("duo", "knorm"), ("threshold", "h2o")),
+        ],
+        CASES,
     ),
 )
 def test_against_the_oracle(how: str, name: str) -> None:
     """The fast step, in a padded batch whose prompt comes in chunks; every mode of dropping in a row alone."""
-    agree(evict_batch(name, how, [0, 2, 1], chunk=5), name, how, [0, 2, 1])
+    agree(evict_batch(name, how, [0, 2, 1]), name, how, [0, 2, 1])
     for mode in ("compact", "mask"):
         agree(evict_batch(name, how, [1], mode=mode), name, how, [1])
 
 
 @pytest.mark.parametrize(
-    ("how", "floor"), sampled([("adaptive", 0.5), ("global", 0.5)], product(RAGGED, (0.0, 0.5, 1.0)))
+    ("how", "floor"), sampled([("adaptive", 0.5), ("global", 0.5)], product(SHARES[1:], (0.0, 0.5, 1.0)))
 )
 def test_floors_against_the_oracle(how: str, floor: float) -> None:
-    agree(evict_batch("key_attention", how, [1], floor=floor), "key_attention", how, [1], floor)
+    agree(evict_batch("key_attention", how, [1], floor), "key_attention", how, [1], floor)
 
 
 def test_the_ways_differ() -> None:
-    """Where agreeing means something: no two ways keep the same, and heads hold different numbers of slots."""
+    """No two ways keep the same, so that agreeing means something, and heads hold different numbers of slots."""
     for name in ("key_attention", "knorm"):  # TOVA scores all heads of a layer alike
-        kept = {how: truth(name, how, 0, FLOORS[how]).kept for how in WAYS}
-        assert len({repr(one) for one in kept.values()}) == len(WAYS), name
-        for how in RAGGED:
-            sizes = [[len(head) for head in layer] for layer in kept[how][-1]]
-            assert sum(map(sum, sizes)) == LAYERS * 3 * (LENGTHS[0] // 2 - 1)
+        found = {how: truth(name, how, 0, FLOORS.get(how, 0.0)).kept for how in WAYS}
+        assert len({repr(one) for one in found.values()}) == len(WAYS), name
+        for how in SHARES[1:]:
+            sizes = [[len(head) for head in layer] for layer in found[how][-1]]
+            assert sum(map(sum, sizes)) == LAYERS * KV_HEADS * (LENGTHS[0] // 2 - 1)
             assert any(a != b for heads in sizes for a, b in pairwise(heads)), (name, how)
-        by_layer = [sum(len(head) for head in layer) for layer in kept["global"][0]]
+        by_layer = [sum(len(head) for head in layer) for layer in found["global"][0]]
         assert by_layer[0] != by_layer[1], "layers share too"
+        assert len({len(head) for layer in found["threshold"][0] for head in layer}) > 2, "the limit bites"
 
 
 # -- all ways to compute the same -------------------------------------------------------------------------------------
 
 FAST = [KeyAttention(), H2O(), Keyformer(), A2SF(alpha=0.3), TOVA(), VATP(n_sinks=1), KeyDiff(), Window()]
+SLOW = [SnapKV(window=2, kernel=3), CAOTE(), H2ODamping(), KNorm(), StreamingLLM(n_sinks=2), KVzip(n_sinks=1)]
 
 
 @pytest.mark.parametrize(
@@ -198,23 +296,25 @@ FAST = [KeyAttention(), H2O(), Keyformer(), A2SF(alpha=0.3), TOVA(), VATP(n_sink
             *(("union", FAST[1], "padded"), ("union", FAST[2], "equal")),
             *(("adaptive", FAST[0], "padded"), ("adaptive", FAST[2], "padded"), ("adaptive", FAST[5], "equal")),
             *(("global", FAST[0], "equal"), ("global", FAST[7], "padded")),
+            *(("duo", FAST[1], "padded"), ("duo", FAST[7], "equal")),
+            *(("threshold", FAST[1], "padded"), ("threshold", FAST[2], "equal")),
         ],
         product(WAYS, FAST, ROWS),
     ),
 )
 def test_the_short_step_is_the_general_one(how: str, method: Method, rows: str, monkeypatch: Any) -> None:
-    short, general, taken = both("llama", method, HALF[how], ROWS[rows], monkeypatch)
+    short, general, taken = both("llama", method, WAYS[how], ROWS[rows], monkeypatch, plan=PLANS.get(how))
     assert taken == 13 * 2
     alike(short, general, peak=False)
 
 
 def test_bookkeeping_of_layers_of_other_width_is_each_layers_own(monkeypatch: Any) -> None:
-    """Merged, and widened to the widest; one layer's heads fill all of its columns. Scores: see ORDERED_GROUP."""
+    """Buffers merged, and widened to the widest; one layer's heads fill all its columns. Scores: see ORDERED_GROUP."""
     monkeypatch.setattr(cross_layer, "NEAR_WIDENING", cross_layer.MAX_WIDENING)
     runs, prompts, decoding = [], prompts_of(5, (40, 18, 33))[2:], GenerationParams(12, eos=None)
     for widening in (cross_layer.MAX_WIDENING, 0.0):
         monkeypatch.setattr(cross_layer, "MAX_WIDENING", widening)
-        runs.append(generate(tiny("llama"), prompts, H2O(), HALF["adaptive"], decoding=decoding, keep_logits=True))
+        runs.append(generate(tiny("llama"), prompts, H2O(), WAYS["adaptive"], decoding=decoding, keep_logits=True))
     merged, apart = (run.cache.layer_states for run in runs)
     assert merged[0].cross_layer_buffers.merged and not apart[0].cross_layer_buffers.merged
     widths = [state.require_slots().positions.shape[2] for state in apart]
@@ -231,12 +331,12 @@ def test_bookkeeping_of_layers_of_other_width_is_each_layers_own(monkeypatch: An
     ("how", "family"),
     sampled(
         [("adaptive", "gptj"), ("union", "mpt"), ("global", "mistral"), ("adaptive", "gpt2")],
-        product(WAYS, ("gptj", "gpt2", "mpt", "mistral")),
+        product(SHARES, ("gptj", "gpt2", "mpt", "mistral")),
     ),
 )
 def test_on_other_families(how: str, family: str, monkeypatch: Any) -> None:
     changes = {"sliding_window": 11} if family == "mistral" else {}
-    short, general, taken = both(family, H2O(), HALF[how], ROWS["padded"], monkeypatch, **changes)
+    short, general, taken = both(family, H2O(), WAYS[how], ROWS["padded"], monkeypatch, **changes)
     assert taken > 0
     alike(short, general, peak=False)
 
@@ -270,56 +370,58 @@ def test_the_products_of_packed_heads_are_those_of_each_head_alone(dtype: torch.
             torch.testing.assert_close(out[row, head, :, 0], seen.to(dtype) @ values)
 
 
-SLOW = [SnapKV(window=2, kernel=3), CAOTE(), H2ODamping(), KNorm(), StreamingLLM(n_sinks=2)]
-
-
 @pytest.mark.parametrize(
     ("how", "method"),
     sampled(
-        [("union", SLOW[1]), ("adaptive", SLOW[0]), ("adaptive", SLOW[2]), ("global", SLOW[1])],
+        [
+            *(("union", SLOW[1]), ("adaptive", SLOW[0]), ("adaptive", SLOW[2]), ("global", SLOW[1])),
+            *((how, SLOW[5]) for how in SHARES),
+            *(("duo", SLOW[0]), ("duo", FAST[1]), ("threshold", SLOW[0]), ("threshold", SLOW[5])),
+        ],
         product(WAYS, [*FAST, *SLOW]),
     ),
 )
 def test_modes_agree(how: str, method: Method) -> None:
-    runs = [
-        generate(
-            tiny("llama"), prompts_of(3, (40, 33)), method, HALF[how], decoding=GenerationParams(9, eos=None), mode=mode
-        )
-        for mode in ("overwrite", "compact", "mask")
-    ]
-    for layer in range(LAYERS):
-        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
-    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    """A threshold is in the unit of the method's priority: of SnapKV and KVzip, shares of attention."""
+    limit = {"snapkv": 0.05, "kvzip": 0.2}.get(method.name, 1.0)
+    budget = Budget(threshold=limit, threshold_recent=2) if how == "threshold" else None
+    made = in_all_modes(how, method, budget=budget)
+    if method.name == "kvzip":
+        sizes = {len(head) for layer in kept(made) for head in layer[0]}
+        assert (len(sizes) == 1) == (how == "union")
 
 
 @pytest.mark.parametrize(("how", "every"), sampled([("adaptive", 3)], product(WAYS, (3, None))))
 def test_other_cadences(how: str, every: int | None) -> None:
     """Free slots per head, or tokens that are appended behind heads of different widths, for longer than the room."""
-    runs = [
-        generate(
-            tiny("llama"), prompts_of(3, (40, 33)), H2O(), HALF[how],
-            decoding=GenerationParams(70 if every is None else 12, eos=None), mode=mode, cadence=Cadence(every=every),
-        )
-        for mode in ("overwrite", "compact", "mask")
-    ]  # fmt: skip
-    for layer in range(LAYERS):
-        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
-    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    in_all_modes(how, H2O(), new=70 if every is None else 12, cadence=Cadence(every=every))
+
+
+@pytest.mark.parametrize(
+    ("how", "layers"), sampled([("adaptive", "cake")], product(("adaptive", "union"), ("cake", "pyramid")))
+)
+def test_with_budgets_of_layers(how: str, layers: Any) -> None:
+    """A layer's heads share what the layer was given."""
+    budget, lengths = Budget(kv_ratio=0.7, heads=how, layers=layers), (60, 47)  # type: ignore[arg-type]
+    shared = in_all_modes(how, KeyAttention(), lengths, budget=budget)
+    plain = run(how, KeyAttention(), lengths, budget=Budget(kv_ratio=0.7, layers=layers))
+    for one, uniform in zip(kept(shared), kept(plain), strict=True):
+        assert [sum(map(len, row)) for row in one] == [sum(map(len, row)) for row in uniform]
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_rows_do_not_know_their_neighbours(how: str) -> None:
     """To the bit: tokens, kept positions and logits of a row are those it has alone."""
     prompts, decoding = prompts_of(5, (40, 18, 33)), GenerationParams(12, eos=None)
-    together = generate(tiny("llama"), prompts, H2O(), HALF[how], decoding=decoding, keep_logits=True)
+    options: dict[str, Any] = {"decoding": decoding, "keep_logits": True, **PLANS.get(how, {})}
+    together = generate(tiny("llama"), prompts, H2O(), WAYS[how], **options)
     for row, prompt in enumerate(prompts):
-        alone = generate(tiny("llama"), [prompt], H2O(), HALF[how], decoding=decoding, keep_logits=True)
+        alone = generate(tiny("llama"), [prompt], H2O(), WAYS[how], **options)
         assert together.tokens[row] == alone.tokens[0]
-        for layer in range(LAYERS):
-            assert together.cache.kept_positions(layer)[row] == alone.cache.kept_positions(layer)[0]
+        assert [layer[row] for layer in kept(together)] == [layer[0] for layer in kept(alone)]
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", SHARES)
 def test_a_prompt_within_its_budget_loses_nothing(how: str) -> None:
     """Beside a longer one: its heads have the uniform number, and evict once they hold more."""
     prompts, decoding = prompts_of(5, (40, 12)), GenerationParams(14, eos=None)
@@ -329,23 +431,22 @@ def test_a_prompt_within_its_budget_loses_nothing(how: str) -> None:
     plain = generate(tiny("llama"), prompts[1:], H2O(), Budget(tokens=20), decoding=decoding)
     assert both_rows.tokens[1] == alone.tokens[0]
     for layer in range(LAYERS):
-        kept = both_rows.cache.kept_positions(layer)
-        assert kept[1] == alone.cache.kept_positions(layer)[0] and {len(head) for head in kept[1]} == {19}
-        assert how == "union" or kept[1] == plain.cache.kept_positions(layer)[0]
+        held = both_rows.cache.kept_positions(layer)
+        assert held[1] == alone.cache.kept_positions(layer)[0] and {len(head) for head in held[1]} == {19}
+        assert how == "union" or held[1] == plain.cache.kept_positions(layer)[0]
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_beams_forks_and_questions(how: str) -> None:
     """Rows that are reordered, copied and fed several tokens at once are those of mode mask."""
-    model, prompts = tiny("llama"), prompts_of(3, (40, 33))
-    beams, made = GenerationParams(9, eos=None, num_beams=3), []
-    for mode in ("overwrite", "compact", "mask"):
-        searched = generate(model, prompts, H2O(), HALF[how], decoding=beams, mode=mode)
-        context = prefill(model, prompts, H2O(), HALF[how], max_new_tokens=20, mode=mode)
+    model, prompts, decoding, made = tiny("llama"), prompts_of(3, (40, 33)), GenerationParams(8, eos=None), []
+    for mode in MODES:
+        searched = run(how, H2O(), num_beams=3, mode=mode)
+        context = prefill(model, prompts, H2O(), WAYS[how], max_new_tokens=20, mode=mode, **PLANS.get(how, {}))
         asked = generate_from_context(
-            model, context.fork([1, 0, 1]), [[3, 5, 7], [2, 4, 6], [8, 9, 1]], decoding=GenerationParams(8, eos=None)
+            model, context.fork([1, 0, 1]), [[3, 5, 7], [2, 4, 6], [8, 9, 1]], decoding=decoding
         )
-        again = generate_from_context(model, context, [[3, 5], [2, 4]], decoding=GenerationParams(8, eos=None))
+        again = generate_from_context(model, context, [[3, 5], [2, 4]], decoding=decoding)
         made.append((searched.tokens, asked.tokens, again.tokens))
     assert made[0] == made[1] == made[2]
 
@@ -353,7 +454,7 @@ def test_beams_forks_and_questions(how: str) -> None:
 def test_shared_prefill_is_each_by_itself() -> None:
     """Caches of all ways decode together with plain ones: each has what it has alone."""
     model, prompts = tiny("llama"), prompts_of(3, (40, 33))
-    budgets = [Budget(kv_ratio=0.5), *HALF.values(), Budget(kv_ratio=0.3, heads="adaptive")]
+    budgets = [Budget(kv_ratio=0.5), *(WAYS[how] for how in SHARES), Budget(kv_ratio=0.3, heads="adaptive")]
     configs = [CacheConfig(method, budget) for method in (H2O(), KNorm()) for budget in budgets]
     contexts = prefill_together(model, prompts, configs, max_new_tokens=9)
     decoding = GenerationParams(9, eos=None)
@@ -362,83 +463,37 @@ def test_shared_prefill_is_each_by_itself() -> None:
         same(generate(model, prompts, config, decoding=decoding), one)
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_after_a_second_pass(how: str) -> None:
-    runs = [
-        generate(
-            tiny("llama"), prompts_of(3, (40, 33)), KVzip(n_sinks=1), HALF[how],
-            decoding=GenerationParams(5, eos=None), mode=mode, tokenizer=LETTERS,
-        )
-        for mode in ("overwrite", "compact", "mask")
-    ]  # fmt: skip
-    for layer in range(LAYERS):
-        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
-    sizes = {len(head) for layer in range(LAYERS) for head in runs[0].cache.kept_positions(layer)[0]}
-    assert (len(sizes) == 1) == (how == "union")
-
-
-@pytest.mark.parametrize(
-    ("how", "layers"), sampled([("adaptive", "cake")], product(("adaptive", "union"), ("cake", "pyramid")))
-)
-def test_beside_budgets_of_layers(how: str, layers: str) -> None:
-    """A layer's heads share what the layer was given."""
-    budget = Budget(kv_ratio=0.7, heads=how, layers=layers)  # type: ignore[arg-type]
-    runs = [
-        generate(
-            tiny("llama"), prompts_of(3, (60, 47)), KeyAttention(), budget, decoding=GenerationParams(9, eos=None),
-            mode=mode,
-        )
-        for mode in ("overwrite", "compact", "mask")
-    ]  # fmt: skip
-    plain = generate(
-        tiny("llama"), prompts_of(3, (60, 47)), KeyAttention(), replace(budget, heads="uniform"),
-        decoding=GenerationParams(9, eos=None),
-    )  # fmt: skip
-    for layer in range(LAYERS):
-        kept = runs[0].cache.kept_positions(layer)
-        assert kept == runs[1].cache.kept_positions(layer) == runs[2].cache.kept_positions(layer)
-        for row, uniform in zip(kept, plain.cache.kept_positions(layer), strict=True):
-            assert sum(map(len, row)) == sum(map(len, uniform))
-    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
-
-
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "compact"])
-@pytest.mark.parametrize("how", RAGGED)
+@pytest.mark.parametrize("how", ["adaptive", "global", "duo"])
 def test_resident_bytes_are_the_sum_of_the_budgets(how: str, mode: str) -> None:
     """By the ledger, and by the storages that hold keys and values: no padding, and nothing of the prompt is left."""
-    lengths, new = (40, 33, 40), 6
-    run = generate(
-        tiny("llama"),
-        prompts_of(3, lengths),
-        H2O(),
-        HALF[how],
-        decoding=GenerationParams(new, eos=None),
-        mode=mode,  # type: ignore[arg-type]
-    )
-    dims, size = 2 * 14, 4
-    free = 1 if mode == "overwrite" else 64  # of each head, for tokens to come
-    wanted = sum((n // 2 - 1) * 3 * LAYERS for n in lengths)
-    held = sum(len(head) for layer in range(LAYERS) for row in run.cache.kept_positions(layer) for head in row)
-    assert held == wanted
-    tracker = run.cache.memory_tracker
+    lengths, new, slot = (40, 33, 40), 6, 2 * 14 * 4  # bytes of keys and values of a head in float32
+    made = run(how, H2O(), lengths, new=new, mode=mode)
+    heads = len(lengths) * KV_HEADS * LAYERS
+    if how == "duo":  # retrieval heads have the prompt and all tokens to come
+        full = [int(retrieval_heads(duo(), math.floor(0.7 * n), n, new, SCORES).sum()) for n in lengths]
+        each = [count * (n + new) + (6 - count) * (SINKS + RECENT) for n, count in zip(lengths, full, strict=True)]
+        wanted = sum(each)
+    else:
+        wanted = sum(n // 2 * KV_HEADS * LAYERS for n in lengths)
+        assert wanted - heads == sum(len(head) for layer in kept(made) for row in layer for head in row)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for state in run.cache.layer_states
+        for state in made.cache.layer_states
         for tensor in every_tensor(state.require_slots())
         if tensor.shape[-1] == 14
     }
+    tracker = made.cache.memory_tracker
     assert sum(storages.values()) == tracker.bytes
-    heads = len(lengths) * 3 * LAYERS
-    assert tracker.bytes <= (wanted + heads * free) * dims * size
-    if mode == "overwrite":
-        assert tracker.bytes == (wanted + heads) * dims * size
-        uniform = generate(
-            tiny("llama"), prompts_of(3, lengths), H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(new, eos=None)
-        )
-        assert tracker.bytes <= uniform.cache.memory_tracker.bytes
+    if mode == "compact":  # 64 free slots in each head for tokens to come
+        assert tracker.bytes <= (wanted + heads * 64) * slot
+        return
+    assert tracker.bytes == wanted * slot
+    uniform = run(how, H2O(), lengths, new=new, budget=Budget(kv_ratio=0.5))
+    assert how == "duo" or tracker.bytes <= uniform.cache.memory_tracker.bytes
 
 
 def every_tensor(item: Any) -> list[torch.Tensor]:
@@ -522,22 +577,49 @@ def test_union_of_a_method_that_ranks_by_a_logarithm(ratio: float) -> None:
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
+def of(how: str, method: Method, *given: Any, **options: Any) -> CacheConfig:
+    return CacheConfig(method, WAYS[how], *given, **PLANS.get(how, {}), **options)
+
+
+BITS = {"quantization": Quantization(8, 8, group=2)}
+AT_STEPS = Cadence(at_prefill=False)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Budget(kv_ratio=0.5, heads="pairs"), r"budget\.heads must be one of uniform, .*, got 'pairs'"),
-        (lambda: Budget(kv_ratio=0.5, head_floor=0.1), r"head_floor has no effect with budget\.heads=uniform"),
-        (lambda: Budget(kv_ratio=0.5, heads="adaptive", head_floor=1.5), r"head_floor must be in \[0, 1\], got 1.5"),
+        (lambda: Budget(kv_ratio=0.5, heads="pairs"), "heads must be one of uniform"),  # type: ignore[arg-type]
+        (lambda: Budget(kv_ratio=0.5, head_floor=0.1), r"head_floor .* budget\.heads=uniform"),
+        (lambda: Budget(kv_ratio=0.5, heads="adaptive", head_floor=1.5), "head_floor must be in"),
         (lambda: Budget(kv_ratio=0.5, heads="global", pyramid=0.5), r"set budget\.pyramid=0"),
-        (lambda: CacheConfig(Ideal(), HALF["adaptive"], mode="mask"), r"ideal drops nothing.*budget\.heads=uniform"),
-        (lambda: CacheConfig(Oracle(), HALF["union"]), r"oracle drops nothing.*budget\.heads=uniform"),
+        (lambda: Budget(kv_ratio=0.5, stream_sinks=3), r"budget\.stream_sinks .* budget\.heads=uniform"),
+        (lambda: duo(stream_recent=0), "stream_recent must be at least 1"),
+        (lambda: duo(stream_sinks=-1), "stream_sinks must be at least 0"),
+        (lambda: duo(pyramid=0.5), r"set budget\.pyramid=0"),
+        (lambda: Budget(kv_ratio=0.5, threshold=1.0), "exactly one of kv_ratio, tokens and threshold"),
+        (lambda: Budget(threshold=float("nan")), "threshold must be a finite number"),
+        (lambda: Budget(threshold=1.0, threshold_recent=0), "threshold_recent must be at least 1"),
+        (lambda: Budget(kv_ratio=0.5, threshold_recent=4), r"threshold_recent .* without budget\.threshold"),
+        (lambda: Budget(threshold=1.0, heads="adaptive"), r"leave budget\.heads at uniform"),
+        (lambda: Budget(threshold=1.0, pyramid=0.5), r"budget\.pyramid at 0"),
+        (lambda: Budget(threshold=1.0, layers="cake"), r"budget\.layers at null"),
+        (lambda: Budget(), "exactly one of kv_ratio, tokens and threshold"),
+        (lambda: CacheConfig(H2O(), duo()), r"head_scores=kvexp\.hf\.calibrate_heads"),
+        (lambda: HeadScores.of(torch.ones(3)), r"finite float32 numbers \[L, H\]"),
+        (lambda: of("adaptive", Ideal(), mode="mask"), r"ideal drops nothing.*budget\.heads=uniform"),
+        (lambda: of("union", Oracle()), r"oracle drops nothing.*budget\.heads=uniform"),
+        (lambda: of("threshold", Ideal(), mode="mask"), r"ideal drops nothing.*budget\.threshold=1 .* kv_ratio"),
+        (lambda: of("threshold", Quest()), r"quest drops nothing, so budget\.threshold=1 has"),
+        (lambda: of("global", H2O(), AT_STEPS), r"evict_at_prefill=true, or set budget\.heads=uniform"),
+        (lambda: of("threshold", H2O(), AT_STEPS), r"threshold=1 .* set cache\.evict_at_prefill=true"),
+        (lambda: of("adaptive", H2O(), **BITS), r"set cache\.bits=16, or set budget\.heads=uniform"),
+        (lambda: of("threshold", H2O(), **BITS), r"budget\.threshold=1 .* give kv_ratio or tokens in its place"),
+        (lambda: of("threshold", PyramidKV()), r"budget\.threshold=1 .* or set budget\.layers=uniform"),
+        (lambda: of("threshold", H2O(), bounded_chunk=8), r"budget\.threshold=1 shares slots out among heads"),
+        (lambda: of("threshold", H2O(), keep="span"), r"budget\.threshold=1 gives heads different numbers"),
         (
-            lambda: CacheConfig(H2O(), HALF["global"], Cadence(at_prefill=False)),
-            r"evict_at_prefill=true, or set budget\.heads=uniform",
-        ),
-        (
-            lambda: CacheConfig(H2O(), HALF["adaptive"], quantization=Quantization(8, 8, group=2)),
-            r"set cache\.bits=16, or budget\.heads=union",
+            lambda: of("threshold", H2O(), select=SlotSelection(by="chunk")),
+            r"budget\.threshold=1 .* leave the group select alone",
         ),
     ],
 )

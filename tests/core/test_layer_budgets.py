@@ -57,14 +57,14 @@ def test_shares_of_cake_add_up_within_the_prompt(
 
 
 def test_pyramid_of_kvpress() -> None:
-    """Recorded from its PyramidKVPress: 4 layers, 4096 tokens, half of them, window 64."""
+    """Numbers recorded from its PyramidKVPress: 4 layers, 4096 tokens, half of them, window 64."""
     assert PyramidLayers(form="kvpress").share(2048, 4096, 64, 4) == [3994, 2697, 1399, 102]
     assert PyramidLayers(form="kvpress").share(1024, 4096, 64, 4) == [1024] * 4  # its top layer would have 51
     assert PyramidLayers().share(1024, 4096, 64, 4) == [64 + each for each in (1872, 1264, 656, 48)]
 
 
 def test_cake_of_the_authors() -> None:
-    """Recorded from adjust_budgets of their cake/utils.py (commit c4675ce): with and without a layer that is full."""
+    """Numbers of adjust_budgets in their cake/utils.py (commit c4675ce): with and without a layer that is full."""
     even, full = CakeLayers().share(128, 1000, 32, 4, [1, 2, 3, 4.5]), CakeLayers().share(128, 150, 32, 4, [1, 1, 1, 9])
     assert [each - 32 for each in even] == [37, 74, 109, 164]
     assert [each - 32 for each in full] == [89, 89, 88, 118]
@@ -160,7 +160,7 @@ def bytes_of(cache: EvictionCache) -> list[int]:
 @pytest.mark.parametrize("layers", ["pyramid", "cake"])
 @pytest.mark.parametrize("mode", ["compact", "overwrite"])
 def test_buffers_are_as_large_in_all_as_those_of_uniform_budgets(layers: Any, mode: Any) -> None:
-    """Measured on the tensors. In mode overwrite every layer is rounded up to a multiple of four slots on a CPU."""
+    """Bytes of the tensors. In mode overwrite every layer is rounded up to a multiple of four slots on a CPU."""
     uniform, shared = (filled(H2O(), [0], Budget(tokens=BUDGET, layers=how), mode=mode) for how in ("uniform", layers))
     a_slot = bytes_of(uniform)[0] // (BUDGET if mode == "overwrite" else BUDGET - 1)
     spare = 3 * len(bytes_of(shared)) * a_slot if mode == "overwrite" else 0
@@ -234,7 +234,7 @@ def test_a_fork_and_a_second_prompt_have_budgets_of_their_own() -> None:
 
 
 def test_what_is_refused_before_a_model_loads() -> None:
-    with pytest.raises(ConfigError, match=r"budget\.layers must be uniform, pyramid, cake or null, got 'funnel'"):
+    with pytest.raises(ConfigError, match=r"layers must be one of uniform, pyramid, cake or null, got 'funnel'"):
         Budget(tokens=8, layers="funnel")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"budget\.pyramid=0\.5 and budget\.layers=cake both share"):
         Budget(tokens=8, pyramid=0.5, layers="cake")
@@ -247,7 +247,7 @@ def test_what_is_refused_before_a_model_loads() -> None:
     with pytest.raises(ConfigError, match=r"cake shares .* budget\.pyramid=0\.5 says .* set budget\.pyramid=0, or set"):
         CacheConfig(CAKE(), Budget(tokens=8, pyramid=0.5))
     for method, layers, named in ((H2O(), "cake", r"budget\.layers=cake"), (CAKE(), None, "method cake")):
-        with pytest.raises(ConfigError, match=rf"{named} shares slots out among layers by what a whole prompt"):
+        with pytest.raises(ConfigError, match=rf"{named} shares slots out among layers by a whole prompt"):
             CacheConfig(method, Budget(tokens=8, layers=layers), bounded_chunk=8)
         with pytest.raises(ConfigError, match=rf"{named} gives layers numbers that no span"):
             CacheConfig(method, Budget(tokens=8, layers=layers), keep="span")

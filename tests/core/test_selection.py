@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conf import composed
@@ -16,7 +17,6 @@ from test_method_scores import context
 from tiny import CONFIGS, LETTERS, feed, stock, tiny
 from torch import Tensor
 
-import kvexp.methods
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method, SlotSelection
 from kvexp.core.selection import attention_shares, by_chunk, by_values, projected_sizes
 from kvexp.core.topk import kept_mask, select_keep
@@ -198,12 +198,11 @@ def test_generation_with_beams_and_forks(select: SlotSelection) -> None:
 
 def test_every_methods_kind_of_priority_is_true() -> None:
     """What says that it is attention is never negative; its logarithm, where no value weighs it, never above 0."""
-    small: dict[str, dict[str, Any]] = {name: {"window": 5} for name in ("SnapKV", "PyramidKV", "CAKE")}
-    options = {**small, "VATP": {"n_sinks": 2}, "ExpectedAttention": {"weight": "none"}}
     looked_at = set()
-    for name in kvexp.methods.__all__:
-        cls = getattr(kvexp.methods, name)
-        method = cls(**options.get(name, {}))
+    for method in {type(case.method): case.method for case in CASES.values() if case.oracle}.values():
+        name, cls = method.name, type(method)
+        if isinstance(method, ExpectedAttention):
+            method = replace(method, weight="none")
         needs = method.needs.calibration or method.needs.surrogate
         if not method.evicts or needs or method.per_query or method.priority_kind == "order":
             continue
@@ -225,14 +224,14 @@ def test_every_methods_kind_of_priority_is_true() -> None:
 
 BUDGET = Budget(tokens=9)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "by": (lambda: SlotSelection(by="line"), "select.by must be one of token, chunk, got 'line'"),  # type: ignore[arg-type]
-    "values": (lambda: SlotSelection(values="all"), "select.values must be one of none, critical, got 'all'"),  # type: ignore[arg-type]
+    "by": (lambda: SlotSelection(by="line"), "by must be one of token, chunk, got 'line'"),  # type: ignore[arg-type]
+    "values": (lambda: SlotSelection(values="all"), "values must be one of none, critical, got 'all'"),  # type: ignore[arg-type]
     "idle": (lambda: SlotSelection(chunk=4), "select.chunk=4 has no effect with select.by=token"),
-    "empty": (lambda: SlotSelection(by="chunk", chunk=0), "select.chunk must be at least 1 token, got 0"),
-    "half": (lambda: SlotSelection(by="chunk", chunk=1.5), "must be a whole number of tokens or null"),  # type: ignore[arg-type]
+    "empty": (lambda: SlotSelection(by="chunk", chunk=0), "chunk must be at least 1 or null, got 0"),
+    "half": (lambda: SlotSelection(by="chunk", chunk=1.5), "must be a whole number or null"),  # type: ignore[arg-type]
     "both": (lambda: SlotSelection(by="chunk", values="critical"), "set one of the two"),
-    "window": (lambda: CacheConfig(Window(), BUDGET, select=CHUNKS), "method window keeps the newest tokens"),
-    "ideal": (lambda: CacheConfig(Ideal(), BUDGET, mode="mask", select=CHUNKS), "method ideal drops nothing"),
+    "window": (lambda: CacheConfig(Window(), BUDGET, select=CHUNKS), "method window drops none by priority"),
+    "ideal": (lambda: CacheConfig(Ideal(), BUDGET, mode="mask", select=CHUNKS), "method ideal drops none by priority"),
     "order": (lambda: CacheConfig(KNorm(), BUDGET, select=CRITICAL), "the priorities of method knorm are no attention"),
 }
 
@@ -270,7 +269,7 @@ def test_settings_reach_the_cache_and_the_identity_and_defaults_leave_it_as_it_w
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("select.chunk=0 select.by=chunk", "select.chunk must be at least 1 token, got 0"),
+        ("select.chunk=0 select.by=chunk", "select.chunk must be at least 1 or null, got 0"),
         ("select.by=chunk select.values=critical", "set one of the two"),
         ("budget.layers=steps", r"budget\.layers must be .*uniform, pyramid, cake"),
         ("method=knorm select.values=critical", "the priorities of method knorm are no attention"),

@@ -208,7 +208,7 @@ def test_ordinary_mistakes(case):
 
 
 VALUES = {
-    "tokens 8.0": (lambda: Budget(tokens=8.0), "whole number of slots, got 8.0"),
+    "tokens 8.0": (lambda: Budget(tokens=8.0), "tokens must be a whole number .*, got 8.0"),
     "ratio text": (lambda: Budget(kv_ratio="0.5"), "got '0.5'"),
     "every 2.5": (lambda: Cadence(every=2.5), "whole number of decode steps"),
     "top_p": (lambda: GenerationParams(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),

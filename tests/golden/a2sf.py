@@ -11,7 +11,7 @@ CLEAR = 2e-4  # how far from the middle between two half numbers a number must b
 
 
 def halved(x: Array) -> Array:
-    """Rounded to half; a number too near the middle would depend on who adds it up, so another seed is needed."""
+    """Round to half; a number too near the middle would depend on who adds it up, so another seed is needed."""
     rounded = x.astype(HALF)
     step = np.abs(np.spacing(rounded).astype(np.float64))
     assert (np.abs(np.abs(x - rounded) / step - 0.5) > CLEAR).all(), "near a rounding boundary: take another seed"

@@ -32,7 +32,7 @@ class Layer:
         self.values = np.concatenate((self.values, v), axis=1) if whole else v
 
     def logits(self, q: Array) -> Array:
-        """Scaled and causal; pads are lowered after, so that the future of a pad row is level with its past."""
+        """Logits, scaled and causal; pads are lowered after, so that the future of a pad row is level with its past."""
         x = q @ self.keys.swapaxes(1, 2) / np.sqrt(q.shape[-1])
         new, total = x.shape[1:]
         future = np.arange(total) > np.arange(total - new, total)[:, None]

@@ -67,7 +67,7 @@ def test_mean_and_size_are_of_queries_before_rope(family: str) -> None:
 
 
 def test_a_pass_does_not_depend_on_blocks_and_counts_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_calibration, "QUERY_CALIBRATION_BLOCK", 4)
+    monkeypatch.setattr(query_calibration, "CALIBRATION_BLOCK", 4)
     other, whole = calibrate_queries(tiny("llama"), CALIBRATION), calibration("llama")
     for name in ("direction", "mean", "size"):
         torch.testing.assert_close(getattr(other, name), getattr(whole, name), rtol=1e-4, atol=1e-5)
@@ -98,7 +98,7 @@ def test_equal_numbers_are_equal_calibrations_and_others_are_not() -> None:
 def test_a_method_that_needs_one_is_refused_without_and_with_another_models() -> None:
     with pytest.raises(ConfigError, match=r"qfilters needs .* calibration=kvexp\.hf\.calibrate_queries"):
         CacheConfig(QFilters(), Budget(tokens=9))
-    with pytest.raises(ConfigError, match=r"\[2, 3, 5, 12\], the model's are \[2, 3, 5, 14\]: it is of another model"):
+    with pytest.raises(ConfigError, match=r"\[2, 3, 5, 12\], are of another model: this one's are \[2, 3, 5, 14\]"):
         EvictionCache(tiny("llama"), QFilters(), Budget(tokens=9), calibration=drawn(1, 2, 3, 5, 12))
     for wrong, why in (
         ({"protect_recent": -1}, "protect_recent must be at least 0, got -1"),

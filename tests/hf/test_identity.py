@@ -478,7 +478,7 @@ def test_padding_is_another_run_and_its_baseline_another_baseline(tmp_path):
         (["budget.of=padded", "batch_size=2"], "batch_size must be 1 with budget.of=padded, got 2"),
         (["budget.of=padded", "batch_size=2", "task.pad_to=400"], "unless task.pad_to is task.max_prompt_tokens"),
         (["method=h2o_keyformer_paper", "batch_size=2"], "batch_size must be 1 with method.score_batch=sum_all, got 2"),
-        (["task.pad_to=0", "budget.of=padded"], "task.pad_to must be at least 1, got 0"),
+        (["task.pad_to=0", "budget.of=padded"], "task.pad_to must be at least 1 or null, got 0"),
         (["task.pad_to=9", "task.max_prompt_tokens=8", "budget.of=padded"], "task.pad_to=9 is above"),
     ],
 )

@@ -179,7 +179,7 @@ def test_generation_with_beams_and_a_shared_prefill() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs scores that a trained surrogate predicts"):
         CacheConfig(KVzap(), Budget(tokens=9))
-    with pytest.raises(ConfigError, match="it is of another model"):
+    with pytest.raises(ConfigError, match="are of another model"):
         EvictionCache(tiny("llama"), KVzap(), Budget(tokens=9), surrogate=drawn(width=31))
     with pytest.raises(ConfigError, match="are not weight and bias of a surrogate"):
         Surrogate.of(torch.ones(2, 3), torch.ones(2, 3))

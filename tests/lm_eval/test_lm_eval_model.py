@@ -500,7 +500,7 @@ BAD = {
         "takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, pyramid, layers, heads and "
         "threshold alone",
     ),
-    "ratio": ({"method": "h2o", "kv_ratio": 1.5}, "kv_ratio must be in (0, 1], got 1.5"),
+    "ratio": ({"method": "h2o", "kv_ratio": 1.5}, "kv_ratio must be in (0, 1] or null, got 1.5"),
     "ratio in words": ({"method": "h2o", "kv_ratio": "half"}, "budget.kv_ratio must be a number or null, got 'half'"),
     "method setting": ({"method": "h2o", "kv_ratio": 0.5, "method.alpha": 1}, "method.alpha is not a setting of H2O"),
     "cache setting": ({"cache.colour": 1}, "cache.colour is not a setting of cache; it has: mode, positions"),

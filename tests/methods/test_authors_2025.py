@@ -105,7 +105,7 @@ def method_of(name: str, case: dict[str, Any]) -> Method:
 
 
 def exchanged(ours: Sets, theirs: Sets) -> list[tuple[int, int, set[int], set[int]]]:
-    """Of the heads whose sets differ: layer, head, what only the authors' code keeps, what only kvexp keeps."""
+    """Heads whose sets differ: layer, head, what only the authors' code keeps, what only kvexp keeps."""
     return [
         (layer, head, want - got, got - want)
         for layer, (row, other) in enumerate(zip(ours, theirs, strict=True))
@@ -257,7 +257,7 @@ def priorities(recorded: Recorded, name: str, number: int, monkeypatch: pytest.M
 
 
 def test_same_scores_of_vatp(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the slots that the release keeps: it sets others to 0 and sinks to the largest number there is."""
+    """Scores of the slots that the release keeps: it sets others to 0 and sinks to the largest number there is."""
     for number, (case, _) in enumerate(recorded.cases("vatp")):
         theirs = torch.tensor(recorded.arrays[f"vatp/{number}/score"])
         held = theirs != 0

@@ -17,7 +17,8 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from oracles import Oracle, Past, Repeat, Row
+from cases import CASES, Case
+from oracles import Past, Repeat, Row
 from tiny import CONFIGS, LAYERS, Fed, distinct, feed, stock, tiny
 from torch import Tensor
 from transformers import DynamicCache
@@ -25,91 +26,15 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from turns import in_turn
 
 import kvexp.methods
-from kvexp.core import Budget, Cadence, Method, Noise, QueryCalibration, SlotSelection, Surrogate
+from kvexp.core import Budget, Cadence, Noise, QueryCalibration, Surrogate
+from kvexp.core.budget_shares import LayerBudgets
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
-from kvexp.methods import (
-    A2SF,
-    CAKE,
-    CAOTE,
-    CUR,
-    H2O,
-    H2OC,
-    RKV,
-    TOVA,
-    VATP,
-    Compactor,
-    DilatedWindow,
-    ExpectedAttention,
-    Full,
-    H2ODamping,
-    Ideal,
-    KeyAttention,
-    KeyDiff,
-    Keyformer,
-    KeyformerA2SF,
-    KNorm,
-    KVzap,
-    KVzip,
-    KVzipPlus,
-    LagKV,
-    PyramidKV,
-    QFilters,
-    Random,
-    SnapKV,
-    SpAtten,
-    StreamingLLM,
-    TriAttention,
-    Window,
-)
+from kvexp.methods import CAKE, Compactor, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random
 from kvexp.methods.compactor import sketch_matrix
 
-METHODS: dict[str, tuple[Method, Oracle]] = {
-    "full": (Full(), oracles.full),
-    "window": (Window(), oracles.window),
-    "dilated_window": (DilatedWindow(), oracles.dilated_window),
-    "streaming_llm": (StreamingLLM(n_sinks=2), oracles.streaming_llm),
-    "key_attention": (KeyAttention(), oracles.key_attention),
-    "h2o": (H2O(), oracles.h2o),
-    "h2o_c": (H2OC(compensation="none"), oracles.h2o_c),
-    "h2o_damping": (H2ODamping(damping=0.5), oracles.h2o_damping),
-    "keyformer": (Keyformer(), oracles.keyformer),
-    "keyformer_shared": (Keyformer(score_scope="shared"), oracles.keyformer_shared),
-    "a2sf": (A2SF(), oracles.forgetting(0.1)),
-    "a2sf_0.8": (A2SF(alpha=0.8), oracles.forgetting(0.8)),
-    "keyformer_a2sf": (KeyformerA2SF(), oracles.keyformer_a2sf),
-    "tova": (TOVA(), oracles.tova),
-    "snapkv": (SnapKV(window=2, kernel=3), oracles.snapkv),
-    "pyramidkv": (PyramidKV(window=2, kernel=3, beta=3.0), oracles.snapkv),
-    "cake": (CAKE(window=3, kernel=3), oracles.cake),
-    "compactor": (Compactor(n_sinks=1, n_recent=2, chunk=5, sketch=6), oracles.compactor),
-    "knorm": (KNorm(), oracles.knorm),
-    "keydiff": (KeyDiff(), oracles.keydiff),
-    "caote": (CAOTE(), oracles.caote),
-    "caote_fast": (CAOTE(form="fast"), oracles.fast_caote),
-    "caote_over_h2o": (CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
-    "lagkv": (LagKV(n_sinks=1, lag=2), oracles.lagkv),
-    "cur": (CUR(n_sinks=1, block=4), oracles.cur),
-    "expected_attention": (ExpectedAttention(n_sinks=1, n_future=5), oracles.expected_attention),
-    "expected_attention_paper": (
-        ExpectedAttention(n_sinks=1, n_future=5, epsilon=0.02, weight="output"),
-        oracles.expected_attention_paper,
-    ),
-    "rkv": (RKV(window=3, kernel=3, importance=0.9), oracles.rkv),
-    "rkv_release": (RKV(window=3, kernel=3, importance=0.07, form="release"), oracles.rkv_release),
-    "vatp": (VATP(n_sinks=2), oracles.vatp),
-    "qfilters": (QFilters(), oracles.qfilters),
-    "kvzip": (KVzip(n_sinks=1, chunk=5, instruct=False), oracles.kvzip),
-    "kvzip_plus": (KVzipPlus(n_sinks=1, chunk=5, instruct=False), oracles.kvzip_plus),
-    "kvzap": (KVzap(n_sinks=1, protect_recent=2), oracles.kvzap),
-    "triattention": (TriAttention(max_offset=9), oracles.triattention),
-    "h2o_chunks": (H2O(), oracles.h2o_chunks),
-    "h2o_critical": (H2O(), oracles.h2o_critical),
-    "random": (Random(), oracles.random),
-    "spatten": (SpAtten(), oracles.spatten),
-}
-SELECT = {"h2o_chunks": SlotSelection(by="chunk", chunk=3), "h2o_critical": SlotSelection(values="critical")}
+METHODS = {name: case for name, case in CASES.items() if case.oracle}
 FAMILIES = ("llama", "gptj", "mpt", "gpt2")
 LENGTHS, NEW = (17, 13, 11), 7
 RATIO = (1, 2)  # kv_ratio 1/2: budgets 8, 6 and 5
@@ -233,14 +158,15 @@ class Witness:
     """Steps one unpadded row through a stock model, deciding with an oracle what each head may still see."""
 
     def __init__(self, family: str, name: str, prompt: Sequence[int], new: Sequence[int], seed: int) -> None:
-        self.model, (self.method, self.oracle), self.pairs = stock(family), METHODS[name], rope_pairs(family)
+        self.model, self.case, self.pairs = stock(family), CASES[name], rope_pairs(family)
+        self.method = self.case.method
         self.family = family
         self.ids, self.prompt, self.seed, self.new = [*prompt, *new], len(prompt), seed, len(new)
         calibrated = self.method.needs.calibration
         self.directions = main_directions(family) if calibrated else []
         self.query_means, self.pair_sizes = mean_queries(family) if calibrated else ([], [])
         self.budget = len(prompt) * RATIO[0] // RATIO[1]
-        self.critical = SELECT.get(name, SlotSelection()).values == "critical"
+        self.critical = self.case.select.values == "critical"
         self.budgets = [self.budget] * LAYERS  # by layer, as soon as the prompt was read
         count = len(self.ids)
         self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
@@ -332,7 +258,9 @@ class Witness:
 
     def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
         """What every head of a layer keeps, ascending."""
-        return [sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held) for past in pasts]
+        oracle = self.case.oracle
+        assert oracle is not None
+        return [sorted(oracle(past)) if len(past.held) > past.room else list(past.held) for past in pasts]
 
     def keep(self, layer: int, h: int, stay: list[int], newest: int) -> None:
         """From the position behind the newest on, a head sees nothing but what stays."""
@@ -445,8 +373,8 @@ def calibration(family: str) -> QueryCalibration:
 
 
 def cache_of(family: str, name: str, rows: Sequence[int], **options: Any) -> EvictionCache:
-    method = METHODS[name][0]
-    place = {"positions": "original", "select": SELECT.get(name, SlotSelection())} | options
+    method = CASES[name].method
+    place = {"positions": "original", "select": CASES[name].select} | options
     if method.needs.calibration:
         place["calibration"] = calibration(family)
     if method.needs.surrogate:
@@ -471,12 +399,17 @@ def evict_batch(family: str, name: str, rows: Sequence[int], *, chunk: int | Non
     return feed(cache, tiny(family), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
 
 
+def shares_layers(case: Case) -> bool:
+    """Whether layers have budgets of their own."""
+    return type(case.method.layer_budgets) is not LayerBudgets
+
+
 def each_case(*always: str) -> Iterator[Any]:
     """Every method in every family: `always` and one more, in turn, in every run of the tests, the others slow.
 
     What only wraps a method, or knows no family, is quick in llama alone.
     """
-    wraps = ("pyramidkv", "cake", "h2o_chunks", "h2o_critical", "kvzap")
+    wraps = [name for name, case in METHODS.items() if shares_layers(case) or not case.select.plain] + ["kvzap"]
     others = [family for family in FAMILIES if family not in always]
     for family, (number, name) in product(FAMILIES, enumerate(METHODS)):
         quick = (family == "llama") if name in wraps else family in (*always, others[number % len(others)])
@@ -500,7 +433,7 @@ def test_other_modes(name: str, mode: str) -> None:
 
 
 def test_the_budget_bites() -> None:
-    """Where methods differ at all, so that agreeing means something: no two attention methods keep the same."""
+    """No two attention methods keep the same, so that agreeing means something."""
     names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "random", "spatten")
     names += ("keydiff", "caote", "rkv", "rkv_release", "vatp")
     for family in FAMILIES:
@@ -539,9 +472,9 @@ def test_padding_is_never_kept_nor_counted_nor_scored(name: str) -> None:
             kept = padded.kept[step][layer][1]
             assert kept == alone.kept[step][layer][0]
             assert all(0 <= p < LENGTHS[2] + step for head in kept for p in head)
-            once = not METHODS[name][0].evicts_while_decoding
+            once = not CASES[name].method.evicts_while_decoding
             room = LENGTHS[2] // 2 - 1 + (step if once else 0)
-            if name not in ("pyramidkv", "cake"):
+            if not shares_layers(METHODS[name]):
                 assert all(len(head) == room for head in kept)
         held = sum(len(head) for layer in padded.kept[step] for head in layer[1])
         assert held == room * LAYERS * len(kept)
@@ -558,7 +491,7 @@ def test_chunked_prefill_does_not_stop_evicting(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 13])
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv"])
 def test_chunked_prefill_under_generate_does_not_stop_evicting(name: str, chunk: int) -> None:
-    model, (method, _) = tiny("llama"), METHODS[name]
+    model, method = tiny("llama"), CASES[name].method
     runs = [
         generate(
             model, PROMPTS, method, Budget(kv_ratio=0.5), seeds=SEEDS,
@@ -597,5 +530,5 @@ def test_cadence_none_after_prefill_only() -> None:
 
 def test_every_method_has_an_oracle() -> None:
     """Ideal keeps everything and chooses for each query: test_reference.py and test_planted.py look at its rows."""
-    covered = {type(method) for method, _ in METHODS.values()}
+    covered = {type(case.method) for case in METHODS.values()}
     assert covered | {Ideal} == {getattr(kvexp.methods, name) for name in kvexp.methods.__all__}

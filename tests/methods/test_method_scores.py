@@ -116,7 +116,7 @@ COMPARES = ("budget.heads=adaptive", "budget.heads=global", "budget.heads=union"
 @pytest.mark.parametrize("method", ["cur", "knorm"])
 @pytest.mark.parametrize("words", [(word,) for word in COMPARES] + [("budget=threshold", "budget.threshold=0.01"), ()])
 def test_heads_are_compared_where_slots_or_chunks_are_shared(method: str, words: tuple[str, ...]) -> None:
-    """And the identity of each such run of CUR names the correction, that of no other run."""
+    """The identity of each such run of CUR names the correction, that of no other run."""
     settings = settings_of(*composed(f"method={method}", *words))
     assert settings.cache.compares_heads == bool(words)
     named = "cur_heads" in settings.identity.get("corrected", ())

@@ -19,7 +19,6 @@ from peer_export import PeerExport
 from torch import Tensor
 
 from kvexp.core import Budget, EvictionContext
-from kvexp.core.budget import Heads
 from kvexp.hf import EvictionCache
 from kvexp.methods import KVzip, KVzipPlus
 
@@ -61,7 +60,7 @@ class Export(PeerExport):
         return cls(n_sinks=press["n_sink"], chunk=press.get("chunk_size", 2048), **changes)
 
     @torch.inference_mode()
-    def cache(self, case: str, method: KVzip, kept: int, heads: Heads = "uniform") -> EvictionCache:
+    def cache(self, case: str, method: KVzip, kept: int, heads: Any = "uniform") -> EvictionCache:
         """The prompt of a case, prefilled and cut to `kept` slots."""
         what = self.about["cases"][case]
         tokenizer = Letters(what["config"]["vocab_size"], what["template"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from tiny import Fed, Seen, Streams, distinct, feed, later, prompts_of, run_core, stock, tiny, tokens
@@ -16,73 +17,16 @@ from torch import Tensor
 from transformers import DynamicCache
 from turns import in_turn
 
-from kvexp.core import Budget, CacheConfig, Cadence, Method, QueryCalibration
+from kvexp.core import Budget, CacheConfig, Cadence, QueryCalibration
 from kvexp.core.budget import PromptSizes
 from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
-from kvexp.methods import (
-    A2SF,
-    CAOTE,
-    CUR,
-    H2O,
-    RKV,
-    TOVA,
-    VATP,
-    Compactor,
-    DilatedWindow,
-    ExpectedAttention,
-    Full,
-    H2ODamping,
-    KeyAttention,
-    KeyDiff,
-    Keyformer,
-    KeyformerA2SF,
-    KNorm,
-    LagKV,
-    QFilters,
-    Random,
-    SnapKV,
-    SpAtten,
-    StreamingLLM,
-    TriAttention,
-    Window,
-)
+from kvexp.methods import H2O, TOVA, Full, KeyAttention, KNorm, Window
 from kvexp.util import CacheError
 
-METHODS: dict[str, Method] = {
-    "window": Window(),
-    "dilated_window": DilatedWindow(dilation=2),
-    "streaming_llm": StreamingLLM(n_sinks=2),
-    "key_attention": KeyAttention(),
-    "h2o": H2O(),
-    "h2o_damping": H2ODamping(damping=0.5),
-    "keyformer": Keyformer(),
-    "keyformer_per_key": Keyformer(fresh=False),
-    "keyformer_shared": Keyformer(score_scope="shared"),
-    "a2sf": A2SF(alpha=0.3),
-    "a2sf_0": A2SF(alpha=0.0),
-    "a2sf_protected": A2SF(alpha=0.9, protect_recent=3),
-    "keyformer_a2sf": KeyformerA2SF(),
-    "keyformer_a2sf_shared": KeyformerA2SF(score_scope="shared", alpha=0.7),
-    "tova": TOVA(),
-    "tova_protected": TOVA(protect_recent=2),
-    "snapkv": SnapKV(window=2, kernel=3),
-    "knorm": KNorm(),
-    "keydiff": KeyDiff(),
-    "expected_attention": ExpectedAttention(n_sinks=1, n_future=7),
-    "cur": CUR(n_sinks=1, block=4),
-    "lagkv": LagKV(n_sinks=1, lag=3),
-    "caote": CAOTE(),
-    "rkv": RKV(window=2, kernel=3),
-    "compactor": Compactor(n_sinks=1, n_recent=2, chunk=3, sketch=4),
-    "vatp": VATP(n_sinks=1),
-    "qfilters": QFilters(),
-    "triattention": TriAttention(max_offset=64),
-    "random": Random(),
-    "spatten": SpAtten(),
-}
-PREFILL_ONLY = ("snapkv", "lagkv", "cur", "expected_attention", "compactor")
+METHODS = {name: case.method for name, case in CASES.items() if case.properties}
+PREFILL_ONLY = [name for name, method in METHODS.items() if not method.evicts_while_decoding]
 SOME = (
     "h2o",
     "h2o_damping",
@@ -119,7 +63,8 @@ def each_method(start: int) -> pytest.MarkDecorator:
 
 
 def num_layers(name: str) -> int:
-    return 2 if "shared" in name or name == "spatten" else 1
+    spec = METHODS[name].score_spec
+    return 2 if spec is not None and spec.across_layers else 1
 
 
 def core(
@@ -135,7 +80,7 @@ def core(
 
 
 def drawn_calibration() -> QueryCalibration:
-    """Of two layers of the streams' shape, drawn: queries of Streams.random have no direction of their own."""
+    """Draw a calibration of two layers of the streams' shape, whose queries have no direction of their own."""
     dice = torch.Generator().manual_seed(29)
     mean = torch.randn(2, 2, 3, 7, generator=dice)
     return QueryCalibration.of(torch.nn.functional.normalize(mean, dim=-1), mean, torch.zeros(2, 2, 3, 0))
@@ -208,7 +153,7 @@ def test_sinks_and_recents_are_always_kept(k: int, mode: str, prompt: int, seed:
         "streaming_llm": (2, k - 2),
         "h2o": (0, k // 2),
         "keyformer": (0, 3 * k // 10),
-        "a2sf_protected": (0, 3),
+        "a2sf_protected": (0, 2),
     }
     for name, (sinks, recent) in protected.items():
         seen = core(name, streams, widths, Budget(tokens=k), mode=mode, cadence=Cadence(every=every))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
+import cases
 import pytest
 import torch
 from reference import Reference, Rule, Step, World
@@ -16,24 +16,7 @@ from torch import Tensor
 from turns import in_turn
 
 from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Noise, RoPE
-from kvexp.methods import (
-    A2SF,
-    H2O,
-    TOVA,
-    DilatedWindow,
-    Full,
-    H2ODamping,
-    Ideal,
-    KeyAttention,
-    Keyformer,
-    KeyformerA2SF,
-    KNorm,
-    Random,
-    SnapKV,
-    SpAtten,
-    StreamingLLM,
-    Window,
-)
+from kvexp.methods import KNorm, Random
 
 HEADS, GROUP, DIM, VALUES = 3, 5, 7, 11
 LENGTHS, NEW = (17, 13), 19  # row 1 is padded on the left by 4 columns
@@ -41,67 +24,7 @@ SEEDS = (23, 29)
 SCALE = DIM**-0.5
 
 
-def norm(_: int, __: int, ___: int, key: Any) -> float:
-    return -math.sqrt(sum(float(x) ** 2 for x in key))
-
-
-SUM = Rule(attention=True)
-THIRD, HALF, FIFTH = Fraction(3, 10), Fraction(1, 2), Fraction(1, 5)
-GUMBEL = Rule(attention=True, tau=(1.0, 2.0), recent_ratio=THIRD)
-
-CASES: dict[str, tuple[Method, Rule]] = {
-    "full": (Full(), Rule(evicts=False)),
-    "window": (Window(), Rule("newest")),
-    "dilated_window": (DilatedWindow(), Rule("grid", dilation=1)),
-    "dilated_window_2": (DilatedWindow(dilation=2), Rule("grid", dilation=2)),
-    "streaming_llm": (StreamingLLM(), Rule("newest", sinks=4)),
-    "streaming_llm_2": (StreamingLLM(n_sinks=2), Rule("newest", sinks=2)),
-    "key_attention": (KeyAttention(), SUM),
-    "h2o": (H2O(), replace(SUM, recent_ratio=HALF)),
-    "h2o_few_recent": (H2O(recent_ratio=0.2), replace(SUM, recent_ratio=FIFTH)),
-    "h2o_all_recent": (H2O(recent_ratio=1.0), replace(SUM, recent_ratio=Fraction(1))),
-    "h2o_mask": (H2O(impl="mask"), replace(SUM, recent_ratio=HALF, hidden_next_step=True)),
-    "h2o_damping": (H2ODamping(), replace(SUM, recent_ratio=FIFTH, damping=0.9)),
-    "h2o_damping_0": (H2ODamping(damping=0.0), replace(SUM, recent_ratio=FIFTH, damping=0.0)),
-    "h2o_damping_1": (H2ODamping(damping=1.0), replace(SUM, recent_ratio=FIFTH)),
-    "keyformer": (Keyformer(), GUMBEL),
-    "keyformer_gaussian": (Keyformer(noise="gaussian"), GUMBEL),
-    "keyformer_constant": (Keyformer(noise="constant"), GUMBEL),
-    "keyformer_none": (Keyformer(noise="none"), GUMBEL),
-    "keyformer_per_key": (Keyformer(fresh=False), GUMBEL),
-    "keyformer_hot": (Keyformer(tau_init=0.5, tau_end=5.0), replace(GUMBEL, tau=(0.5, 5.0))),
-    "keyformer_frozen": (Keyformer(key_window="release_frozen"), replace(GUMBEL, frozen=True)),
-    "keyformer_shared": (Keyformer(score_scope="shared"), replace(GUMBEL, across_layers=True)),
-    "a2sf": (A2SF(), replace(SUM, alpha=0.1)),
-    "a2sf_0": (A2SF(alpha=0.0), replace(SUM, alpha=0.0)),
-    "a2sf_0.9": (A2SF(alpha=0.9), replace(SUM, alpha=0.9)),
-    "a2sf_1": (A2SF(alpha=1.0), SUM),
-    "a2sf_protected": (A2SF(alpha=0.5, protect_recent=5), replace(SUM, alpha=0.5, recent=5)),
-    "a2sf_full_rows": (A2SF(alpha=0.5, score_source="full"), replace(SUM, alpha=0.5, everything=True)),
-    "keyformer_a2sf": (KeyformerA2SF(), replace(GUMBEL, alpha=0.9)),
-    "keyformer_a2sf_shared": (
-        KeyformerA2SF(score_scope="shared", alpha=0.6),
-        replace(GUMBEL, alpha=0.6, across_layers=True),
-    ),
-    "tova": (TOVA(), replace(SUM, alpha=0.0, last_rows=1, pool_heads=True)),
-    "tova_protected": (TOVA(protect_recent=2), replace(SUM, alpha=0.0, last_rows=1, pool_heads=True, recent=2)),
-    # The last `window` tokens of the prompt observe and stay; the token being generated is not one of them.
-    "snapkv": (
-        SnapKV(window=3, kernel=3),
-        Rule("snapkv", True, last_rows=3, window=3, kernel=3, recent=3, recent_without_self=True, decode_evicts=False),
-    ),
-    "snapkv_avg": (
-        SnapKV(window=2, kernel=5, pool="avg"),
-        Rule(
-            "snapkv", True, last_rows=2, window=2, kernel=5, pool="avg", recent=2, recent_without_self=True,
-            decode_evicts=False,
-        ),
-    ),
-    "knorm": (KNorm(), Rule(initial_score=norm)),
-    "random": (Random(), Rule()),
-    "spatten": (SpAtten(), replace(SUM, pool_heads=True, across_layers=True)),
-    "ideal": (Ideal(), Rule(per_query=True)),
-}  # fmt: skip
+CASES = {name: (case.method, case.rule) for name, case in cases.CASES.items() if case.rule}
 MODES = ("overwrite", "compact", "mask")
 ONLY_MASK = ("h2o_mask", "a2sf_full_rows", "ideal")
 PAIRS = [(name, mode) for name in CASES for mode in MODES if mode == "mask" or name not in ONLY_MASK]
@@ -208,7 +131,7 @@ def test_float32_equals_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    in_turn(["h2o", "h2o_damping", "keyformer", "a2sf_0.9", "streaming_llm_2", "spatten", "snapkv"], MODES, of=3),
+    in_turn(["h2o", "h2o_damping", "keyformer", "a2sf_0.9", "streaming_llm", "spatten", "snapkv"], MODES, of=3),
 )
 def test_k_kept_and_one_more_attended(name: str, mode: str) -> None:
     check(name, mode, STEPS, 7, torch.float64, counts_self=False)
@@ -293,7 +216,7 @@ def turned(t: Tensor, missing: list[int], frequencies: list[float], interleaved:
 
 @pytest.mark.parametrize(
     ("name", "interleaved", "widths", "mode"),
-    in_turn(["streaming_llm_2", "h2o", "keyformer"], [False, True], [STEPS, SEVERAL], MODES, of=3),
+    in_turn(["streaming_llm", "h2o", "keyformer"], [False, True], [STEPS, SEVERAL], MODES, of=3),
 )
 def test_renumbered_rope(name: str, interleaved: bool, widths: tuple[int, ...], mode: str) -> None:
     (method, rule), frequencies = CASES[name], [1.0, 0.3, 0.05]
@@ -315,7 +238,7 @@ def test_renumbered_rope(name: str, interleaved: bool, widths: tuple[int, ...], 
 
 @pytest.mark.parametrize(
     ("name", "place", "widths", "mode"),
-    in_turn(["streaming_llm_2", "h2o", "keyformer_shared"], ["original", "renumbered"], [STEPS, SEVERAL], MODES, of=3),
+    in_turn(["streaming_llm", "h2o", "keyformer_shared"], ["original", "renumbered"], [STEPS, SEVERAL], MODES, of=3),
 )
 def test_alibi(name: str, place: str, widths: tuple[int, ...], mode: str) -> None:
     method, rule = CASES[name]
@@ -331,7 +254,7 @@ def test_alibi(name: str, place: str, widths: tuple[int, ...], mode: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "budget", "widths", "mode"),
-    in_turn(["key_attention", "keyformer", "window", "streaming_llm_2"], [7, 13], [STEPS, SEVERAL], MODES, of=3),
+    in_turn(["key_attention", "keyformer", "window", "streaming_llm"], [7, 13], [STEPS, SEVERAL], MODES, of=3),
 )
 def test_sliding_window(name: str, budget: int, widths: tuple[int, ...], mode: str) -> None:
     """A slot that the model itself cannot see any more goes before any other that is not protected."""

@@ -361,7 +361,7 @@ def test_larger_caches_in_the_same_step_change_no_bit(family):
 
 @pytest.mark.parametrize(("groups", "heads", "width"), [(1, 8, 64), (3, 3, 64), (4, 2, 64), (7, 2, 64), (4, 2, 128)])
 def test_the_attention_of_a_row_is_the_same_in_any_stack(groups, heads, width):
-    """Of heads as released models have: logits, probabilities and outputs, alone and before dead slots."""
+    """For heads as released models have: logits, probabilities and outputs, alone and before dead slots."""
     draw = torch.Generator().manual_seed(groups)
     params = AttentionParams(scale=width**-0.5)
     for slots, more, rows in [(19, 3, 2), (45, 130, 5), (210, 900, 7), (275, 333, 3), (386, 390, 4), (701, 1203, 2)]:
@@ -387,22 +387,14 @@ def test_the_attention_of_a_row_is_the_same_in_any_stack(groups, heads, width):
 
 # Same configuration, same machine, same rows: whatever the batch size, the launcher, the order and the company.
 #
-# What is promised, and tested here:
+# - The same command twice: every byte but times (tests/faults holds it to that through kills).
+# - Another batch size or launcher: the same tokens, so the same text, metrics, counts and kept positions; sums in
+#   float32 over another shape (attention_kept, log-probabilities) within the tolerances below; bytes and batch_size say
+#   what the batch was.
+# - Another order of the rows, or some of them left out: the same row for the same example but for its index.
 #
-# - the same command twice: every byte but times (tests/faults holds it to that through kills);
-# - another batch size or launcher: the same tokens, so the same text, metrics, counts and kept positions; what is
-# summed
-#   up in float32 over another shape (attention_kept, log-probabilities) within the tolerances below; bytes and
-# batch_size
-#   say what the batch was. A row whose answer ends before its batch does is fed padding until then, but its receipt is
-#   taken when it ends;
-# - another order of the rows, or some of them left out: the same row for the same example but for its index, draws of
-#   sampling and noise included.
-#
-# Tokens can differ between batch sizes where two logits are closer than float32 rounding. Nothing rules that out on
-# every
-# model; on the testbed it does not happen. In half precision it happens often, so there, on a CPU, every prompt goes
-# through the model by itself, and batch sizes and launchers give every byte.
+# Tokens can differ between batch sizes where two logits are closer than float32 rounding; on the testbed it does not
+# happen. In half precision it does, so there, on a CPU, every prompt goes through the model by itself.
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -121,11 +121,11 @@ KEYS = [  # key and value typed, what is said once torch is there
     ),
     (
         ["method=ideal", "cache.mode=overwrite"],
-        "error: method ideal drops nothing, it is a simulation: set cache.mode=mask",
+        "error: method ideal with these settings simulates and drops nothing: set cache.mode=mask",
     ),
     (["method=a2sf", "method.alpha=3"], "error: method.alpha must be in [0, 1], got 3"),
     (["method=keyformer", "method.tau_init=0"], "error: method.tau_init must be above 0, got 0"),
-    (["budget=tokens", "budget.tokens=0"], "error: budget.tokens must be at least 1, got 0"),
+    (["budget=tokens", "budget.tokens=0"], "error: budget.tokens must be at least 1 or null, got 0"),
     (["model.dtype=int8"], "error: model.dtype must be one of float32, bfloat16, float16, got 'int8'"),
     (
         ["objective=rouge9"],

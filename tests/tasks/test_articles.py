@@ -394,26 +394,6 @@ def test_a_length_that_cannot_be_is_said():
         fitted(replace(CELLS, lengths=(99999,)))
 
 
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (News(sample="shuffled", limit=1), "task.sample must be first for news"),
-        (NewsQA(sample="shuffled", limit=1), "task.sample must be first for news_qa"),
-        (NewsQA(question="later"), "task.question must be one of in_prompt, after_eviction, got 'later'"),
-        (NewsQA(after="now"), "task.after must hold {question} once"),
-        (replace(CELLS, depths=(101,)), "task.depths 0 to 100"),
-        (replace(CELLS, lengths=()), "task.lengths is empty"),
-        (replace(CELLS, lengths=(0,)), "task.lengths must be positive"),
-        (replace(CELLS, repeats=0), "task.repeats must be at least 1"),
-        (replace(CELLS, truncate="middle"), "task.truncate must be skip for news_needle"),
-    ],
-)
-def test_bad_options(task, words):
-    with pytest.raises(ConfigError) as caught:
-        task.check()
-    assert words in str(caught.value)
-
-
 # ---- through the runner
 
 

@@ -300,11 +300,6 @@ def test_examples_keep_question_and_choices_under_their_new_names() -> None:
     assert all(example.choices == (" cat", " dog") for example in made)
 
 
-def test_the_option_is_checked() -> None:
-    with pytest.raises(ConfigError, match=r"task\.question must be one of in_prompt, after_eviction, got 'later'"):
-        Pairs(question="later").check()
-
-
 def test_every_row_that_is_made_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     Pairs().check()
     monkeypatch.setitem(ROWS[2], "answer", "")

@@ -296,44 +296,6 @@ def test_an_unknown_task_is_met_with_its_neighbours():
     assert len(LMEval(tasks=("ai2_arc",), data_dir=str(ROWS)).parts()) == 2, "a tag stands for its tasks"
 
 
-BAD = {
-    "no tasks": ({"tasks": ()}, "task.tasks is empty"),
-    "no such file": ({"tasks": ("nowhere/own.yaml",)}, "is not the file of an lm-eval task"),
-    "no such folder": ({"tasks": ("piqa",), "data_dir": "/nowhere"}, "task.data_dir=/nowhere is no folder"),
-    "pool": (
-        {"tasks": ("openbookqa",), "num_fewshot": 3},
-        "task.num_fewshot=3, but the split train of openbookqa holds 2 rows; lower task.num_fewshot",
-    ),
-    "pool of itself": (
-        {"tasks": ("piqa",), "num_fewshot": 4, "fewshot_split": "validation"},
-        "the split validation of piqa holds 4 rows, of which the item asked about may be one",
-    ),
-    "negative shots": ({"tasks": ("piqa",), "num_fewshot": -1}, "task.num_fewshot must be at least 0, got -1"),
-    "text for a number": ({"tasks": ("piqa",), "num_fewshot": "two"}, "task.num_fewshot must be a whole number"),
-    "protocol": ({"protocol": "rowmask"}, "task.protocol must be one of prefill_then_step, row_mask, a2sf, h2o"),
-    "question": ({"question": "later"}, "task.question must be one of in_prompt, after_eviction, got 'later'"),
-    "question without shots": ({"question": "after_eviction"}, "without examples there is no context to evict"),
-    "question of a simulation": (
-        {"question": "after_eviction", "num_fewshot": 1, "protocol": "h2o"},
-        "needs a real eviction, and task.protocol=h2o masks one forward",
-    ),
-    "switch of the other protocol": ({"mask": "global"}, "task.mask=global belongs to protocol=row_mask"),
-    "mask": ({"protocol": "row_mask", "mask": "middle"}, "task.mask must be one of local, global, got 'middle'"),
-    "batch": ({"protocol": "a2sf", "padded_batch": 0}, "task.padded_batch must be at least 1 request, got 0"),
-    "truncation": ({"truncate": "middle"}, "task.truncate must be one of left, skip, got 'middle'"),
-    "sample": ({"sample": "shuffled", "limit": 2}, "task.sample must be left at first"),
-    "answer length": ({"max_new_tokens": 9}, "task.max_new_tokens must be left at 128"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    options, message = BAD[case]
-    with pytest.raises(ConfigError) as error:
-        checked(**options)
-    assert message in str(error.value)
-
-
 def test_a_split_that_is_not_there(tmp_path):
     rows = (ROWS / "arc_easy.validation.jsonl").read_bytes()
     (tmp_path / "arc_easy.validation.jsonl").write_bytes(rows)

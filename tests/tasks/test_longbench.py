@@ -304,26 +304,6 @@ def test_a_missing_column_is_named(tmp_path):
         LongBench(subset="trec", data_files=str(path)).check()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"subset": "gov"}, "task.subset must be one of narrativeqa, qasper"),
-        (
-            {"subset": "musique", "extended": True},
-            "LongBench-E has no musique; with task.extended=true the subset is one",
-        ),
-        ({"chat_wrap": "yes"}, "task.chat_wrap must be one of official, always, never, got 'yes'"),
-        ({"chat_frame": "[INST]"}, "task.chat_frame must be null or a text with {prompt} once"),
-        ({"question": "never"}, "task.question must be one of in_prompt, after_eviction"),
-        ({"truncate": "left"}, "task.truncate must be one of middle, halves, right, skip"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ConfigError) as caught:
-        LongBench(data_files=str(FOLDER), **{"subset": "qasper", **options}).check()
-    assert words in str(caught.value)
-
-
 def test_bad_archives(tmp_path):
     with pytest.raises(ConfigError, match=r"musique.jsonl is not in .*data.zip, which holds multifieldqa_zh"):
         LongBench(subset="musique", data_files=zipped(tmp_path / "data.zip")).check()

@@ -175,21 +175,6 @@ def test_the_examples_are_part_of_the_data(tmp_path):
     assert len({own.fingerprint(), SUMS.fingerprint(), replace(SUMS, shots=2).fingerprint()}) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"shots": 11}, "task.shots=11, but task.prompt_file=kvexp/conf/task/gsm8k_cot.txt has 10"),
-        ({"shots": -1}, "task.shots must be at least 0"),
-        ({"shots": 0, "question": "after_eviction"}, "needs a context to evict from: set task.shots to 1 or more"),
-        ({"prompt_file": "nowhere.txt"}, "task.prompt_file=nowhere.txt: cannot read it"),
-    ],
-)
-def test_bad_gsm8k_options(options, words):
-    with pytest.raises(ConfigError) as caught:
-        replace(SUMS, **options).check()
-    assert words in str(caught.value)
-
-
 def test_a_solution_without_a_number(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"question": "How many?", "answer": "Many."})
     with pytest.raises(ConfigError, match=r"row 1 of .*: field 'answer' has no number"):
@@ -246,21 +231,6 @@ def test_concatenated_texts():
     assert only.prompt == "\n\n".join(rows)
     (two,) = replace(TEXTS, concatenate=True, limit=2).examples()
     assert two.prompt == "\n\n".join(rows[:2]) and two.id != only.id
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"prefill_tokens": 0}, "task.prefill_tokens must be at least 1"),
-        ({"bucket_tokens": 0}, "task.bucket_tokens must be at least 1"),
-        ({"total_tokens": 20}, "task.total_tokens=20 must be above task.prefill_tokens=20"),
-        ({"truncate": "right"}, "task.truncate must be skip for perplexity"),
-    ],
-)
-def test_bad_perplexity_options(options, words):
-    with pytest.raises(ConfigError) as caught:
-        replace(TEXTS, **options).check()
-    assert words in str(caught.value)
 
 
 def test_lengths_that_cannot_be():

@@ -157,32 +157,6 @@ def test_scores():
 # ---- mistakes
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"haystack": None}, "set one of task.haystack=FOLDER (of .txt files) and task.filler=TEXT"),
-        ({"filler": "x"}, "set one of task.haystack=FOLDER"),
-        ({"haystack": "nowhere"}, "task.haystack=nowhere: there is no such folder or file"),
-        ({"lengths": ()}, "task.lengths is empty"),
-        ({"lengths": (0,)}, "task.lengths must be positive"),
-        ({"lengths": ("a",)}, "task.lengths[0] must be a whole number, got 'a'"),
-        ({"lengths": 5}, "task.lengths must be a list, got 5"),
-        ({"depths": (101,)}, "task.depths 0 to 100"),
-        ({"answers": ("a", "b")}, "1 needles need as many task.answers"),
-        ({"questions": ("a", "b")}, "one of task.questions or as many, got 1 and 2"),
-        ({"after": "now"}, "task.after must hold {question} once"),
-        ({"repeats": 0}, "task.repeats must be at least 1"),
-        ({"sample": "shuffled", "limit": 3}, "task.sample must be first"),
-        ({"truncate": "middle"}, "task.truncate must be skip for needle"),
-        ({"lengths": (100000,)}, "characters, which cannot be 100000 tokens: add text to it, or lower task.lengths"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ConfigError) as caught:
-        replace(ONE, **options).check()
-    assert words in str(caught.value)
-
-
 def test_a_haystack_too_short_in_tokens_is_said_before_the_model_loads():
     task = replace(ONE, lengths=(1500,))
     task.check()  # characters enough, so a tokenizer has to say

@@ -293,55 +293,6 @@ def test_sentences(text: str, expected: list[str]) -> None:
 
 # ---- bad input
 
-BAD_OPTIONS = [
-    ({"limit": 0}, "task.limit must be at least 1, got 0"),
-    ({"limit": "ten"}, "task.limit must be a whole number or null, got 'ten'"),
-    ({"limit": True}, "task.limit must be a whole number or null, got True"),
-    ({"limit": 2.5}, "task.limit must be a whole number or null"),
-    ({"truncate": "left"}, "task.truncate must be one of middle, halves, right, skip, got 'left'"),
-    ({"sample": "random"}, "task.sample must be one of first, shuffled, with_replacement"),
-    ({"sample": "with_replacement"}, "set task.limit"),
-    ({"seed": -1}, "task.seed must be between 0"),
-    ({"max_new_tokens": 0}, "task.max_new_tokens must be at least 1"),
-    ({"max_new_tokens": None}, "task.max_new_tokens must be a whole number, got None"),
-    ({"min_new_tokens": 129}, "task.min_new_tokens must be between 0 and task.max_new_tokens=128, got 129"),
-    ({"max_prompt_tokens": -5}, "task.max_prompt_tokens must be at least 1"),
-    ({"pad_to": 4096}, "task.pad_to=4096 is above task.max_prompt_tokens=1920"),
-    ({"streaming": "no"}, "task.streaming must be true or false, got 'no'"),
-    (
-        {"template": "alpacca"},
-        "task.template must be null, one of alpaca, helm, plain, alpaca_last, plain_last or a text with {input} once",
-    ),
-    ({"template": "{input} {input}"}, "task.template"),
-    ({"stop": ""}, "task.stop must be null or a text"),
-    ({"split": None}, "task.split must be a text, got None"),
-    ({"data_files": 7}, "task.data_files must be a text or null, got 7"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
-def test_bad_options(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        replace(CNN, **options).check()
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt_share": 0}, "task.prompt_share must be between 0 and 1"),
-        ({"prompt_share": float("nan")}, "task.prompt_share must be between 0 and 1"),
-        ({"prompt_share": "half"}, "task.prompt_share must be a number, got 'half'"),
-        ({"continuation_words": 0}, "task.continuation_words must be at least 1"),
-        ({"truncate": "middle"}, "task.truncate must be skip for stories"),
-    ],
-)
-def test_bad_story_options(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        replace(TALES, **options).check()
-    assert message in str(caught.value)
-
-
 GOOD = {"article": "An article.", "highlights": "A highlight .", "id": "1"}
 BAD_FILES = [
     ("gone.jsonl", None, ["there is no such file", "task.data_files"]),

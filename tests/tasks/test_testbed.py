@@ -21,7 +21,6 @@ from kvexp.tasks.testbed import (
     split_of,
     vocabulary,
 )
-from kvexp.util import ConfigError
 
 TASKS = (TestbedSummary, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedChoice)
 
@@ -137,42 +136,6 @@ def test_questions_of_a_document_share_its_context():
 def test_shots_stand_before_the_question():
     (example,) = TestbedChoice(limit=1, num_fewshot=5).examples()
     assert example.prompt.count(" ask ") == 6 and example.prompt.count(f" {END}") == 5
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "words"),
-    [
-        (TestbedSummary, {"marked": 0}, "task.marked must be at least 1"),
-        (TestbedSummary, {"marked": 13}, "task.facts=14 must be at least task.marked=13"),
-        (TestbedSummary, {"facts": 4000}, "at most 40"),
-        (TestbedSummary, {"split": "dev"}, "task.split must be one of train, validation, test"),
-        (TestbedSummary, {"data_files": "x.json"}, "makes its own rows"),
-        (TestbedSummary, {"sample": "shuffled", "limit": 3}, "task.sample must be first"),
-        (TestbedDialogue, {"per_recall": 9}, "task.per_recall must be at most 4"),
-        (TestbedNeedle, {"depths": (120,)}, "task.depths must be percent"),
-        (TestbedNeedle, {"lengths": ()}, "task.lengths must be numbers"),
-        (TestbedQA, {"question": "never"}, "task.question must be one of"),
-        (TestbedQA, {"per_document": 20}, "task.facts must be at least 20"),
-        (TestbedChoice, {"options": 7}, "task.options must be between 2 and 4"),
-        (TestbedChoice, {"num_fewshot": 14}, "task.num_fewshot=14 needs"),
-        (TestbedChoice, {"num_fewshot": 16, "facts": 20}, "task.num_fewshot must be at most 15, as the models were"),
-        (TestbedQA, {"facts": 20, "marked": 11}, "task.marked must be at most 10, as the models were trained"),
-        (TestbedSummary, {"tokens": 64}, "task.tokens must be at least 112 to hold task.facts=14"),
-        (TestbedDialogue, {"recalls": 5}, "task.recalls must be at most 4"),
-        (TestbedSummary, {"tokens": 1 << 61}, "task.tokens must be at most 1000000, got 2305843009213693952"),
-        (TestbedNeedle, {"lengths": [300, 1 << 61]}, "task.lengths must be at most 1000000 tokens, got 230584"),
-        (TestbedNeedle, {"tokens": 512}, "task.tokens has no meaning for testbed_needle: set task.lengths"),
-        (TestbedNeedle, {"marked": 2}, "task.marked has no meaning"),
-    ],
-)
-def test_bad_options(task, options, words):
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
-        task(**options).check()
-
-
-def test_needles_too_short_for_their_facts_are_refused():
-    with pytest.raises(ConfigError, match=r"task\.lengths"):
-        TestbedNeedle(lengths=(20,)).check()
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 1024])
