@@ -446,7 +446,7 @@ class Session:
         self.hashes += [each for each in dict.fromkeys(hashes) if each is not None and each not in self.hashes]
 
     def add_failure(self, job: str, why: str, *, printed: bool) -> None:
-        """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not printed before."""
+        """The command fails; a sweep lists its failed jobs at the end, with reasons that were not printed before."""
         self.failures.append(Failure(job, why, printed))
 
     def add_unmeasured(self, run: str, why: str) -> None:
