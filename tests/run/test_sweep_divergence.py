@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -152,24 +151,6 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
         (run.path / DIVERGENCE).unlink(missing_ok=True)
     measure_claimed(list(runs(tmp_path)), ["own"])
     assert_alike(made, lines_of(tmp_path))
-
-
-@pytest.mark.slow
-def test_halved_where_memory_is_short(tmp_path, monkeypatch):
-    run_group(group(tmp_path / "large", *ONE_BY_ONE), Session())
-    monkeypatch.setattr("kvexp.run.batches.MAX_DECODE_ROWS", 1)
-    sizes, original = [], batch.outputs_of_batches
-
-    def greedy(model, tokenizer, batches, pace):
-        sizes.append(len(batches[0].runs))
-        if sizes[-1] > 2:
-            raise torch.OutOfMemoryError("out of memory")
-        return original(model, tokenizer, batches, pace)
-
-    monkeypatch.setattr(batch, "outputs_of_batches", greedy)
-    run_group(group(tmp_path / "small", *ONE_BY_ONE), Session())
-    assert sizes[:5] == [4, 2, 3, 2, 2], "full and h2o; then keyformer and window, each beside the full cache"
-    assert_alike(lines_of(tmp_path / "small"), lines_of(tmp_path / "large"))
 
 
 @pytest.mark.parametrize("task", [ONE_BY_ONE, (*SUMMARY, "batch_size=3")], ids=["single", "batch"])
