@@ -29,7 +29,7 @@ from kvexp.run.prompts import (
     TokenizedExample,
     bench_of,
     continuation,
-    reference_ids,
+    token_ids,
     tokens_to_come,
     turn_ids,
 )
@@ -379,8 +379,11 @@ def _texts(
         assert full is not None
         prompts, texts = batch.prompts, [answers[index].tokens for index, _ in batch.prompts] if answers else None
         if kind != OWN:
-            texts = [reference_tokens(prompt, tokenizer, new, chat=settings.model.chat) for _, prompt in prompts]
-            rows = [row for row, text in enumerate(texts) if text]  # others have no reference answer to force
+            texts = [
+                continuation(prompt, tokenizer, chat=settings.model.chat, words=prompt.example.reference)[:new]
+                for _, prompt in prompts
+            ]
+            rows = [row for row, (_, prompt) in enumerate(prompts) if prompt.example.reference.strip() and texts[row]]
             if not rows:
                 continue
             if len(rows) < len(prompts):
@@ -395,12 +398,6 @@ def _texts(
             fork, seeds = contexts[full].fork(range(len(prompts))), _sampling_seeds(settings, prompts)
             texts = generation.decode(model, [fork], decoding, seeds, tokenizer, start=0.0)[0].tokens
         yield _Text(place, kind, prompts, texts, contexts[full], {run: contexts[run] for run in places})
-
-
-def reference_tokens(prompt: TokenizedExample, tokenizer: Tokenizer, most: int, *, chat: bool) -> list[int]:
-    """The reference answer's first `most` tokens as they stand behind the prompt; none where there is none."""
-    words = prompt.example.reference
-    return continuation(prompt, tokenizer, chat=chat, words=words)[:most] if words.strip() else []
 
 
 def _forced(settings: Settings, model: Model, texts: Sequence[_Text], most: int | None) -> Iterator[Outputs]:
@@ -481,10 +478,20 @@ def _outputs_from_contexts(
                     before = time.perf_counter()
                     forks = [contexts[run].fork(rows) for run in batch.answering]
                     copying = (time.perf_counter() - before) / len(batch.answering)
-                    each = _answered(lead, model, tokenizer, some, forks)
-                    for run, answers in zip(batch.answering, each, strict=True):
-                        shared: dict[str, float | None] = {"prefill": contexts[run].seconds, "copy": copying}
-                        answers = _with_shared_times(answers, some, shared)
+                    results = generation.generate_from_contexts(
+                        model,
+                        forks,
+                        [prompt.question_ids for _, prompt in some],
+                        decoding=lead.decoding,
+                        tokenizer=tokenizer,
+                        seeds=_sampling_seeds(lead, some),
+                    )
+                    for run, result in zip(batch.answering, results, strict=True):
+                        answers = _by_index(some, outputs_of(result, tokenizer))
+                        for index, prompt in some:
+                            if prompt.example.questions:  # they share the context by request
+                                seconds = {**answers[index].seconds, "prefill": contexts[run].seconds, "copy": copying}
+                                answers[index] = dataclasses.replace(answers[index], seconds=seconds)
                         full = answers if run == batch.full else full
                         yield Outputs(place, run, answers)
                 asked = dataclasses.replace(batch, prompts=some)
@@ -536,32 +543,6 @@ def _contexts_of(
     seeds, spans = [seed for seed, _, _, _ in places], [list(each) for _, _, each, _ in places]
     beams = 1 if choosing else decoding.num_beams
     return _prefilled(runs, model, tokenizer, prompts, seeds, spans, ahead, beams), place_of
-
-
-def _answered(
-    settings: Settings, model: Model, tokenizer: Tokenizer, some: Items, contexts: Sequence[PrefilledContext]
-) -> list[dict[int, ModelOutput]]:
-    """Index -> answer to questions of one length, for each run's contexts."""
-    results = generation.generate_from_contexts(
-        model,
-        contexts,
-        [prompt.question_ids for _, prompt in some],
-        decoding=settings.decoding,
-        tokenizer=tokenizer,
-        seeds=_sampling_seeds(settings, some),
-    )
-    return [_by_index(some, outputs_of(result, tokenizer)) for result in results]
-
-
-def _with_shared_times(
-    answers: dict[int, ModelOutput], some: Items, seconds: dict[str, float | None]
-) -> dict[int, ModelOutput]:
-    """The answers, of questions that share a context by request (`questions`) with the seconds of what they share."""
-    shared = {index for index, prompt in some if prompt.example.questions}
-    return {
-        index: dataclasses.replace(answer, seconds={**answer.seconds, **seconds}) if index in shared else answer
-        for index, answer in answers.items()
-    }
 
 
 def _pick_choice(
@@ -631,7 +612,7 @@ class _Conversation:
         """Prefill the first message. ConfigError where all turns and answers are more than the model holds."""
         turns, new = prompt.example.turns[: last + 1], settings.decoding.max_new_tokens
         asked = [turn_ids(prompt, tokenizer, turn.message, chat=settings.model.chat) for turn in turns[1:]]
-        given = [len(reference_ids(turn.reference, tokenizer)) for turn in turns]  # where these stay
+        given = [len(token_ids(turn.reference, tokenizer)) for turn in turns]  # where these stay
         ahead = sum(map(len, asked)) + sum(max(new, count) + 1 for count in given)
         check_length(model, len(prompt.ids), ahead, settings.cache.beyond_context)
         seed = noise_seed(settings, prompt.example, asked=True)
@@ -654,7 +635,7 @@ class _Conversation:
             if number:
                 asked = turn_ids(self.prompt, self.tokenizer, turn.message, chat=self.settings.model.chat)
                 # An end token that was chosen is the one that the next turn begins with.
-                ended = bool(self.pending) and self.pending[0] in self._ends()
+                ended = bool(self.pending) and self.pending[0] in eos_ids(self.model, self.settings.decoding.eos)
                 read_questions(self.model, self.both, [asked if ended else [*self.pending, *asked]])
             fed = self.own.ids.shape[1]
             answer = self._answer(self.own)
@@ -677,7 +658,7 @@ class _Conversation:
         task = self.settings.task
         assert isinstance(task, DialogueTask)
         if task.history == "reference":
-            return reference_ids(reference, self.tokenizer)
+            return token_ids(reference, self.tokenizer)
         if task.history == "full" and self.full is not None:
             return self._answer(self.full).tokens
         return answer.tokens
@@ -700,9 +681,6 @@ class _Conversation:
             more = ids.new_tensor([text[:-1]])
             context.ids, context.mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
         return found.mean(skip=0 if counts_first else 1)
-
-    def _ends(self) -> list[int]:
-        return eos_ids(self.model, self.settings.decoding.eos)
 
 
 def turns_fed(

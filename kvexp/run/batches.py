@@ -40,9 +40,9 @@ from kvexp.run.prompts import (
     Batch,
     Items,
     Prompts,
+    batches,
     check_beforehand,
     fit_examples,
-    pending_batches,
     with_stop_tokens,
 )
 from kvexp.run.rows import (
@@ -131,7 +131,10 @@ def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = Tr
     pairs = opened(settings)
     with ExitStack() as claims:
         try:
-            claim_all(pairs, claims, timeout=None if wait else 0)
+            # In one order: no process waits for one that waits for it.
+            for one, run in sorted(pairs, key=lambda pair: pair[1].hash):
+                notice, part = waiting_notice(run), one.shard.name
+                claims.enter_context(run.claim(timeout=None if wait else 0, waiting=notice, part=part))
         except TimeoutError:
             return False
         prompts = Prompts(settings[0], list(settings[0].task.examples()))
@@ -195,12 +198,6 @@ def opened(each: Sequence[Settings]) -> list[tuple[Settings, Run]]:
         run = Run.open(*known, baseline=baseline, command=settings.command)
         by_name[run.hash] = (settings, run)
     return list(by_name.values())
-
-
-def claim_all(pairs: Sequence[tuple[Settings, Run]], claims: ExitStack, timeout: float | None) -> None:
-    """Hold these runs until `claims` ends; TimeoutError where another process does."""
-    for settings, run in sorted(pairs, key=lambda pair: pair[1].hash):  # in one order: nobody waits for a waiting one
-        claims.enter_context(run.claim(timeout=timeout, waiting=waiting_notice(run), part=settings.shard.name))
 
 
 def waiting_notice(record: Run) -> Callable[[float], None]:
@@ -296,9 +293,10 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
     """
     lead = members[0].settings
     shared = 1 if shares_score_across_batch(lead) else MAX_QUESTIONS_PER_CONTEXT
-    work = pending_batches(
-        prompts.examples, lead.batch_size, shared, lambda example: any(m.kinds([example.id]) for m in members)
-    )
+    # Batches of the whole task, not of the missing examples: the last digits of a float32 sum depend on the rows of a
+    # batch, and a run that goes on is to write what it would have written undisturbed.
+    every = batches(list(enumerate(prompts.examples)), lead.batch_size, shared)
+    work = [batch for batch in every if any(m.kinds([example.id]) for m in members for _, example in batch)]
     names = [example.id for batch in work for _, example in batch]
     if sum(bool(m.kinds(names)) for m in members) < min(2, len(members)):
         return
