@@ -32,7 +32,6 @@ from kvexp.run.limits import (
     failure_kind,
     fit_together,
     free_memory,
-    restart_process,
 )
 from kvexp.run.model_spec import check_cache_fits_model, hub_commit, load, prepare_for_fork, rows_alone, tokenizer_of
 from kvexp.run.prompts import (
@@ -524,15 +523,13 @@ class Filler:
 
     def _stuck(self, items: Items) -> None:
         """Give up the process, from another thread, where a call on these prompts has not come back."""
-        names = [prompt.example.id for _, prompt in items]
-        if not any(ANSWER in member.kinds(names) for member in self.members):  # a new begin would come to the same call
-            say(f"{self.title}: a call did not come back within timeout_s; the same command goes on", file=sys.stderr)
-            os._exit(EXIT_HUNG)
         more = f", in a library's call on {len(items)} prompts"
         for member in self.members:
             list(member.write([failed_row(member.settings, *item, TIME, more) for item in items], []))
-        say(f"{self.title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
-        restart_process()
+        say(f"{self.title}: a call did not come back within timeout_s; the same command goes on", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_HUNG)
 
 
 def _first_not_finite(model: Model, make: Callable[[], Any]) -> str:

@@ -6,13 +6,10 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexp.core.budget import PromptSizes
@@ -49,7 +46,7 @@ class TimeLimit:
         """Raise TimeLimitExceeded in the block after the time of so many examples and runs, on a monotonic clock.
 
         Work that does not come back from a library's call cannot be interrupted: then, after GRACE_S more, `stuck` is
-        called in another thread, and is to end the process (`restart_process`).
+        called in another thread, and is to end the process.
         """
         if self.timeout_s is None:
             yield
@@ -76,16 +73,6 @@ class TimeLimit:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
             watchdog.cancel()
-
-
-def restart_process() -> None:
-    """End this process, whatever its other threads do; the command line begins again in its place, if it was one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    line = [Path(word).name for word in sys.orig_argv[:4]]
-    if "run.py" in line[:3] or ("kvexp", "run") in itertools.pairwise(line):
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    os._exit(EXIT_HUNG)
 
 
 def failure_kind(error: BaseException) -> str | None:

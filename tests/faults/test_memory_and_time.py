@@ -1,12 +1,7 @@
 """No memory, no time: batches and groups are halved, what fails alone is a row that says why, and the rest goes on."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from faults.stage import ENV, ROOT
 from faults.sweeps import METHODS, folder_of, rows_of, sweep
 from kvexp.results.table import table
 from kvexp.results.views import main as results
@@ -187,30 +182,3 @@ def patch_model(model, **options):
     return model
 load.patch_model = patch_model
 """
-
-
-@pytest.mark.slow
-def test_a_command_line_that_is_stuck_begins_again(tmp_path):
-    """In its own place: same process, same words; and only where it was a command line of ours."""
-    code = (
-        "import os, sys, threading, time\n"
-        "from kvexp.run.limits import restart_process\n"
-        "print(os.getpid(), *sys.argv[1:], flush=True)\n"
-        "if not os.path.exists(sys.argv[1]):\n"
-        "    open(sys.argv[1], 'w').close()\n"
-        "    threading.Thread(target=restart_process).start()\n"
-        "    time.sleep(60)\n"
-    )
-    for name, words, lines, status in (
-        ("run.py", [], 2, 0),
-        ("kvexp", ["run"], 2, 0),
-        ("kvexp", ["diagnose"], 1, 124),
-        ("other.py", [], 1, 124),
-    ):
-        (tmp_path / name).write_text(code.replace("argv[1]", f"argv[{len(words) + 1}]"))
-        was = tmp_path / "-".join([name, *words, "was"])
-        line = [sys.executable, str(tmp_path / name), *words, str(was), "kv_ratio=0.5"]
-        env = os.environ | ENV | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
-        said = done.stdout.splitlines()
-        assert (done.returncode, len(said), len(set(said))) == (status, lines, 1), done.stderr
