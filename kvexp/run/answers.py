@@ -282,7 +282,8 @@ def _decoded(model: Model, tokenizer: Tokenizer, some: Sequence[_Prefilled], mos
 
 def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
     """The rows of a `Generation`."""
-    seconds = {key[: -len("_s")]: _number(value) for key, value in dataclasses.asdict(result.timing).items()}
+    times = dataclasses.asdict(result.timing)
+    seconds = {key.removesuffix("_s"): None if math.isnan(value) else value for key, value in times.items()}
     return [
         ModelOutput(
             tokenizer.decode(tokens, skip_special_tokens=True),
@@ -298,10 +299,6 @@ def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
             result.tokens, result.endings, generation.receipts(result.cache, result.early_stats), strict=True
         )
     ]
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 # Texts that runs are forced after the prefill they share, each compared with the full cache.

@@ -166,18 +166,6 @@ def _resolved(config: DictConfig, session: Session) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
 
 
-@contextlib.contextmanager
-def job_progress(session: Session, number: int | None, overrides: Sequence[str]) -> Iterator[None]:
-    """Around one job: say which it is (number from 0; None for a single run) and measure it."""
-    if number is not None:
-        say(job_line(session, number, overrides), flush=True)
-    start, rows = time.monotonic(), session.rows_written
-    yield
-    session.jobs_done += 1  # well or with an error that was recorded
-    if session.rows_written > rows:
-        session.job_seconds.append(time.monotonic() - start)
-
-
 def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
     """ "[3/10] h2o kv_ratio=0.5, about 4 min left"."""
     jobs, seconds = session.overrides_of_jobs, session.job_seconds
@@ -244,34 +232,39 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
 
     Errors of the user's making are one line on stderr, others have a traceback.
     """
+    if announced and job.number is not None:
+        say(job_line(session, job.number, job.overrides), flush=True)
+    start, rows, found = time.monotonic(), session.rows_written, None
     settings: Settings | None = None
-    with job_progress(session, job.number if announced else None, job.overrides):
-        try:
-            settings = settings_of_job(job, session)
-            diagnosis = diagnosis_of(job.config)
-            made, wrong, parts = [], [], settings.parts()
-            if len(parts) > 1:  # all are checked before the first one loads a model
-                settings.task.check()
-            for part in parts:
-                settings = part  # what a failure is of
-                try:
-                    record = _run(part, session)
-                except ConfigError as error:  # of this benchmark's examples: the others may be long enough
-                    wrong.append((part, error))
-                    continue
-                made.append(record)
-                if diagnosis is not None:
-                    _diagnose(diagnosis, part, record)
-            if wrong:
-                settings = wrong[0][0]
-                raise _error_of(wrong, len(parts))
-            accept(settings.outputs_dir, request_key(job.overrides))
-            return objective(made, job.config.get("objective"))
-        except Exception as error:
-            report_failure(job, error, session)
-            if settings is None or not _recorded(settings, error):
-                _refuse(job, settings, error)
-    return None
+    try:
+        settings = settings_of_job(job, session)
+        diagnosis = diagnosis_of(job.config)
+        made, wrong, parts = [], [], settings.parts()
+        if len(parts) > 1:  # all are checked before the first one loads a model
+            settings.task.check()
+        for part in parts:
+            settings = part  # what a failure is of
+            try:
+                record = _run(part, session)
+            except ConfigError as error:  # of this benchmark's examples: the others may be long enough
+                wrong.append((part, error))
+                continue
+            made.append(record)
+            if diagnosis is not None:
+                _diagnose(diagnosis, part, record)
+        if wrong:
+            settings = wrong[0][0]
+            raise _error_of(wrong, len(parts))
+        accept(settings.outputs_dir, request_key(job.overrides))
+        found = objective(made, job.config.get("objective"))
+    except Exception as error:
+        report_failure(job, error, session)
+        if settings is None or not _recorded(settings, error):
+            _refuse(job, settings, error)
+    session.jobs_done += 1  # well or with an error that was recorded
+    if session.rows_written > rows:
+        session.job_seconds.append(time.monotonic() - start)
+    return found
 
 
 def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
