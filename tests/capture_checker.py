@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 from host_reads import place_in_kvexp
-from pretend import Placed
+from pretend import INDEXING, READS, SHAPED_BY_NUMBERS, has_mask, inner
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-READS = {"_local_scalar_dense", "is_nonzero", "equal", "_assert_async"}
-SHAPED_BY_NUMBERS = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
-SHAPED_BY_NUMBERS |= {"repeat_interleave"}  # by a tensor of counts
 
 
 class CaptureChecker(TorchDispatchMode):
@@ -67,14 +63,12 @@ def changes(one: CaptureChecker, next_one: CaptureChecker) -> list[str]:
 
 
 def _refusal(name: str, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> str | None:
-    if name in READS:
+    if name in READS or name == "_assert_async":
         return "the host reads a number"
-    if name in SHAPED_BY_NUMBERS and (name != "repeat_interleave" or "Tensor" in func._overloadname):
+    by_counts = name == "repeat_interleave" and "Tensor" in func._overloadname
+    shaped = name in SHAPED_BY_NUMBERS or name == "unique_consecutive" or by_counts
+    if shaped or (name in INDEXING and has_mask(args[1])):
         return "a shape depends on numbers"
-    if name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"):
-        indices = [x for x in tree_leaves(args[1]) if isinstance(x, Tensor)]
-        if any(x.dtype in (torch.bool, torch.uint8) for x in indices):
-            return "a shape depends on numbers"
     if name in ("lift_fresh", "lift_fresh_copy"):
         return "a tensor is made of numbers of the host"
     devices = {x.device.type for x in given}
@@ -86,13 +80,9 @@ def _refusal(name: str, func: Any, args: Any, kwargs: Any, given: list[Tensor]) 
     return None
 
 
-def _inner(x: Tensor) -> Tensor:
-    return x.inner if isinstance(x, Placed) else x
-
-
 def _address(x: Tensor) -> int:
-    return _inner(x).data_ptr()
+    return inner(x).data_ptr()
 
 
 def _storage(x: Tensor) -> int:
-    return _inner(x).untyped_storage().data_ptr()
+    return inner(x).untyped_storage().data_ptr()

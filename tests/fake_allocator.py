@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from host_reads import HostReads, pretended_gpu
-from pretend import Placed, tensors_in
+from pretend import Placed, inner, tensors_in
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,7 +73,7 @@ def storages_of(holder: Any) -> set[tuple[int, int]]:
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
-            storage = (one.inner if isinstance(one, Placed) else one).untyped_storage()
+            storage = inner(one).untyped_storage()
             found |= {(storage._cdata, storage.nbytes())} if one.device.type == "cuda" else set()
         elif isinstance(one, (list, tuple, set)):
             left += one

@@ -16,30 +16,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from pretend import Placed, move, pretended, tensors_in
+from pretend import INDEXING, READS, SHAPED_BY_NUMBERS, Placed, has_mask, move, pretended, tensors_in
 from tiny import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("cuda:0")
 PACKAGE = Path(__file__).resolve().parents[1] / "kvexp"
-# Operators whose answer is a number on the host, or whose shape depends on numbers.
-WAITING = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique_dim",
-    "_unique2",
-    "equal",
-    "bincount",
-    "is_nonzero",
-}
-INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 class HostReads(TorchDispatchMode):
-    """Where in kvexp ("file:function"), and how often, while `on`: places: the host read from the device; sends: it
-    copied numbers to the device and waited; strays: a tensor of the host was used beside one of the device.
+    """Counts by place in kvexp ("file:function"), while `on`, where the host waits.
+
+    places: it read from the device; sends: it copied numbers to the device and waited; strays: a tensor of the host was
+    used together with one of the device.
     """
 
     def __init__(self) -> None:
@@ -83,15 +73,10 @@ class HostReads(TorchDispatchMode):
             return self.places if isinstance(args[1], Placed) else self.sends
         if not placed:
             return None
-        if name in WAITING or (name in INDEXING and _shaped_by_numbers(args[1])):
+        if name in READS | SHAPED_BY_NUMBERS or (name in INDEXING and has_mask(args[1])):
             return self.places
         # A number is written as it is: torch hands it over with the launch.
         return self.strays if hosts and not (name == "fill_" and not hosts[0].dim()) else None
-
-
-def _shaped_by_numbers(indices: Any) -> bool:
-    """Whether a mask is among the indices."""
-    return any(isinstance(x, Placed) and x.dtype in (torch.bool, torch.uint8) for x in tensors_in(indices))
 
 
 def place_in_kvexp(otherwise: str) -> str:

@@ -13,7 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-MEETING = {"copy_", "_to_copy", "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+MEETING = {"copy_", "_to_copy"} | INDEXING
+# Operators for which the host waits: their answer is a number of the host, or their shape depends on numbers.
+READS = {"_local_scalar_dense", "is_nonzero", "equal"}
+SHAPED_BY_NUMBERS = {"nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
 
 
 class Placed(torch.Tensor):
@@ -89,6 +93,16 @@ def tensors_in(x):
     found = []
     _opened(x, found)
     return found
+
+
+def has_mask(indices):
+    """Whether a mask is among the indices, so that their number depends on numbers."""
+    return any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(indices))
+
+
+def inner(x):
+    """The tensor in main memory behind a placed one; another is itself."""
+    return x.inner if isinstance(x, Placed) else x
 
 
 def _closed(x, given, device):

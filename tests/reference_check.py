@@ -35,14 +35,11 @@ from kvexp.core.observe import PromptSums
 from kvexp.core.row_mask import (
     MaskFn,
     causal_probs,
-    evict_one_mask,
     global_mask,
     ideal_mask,
     local_mask,
     local_mask_and_scores,
-    masked_attention,
     masked_probs,
-    matrix_cosine,
     row_cosine,
     window_mask,
 )
@@ -1177,7 +1174,7 @@ def check_rowmask(archive: Recording, report: Report) -> None:
     for name, mask in ideals.items():
         _tensors_mask(report, archive, f"{name}_mask", mask)
         _close(report, archive, f"{name}_probs", masked_probs(x, mask).to(dtype))
-        _close(report, archive, f"{name}_out", masked_attention(x, mask, v))
+        _close(report, archive, f"{name}_out", masked_probs(x, mask).to(v.dtype) @ v)
     others = [masked_probs(x, ideals["gen1_ideal"]), full, masked_probs(x, ideals["ideal_llama"])]
     series = {found[1] for field in archive if (found := re.fullmatch(r"gen\d_(.+)_mask", field))}
     for name in sorted(series - {"ideal"}):
@@ -1187,15 +1184,60 @@ def check_rowmask(archive: Recording, report: Report) -> None:
         mask, accumulated = local_mask_and_scores(x, heavy, recent, decay=alpha, **how)
         _tensors_mask(report, archive, f"gen1_{name}_mask", mask)
         _close(report, archive, f"gen1_{name}_acc", accumulated)
-        _close(report, archive, f"gen1_{name}_out", masked_attention(x, mask, v))
+        _close(report, archive, f"gen1_{name}_out", masked_probs(x, mask).to(v.dtype) @ v)
         if f"gen1_{name}_cos" in archive:
             ours = _similarity(masked_probs(x, mask).to(dtype), [y.to(dtype) for y in others], budget, name)
             report.close(f"gen1_{name}_cos", ours, archive[f"gen1_{name}_cos"], _UNIT if half else _TIGHT)
         for generation, count_next in (("gen2", True), ("gen3", False)):
             how = like(f"{generation}_{name}_mask")
-            mask = evict_one_mask(x, 0, heavy, recent, decay=alpha, count_next=count_next, **how)
+            mask = evict_one_mask(x, heavy, recent, decay=alpha, count_next=count_next, **how)
             _tensors_mask(report, archive, f"{generation}_{name}_mask", mask)
-            _close(report, archive, f"{generation}_{name}_out", masked_attention(x, mask, v))
+            _close(report, archive, f"{generation}_{name}_out", masked_probs(x, mask).to(v.dtype) @ v)
+
+
+def evict_one_mask(
+    logits: Tensor,
+    heavy: int,
+    recent: int,
+    *,
+    decay: float,
+    count_next: bool,
+    dtype: torch.dtype,
+    recorded: Tensor | None,
+) -> Tensor:
+    """A2SF's later code, of which kvexp has no method: after each row drop the survivor of least accumulated score.
+
+    With C = heavy + recent, after every row t:  A = decay A + S_t 1[alive] / sum(S_t 1[alive]);  from t = C on drop
+    argmin A over the living keys up to t - recent. Every row attends at most C + 1 keys, itself included.
+
+    count_next   (the code between, "gen-2") if recent > 0, start one row earlier and let t + 1 take a place in the
+                 recent window: rows attend C keys
+    dtype        of the rows S_t and what they are divided by; A is float32. In float16 rows are, as in the release, not
+                 divided before something can be evicted, and gen-2's are softmaxes over survivors, rounded once
+    recorded     bool [..., n, n], the release's mask: of equal scores, what it holds in the next row stays
+    Source: releases of arXiv:2407.20485. Departure: those return all-ones above the diagonal, here it is causal.
+    """
+    n, lead = logits.shape[-1], int(count_next and recent > 0)
+    start, s = heavy + recent - lead, causal_probs(logits).to(dtype)
+    mask = window_mask(n, n).expand_as(logits).clone()
+    alive, acc = torch.ones_like(mask[..., 0, :]), torch.zeros_like(s[..., 0, :], dtype=torch.float32)
+    for t in range(n):
+        mask[..., t, :] &= alive
+        row = s[..., t, :] * alive
+        if count_next and dtype == torch.float16:
+            row = masked_probs(logits[..., t, :], mask[..., t, :]).to(dtype)
+        elif t >= start or dtype == torch.float32:
+            row = row / row.sum(-1, keepdim=True).clamp_min(1e-7 if dtype == torch.float16 else torch.finfo(dtype).tiny)
+        acc = decay * acc + row
+        if t >= start:
+            end = t + 1 - recent + lead
+            living = acc[..., :end].masked_fill(~alive[..., :end], torch.inf)
+            lowest = living.argmin(-1, keepdim=True)
+            if recorded is not None and t + 1 < n:
+                higher = living > living.gather(-1, lowest)
+                lowest = recorded[..., t + 1, :end].int().masked_fill(higher, 2).argmin(-1, keepdim=True)
+            alive = alive.scatter(-1, lowest, torch.zeros_like(lowest, dtype=torch.bool))
+    return mask
 
 
 def _tensors_mask(report: Report, archive: Recording, name: str, ours: Tensor) -> None:
@@ -1218,7 +1260,8 @@ def _similarity(ours: Tensor, others: list[Tensor], budget: int, name: str) -> T
     ours, others = ours.float(), [other.float() for other in others]
     cut = ours * window_mask(ours.shape[-1], budget) if name == "local" else ours
     rows = [row_cosine(cut, other).flatten(1).mean(1) for other in others]
-    return torch.stack([*rows, matrix_cosine(ours, others[1]).flatten(1).mean(1)], dim=1)
+    whole = row_cosine(ours.flatten(-2), others[1].flatten(-2), eps=0.0)
+    return torch.stack([*rows, whole.flatten(1).mean(1)], dim=1)
 
 
 def check_decode(archive: Recording, report: Report) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
-from pretend import Placed, pretended
+from pretend import READS, SHAPED_BY_NUMBERS, Placed, inner, pretended
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 HOST, WORKER, COMPUTE = "host", "worker", "compute"
 ACTORS = (HOST, WORKER, COMPUTE, "to host", "to device")
-# Answers on the host, or a shape that depends on values: the host waits for the stream.
-WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal", "bincount"}
 # Reads shape and dtype alone.
 SHAPES = {"new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like"}
 Clock = dict[str, int]
@@ -156,7 +154,7 @@ class StreamChecker(TorchDispatchMode):
             if self._key(x) not in self.memories:
                 self._memory(x, actor if isinstance(x, Placed) else self.host, name)
                 self._access(x, actor, write=True)
-        if on_device and (name in WAITING or self._blocks(name, args, kwargs, made)):
+        if on_device and (name in READS | SHAPED_BY_NUMBERS or self._blocks(name, args, kwargs, made)):
             _join(self.clocks[self.host], self.clocks[actor])
         return made
 
@@ -183,31 +181,31 @@ class StreamChecker(TorchDispatchMode):
 
     @staticmethod
     def _key(x: Tensor) -> int:
-        return _inner(x).untyped_storage()._cdata
+        return inner(x).untyped_storage()._cdata
 
     def _memory(self, x: Tensor, owner: str, what: str) -> Memory:
         key = self._key(x)
         if key not in self.memories:
-            self.memories[key] = Memory(_inner(x).untyped_storage(), owner, f"{what} {list(x.shape)}")
+            self.memories[key] = Memory(inner(x).untyped_storage(), owner, f"{what} {list(x.shape)}")
             if owner not in (HOST, WORKER):
                 self.on_device.add(key)
         return self.memories[key]
 
     def _access(self, x: Tensor, actor: str, *, write: bool, places: Any = None) -> None:
         """An actor reads or writes a tensor, or only the `places` of it that are True."""
-        inner = _inner(x)
-        if not inner.numel():
+        held = inner(x)
+        if not held.numel():
             return
         memory = self._memory(x, COMPUTE if isinstance(x, Placed) else self.host, "a tensor")
         known = self.clocks[actor]
         for kind, times in (("written", memory.written), *([("read", memory.read)] if write else [])):
             for other in [other for other in times if other != actor]:
-                there = memory.elements(times, other, inner)
+                there = memory.elements(times, other, held)
                 last = int(there.max() if places is None else there[places].max(initial=0))
                 if last > known.get(other, 0):
                     does = "overwrites" if write else "reads"
                     self._problem(f"{actor} {does} what {other} may not have {kind} yet: {memory.what}")
-        mine = memory.elements(memory.written if write else memory.read, actor, inner)
+        mine = memory.elements(memory.written if write else memory.read, actor, held)
         mine[... if places is None else places] = known[actor]
 
     def record_stream(self, x: Tensor, stream: Stream) -> None:
@@ -224,19 +222,15 @@ class StreamChecker(TorchDispatchMode):
         self.problems.append(f"step {len(self.steps)} ({self.steps[-1]}): {what}")
 
 
-def _inner(x: Tensor) -> Tensor:
-    return x.inner if isinstance(x, Placed) else x
-
-
 def _places(name: str, x: Tensor, args: Any) -> Any:
     """The elements that a scattered write hits, as bool of x's shape; None: all of x."""
     if name not in ("index_put_", "_index_put_impl_", "index_copy_") or args[0] is not x:
         return None
     hit = np.zeros(tuple(x.shape), dtype=bool)
     if name == "index_copy_":
-        hit[(*[slice(None)] * args[1], _inner(args[2]).numpy())] = True
+        hit[(*[slice(None)] * args[1], inner(args[2]).numpy())] = True
     else:
-        hit[tuple(slice(None) if index is None else _inner(index).numpy() for index in args[1])] = True
+        hit[tuple(slice(None) if index is None else inner(index).numpy() for index in args[1])] = True
     return hit
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvexp.core.topk import INT64_MAX
-from kvexp.util import ConfigError
+from kvexp.util import AtLeast, check_fields
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
 # MKL splits a sum over so many slots and more at places that depend on their number, once a group has so many heads.
@@ -64,7 +65,7 @@ class AttentionParams:
 
     scale: float
     sliding_window: int | None = None
-    alibi: Tensor | None = None  # [H * G] slopes
+    alibi: Tensor | None = None
     upcast: bool = False
     rope: RoPE | None = None
 
@@ -90,7 +91,7 @@ class AttentionInputs:
     query_positions: Tensor
     params: AttentionParams
     visible: Tensor | None = None
-    rope_positions: tuple[Tensor, Tensor] | None = None  # slots [B, H, S], queries [B, H, Q]
+    rope_positions: tuple[Tensor, Tensor] | None = None
     in_column_order: bool = False
     padded: bool = True
     all_visible: bool = False
@@ -103,14 +104,9 @@ class AttentionInputs:
         """
         query, key = self.query_positions[:, None, rows, None], self.positions[:, :, None, :slots]
         ok = (key >= 0) & (key <= query)
-        if self.params.sliding_window is not None:
-            if self.rope_positions is None:
-                ok = ok & (key > query - self.params.sliding_window)
-            else:  # renumbered survivors are as near as their places
-                ok = ok & (
-                    self.rope_positions[0][:, :, None, :slots]
-                    > self.rope_positions[1][:, :, rows, None] - self.params.sliding_window
-                )
+        if self.params.sliding_window is not None:  # renumbered survivors are as near as their places
+            place, query_place = self._places(rows, slots)
+            ok = ok & (place > query_place - self.params.sliding_window)
         if self.visible is not None and not include_evicted:
             ok = ok & self.visible[:, :, None, :slots]
         return ok | (query < 0)
@@ -120,14 +116,15 @@ class AttentionInputs:
         slopes = self.params.alibi
         if slopes is None:
             return None
-        if self.rope_positions is None:
-            key, query = self.positions[:, :, None, :slots], self.query_positions[:, None, rows, None]
-        else:
-            key, query = self.rope_positions[0][:, :, None, :slots], self.rope_positions[1][:, :, rows, None]
         heads, groups = self.query.shape[1:3]
-        return slopes.view(1, heads, groups, 1, 1).to(key.device) * (key - query)[:, :, None].to(
-            torch.float32
-        )  # whole numbers: exact
+        place, query_place = self._places(rows, slots)
+        distance = (place - query_place)[:, :, None].to(torch.float32)  # whole numbers: exact
+        return slopes.view(1, heads, groups, 1, 1).to(distance.device) * distance
+
+    def _places(self, rows: slice, slots: int) -> tuple[Tensor, Tensor]:
+        """Positions that RoPE and ALiBi see: of slots [B, H or 1, 1, slots], and of queries [B, H or 1, rows, 1]."""
+        key, query = self.rope_positions or (self.positions, self.query_positions[:, None])
+        return key[:, :, None, :slots], query[:, :, rows, None]
 
     def logits(self, rows: slice, slots: int, *, include_evicted: bool = False) -> Tensor:
         """Logits [B, H, G, rows, slots] in float32 (float64 for a float64 model), -inf where `mask` is False."""
@@ -255,7 +252,7 @@ def apply_probs_any_width(probabilities: Tensor, values: Tensor) -> Tensor:
 
 
 def with_renumbered_positions(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
-    """The same inputs with survivors at positions 0, 1, 2 … in their order, for RoPE and ALiBi.
+    """Put survivors at positions 0, 1, 2 … in their order, for RoPE and ALiBi; all else of the inputs stays.
 
     positions [B, H, S]: original position ids, -1 for dead slots. For RoPE the query stays as the model rotated it, and
     each key is rotated by the change of its distance to the query.
@@ -293,15 +290,13 @@ def decode_logits(query: Tensor, keys: Tensor, positions: Tensor, newest: Tensor
 class LocalChunks:
     """Chunks of `size` tokens from position `start` on; the prompt's last `end` tokens are in none."""
 
-    size: int
-    start: int = 0
-    end: int = 0
+    size: Annotated[int, AtLeast(1)]
+    start: Annotated[int, AtLeast(0)] = 0
+    end: Annotated[int, AtLeast(0)] = 0
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"a chunk must have at least 1 token, got {self.size}")
-        if self.start < 0 or self.end < 0:
-            raise ConfigError(f"start and end must be at least 0, got {self.start} and {self.end}")
+        """ConfigError for a chunk without tokens, or a negative start or end."""
+        check_fields(self)
 
 
 class LocalAttention:

@@ -12,7 +12,6 @@ from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.method import AttentionScoreSpec, Method, Needs
 from kvexp.core.quantized import Quantization
 from kvexp.core.selection import SlotSelection
-from kvexp.core.sequence import SequenceState
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
 
@@ -362,20 +361,3 @@ NO_SPANS: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} hides slots by a rule of its own",
     ),
 )
-
-
-def evicts_after_chunk(config: CacheConfig, sequence: SequenceState, keep: list[int]) -> bool:
-    """Whether the forward in progress is a chunk to be evicted, and not the prompt's last.
-
-    keep: of every row, the slots it may hold. Rows of a bounded prefill have no padding, so all have seen as much.
-    """
-    if config.bounded_chunk is None or not sequence.in_prompt or sequence.prompt_complete:
-        return False
-    return any(sequence.seq_len > kept for kept in keep)
-
-
-def rows_to_chunk_end(config: CacheConfig, sequence: SequenceState) -> int | None:
-    """Query rows of the prompt that are still to come before the next eviction; None while decoding."""
-    if not sequence.in_prompt or sequence.prompt_columns is None:
-        return None
-    return 0 if config.bounded_chunk is not None else sequence.prompt_columns - sequence.seq_len

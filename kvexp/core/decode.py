@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logi
 from kvexp.core.backends import InPlace
 from kvexp.core.noise import STEPS_AHEAD, Noise, PooledDraws, StepInput
 from kvexp.core.slots import RaggedSlots, Slots
-from kvexp.core.topk import INT64_MAX
+from kvexp.core.topk import INT64_MAX, lowest_slot
 
 if TYPE_CHECKING:
     from kvexp.core.eviction import EvictionLayer
@@ -45,15 +45,15 @@ class BatchedEviction:
         sinks = [state.config.method.sinks for state in states]
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
         self.max_sinks = max(sinks)
-        streaming = budgets[0].streaming  # of a stack of its own
-        if streaming is not None:
-            self.sinks = torch.where(streaming, budgets[0].stream_sinks, sinks[0])[..., None]
+        self.streaming = budgets[0].streaming  # such a cache has a stack of its own
+        if self.streaming is not None:
+            self.sinks = torch.where(self.streaming, budgets[0].stream_sinks, sinks[0])[..., None]
             self.max_sinks = max(self.max_sinks, budgets[0].stream_sinks)
         self.is_window = all(state.config.method.is_window for state in states)
         self.priority_is_score = all(
             state.config.method.priority_is_score and not state.config.is_union for state in states
         )
-        self.priority_is_score &= streaming is None
+        self.priority_is_score &= self.streaming is None
         decays = [1.0 if state.score_spec is None else state.score_spec.decay for state in states]
         uniform = decays[0] if len(set(decays)) == 1 else None
         self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform
@@ -65,30 +65,32 @@ class BatchedEviction:
         return cat_rows([pad_last_dim(one, max(self.capacities), True) for one in each])
 
     def widen(self, columns: int) -> None:
-        """Count so many columns, of which new ones are out of budget, for a stack of one cache."""
+        """Widen the stack of one cache to `columns` columns; new ones are out of budget."""
         self.out_of_budget, self.capacities = pad_last_dim(self.reach, columns, True), [columns]
         self.no_padding_slots = False
         for backend in self._backends:
             backend.out_of_budget, backend.no_padding_slots = self.out_of_budget, False
 
-    def same_policy(self, other: BatchedEviction) -> bool:
-        """Whether another layer's stack of the same caches has the same batch sizes, budgets and slots, row by row.
+    @property
+    def policy(self) -> tuple[Any, ...]:
+        """Batch sizes, budgets and slots of the rows; equal where layers of the same caches can evict together.
 
-        Of heads with slots of their own it asks that they hold as many as they may, and that the same heads stream.
+        Heads with slots of their own need not have as many as in another layer.
         """
-        if self.is_ragged or other.is_ragged:
-            alike = self.sizes == other.sizes and self.at_budget and other.at_budget
-            return alike and all(
-                _limits(a)[:3] == _limits(b)[:3] and _same_heads_stream(a, b)
-                for a, b in zip(self.states, other.states, strict=True)
-            )
-        same = (self.sizes, self.capacities, self.no_padding_slots, self.at_budget) == (
-            other.sizes,
-            other.capacities,
-            other.no_padding_slots,
-            other.at_budget,
-        )
-        return same and all(_limits(a) == _limits(b) for a, b in zip(self.states, other.states, strict=True))
+        budgets = [state.layer_slots for state in self.states if state.layer_slots is not None]
+        limits = [(allowed.slots, allowed.kept, allowed.recent) for allowed in budgets]
+        own = () if self.is_ragged else (self.capacities, self.no_padding_slots)
+        return self.sizes, self.at_budget, limits, *own
+
+    def same_policy(self, other: BatchedEviction) -> bool:
+        """Whether another layer's stack of the same caches can evict together with this one.
+
+        Heads with slots of their own must hold as many as they may, and the same heads stream.
+        """
+        if self.policy != other.policy or (self.is_ragged and not self.at_budget):
+            return False
+        one, two = self.streaming, other.streaming
+        return one is two is None or (one is not None and two is not None and torch.equal(one, two))
 
     def accumulate(self, score: Tensor, sums: Tensor) -> None:
         """Decay the score [.., R, H, S] and add column sums [.., n, H, S] of the first n rows, in place.
@@ -116,8 +118,9 @@ class BatchedEviction:
         several layers [L, R, H, S]; None: that of this stack.
         """
         out_of_budget = self.out_of_budget if out_of_budget is None else out_of_budget
-        if self.is_window:
-            kept = self._protected(positions, out_of_budget)
+        if self.is_window:  # the oldest token goes, so the newest need no protection
+            kept = positions < self.sinks if self.at_budget else (positions < self.sinks) & (positions >= 0)
+            kept = kept if out_of_budget is None else kept | out_of_budget
             return positions.masked_fill(kept, INT64_MAX).argmin(dim=-1, keepdim=True)
         if window is not None:
             priority = priority.masked_fill(positions <= newest + 1 - window, -torch.inf)
@@ -132,34 +135,12 @@ class BatchedEviction:
             protected = out_of_budget if protected is None else protected | out_of_budget
         if protected is not None:
             priority = priority.masked_fill(protected, torch.inf)
-        higher = priority != priority.amin(dim=-1, keepdim=True)
-        return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
-
-    def _protected(self, positions: Tensor, out_of_budget: Tensor | None) -> Tensor:
-        """Slots [.., R, H, S] bool that a pure window never evicts: sinks, and slots out of budget.
-
-        Its newest tokens need no protection, since the oldest token is evicted.
-        """
-        sinks = positions < self.sinks if self.at_budget else (positions < self.sinks) & (positions >= 0)
-        return sinks if out_of_budget is None else sinks | out_of_budget
+        return lowest_slot(priority, positions)
 
     def _by_row(self, values: list[float]) -> Tensor:
         """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""
         each = [v for value, size in zip(values, self.sizes, strict=True) for v in [value] * size]
         return torch.tensor(each, device=self.states[0].require_slots().positions.device)[:, None, None]
-
-
-def _limits(state: EvictionLayer) -> tuple[list[int], list[int], list[int], list[list[int]] | None]:
-    """Budget, slots kept and recent window of a cache's rows, and slots kept by head, as lists of integers."""
-    allowed = state.layer_slots
-    assert allowed is not None
-    return allowed.slots, allowed.kept, allowed.recent, allowed.by_head
-
-
-def _same_heads_stream(state: EvictionLayer, other: EvictionLayer) -> bool:
-    """Whether the same kv heads of a cache's two layers protect sinks and newest tokens of their own, if any do."""
-    one, two = (None if layer.layer_slots is None else layer.layer_slots.streaming for layer in (state, other))
-    return one is two is None or (one is not None and two is not None and torch.equal(one, two))
 
 
 def pad_last_dim(x: Tensor, width: int, value: float) -> Tensor:
@@ -185,7 +166,7 @@ class TauSchedule:
         self._table = torch.empty(0)
 
     def current(self, device: torch.device) -> Tensor:
-        """tau [R] float32 of the step in progress; 1 for rows that observe nothing."""
+        """Temperatures [R] float32 of the step in progress; 1 for rows that observe nothing."""
         return self.from_schedule(device) if self.held.value is None else self.held.value
 
     def from_schedule(self, device: torch.device) -> Tensor:
@@ -198,7 +179,7 @@ class TauSchedule:
         return self._table[step - self._of[0]]
 
     def _row(self, step: int) -> list[float]:
-        """tau of the R rows at decode step `step`; 1 for rows that observe nothing."""
+        """Temperatures of the R rows at decode step `step`; 1 for rows that observe nothing."""
         each = [
             1.0 if state.score_spec is None else state.score_spec.tau_at(step, state.sequence.max_new_tokens)
             for state in self.states
@@ -218,34 +199,36 @@ class NoisedObserver:
         self.tau_schedule = TauSchedule(states, sizes)
         self._stepper: tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] | None = None
 
-    def noise_for(
+    def noise_and_tau(
         self, positions: Tensor, slot_positions: Tensor, layers: Sequence[int], groups: int
-    ) -> list[Tensor] | None:
-        """The noise of each layer, [R, H, G, 1, S] or a scalar; None where these rows have no noise.
+    ) -> tuple[list[Tensor] | None, Tensor]:
+        """The noise of each layer, [n, H, G, 1, S] or a scalar (None: these n rows have none), and tau [n].
 
-        positions [R, 1]: of the new tokens; slot_positions [L, R, H, S]; layers: their L numbers; groups: query heads
-        per kv head. To be called exactly once per decode step, since the draws follow the steps.
+        positions [R, 1]: of the new tokens of all rows; slot_positions [L, R, H, S]; layers: their L numbers; groups:
+        query heads per kv head. To be called exactly once per decode step, since the draws follow the steps.
         """
+        positions, slot_positions = positions[self.rows], slot_positions[:, self.rows]
+        tau = self.tau_schedule.current(positions.device)
         if self.noise is None:
-            return None
+            return None, tau
         count, heads = len(layers), slot_positions.shape[2] * groups
         if self._stepper is None or self._stepper[0] != tuple(layers):
             seeds = torch.cat([state.sequence.seeds.to(slot_positions.device) for state in self.states])
             self._stepper = tuple(layers), self.noise.make_stepper(seeds, layers, heads)
         drawn = self._stepper[1](positions.repeat(count, 1), slot_positions.flatten(0, 1))
         if drawn.ndim == 0:
-            return [drawn] * count
-        return list(drawn.unflatten(1, (-1, groups)).split(positions.shape[0]))
+            return [drawn] * count, tau
+        return list(drawn.unflatten(1, (-1, groups)).split(positions.shape[0])), tau
 
     def hold_inputs(self, positions: Tensor) -> None:
-        """Take tau and noise offsets of the step in progress from their schedules, and hold them where they always are.
+        """Take tau and noise offsets of the step in progress from their schedules, and hold them at fixed addresses.
 
-        positions [R, 1]: of the new tokens. Before the step is computed, and after one that drew its own.
+        positions [R, 1]: of the new tokens of all rows. Before the step is computed, and after one that drew its own.
         """
         self.tau_schedule.held.hold(self.tau_schedule.from_schedule(positions.device))
         layers, draws = ((), None) if self._stepper is None else self._stepper
         if isinstance(draws, PooledDraws):
-            draws.pool_offsets.held.hold(draws.pool_offsets.draw_next(positions.repeat(len(layers), 1)))
+            draws.pool_offsets.held.hold(draws.pool_offsets.draw_next(positions[self.rows].repeat(len(layers), 1)))
 
     def release_inputs(self) -> None:
         """End the step: the next one draws its own, or its inputs are held anew."""
@@ -258,22 +241,6 @@ class NoisedObserver:
         # A tensor: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
         tau = tau[:, None, None, None, None]
         return torch.softmax(x / tau if zeta is None else (x + zeta).div_(tau), dim=-1)
-
-
-def next_noise_and_tau(
-    parts: Sequence[NoisedObserver], positions: Tensor, slot_positions: Tensor, layers: Sequence[int], groups: int
-) -> list[tuple[list[Tensor] | None, Tensor]]:
-    """Per `NoisedObserver`: its noise of each layer (`noise_for`, whose arguments these are), and tau of its rows.
-
-    To be called exactly once per decode step, since the draws follow the steps.
-    """
-    return [
-        (
-            part.noise_for(positions[part.rows], slot_positions[:, part.rows], layers, groups),
-            part.tau_schedule.current(positions.device),
-        )
-        for part in parts
-    ]
 
 
 def stack_order(state: EvictionLayer) -> tuple[int, str]:
@@ -345,7 +312,7 @@ class SinkRerotation:
 class RaggedProducts:
     """Logits, probabilities and attention output of one new token per row, one pair of row and kv head after the other.
 
-    slots: packed. Their buffers must stay the same (`Slots.key_buffer`). A pair's numbers depend on its own slots
+    slots: packed. Their buffers must stay the same (`Slots.kv_buffers`). A pair's numbers depend on its own slots
     alone, so they do not change with its neighbours in the batch. What the methods take and give lies in buffers that
     the next step overwrites; their parts by pair are made once, as making them takes longer than a small product.
     """
@@ -358,7 +325,7 @@ class RaggedProducts:
         self._logits = torch.zeros(0)
 
     def _make_buffers(self, query: Tensor, columns: int) -> None:
-        """For queries [R * H, G, D] over so many columns."""
+        """Make the buffers for queries [R * H, G, D] over `columns` slots."""
         pairs, groups, _ = query.shape
         self._logits = query.new_full((pairs, groups, columns), -torch.inf)
         exact = self._logits.dtype in (torch.float32, torch.float64)

@@ -1,7 +1,7 @@
 """The fast decode step: attention, observation and eviction of stacked rows, and the bookkeeping of all layers at once.
 
 Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots need a mask, and
-where all rows fill their budgets there are no dead slots. The numbers are those of `EvictionLayer.forward` up to the
+where all rows fill their budgets there are no dead slots. The numbers are `EvictionLayer.forward`'s up to the
 order of sums over the query heads of a group; kept sets are the same.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvexp.core import triton_ops as triton_decode
+from kvexp.core import triton_ops
 from kvexp.core.attention import AttentionParams, apply_probs_any_width, decode_logits
 from kvexp.core.backends import InPlace
 from kvexp.core.budget_shares import union_priority
@@ -25,7 +25,6 @@ from kvexp.core.decode import (
     SinkRerotation,
     cat_rows,
     group_by_noise,
-    next_noise_and_tau,
     pad_last_dim,
 )
 from kvexp.core.method import NOTHING, EvictionContext, Method
@@ -68,10 +67,10 @@ class CrossLayerBuffers:
         """Forget all layers, because the caches or their rows have changed; they merge again after the next step."""
         self.merged = False
         self.out_of_budget: Tensor | None = None  # [L, R, H, S], of heads with slots of their own
-        self._stacks: dict[int, StackedLayer] = {}
+        self._stacks: list[StackedLayer] = []  # of the layers registered so far, in order
         self._windows: list[int | None] = []
         self._sums: list[Tensor] = []
-        self._drawn: list[tuple[list[Tensor] | None, Tensor]] = []
+        self.drawn: list[tuple[list[Tensor] | None, Tensor]] = []  # by the first layer for all, as of `NoisedObserver`
 
     def register_layer(self, stack: StackedLayer, window: int | None) -> None:
         """Note that a layer has taken a step by itself; after the last layer, merge.
@@ -81,7 +80,7 @@ class CrossLayerBuffers:
         if len(self._stacks) != stack.index:
             self.reset()
         if len(self._stacks) == stack.index:
-            self._stacks[stack.index] = stack
+            self._stacks.append(stack)
             self._windows.append(window)
         if len(self._stacks) == self.layers > 1:
             if self._can_merge():
@@ -91,13 +90,13 @@ class CrossLayerBuffers:
 
     def _can_merge(self) -> bool:
         """Whether all stacks have equal shapes, budgets and windows, and on a CPU are small enough for its caches."""
-        first, *others = self._stacks.values()
+        first, *others = self._stacks
         positions, width = first.slots.positions, self._width
         if positions.device.type == "cpu" and self.layers * positions[..., :1].numel() * width > MAX_MERGED_SLOTS:
             return False
         ragged = first.eviction.is_ragged
         limit = MAX_WIDENING if first.groups < ORDERED_GROUP else min(MAX_WIDENING, NEAR_WIDENING)
-        if ragged and self.layers * width > limit * sum(one.slots.positions.shape[2] for one in self._all):
+        if ragged and self.layers * width > limit * sum(one.slots.positions.shape[2] for one in self._stacks):
             return False
         alike = len(set(self._windows)) == 1 and not first.pools_scores
         return alike and all(
@@ -108,18 +107,13 @@ class CrossLayerBuffers:
         )
 
     @property
-    def _all(self) -> list[StackedLayer]:
-        """The layers registered so far, in order."""
-        return list(self._stacks.values())
-
-    @property
     def _width(self) -> int:
         """Columns of the widest layer."""
-        return max(one.slots.positions.shape[2] for one in self._all)
+        return max(one.slots.positions.shape[2] for one in self._stacks)
 
     def _merge(self) -> None:
         """Copy positions, scores and free slots of all layers into common buffers; the layers' own become views."""
-        stacks = self._all
+        stacks = self._stacks
         if stacks[0].eviction.is_ragged:
             width = self._width
             for stack in stacks:
@@ -147,17 +141,6 @@ class CrossLayerBuffers:
             self._sums = []
         return self.free_slots[stack.index]
 
-    def draw_noise(
-        self, stack: StackedLayer, positions: Tensor, groups: int
-    ) -> list[tuple[list[Tensor] | None, Tensor]]:
-        """Per group of rows with noise or temperature: the noise of each layer (None for no noise) and tau.
-
-        Layer 0 draws for all layers of the step. positions [R, 1]: of the new tokens; groups: query heads per kv head.
-        """
-        if stack.index == 0:
-            self._drawn = next_noise_and_tau(stack.noised, positions, self.positions, range(self.layers), groups)
-        return self._drawn
-
     def collect(self, stack: StackedLayer, sums: Tensor, newest: Tensor) -> None:
         """Collect a layer's column sums [n, H, S]; after the last layer, accumulate and select victims for all layers.
 
@@ -169,9 +152,7 @@ class CrossLayerBuffers:
         eviction = stack.eviction
         eviction.accumulate(self.score, torch.stack(self._sums))
         priority = (
-            self.score
-            if eviction.priority_is_score
-            else torch.stack([one.priority(newest) for one in self._stacks.values()])
+            self.score if eviction.priority_is_score else torch.stack([one.priority(newest) for one in self._stacks])
         )
         victim = eviction.select_victim(self.positions, priority, newest, self._windows[0], self.out_of_budget)
         self.positions.scatter_(3, victim, -1)
@@ -209,7 +190,7 @@ class StackedLayer:
         self.states, self.index = states, states[0].index
         held = [state.require_slots() for state in states]
         self.slots = held[0] if len(held) == 1 else Slots.stacked(held)
-        self.keys = self.slots.key_buffer
+        self.keys = self.slots.kv_buffers[0]
         backends = [state.backend for state in states]
         assert all(isinstance(backend, InPlace) for backend in backends)
         self.backends: list[InPlace] = backends  # type: ignore[assignment]
@@ -228,8 +209,8 @@ class StackedLayer:
         assert all(renumbered) or not any(renumbered)
         moves = renumbered[0] and self.eviction.max_sinks
         self.sink_rerotation = SinkRerotation(self.eviction.max_sinks, self.eviction.sinks) if moves else None
-        kernels = triton_decode.supported(states) and self.keys.dtype != torch.float64 and self.products is None
-        self.fused = triton_decode.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
+        kernels = triton_ops.supported(states) and self.keys.dtype != torch.float64 and self.products is None
+        self.fused = triton_ops.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
         self.buffers = CrossLayerBuffers(1) if buffers is None else buffers
         self.buffers.reset()
         self.groups = 0  # query heads per kv head, as of the last step
@@ -256,13 +237,20 @@ class StackedLayer:
             out, sums = self._attend(query, positions, params)
         else:
             out, sums = self.fused(query, slots, positions, params)
-        sums = self._pool_sums(sums[: self.num_observed_rows])
+        sums = sums[: self.num_observed_rows]
+        if self.pools_scores:
+            each = zip(self.states, self.score_specs, sums.split(self.sizes[: self.num_observing]), strict=False)
+            sums = cat_rows([pool_sums(spec, own, state.sequence) for state, spec, own in each if spec is not None])
         if buffers.merged:
             buffers.collect(self, sums, newest)
         else:
             self.eviction.accumulate(slots.score, sums)
-            self._evict_one(newest, params.sliding_window)
-            buffers.register_layer(self, params.sliding_window)
+            window = params.sliding_window
+            free = self.eviction.select_victim(slots.positions, self.priority(newest), newest, window)
+            slots.invalidate(free)
+            for backend, part in zip(self.backends, free.split(self.sizes), strict=True):
+                backend.refill(part)
+            buffers.register_layer(self, window)
         for state in self.states:
             state.note_first_eviction()
             state.sequence.layer_done()
@@ -276,10 +264,10 @@ class StackedLayer:
     def hold_inputs(self, positions: Tensor) -> None:
         """Hold what the step in progress takes from schedules of the host at fixed addresses (`NoisedObserver`).
 
-        positions [R, 1]: of the new tokens. Where buffers are merged, the first layer's inputs are those of all layers.
+        positions [R, 1]: of the new tokens. Where buffers are merged, the first layer's inputs are for all layers.
         """
         for part in self._scheduled:
-            part.hold_inputs(positions[part.rows] if isinstance(part, NoisedObserver) else positions)
+            part.hold_inputs(positions)
 
     def release_inputs(self) -> None:
         """End the step whose inputs were held."""
@@ -287,7 +275,7 @@ class StackedLayer:
             part.release_inputs()
 
     @property
-    def _scheduled(self) -> Sequence[NoisedObserver | triton_decode.FusedDecodeAttention]:
+    def _scheduled(self) -> Sequence[NoisedObserver | triton_ops.FusedDecodeAttention]:
         """What of this layer takes temperatures and noise from a schedule."""
         if self.fused is not None:
             return [self.fused]
@@ -319,18 +307,15 @@ class StackedLayer:
             x = decode_logits(query, slots.keys, slots.positions, newest, params)
         else:
             x = self.products.logits(query, newest, params)
-        offset = (
-            None
-            if self.sink_rerotation is None
-            else self.sink_rerotation.offset(slots.positions, newest, no_padding_slots=self.eviction.no_padding_slots)
-        )
-        if self.sink_rerotation is not None and offset is not None:
-            self.sink_rerotation.apply(x, query, slots, newest, offset, params)
+        offset: Tensor | None = None
+        if (rotation := self.sink_rerotation) is not None:
+            offset = rotation.offset(slots.positions, newest, no_padding_slots=self.eviction.no_padding_slots)
+            rotation.apply(x, query, slots, newest, offset, params)
         dead = self._invisible_mask(newest, offset, params)
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
         probabilities = torch.softmax(x, dim=-1) if self.products is None else self.products.softmax(x)
-        drawn = self._next_noise_and_tau(positions, query.shape[2]) if self.noised else []
+        drawn = self._noise_and_tau(positions, query.shape[2])
         tempered = (part.observed_probs(x[part.rows], *its) for part, its in zip(self.noised, drawn, strict=True))
         seen = cat_rows(
             [part for part in (probabilities[: self.num_plain_rows], *tempered) if len(part)] or [probabilities[:0]]
@@ -340,19 +325,19 @@ class StackedLayer:
             return self.products.output(), sums
         return apply_probs_any_width(probabilities, slots.values), sums
 
-    def _next_noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
-        """Noise and temperature of every group of rows in `noised`, at this step.
+    def _noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
+        """Noise (None: none) and temperature of every group of rows in `noised`, at this step.
 
-        positions [R, 1]: of the new tokens; groups: query heads per kv head.
+        positions [R, 1]: of the new tokens; groups: query heads per kv head. Where buffers are merged, the first layer
+        draws for all.
         """
-        if self.buffers.merged:
-            drawn, layer = self.buffers.draw_noise(self, positions, groups), self.index
-        else:
-            drawn, layer = (
-                next_noise_and_tau(self.noised, positions, self.slots.positions[None], [self.index], groups),
-                0,
-            )
-        return [(None if zeta is None else zeta[layer], tau) for zeta, tau in drawn]
+        buffers = self.buffers
+        slot_positions = buffers.positions if buffers.merged else self.slots.positions[None]
+        layers = range(buffers.layers) if buffers.merged else [self.index]
+        if not buffers.merged or self.index == 0:
+            buffers.drawn = [part.noise_and_tau(positions, slot_positions, layers, groups) for part in self.noised]
+        place = self.index if buffers.merged else 0
+        return [(None if noise is None else noise[place], tau) for noise, tau in buffers.drawn]
 
     def _invisible_mask(self, newest: Tensor, offset: Tensor | None, params: AttentionParams) -> Tensor | None:
         """Slots [R, H, S] bool that the new token does not see; None: it sees all.
@@ -372,24 +357,6 @@ class StackedLayer:
                 & (slot_positions > newest + offset - params.sliding_window)
             )
         return past if dead is None else past | dead
-
-    def _pool_sums(self, sums: Tensor) -> Tensor:
-        """Column sums [n, H, S] pooled over heads, beams or the batch, as each cache's `score_spec` says."""
-        if not self.pools_scores:
-            return sums
-        each = zip(self.states, self.score_specs, sums.split(self.sizes[: self.num_observing]), strict=False)
-        return cat_rows([pool_sums(spec, own, state.sequence) for state, spec, own in each if spec is not None])
-
-    def _evict_one(self, newest: Tensor, window: int | None) -> None:
-        """Evict the slot of the lowest priority in every row and head: the next token is written there.
-
-        newest [R, 1, 1]: position id of the new token; window: the model's sliding window in tokens, None: it has none.
-        """
-        slots = self.slots
-        free = self.eviction.select_victim(slots.positions, self.priority(newest), newest, window)
-        slots.invalidate(free)
-        for backend, part in zip(self.backends, free.split(self.sizes), strict=True):
-            backend.refill(part)
 
     def priority(self, newest: Tensor) -> Tensor:
         """The priority [R, H, S] of every slot, by the method of each row's cache; newest [R, 1, 1]."""

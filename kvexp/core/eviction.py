@@ -10,8 +10,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from kvexp.core import config as bounded_prefill
-from kvexp.core import decode_stack as fast_step
 from kvexp.core.attention import (
     AttentionInputs,
     AttentionParams,
@@ -25,15 +23,15 @@ from kvexp.core.budget import Budget, PromptSizes
 from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
 from kvexp.core.budget_shares import LastLayer, layer_budgets_of, share_among_heads, share_among_layers
 from kvexp.core.config import CacheConfig
-from kvexp.core.decode_stack import CrossLayerBuffers
+from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode, supports_fast_decode
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, newest_attention
 from kvexp.core.observe import (
     CrossLayerScore,
     ObservedRows,
     PromptSums,
-    add_to_score,
-    forward_column_sums,
+    column_sums_by,
     pool_sums,
+    weighted_column_sums,
 )
 from kvexp.core.quantized import QuantizedSlots, settled
 from kvexp.core.ranking import RankedSlots, rank
@@ -111,23 +109,16 @@ class MemoryTracker:
         self.layer_offloaded_bytes = [0] * layers
 
     def set_resident(self, layer: int, now: int, transient: int = 0) -> None:
-        """Layer `layer` holds `now` bytes on the device, and held at most `transient` bytes since the last call."""
+        """Note that layer `layer` holds `now` bytes on the device, and held at most `transient` since the last call."""
         self.bytes += now - self.layer_bytes[layer]
         self.layer_bytes[layer] = now
         top = max(now, transient)
         self.layer_peak_bytes[layer] = max(self.layer_peak_bytes[layer], top)
         self.peak_bytes = max(self.peak_bytes, self.bytes - now + top)
 
-    def set_offloaded(self, layer: int, *, offloaded: int) -> None:
-        """Layer `layer` keeps `offloaded` bytes in CPU memory beside the device.
-
-        On a CPU these are the bytes that would be offloaded from a GPU.
-        """
-        self.layer_offloaded_bytes[layer] = offloaded
-
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes offloaded by all layers."""
+        """Bytes that all layers keep in CPU memory; on a CPU, those that would be offloaded from a GPU."""
         return sum(self.layer_offloaded_bytes)
 
     def scale_peak_from(self, other: MemoryTracker, samples: int, among: int) -> None:
@@ -167,7 +158,7 @@ class PromptStatistics:
     last: LastQueries | None = None
 
     def add(self, inputs: AttentionInputs, config: CacheConfig, window: int, sequence: SequenceState) -> None:
-        """Add the queries of one forward, as the method needs them; window: newest queries that layers share by."""
+        """Add the queries of one forward that are needed; window: newest queries by which layers share slots."""
         needs = config.method.needs
         if needs.queries_after is not None and sequence.in_prompt:
             self.queries = self.queries or QueryStatistics(needs.queries_after, inputs)
@@ -188,16 +179,16 @@ class PromptStatistics:
 
 @dataclass(frozen=True)
 class DueEviction:
-    """What an eviction goes by besides the slots: tensors of the forward that it follows, None where not needed.
+    """What an eviction needs of the forward that it follows, besides the slots: tensors, None where not needed.
 
     params: of that forward; newest_attention, last_logits: as in `EvictionContext`; by_position: at the end of a
     prompt, its last query's attention (`attention_by_position`).
     """
 
     params: AttentionParams
-    newest_attention: Tensor | None
-    last_logits: Tensor | None
-    by_position: Tensor | None
+    newest_attention: Tensor | None = None
+    last_logits: Tensor | None = None
+    by_position: Tensor | None = None
 
 
 def attention_by_position(inputs: AttentionInputs, slots: Slots) -> Tensor:
@@ -210,7 +201,7 @@ def attention_by_position(inputs: AttentionInputs, slots: Slots) -> Tensor:
 
 
 def retained_share(by_position: Tensor, slots: Slots) -> Tensor:
-    """The share [B] of that attention whose slots survived the eviction, mean over kv heads."""
+    """The share [B] of `attention_by_position` whose slots survived an eviction, mean over kv heads."""
     positions = slots.visible_positions()
     held = by_position.gather(-1, torch.where(positions < 0, by_position.shape[-1] - 1, positions))
     return held.masked_fill(positions < 0, 0.0).sum(-1).mean(-1)
@@ -230,7 +221,7 @@ class EvictionLayer:
     prompt query's attention that the eviction at the end of the prompt kept; None: there was none.
     """
 
-    _stack: fast_step.StackedLayer | None  # this layer alone, as fast decode steps take it
+    _stack: StackedLayer | None  # this layer alone, as fast decode steps take it
 
     def __init__(
         self,
@@ -248,7 +239,7 @@ class EvictionLayer:
         self.calibration = None if needed is None else needed.layer(index)
         self.surrogate = None if config.surrogate is None else config.surrogate.layer(index)
         self.score_spec = config.method.score_spec
-        self.fast_path_allowed = fast_step.supports_fast_decode(config, common.cross_layer_score is not None)
+        self.fast_path_allowed = supports_fast_decode(config, common.cross_layer_score is not None)
         self.reset()
 
     def reset(self) -> None:
@@ -271,7 +262,7 @@ class EvictionLayer:
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """As `LayerCache.forward`."""
-        if fast_step.can_fast_decode(self, query, padding):
+        if can_fast_decode(self, query, padding):
             return self._single_stack().forward(query, key, value, params)
         self._leave_fast_path()
         inputs = self.store(query, key, value, params, padding)
@@ -284,7 +275,7 @@ class EvictionLayer:
     def store(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> AttentionInputs:
-        """The first part of `forward`, with its arguments: store the new tokens, return their attention's inputs."""
+        """Store the new tokens and return their attention's inputs: the first part of `forward`, with its arguments."""
         positions, config, sequence = self.advance(key, padding), self.config, self.sequence
         slots = self._write_slots(key, value, positions)
         b, h, s = query.shape[0], slots.positions.shape[1], slots.length
@@ -338,7 +329,7 @@ class EvictionLayer:
             slots.set_metadata(free_slot, positions, born)
         else:
             # Of a prompt that is evicted between chunks, no chunk brings room for more than itself.
-            exact = slots.length + key.shape[2] if self.is_bounded and sequence.in_prompt else self._final_length()
+            exact = slots.length + key.shape[2] if self.is_bounded and sequence.in_prompt else self.final_length
             slots.append(key, value, positions, born, reserve=exact)
         return slots
 
@@ -364,24 +355,20 @@ class EvictionLayer:
             self.predicted = self.surrogate.scores(hidden)
 
     def share_prefill(self, inputs: AttentionInputs, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
-        """In place of `store`: share the buffers of another cache that has stored the same prompt and made `inputs`.
+        """Share the buffers of another cache, whose `store` of the same prompt returned `inputs`; replaces `store`.
 
         They are shared until a slot is evicted or added here. key [B, H, T, D], value [B, H, T, Dv]: of the prompt.
         """
         positions = self.advance(key, padding)
-        if self.preallocated:  # it will only grow: in buffers of its own from the start
+        if self.final_length:  # it will only grow: in buffers of its own from the start
             self._write_slots(key, value, positions)
             return
         self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
         self.slots.alias(inputs.keys, inputs.values, positions, self._initial_score(key, positions))
 
     @property
-    def preallocated(self) -> bool:
-        """Whether this cache never evicts and its final length is known, so that it is allocated once."""
-        return self._final_length() > 0
-
-    def _final_length(self) -> int:
-        """The final length of a cache that never evicts; 0 where it is not known or slots are evicted."""
+    def final_length(self) -> int:
+        """The final length of a cache that never evicts, which is allocated once; 0 where it is not known or evicts."""
         sequence = self.sequence
         if self.config.method.evicts or sequence.max_new_tokens is None or sequence.prompt_columns is None:
             return 0
@@ -411,18 +398,18 @@ class EvictionLayer:
             return sdpa_attention(inputs), None
         x = inputs.logits(slice(0, count), inputs.keys.shape[2])
         if method.per_query:
-            x = self._hide_by_query(x)
+            x = self._hide_by_query(x, inputs.params)
         probabilities = torch.softmax(x, dim=-1)
         return apply_probs(probabilities, inputs.values), probabilities
 
-    def _hide_by_query(self, x: Tensor) -> Tensor:
+    def _hide_by_query(self, x: Tensor, params: AttentionParams) -> Tensor:
         """Logits x [B, H, G, Q, S] of a decode step, -inf where the method's `query_mask` hides a slot from a query."""
         assert self.layer_slots is not None
         self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.layer_slots.slots)
         newest, method, full = self.sequence.positions(x.device), self.config.method, torch.softmax(x, dim=-1).sum(2)
         rows = []
         for j in range(x.shape[3]):
-            mask = method.query_mask(full[:, :, j], self._context(newest[:, j]))
+            mask = method.query_mask(full[:, :, j], self._context(newest[:, j], DueEviction(params)))
             if mask is not None:
                 mask = checked(mask, full[:, :, j].shape, method, "query_mask", "[B, H, S]", mask=True)
             rows.append(x[..., j, :] if mask is None else x[..., j, :].masked_fill(~mask[:, :, None], -torch.inf))
@@ -431,7 +418,7 @@ class EvictionLayer:
     # -- observe ------------------------------------------------------------------------------------------------------
 
     def update(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
-        """The last part of `forward`, after `attend`: update the score and evict.
+        """Update the score and evict: the last part of `forward`, after `attend`.
 
         probabilities: what `attend` returned. seen: column sums of this layer that other caches of the same prefill
         have computed; the ones computed here are added.
@@ -441,9 +428,13 @@ class EvictionLayer:
         by_preference = sequence.in_prompt and config.shares_by_preference
         shares = layer_budgets_of(config.method, self._budget) if by_preference else None
         self.statistics.add(inputs, config, 0 if shares is None else shares.window, sequence)
-        self._make_room()
-        between_chunks = self._evicts_after_chunk()
-        if between_chunks or self._should_evict():
+        if self._lacks_room and not sequence.in_prompt:
+            # A prefilled context learns only with the question how many tokens follow its prompt: retrieval heads get
+            # room for them, and the next eviction lays the slots out anew.
+            assert self.layer_slots is not None and sequence.max_new_tokens is not None
+            self.layer_slots.make_room(sequence.max_new_tokens)
+            self.backend.reset_layout()
+        if self._evicts_now():
             logits = None if self.statistics.last is None else self.statistics.last.logits(inputs)
             ends_prompt = sequence.in_prompt and not self.is_bounded
             due = DueEviction(
@@ -452,9 +443,7 @@ class EvictionLayer:
                 None if logits is None or not needs.last_queries else logits[..., -needs.last_queries :, :],
                 attention_by_position(inputs, self.require_slots()) if ends_prompt else None,
             )
-            if between_chunks:
-                self._evict_between_chunks(self._rank(due))
-            elif shares is None and needs.second_pass is None:
+            if shares is None and needs.second_pass is None:
                 self._select(due)
             else:
                 self.due_eviction = due
@@ -472,19 +461,39 @@ class EvictionLayer:
         if spec is None or (not sequence.in_prompt and not config.method.evicts_while_decoding):
             return
         key = (spec.sums_key, config.observe, config.block)
-        if not sequence.in_prompt or key not in seen:
-            left = bounded_prefill.rows_to_chunk_end(config, sequence)
-            observed = ObservedRows.of(spec, inputs.query_positions, sequence, self.index, left)
-            sums = forward_column_sums(config, observed, inputs, probabilities)
+        sums = seen.get(key) if sequence.in_prompt else None
+        if sums is None:
+            rows_left = None  # query rows of the prompt still to come before its eviction
+            if sequence.in_prompt and sequence.prompt_columns is not None:
+                rows_left = 0 if self.is_bounded else sequence.prompt_columns - sequence.seq_len
+            observed = ObservedRows.of(spec, inputs.query_positions, sequence, self.index, rows_left)
+            if probabilities is not None and spec.is_plain:
+                sums = weighted_column_sums(probabilities, observed.weights)
+            else:
+                sums = column_sums_by(config.observe, inputs, observed, config.block)
             if sequence.in_prompt:
                 seen[key] = sums
-        else:
-            sums = seen[key]
         self._accumulate(self.require_slots(), spec, pool_sums(spec, sums, sequence), inputs.query_positions)
 
     def _accumulate(self, slots: Slots, spec: AttentionScoreSpec, sums: Tensor, query_positions: Tensor) -> None:
-        """Add pooled column sums [B, H, S] to the slots' scores, as `add_to_score`."""
-        add_to_score(slots, spec, sums, query_positions, self.sequence, self.common.cross_layer_score)
+        """Decay the slots' scores and add pooled column sums [B, H, S], in place.
+
+        query_positions [B, Q]: position ids of the rows observed, -1 for padding: real rows decide how often to decay.
+        """
+        sequence, shared = self.sequence, self.common.cross_layer_score
+        score = slots.score[:, :, : slots.length]
+        factor: Tensor | None = None
+        if spec.decay < 1:
+            new = (query_positions >= 0).sum(1).float()
+            factor = torch.pow(torch.full((), spec.decay, device=new.device), new)[:, None, None]
+        if shared is None or sequence.in_prompt:
+            result = sums + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
+            sums = result
+        if shared is not None and (not sequence.in_prompt or sequence.prompt_complete):
+            # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
+            result = shared.update(slots.positions[:, :, : slots.length], sums, None if sequence.in_prompt else factor)
+        # In mask mode -inf marks an evicted slot and must survive decay and addition.
+        score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))
 
     def _settle(self) -> None:
         """Quantise the tokens that have left the window, a prompt's once it ends, and count the bytes.
@@ -499,7 +508,7 @@ class EvictionLayer:
         self._count_bytes()
 
     def _count_bytes(self) -> None:
-        """Tell the memory tracker what the slots hold, and held at most since the last call."""
+        """Report to the memory tracker what the slots hold, and held at most since the last call."""
         slots = self.require_slots()
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
 
@@ -510,20 +519,20 @@ class EvictionLayer:
 
     # -- evict: when, how many slots, which ---------------------------------------------------------------------------
 
-    def _evicts_after_chunk(self) -> bool:
-        """Whether this forward is a chunk of a prompt that goes on, and some row holds more than its budget now."""
-        if not self.is_bounded or not self.sequence.in_prompt:
-            return False
-        if self.sequence.padded:
+    def _evicts_now(self) -> bool:
+        """Whether this forward ends with an eviction.
+
+        It does where the cadence says so, or a bounded prompt goes on with another chunk, and some row holds more than
+        its budget.
+        """
+        sequence, every, method = self.sequence, self.config.evict_every, self.config.method
+        if self.is_bounded and sequence.in_prompt and sequence.padded:
             raise CacheError(
                 "prompts with padding cannot be evicted between chunks: give one, or several of one length"
             )
-        return bounded_prefill.evicts_after_chunk(self.config, self.sequence, self._known_slots().kept)
-
-    def _should_evict(self) -> bool:
-        """Whether this forward ends with an eviction: the cadence says so, and some row holds more than its budget."""
-        sequence, every, method = self.sequence, self.config.evict_every, self.config.method
-        if not method.evicts or not sequence.prompt_complete:
+        if not sequence.prompt_complete:  # rows of a bounded prompt have no padding, so all have seen as much
+            return self.is_bounded and any(sequence.seq_len > kept for kept in self._known_slots().kept)
+        if not method.evicts:
             return False
         allowed = self._known_slots()
         if method.per_query:
@@ -533,18 +542,13 @@ class EvictionLayer:
         else:
             width = sequence.seq_len - sequence.past_len
             due = every is not None and (sequence.decode_steps + width) // every > sequence.decode_steps // every
-        over = any(n > kept for n, kept in zip(self._tokens_by_row(), allowed.least, strict=True))
+        over = any(n > kept for n, kept in zip(sequence.tokens_by_row, allowed.least, strict=True))
         by_threshold = sequence.in_prompt and self._budget.threshold is not None
         return due and (over or by_threshold or self.has_evicted)
 
-    def _tokens_by_row(self) -> list[int]:
-        """Real tokens of every row, once its prompt has ended."""
-        decoded = self.sequence.seq_len - (self.sequence.prompt_columns or 0)
-        return [length + decoded for length in self.sequence.prompt_lengths]
-
     @property
     def _budget(self) -> Budget:
-        """The budget of a cache that evicts."""
+        """The budget; an AssertionError for a cache that does not evict."""
         assert self.config.budget is not None
         return self.config.budget
 
@@ -567,28 +571,18 @@ class EvictionLayer:
         """Whether more tokens are to follow the prompt than were announced when retrieval heads got their room."""
         return self.layer_slots is not None and self.layer_slots.lacks_room(self.sequence.max_new_tokens)
 
-    def _make_room(self) -> None:
-        """Give retrieval heads room for all tokens to come; the next eviction lays the slots out anew.
-
-        A prefilled context learns only with the question how many tokens follow its prompt.
-        """
-        if self._lacks_room and not self.sequence.in_prompt:
-            assert self.layer_slots is not None and self.sequence.max_new_tokens is not None
-            self.layer_slots.make_room(self.sequence.max_new_tokens)
-            self.backend.reset_layout()
-
     def _take_share(self, preferences: Sequence[Sequence[float]]) -> None:
         """Take this layer's share by the preferences [B][L] of all layers, and evict unless a second pass comes."""
         self._known_slots(preferences)
         if not self.config.method.needs.last_queries:
             self.statistics.last = None
         if self.config.method.needs.second_pass is None:
-            self.evict_after_second_pass(None, 0)
+            self.evict_due()
 
-    def evict_after_second_pass(self, attention: Tensor | None, peak_bytes: int) -> None:
-        """Carry out the eviction that waited for a second pass over the prompt, or for the other layers (None).
+    def evict_due(self, attention: Tensor | None = None, peak_bytes: int = 0) -> None:
+        """Carry out the eviction that waited for the other layers, or for a second pass over the prompt.
 
-        attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: the pass's, beside the slots.
+        attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: of the pass, without the slots.
         """
         slots, due = self.require_slots(), self.due_eviction
         assert due is not None
@@ -597,11 +591,10 @@ class EvictionLayer:
         self._select(due, attention)
         self._settle()
 
-    def _context(self, newest: Tensor, due: DueEviction | None = None, second: Tensor | None = None) -> EvictionContext:
+    def _context(self, newest: Tensor, due: DueEviction, second: Tensor | None = None) -> EvictionContext:
         """The `EvictionContext` of the slots; newest [B]: position id of the newest token; second: as of `_rank`."""
-        allowed, config = self.layer_slots, self.config
+        allowed, needs = self.layer_slots, self.config.method.needs
         assert allowed is not None
-        needs_rope = self.calibration is not None or config.method.needs.rope
         if self.calibration is not None:
             self.calibration = self.calibration.to(newest.device)
         return EvictionContext(
@@ -611,15 +604,15 @@ class EvictionLayer:
             allowed.recent_t,
             newest,
             self.sequence.seeds.to(newest.device),
-            newest_attention=None if due is None else due.newest_attention,
+            newest_attention=due.newest_attention,
             query_statistics=self.statistics.queries,
             output_factors=self.output_factors,
-            last_logits=None if due is None else due.last_logits,
+            last_logits=due.last_logits,
             calibration=self.calibration,
             local_attention=None if self.statistics.local is None else self.statistics.local.sums,
-            rope=due.params.rope if due is not None and needs_rope else None,
+            rope=due.params.rope if self.calibration is not None or needs.rope else None,
             second_pass_attention=second,
-            compares_heads=config.compares_heads,
+            compares_heads=self.config.compares_heads,
         )
 
     def _rank(self, due: DueEviction, second: Tensor | None = None) -> RankedSlots:
@@ -635,72 +628,57 @@ class EvictionLayer:
 
         Where slots of all layers are shared out among all heads, the last layer's call evicts from every layer.
         """
-        ranked, allowed = self._rank(due, second), self.layer_slots
+        ranked, allowed, budget = self._rank(due, second), self.layer_slots, self._budget
         assert allowed is not None
-        if not self.config.is_ragged or allowed.by_head is not None:
-            self._evict(ranked, due)
-        elif not self.sequence.in_prompt:
-            self._evict_by_head(due, ranked, None)
-        elif self._budget.heads == "global":
-            share = partial(share_among_heads, kept=allowed.kept, floor=self._budget.floor)
-            self.common.last_layer.wait(ranked, partial(self._evict_by_head, due, ranked), share)
+        if not self.config.is_ragged or allowed.by_head is not None or not self.sequence.in_prompt:
+            self._evict(due, ranked)
+        elif budget.heads == "global":
+            share = partial(share_among_heads, kept=allowed.kept, floor=budget.floor)
+            self.common.last_layer.wait(ranked, partial(self._evict, due, ranked), share)
         else:
-            self._evict_by_head(due, ranked, ranked.share(allowed.kept, self._budget))
+            self._evict(due, ranked, ranked.share(allowed.kept, budget))
 
-    def _evict_by_head(self, due: DueEviction, ranked: RankedSlots, by_head: Tensor | None) -> None:
-        """Evict until kv heads hold by_head [B, H] slots in rows that lose some, and the uniform number elsewhere.
+    def _evict(self, due: DueEviction, ranked: RankedSlots, by_head: Tensor | None = None) -> None:
+        """Drop slots, change the scores of what is left, and note first evictions and what survived of the attention.
 
-        None: the uniform number everywhere.
+        by_head [B, H]: slots that heads keep from now on in rows that lose some; elsewhere, and where it is None, all
+        heads keep the same number. Slots become ragged, except in mode mask, which leaves them all in place.
         """
-        allowed = self.layer_slots
-        assert allowed is not None and self.sequence.num_real is not None
-        if by_head is not None:
-            over = self.sequence.num_real.to(by_head.device) > allowed.kept_t
-            if self._budget.threshold is not None:
-                over = torch.ones_like(over)
-            by_head = torch.where(over[:, None], by_head, allowed.kept_t[:, None])
-        allowed.share_out(by_head, self.require_slots().positions.shape[1])
-        self._evict(ranked, due)
-        self._count_bytes()
-
-    def _evict(self, ranked: RankedSlots, due: DueEviction) -> None:
-        """Evict by known priorities, and note each row's first eviction and what survived of the attention.
-
-        Where heads hold different numbers, slots become ragged, except in mode mask, which leaves them all in place.
-        """
-        slots, allowed, backend = self.require_slots(), self.layer_slots, self.backend
+        slots, allowed, method, sequence = self.require_slots(), self.layer_slots, self.config.method, self.sequence
+        assert allowed is not None and sequence.num_real is not None
+        tokens = sequence.num_real.to(slots.positions.device)
+        if self.config.is_ragged and allowed.by_head is None:
+            if by_head is not None:
+                over = tokens > allowed.kept_t
+                if self._budget.threshold is not None:
+                    over = torch.ones_like(over)
+                by_head = torch.where(over[:, None], by_head, allowed.kept_t[:, None])
+            allowed.share_out(by_head, slots.positions.shape[1])
         if self.config.is_ragged and self.config.mode != "mask" and not isinstance(slots, RaggedSlots):
             self.slots = slots = RaggedSlots.of(slots)
-        assert allowed is not None
+        # Between chunks of a prompt slots are not laid out for decode steps yet.
+        backend = self.backend if sequence.prompt_complete else Compacting()
         backend.evict(slots, ranked, allowed)
-        self._update_after_eviction()
-        full = all(n >= kept for n, kept in zip(self._tokens_by_row(), allowed.most, strict=True))
+        if type(method).after_eviction is not Method.after_eviction:
+            # A row or head within its budget has lost nothing, whatever its neighbours lose.
+            reduced = (tokens[:, None] > allowed.kept_by_head)[..., None]
+            after = checked(
+                method.after_eviction(slots.score), slots.score.shape, method, "after_eviction", "[B, H, S]"
+            )
+            slots.score.copy_(torch.where(reduced, after, slots.score))
+        self.has_evicted = True
+        if not sequence.prompt_complete:
+            return
+        full = all(n >= kept for n, kept in zip(sequence.tokens_by_row, allowed.most, strict=True))
         backend.at_budget = full
         backend.no_padding_slots = full and slots.length == min(allowed.least) + (self.config.evict_every or 0)
         self.note_first_eviction()
         if due.by_position is not None:
             self.retained_attention = retained_share(due.by_position, slots)
-        if not self.config.method.evicts_while_decoding:
+        if not method.evicts_while_decoding:
             self.statistics.queries = self.statistics.local = None
-
-    def _evict_between_chunks(self, ranked: RankedSlots) -> None:
-        """Evict from a prompt that goes on: the slots are not laid out for decode steps yet."""
-        assert self.layer_slots is not None
-        Compacting().evict(self.require_slots(), ranked, self.layer_slots)
-        self._update_after_eviction()
-
-    def _update_after_eviction(self) -> None:
-        """Change the scores of what is left as the method says."""
-        method, slots, allowed = self.config.method, self.require_slots(), self.layer_slots
-        assert allowed is not None and self.sequence.num_real is not None
-        # A row or head within its budget has lost nothing, whatever its neighbours lose.
-        if type(method).after_eviction is not Method.after_eviction:
-            tokens = self.sequence.num_real.to(slots.positions.device)
-            reduced = (tokens[:, None] > allowed.kept_by_head)[..., None]
-            made = method.after_eviction(slots.score)
-            after = checked(made, slots.score.shape, method, "after_eviction", "[B, H, S]")
-            slots.score.copy_(torch.where(reduced, after, slots.score))
-        self.has_evicted = True
+        if self.config.is_ragged:  # another layer's call may have led here
+            self._count_bytes()
 
     def note_first_eviction(self) -> None:
         """Record for every row at which decode step its first slot was evicted."""
@@ -716,18 +694,18 @@ class EvictionLayer:
         steady = self.fast_path_allowed and isinstance(self.backend, InPlace) and self.backend.is_steady
         return steady and not self._lacks_room
 
-    def _single_stack(self) -> fast_step.StackedLayer:
+    def _single_stack(self) -> StackedLayer:
         """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
         self.require_slots().own()  # it is about to overwrite a slot
-        if self._stack is None or self._stack.keys is not self.require_slots().key_buffer:
-            self._stack = fast_step.StackedLayer([self], self.cross_layer_buffers)
+        if self._stack is None or self._stack.keys is not self.require_slots().kv_buffers[0]:
+            self._stack = StackedLayer([self], self.cross_layer_buffers)
         return self._stack
 
     @property
-    def decode_stacks(self) -> list[fast_step.StackedLayer] | None:
+    def decode_stacks(self) -> list[StackedLayer] | None:
         """What takes the next decode step, once fast steps have been taken; None: no fast step has been, or will be."""
         stack = self._stack
-        steady = stack is not None and self.is_steady and stack.keys is self.require_slots().key_buffer
+        steady = stack is not None and self.is_steady and stack.keys is self.require_slots().kv_buffers[0]
         return [stack] if stack is not None and steady else None
 
     def _leave_fast_path(self) -> None:
@@ -738,7 +716,7 @@ class EvictionLayer:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     @property
-    def heavy_buffers(self) -> list[Slots | fast_step.StackedLayer | None]:
+    def heavy_buffers(self) -> list[Slots | StackedLayer | None]:
         """The large buffers: a copy of the cache leaves them out, and `copy_rows_from` copies wanted rows of them."""
         return [self.slots, self._stack]
 

@@ -12,7 +12,7 @@ from kvexp.core.config import CacheConfig
 from kvexp.core.decode import cat_rows
 from kvexp.core.decode_stack import StackedLayer, supports_fast_decode
 from kvexp.core.noise import Noise
-from kvexp.core.slots import RaggedSlots, Slots
+from kvexp.core.slots import RaggedSlots
 
 if TYPE_CHECKING:
     from kvexp.core.eviction import EvictionLayer
@@ -90,7 +90,7 @@ class ReplayableStep:
                 layer.sequence.layer_done()
 
     def release(self) -> None:
-        """End a step that has begun: who computes the next one without `begin` takes its inputs from the schedules."""
+        """End a step that has begun; one without `begin` then takes its inputs from the schedules."""
         for stack in self._all:
             stack.release_inputs()
 
@@ -101,7 +101,7 @@ class ReplayableStep:
         return (stack for stacks in self.stacks for stack in stacks)
 
     def bookkeeping(self) -> list[Tensor]:
-        """Position ids, scores and free slots, all of which a step changes in place; small beside keys and values."""
+        """Position ids, scores and free slots: what a step changes in place besides keys and values."""
         return [x for stack in self._all for x in (stack.slots.positions, stack.slots.score, *_free_slots(stack))]
 
     def written(self) -> list[Tensor]:
@@ -112,10 +112,10 @@ class ReplayableStep:
         copies = []
         for stack in self._all:
             if isinstance(stack.slots, RaggedSlots):
-                copies += [states.clone() for states in _buffers(stack.slots)]
+                copies += [states.clone() for states in stack.slots.kv_buffers]
                 continue
             newest = stack.slots.positions.argmax(-1)[..., None, None]
-            for states in (stack.slots.keys, stack.slots.values):
+            for states in stack.slots.kv_buffers:
                 copies.append(states.gather(2, newest.expand(-1, -1, -1, states.shape[-1])))
         return copies
 
@@ -123,9 +123,8 @@ class ReplayableStep:
         """Name -> address of every tensor that one step leaves for the next."""
         found: dict[str, int] = {}
         for number, stack in enumerate(self._all):
-            slots = stack.slots
-            states = _buffers(slots)
-            named = zip(("keys", "values", "positions", "score"), [*states, slots.positions, slots.score], strict=True)
+            buffers = [*stack.slots.kv_buffers, stack.slots.positions, stack.slots.score]
+            named = zip(("keys", "values", "positions", "score"), buffers, strict=True)
             found |= {f"{name} of stack {number}": tensor.data_ptr() for name, tensor in named}
             for place, free in enumerate(_free_slots(stack)):
                 found[f"free slots of stack {number}, cache {place}"] = free.data_ptr()
@@ -142,10 +141,3 @@ class ReplayableStep:
 def _free_slots(stack: StackedLayer) -> list[Tensor]:
     """The buffers [B, H, 1] of the free slots of a stack's caches."""
     return [backend.free_slots for backend in stack.backends if backend.free_slots is not None]
-
-
-def _buffers(slots: Slots) -> list[Tensor]:
-    """The buffers of keys and values: [R, H, S, *], or packed where kv heads hold different numbers of slots."""
-    if isinstance(slots, RaggedSlots):
-        return [slots.packed("keys").buffer, slots.packed("values").buffer]
-    return [slots.keys, slots.values]

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexp.core import triton_ops as triton_observe
+from kvexp.core import triton_ops
 from kvexp.core.attention import AttentionInputs, AttentionParams
-from kvexp.core.config import CacheConfig
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.noise import POOL_OVERLAP, Noise, hash_draws, pool, stream_id
 from kvexp.core.sequence import SequenceState
-from kvexp.core.slots import Slots
 
 # Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
 PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
@@ -141,6 +139,51 @@ class HeadBlock:
             yield slice(start, stop), slice(0 if window is None else max(0, own + 1 - window), self.num_past + stop)
             start = stop
 
+    def add_column_sums(self, total: Tensor, block: int | None) -> None:
+        """Add the column sums to total [H, S], in place; block: query rows per tile."""
+        (h, g), window = self.query.shape[:2], self.params.sliding_window
+        tiles = list(self.tiles(block))
+        room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
+        above = torch.ones(*[max(r.stop - r.start for r, _ in tiles)] * 2, dtype=torch.bool).triu(1)
+        for rows, seen in tiles:
+            q, slots = rows.stop - rows.start, seen.stop - seen.start
+            x = self.logits(rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
+            x[..., slots - q :].masked_fill_(above[:q, :q], -torch.inf)
+            if window is not None and self.num_past + rows.stop > window:
+                # Only the first q slots are too old for some row.
+                too_old = torch.arange(seen.start, seen.start + q) <= self._own_slots(rows) - window
+                x[..., :q].masked_fill_(too_old, -torch.inf)
+            if self.taus is not None:
+                x /= self.taus[rows]
+            torch.softmax(x, dim=-1, out=x)
+            weights = self.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
+            total[:, seen] += torch.bmm(weights, x.view(h, g * q, slots))[:, 0]
+
+    def logits(self, rows: slice, seen: slice, out: Tensor) -> Tensor:
+        """Logits plus noise of a tile, unmasked, written to out [H, G, rows, seen]; rows, seen: as of `tiles`."""
+        query, keys_t, scale = self.query[:, :, rows], self.keys_t[:, :, seen], self.params.scale
+        product = out.view(out.shape[0], -1, out.shape[3])
+        if self.pool_offsets is not None and self.draws is not None:
+            runs = self.draws[seen.start :].unfold(0, out.shape[3], 1)
+            places = self.pool_offsets[:, :, rows].flatten()
+            torch.index_select(runs, 0, places, out=product.view(-1, out.shape[3]))
+        noised = float(self.pool_offsets is not None)
+        if query.dtype == out.dtype:
+            torch.baddbmm(product, (query * scale).flatten(1, 2), keys_t, beta=noised, out=product)
+        else:  # half precision: rounded to the model's dtype before it is scaled, as in `AttentionInputs.logits`
+            half = torch.bmm(query.flatten(1, 2), keys_t)
+            torch.add(product if noised else out.new_zeros(()), half.float(), alpha=scale, out=product)
+        if self.slopes is not None:
+            distance = torch.arange(seen.start, seen.stop) - self._own_slots(rows)
+            out.addcmul_(self.slopes, distance.to(out))
+        if self.per_key is not None:
+            out += self.per_key[..., seen]
+        return out
+
+    def _own_slots(self, rows: slice) -> Tensor:
+        """The slot [rows, 1] of each query row's own token."""
+        return torch.arange(self.num_past + rows.start, self.num_past + rows.stop)[:, None]
+
 
 def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
     """Column sums [B, H, S] float32 of a prompt on a CPU, in one buffer that stays in the CPU's cache.
@@ -166,7 +209,7 @@ def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: in
         for first in range(0, h, together):
             heads = slice(first, min(first + together, h))
             slopes = inputs.params.alibi
-            block_of_heads = HeadBlock(
+            held = HeadBlock(
                 query=inputs.query[row, heads, :, rows].to(dtype),
                 keys_t=inputs.keys[row, heads, pad:].to(dtype).transpose(1, 2),
                 params=inputs.params,
@@ -175,7 +218,7 @@ def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: in
                 slopes=None if slopes is None else slopes.to(total).view(h, g, 1, 1)[heads],
                 **_noise(inputs, observed, row, rows, heads, pad),
             )
-            _accumulate(total[row, heads, pad:], block_of_heads, block)
+            held.add_column_sums(total[row, heads, pad:], block)
     return total
 
 
@@ -200,57 +243,6 @@ def _noise(
         "pool_offsets": pool_offsets.view(-1, g, pool_offsets.shape[2]),
         "draws": pool(noise.kind, pool_offsets.device)[int(positions[0]) :],
     }
-
-
-def _accumulate(total: Tensor, block_of_heads: HeadBlock, block: int | None) -> None:
-    """Add the column sums of a block of heads to total [H, S], in place; block: query rows per tile."""
-    h, g = block_of_heads.query.shape[:2]
-    tiles = list(block_of_heads.tiles(block))
-    room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
-    above = torch.ones(*[max(r.stop - r.start for r, _ in tiles)] * 2, dtype=torch.bool).triu(1)
-    for rows, seen in tiles:
-        q, slots = rows.stop - rows.start, seen.stop - seen.start
-        x = _logits(block_of_heads, rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
-        x[..., slots - q :].masked_fill_(above[:q, :q], -torch.inf)
-        window = block_of_heads.params.sliding_window
-        if (
-            window is not None and block_of_heads.num_past + rows.stop > window
-        ):  # only the first q slots are too old for some row
-            own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
-            x[..., :q].masked_fill_(torch.arange(seen.start, seen.start + q) <= own - window, -torch.inf)
-        if block_of_heads.taus is not None:
-            x /= block_of_heads.taus[rows]
-        torch.softmax(x, dim=-1, out=x)
-        weights = block_of_heads.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
-        total[:, seen] += torch.bmm(weights, x.view(h, g * q, slots))[:, 0]
-
-
-def _logits(block_of_heads: HeadBlock, rows: slice, seen: slice, out: Tensor) -> Tensor:
-    """Logits plus noise of the tile (query rows `rows`, slots `seen`), unmasked, written to out [H, G, rows, seen]."""
-    query, keys_t, scale = (
-        block_of_heads.query[:, :, rows],
-        block_of_heads.keys_t[:, :, seen],
-        block_of_heads.params.scale,
-    )
-    product = out.view(out.shape[0], -1, out.shape[3])
-    if block_of_heads.pool_offsets is not None and block_of_heads.draws is not None:
-        runs = block_of_heads.draws[seen.start :].unfold(0, out.shape[3], 1)
-        torch.index_select(
-            runs, 0, block_of_heads.pool_offsets[:, :, rows].flatten(), out=product.view(-1, out.shape[3])
-        )
-    noised = float(block_of_heads.pool_offsets is not None)
-    if query.dtype == out.dtype:
-        torch.baddbmm(product, (query * scale).flatten(1, 2), keys_t, beta=noised, out=product)
-    else:  # half precision: rounded to the model's dtype before it is scaled, as in `AttentionInputs.logits`
-        half = torch.bmm(query.flatten(1, 2), keys_t)
-        torch.add(product if noised else out.new_zeros(()), half.float(), alpha=scale, out=product)
-    if block_of_heads.slopes is not None:
-        key = torch.arange(seen.start, seen.stop)
-        own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
-        out.addcmul_(block_of_heads.slopes, (key - own).to(out))
-    if block_of_heads.per_key is not None:
-        out += block_of_heads.per_key[..., seen]
-    return out
 
 
 BLOCK_ELEMENTS = 1 << 24  # logits per block: 64 MiB in float32
@@ -344,18 +336,6 @@ class CrossLayerScore:
             self.buffer = self.buffer.index_select(0, rows.to(self.buffer.device))
 
 
-def forward_column_sums(
-    config: CacheConfig, observed: ObservedRows, inputs: AttentionInputs, probabilities: Tensor | None
-) -> Tensor:
-    """Column sums [B, H, S] float32 of one forward's query rows.
-
-    probabilities [B, H, G, Q, S]: attention of a decode step, if at hand; None: computed as config.observe says.
-    """
-    if probabilities is not None and observed.spec.is_plain:
-        return weighted_column_sums(probabilities, observed.weights)
-    return column_sums_by(config.observe, inputs, observed, config.block)
-
-
 def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
     """Column sums [B, H, S] float32, computed as `how` says: naive, blocked (of `block` query rows) or triton.
 
@@ -365,7 +345,7 @@ def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows, bl
         return naive_column_sums(inputs, observed)
     if how == "triton" and observed.rows_left is not None:
         first = first_weighted_row(observed.spec, inputs.query.shape[3], observed.rows_left)
-        return triton_observe.triton_column_sums(inputs, observed, first)
+        return triton_ops.triton_column_sums(inputs, observed, first)
     return column_sums(inputs, observed, block)
 
 
@@ -380,31 +360,3 @@ def pool_sums(spec: AttentionScoreSpec, sums: Tensor, sequence: SequenceState) -
         sums = sums.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
         sums = sums.reshape(b, h, s)
     return sums
-
-
-def add_to_score(
-    slots: Slots,
-    spec: AttentionScoreSpec,
-    sums: Tensor,
-    query_positions: Tensor,
-    sequence: SequenceState,
-    shared: CrossLayerScore | None,
-) -> None:
-    """Decay the slots' scores and add sums [B, H, S], in place.
-
-    query_positions [B, Q]: position ids of the rows observed, -1 for padding: real rows decide how often to decay.
-    shared: one score for all layers, to which the sums are added and from which the slots' scores are read; None: none.
-    """
-    score = slots.score[:, :, : slots.length]
-    factor: Tensor | None = None
-    if spec.decay < 1:
-        new = (query_positions >= 0).sum(1).float()
-        factor = torch.pow(torch.full((), spec.decay, device=new.device), new)[:, None, None]
-    if shared is None or sequence.in_prompt:
-        result = sums + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
-        sums = result
-    if shared is not None and (not sequence.in_prompt or sequence.prompt_complete):
-        # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
-        result = shared.update(slots.positions[:, :, : slots.length], sums, None if sequence.in_prompt else factor)
-    # In mask mode -inf marks an evicted slot and must survive decay and addition.
-    score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))

@@ -55,54 +55,37 @@ def rank(
     sliding_window: of the model, in tokens, None without one; output_projection: as of `SlotSelection.priorities`.
     ConfigError where the method gives a tensor of another shape, or hides slots in a mode that cannot.
     """
-    method = config.method
+    method, positions = config.method, ctx.positions
+    priority = float_priority(method, ctx)
     # Renumbered survivors stay within a sliding window whatever their age.
-    priority = masked_priority(method, ctx, sliding_window if config.positions == "original" else None)
-    hidden = _hidden_next_step(config, ctx)
-    protected = protected_mask(method, ctx, allowed)
+    if sliding_window is not None and config.positions == "original":
+        priority = priority.masked_fill(ctx.age() + 1 >= sliding_window, -torch.inf)
+    hidden = method.hidden_next_step(ctx)
+    if hidden is not None:
+        if config.mode != "mask":
+            raise ConfigError(
+                f"{type(method).__qualname__}.hidden_next_step hides slots for a step, which cache.mode="
+                f"{config.mode} cannot: set cache.mode=mask, or let the method's simulation_only be True"
+            )
+        hidden = checked(hidden, positions.shape, method, "hidden_next_step", "[B, H, S]", mask=True)
+    sinks = allowed.sinks_by_head(method)
+    recent = positions > (ctx.newest[:, None] - allowed.recent_by_head)[..., None]
+    protected = (positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))
     priority = config.select.priorities(method, ctx, priority, protected, allowed, sequence.seq_len, output_projection)
-    priority = allowed.by_stream(priority, ctx.positions)
+    priority = allowed.by_stream(priority, positions)
     if config.is_union:
         priority = union_priority(priority, logarithmic=method.priority_kind == "log_share")
     if config.keep is not None and sequence.spans is not None:
         priority, protected = spare(config.keep, sequence.spans, ctx, priority, protected, allowed, method.sinks)
     asked = None if config.budget is None else config.budget.threshold
     threshold = None if asked is None else method.threshold_as_priority(asked)
-    return RankedSlots(priority, ctx.positions, protected, hidden, threshold)
-
-
-def _hidden_next_step(config: CacheConfig, ctx: EvictionContext) -> Tensor | None:
-    """The slots [B, H, S] that the method hides for the next step alone; ConfigError in a mode that cannot."""
-    method, hidden = config.method, config.method.hidden_next_step(ctx)
-    if hidden is None:
-        return None
-    if config.mode != "mask":
-        raise ConfigError(
-            f"{type(method).__qualname__}.hidden_next_step hides slots for a step, which cache.mode="
-            f"{config.mode} cannot: set cache.mode=mask, or let the method's simulation_only be True"
-        )
-    return checked(hidden, ctx.positions.shape, method, "hidden_next_step", "[B, H, S]", mask=True)
-
-
-def protected_mask(method: Method, ctx: EvictionContext, allowed: LayerSlots) -> Tensor:
-    """[B, H, S] bool: the slots of sinks and of the recent window, which are never evicted."""
-    positions, sinks = ctx.positions, allowed.sinks_by_head(method)
-    recent = positions > (ctx.newest[:, None] - allowed.recent_by_head)[..., None]
-    return (positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))
+    return RankedSlots(priority, positions, protected, hidden, threshold)
 
 
 def float_priority(method: Method, ctx: EvictionContext) -> Tensor:
     """The method's priority [B, H, S] in float32, NaN as -inf; ConfigError where it returns no tensor of that shape."""
     priority = checked(method.priority(ctx), ctx.positions.shape, method, "priority", "[B, H, S]")
     return priority.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-
-
-def masked_priority(method: Method, ctx: EvictionContext, sliding_window: int | None) -> Tensor:
-    """`float_priority` [B, H, S], with slots behind the model's sliding window (in tokens; None: no window) as -inf."""
-    priority = float_priority(method, ctx)
-    if sliding_window is not None:
-        priority = priority.masked_fill(ctx.age() + 1 >= sliding_window, -torch.inf)
-    return priority
 
 
 def spare(
@@ -114,7 +97,7 @@ def spare(
     allowed: LayerSlots,
     sinks: int,
 ) -> tuple[Tensor, Tensor]:
-    """Priority and protected slots [B, H, S] of an eviction that spares the spans, from those of the method.
+    """Change the method's priority and protected slots [B, H, S] so that an eviction spares the spans.
 
     sinks: of the method. "span" protects every slot of a span. "fair" gives a span of n of a prompt's T tokens
     floor((kept - recent - sinks) * n / T) slots, the best by the method's priority, and takes its other slots first: so

@@ -42,11 +42,6 @@ def masked_probs(logits: Tensor, mask: Tensor) -> Tensor:
     return _fill(logits, mask).softmax(-1)
 
 
-def masked_attention(logits: Tensor, mask: Tensor, v: Tensor) -> Tensor:
-    """softmax(logits where mask) @ v: logits and mask [..., n, n], v [..., n, D] -> [..., n, D] in v's dtype."""
-    return masked_probs(logits, mask).to(v.dtype) @ v
-
-
 def local_mask(logits: Tensor, heavy: int, recent: int, **how: Any) -> Tensor:
     """The mask of `local_mask_and_scores`, whose arguments these are."""
     return local_mask_and_scores(logits, heavy, recent, **how)[0]
@@ -73,7 +68,7 @@ def local_mask_and_scores(
         row t >= B  K_t = top-(B-1) of A among K_{t-1}, and t itself;  A = (decay A + S_t) * 1[K_t]
         mask        K_t united with the last recent + 1 keys, causal: at most max(B, 1) + recent keys a row
     A token that only the recent band holds loses its score, so it must win a heavy slot on its first row; that is the
-    released H2O baseline (`evict_one_mask` with count_next has no such handicap).
+    released H2O baseline.
 
     scores        [..., n, n] to accumulate instead of softmax(logits), such as Keyformer's `causal_probs` with noise
     block_scores  [..., n, n] stands in for rows < heavy of `scores`: Keyformer's release (arXiv:2403.09054) draws noise
@@ -107,7 +102,8 @@ def _greedy(s: Tensor, block: Tensor, heavy: int, decay: float, ties: Tensor | N
     accumulated[..., heavy - 1, :] = acc
     for t in range(heavy, n):
         if ties is None:
-            alive = _drop_lowest(acc, alive)
+            lowest = acc.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)  # among equals the oldest
+            alive = alive.scatter(-1, lowest, torch.zeros_like(lowest, dtype=torch.bool))
         else:  # as in a release dropped and future tokens compete, which tie with living ones at 0
             alive = _top(acc, heavy - 1, ties[..., t, :]) & ((acc > 0) | (ties[..., t, :] > 0))
         alive[..., t] = True
@@ -125,54 +121,6 @@ def global_mask(logits: Tensor, heavy: int, recent: int) -> Tensor:
     _check(1.0, heavy, recent)
     columns = _top(causal_probs(logits).sum(-2), heavy)[..., None, :]
     return (columns | window_mask(logits.shape[-1], recent + 1, logits.device)) & _causal(logits)
-
-
-def evict_one_mask(
-    logits: Tensor,
-    sink: int,
-    heavy: int,
-    recent: int,
-    *,
-    decay: float,
-    count_next: bool = False,
-    renormalise: bool = True,
-    dtype: torch.dtype = torch.float32,
-    recorded: Tensor | None = None,
-) -> Tensor:
-    """A2SF's later code: after each row drop the survivor with the least accumulated score, for good.
-
-    With C = sink + heavy + recent, after every row t:  A = decay A + S_t 1[alive] / sum(S_t 1[alive]);  from t = C on
-    drop argmin A over the living keys sink .. t - recent. Every row attends at most C + 1 keys, itself included.
-
-    count_next   (the code between, "gen-2") if recent > 0, start one row earlier and let t + 1 take a place in the
-                 recent window: rows attend C keys. With recent == 0 that code too attends C + 1, so nothing changes.
-    renormalise  False adds the full row's probabilities over survivors instead
-    dtype        of the rows S_t and what they are divided by; A is float32. In float16 rows are, as in the release, not
-                 divided before something can be evicted, and gen-2's are softmaxes over survivors, rounded once
-    recorded     bool [..., n, n], the release's mask: of equal scores, what it holds in the next row stays
-    Source: releases of arXiv:2407.20485. Departure: those return all-ones above the diagonal, here it is causal.
-    """
-    _check(decay, sink, heavy, recent)
-    lead = int(count_next and recent > 0)
-    start = sink + heavy + recent - lead
-    n = logits.shape[-1]
-    s, mask = causal_probs(logits).to(dtype), _causal(logits).expand_as(logits).clone()
-    alive = torch.ones_like(mask[..., 0, :])
-    acc = torch.zeros_like(s[..., 0, :], dtype=torch.float32)
-    for t in range(n):
-        mask[..., t, :] &= alive
-        row = s[..., t, :] * alive
-        if renormalise and count_next and dtype == torch.float16:
-            row = masked_probs(logits[..., t, :], mask[..., t, :]).to(dtype)
-        elif renormalise and (t >= start or dtype == torch.float32):
-            row = row / row.sum(-1, keepdim=True).clamp_min(1e-7 if dtype == torch.float16 else torch.finfo(dtype).tiny)
-        acc = decay * acc + row
-        if t >= start:
-            end = t + 1 - recent + lead
-            ties = None if recorded is None or t + 1 == n else recorded[..., t + 1, sink:end].int()
-            alive = alive.clone()
-            alive[..., sink:end] = _drop_lowest(acc[..., sink:end], alive[..., sink:end], ties)
-    return mask
 
 
 def ideal_mask(
@@ -212,11 +160,6 @@ def row_cosine(a: Tensor, b: Tensor, eps: float = 1e-4) -> Tensor:
     return dots / (norms + eps)
 
 
-def matrix_cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of whole attention matrices, [..., n, K] twice -> [...]: the A2SF authors' later, per-head variant."""
-    return row_cosine(a.flatten(-2), b.flatten(-2), eps=0.0)
-
-
 def _causal(logits: Tensor) -> Tensor:
     """The causal mask of logits [..., n, n]: bool [n, n], True on and below the diagonal."""
     n = logits.shape[-1]
@@ -234,17 +177,8 @@ def _powers(decay: float, count: int, like: Tensor) -> Tensor:
     return torch.full_like(exponents, decay) ** exponents
 
 
-def _drop_lowest(scores: Tensor, alive: Tensor, ties: Tensor | None = None) -> Tensor:
-    """`alive` without its lowest-scored member; among equals the one of least `ties`, else the oldest, goes."""
-    living = scores.masked_fill(~alive, torch.inf)
-    lowest = living.argmin(-1, keepdim=True)  # the first minimum
-    if ties is not None:
-        lowest = ties.masked_fill(living > living.gather(-1, lowest), torch.iinfo(ties.dtype).max).argmin(-1, True)
-    return alive.scatter(-1, lowest, torch.zeros_like(lowest, dtype=torch.bool))
-
-
 def _top(scores: Tensor, count: int, ties: Tensor | None = None) -> Tensor:
-    """Bool mask of the `count` largest along the last axis; of equal ones those of most `ties`, else the newest."""
+    """Bool mask of the `count` largest along the last axis; among equals the highest of `ties`, then the newest."""
     newest_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device).expand_as(scores)
     if ties is not None:
         picked = ties.gather(-1, newest_first).int().sort(dim=-1, descending=True, stable=True).indices

@@ -178,8 +178,12 @@ class SequenceState:
         else:
             self.num_real = num_real + width
         self._positions = {device: positions}
-        if self.in_prompt and self.seq_len == self.prompt_columns:
-            self._close_prompt()
+        if self.seq_len == self.prompt_columns:
+            self.prompt_lengths = [int(n) for n in self.num_real.tolist()]
+            if 0 in self.prompt_lengths:
+                row = self.prompt_lengths.index(0)
+                raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
+            self.padded = min(self.prompt_lengths) != self.prompt_columns
 
     def mark_spans(self, spans: Sequence[Sequence[Span]], prompts: Sequence[int]) -> None:
         """Mark spans of every sample's prompt, in its real tokens; prompts: real tokens of each. Before the prompt."""
@@ -191,16 +195,20 @@ class SequenceState:
         assert self.num_real is not None and self.prompt_columns is not None
         return self.prompt_lengths or [self.prompt_columns] * self.num_real.shape[0]
 
+    @property
+    def tokens_by_row(self) -> list[int]:
+        """Real tokens of every row, once its prompt has ended."""
+        decoded = self.seq_len - (self.prompt_columns or 0)
+        return [length + decoded for length in self.prompt_lengths]
+
     def first_eviction_steps(self, noted: list[int | None], limits: Sequence[int]) -> list[int | None]:
         """Per row, the number of decode tokens at which it first had more than its limit of tokens; None: not yet.
 
         limits: one number per row. noted: what the last call returned; a step once noted stays.
         """
-        noted = noted or [None] * len(self.prompt_lengths)
         decoded = self.seq_len - (self.prompt_columns or 0)
-        lengths = [length + decoded for length in self.prompt_lengths]
-        beyond = [decoded if length > limit else None for length, limit in zip(lengths, limits, strict=True)]
-        return [new if old is None else old for old, new in zip(noted, beyond, strict=True)]
+        beyond = [decoded if n > limit else None for n, limit in zip(self.tokens_by_row, limits, strict=True)]
+        return [new if old is None else old for old, new in zip(noted or [None] * len(beyond), beyond, strict=True)]
 
     def _check(self, batch: int, width: int) -> None:
         """CacheError for a forward that cannot follow.
@@ -221,7 +229,9 @@ class SequenceState:
             )
         if self.past_len >= self.prompt_columns and width > 1 and not self.multi_token_steps_allowed:
             raise self.occupied(width)
-        if self.max_positions is not None and self.past_len + width > self.max_positions + self._least_padding():
+        # Columns that are padding in every row, the longest prompt's too.
+        padding = self.prompt_columns - max(self.prompt_lengths) if self.prompt_lengths else 0
+        if self.max_positions is not None and self.past_len + width > self.max_positions + padding:
             raise CacheError(
                 f"{self.past_len + width} tokens, the model holds {self.max_positions}: shorten the prompt or "
                 "max_new_tokens, or say beyond_context=True for a method whose positions are renumbered"
@@ -235,19 +245,6 @@ class SequenceState:
             "to feed several new tokens in one forward call allow_multi_token_steps(). "
             "use_cache=False feeds everything again"
         )
-
-    def _least_padding(self) -> int:
-        """Padding of the row with the longest prompt: columns that are padding in every row."""
-        return self.prompt_columns - max(self.prompt_lengths) if self.prompt_lengths and self.prompt_columns else 0
-
-    def _close_prompt(self) -> None:
-        """Record the real lengths of the prompts, which have ended; ConfigError for an empty prompt."""
-        assert self.num_real is not None
-        self.prompt_lengths = [int(n) for n in self.num_real.tolist()]
-        self.padded = min(self.prompt_lengths) != self.prompt_columns
-        for row, length in enumerate(self.prompt_lengths):
-            if length == 0:
-                raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
 
     def positions(self, device: torch.device) -> Tensor:
         """Position ids [B, Q] int64 of the forward in progress, -1 for padding, on `device`."""

@@ -61,14 +61,14 @@ class Slots:
         return peak
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values, room to grow included."""
-        return self.keys.nbytes + self.values.nbytes
+    def kv_buffers(self) -> list[Tensor]:
+        """The buffers of keys and of values, in whatever layout; as long as they are the same, so are all others."""
+        return [self.keys, self.values]
 
     @property
-    def key_buffer(self) -> Tensor:
-        """The buffer of the keys: as long as it is the same one, so are all others."""
-        return self.keys
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, room to grow included."""
+        return sum(buffer.nbytes for buffer in self.kv_buffers)
 
     def valid(self) -> Tensor:
         """[B, H, length] bool: the slots that hold a token."""
@@ -261,15 +261,15 @@ class PackedStates:
 
     @classmethod
     def zeros(cls, like: Tensor, widths: Sequence[int]) -> PackedStates:
-        """Of zeros, with the last dimension, dtype and device of `like`."""
+        """Zeros, `widths` slots per pair, with the last dimension, dtype and device of `like`."""
         return cls(like.new_zeros(sum(widths), like.shape[-1]), widths)
 
     @classmethod
     def gathered(cls, parts: Sequence[Tensor], index: Tensor, widths: Sequence[int]) -> PackedStates:
         """The slots index [B, H, N] of each pair, the first of them up to its width; zeros behind.
 
-        parts: keys or values [any width, D] of each pair. An index beyond a pair's slots stands for any of them: it is
-        that of a dead slot.
+        parts: keys or values [any width, D] of each pair. An index beyond a pair's slots is a dead slot's: any of the
+        pair's slots may stand there.
         """
         made = cls.zeros(parts[0], widths)
         for new, old, chosen in zip(made.parts, parts, index.flatten(0, 1), strict=True):
@@ -277,11 +277,6 @@ class PackedStates:
             if count and len(old):
                 new[:count] = old.index_select(0, chosen[:count].clamp_max(len(old) - 1))
         return made
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.buffer.nbytes
 
     def places(self, index: Tensor) -> Tensor:
         """Rows [B * H * n] of the buffer that hold the slots index [B, H, n]; the same wherever `widths` are."""
@@ -299,7 +294,7 @@ class PackedStates:
         return made
 
     def of_pairs(self, pairs: Sequence[int]) -> PackedStates:
-        """A copy of these pairs, in this order."""
+        """A copy of the pairs of row and head `pairs`, in this order."""
         chosen = [self.parts[pair] for pair in pairs]
         return PackedStates(torch.cat(chosen), [len(part) for part in chosen])
 
@@ -326,7 +321,7 @@ class RaggedSlots(Slots):
 
     @classmethod
     def of(cls, slots: Slots) -> RaggedSlots:
-        """The same slots, in the same buffers, until `pack` replaces them."""
+        """Take over the slots, in the buffers they are in until `pack` replaces them."""
         made = cls(slots.keys, slots.values, slots.positions, slots.score, slots.visible)
         made.length, made.same_order = slots.length, slots.same_order
         made._borrowed, made._shared, made._peak_bytes = slots._borrowed, slots._shared, slots._peak_bytes
@@ -362,14 +357,8 @@ class RaggedSlots(Slots):
         return states
 
     @property
-    def key_buffer(self) -> Tensor:
-        states = self._states["keys"]
-        return states.buffer if isinstance(states, PackedStates) else states
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values, room to grow included."""
-        return sum(states.nbytes for states in self._states.values())
+    def kv_buffers(self) -> list[Tensor]:
+        return [states.buffer if isinstance(states, PackedStates) else states for states in self._states.values()]
 
     def _rectangle(self, name: str) -> Tensor:
         """Keys or values as [B, H, C, D]; a copy, once packed, which counts towards the peak as if both were copied."""
@@ -384,7 +373,7 @@ class RaggedSlots(Slots):
 
     def _take(self, name: str, states: PackedStates) -> None:
         """Put packed keys or values in place of the old ones, and count the bytes while both are in memory."""
-        self._peak_bytes = max(self._peak_bytes, self.kv_bytes + states.nbytes)
+        self._peak_bytes = max(self._peak_bytes, self.kv_bytes + states.buffer.nbytes)
         self._states[name] = states
 
     def pack(self, index: Tensor, keep: Tensor, reserve: int, widths: Sequence[Sequence[int]]) -> None:
@@ -423,12 +412,12 @@ class RaggedSlots(Slots):
         self._used, self.length = after, max(self.length, *after)
 
     def widen(self, columns: int) -> None:
-        """Have so many columns of positions and score in use; new ones are dead."""
+        """Widen positions and score to `columns` columns in use; new ones are dead."""
         self._add_columns(columns - self.positions.shape[2])
         self.length = columns
 
     def _add_columns(self, count: int) -> None:
-        """Add so many dead columns to positions and score, if any."""
+        """Add `count` dead columns to positions and score; none for a count below 1."""
         if count > 0:
             b, h, _ = self.positions.shape
             self.positions = torch.cat([self.positions, self.positions.new_full((b, h, count), -1)], dim=2)

@@ -67,6 +67,12 @@ def order_key(priority: Tensor, positions: Tensor) -> Tensor:
     return (ordered.to(torch.int64) << 32) | positions
 
 
+def lowest_slot(priority: Tensor, positions: Tensor) -> Tensor:
+    """The slot [.., H, 1] of the lowest priority, among equals of the lowest position; both [.., H, S]."""
+    higher = priority != priority.amin(dim=-1, keepdim=True)
+    return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
+
+
 def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_budget: Tensor, count: int) -> Tensor:
     """The `count` slots of every head to free: dead ones first, then the lowest priority, among equals the older.
 
@@ -76,10 +82,8 @@ def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_
     priority = priority.masked_fill(positions < 0, -torch.inf).masked_fill(protected, torch.inf)
     priority = priority.masked_fill(out_of_budget.expand_as(priority), torch.inf)
     if count == 1:
-        # argmin of (priority, position) without a sort. A slot outside the budget can tie with a protected one at +inf,
-        # never win.
-        lowest = priority == priority.amin(dim=-1, keepdim=True)
-        return positions.masked_fill(~lowest, INT64_MAX).argmin(dim=-1, keepdim=True)
+        # A slot outside the budget can tie with a protected one at +inf, never win.
+        return lowest_slot(priority, positions)
     index = positions.argsort(dim=-1, stable=True)
     worst = priority.gather(-1, index).argsort(dim=-1, stable=True)
     return index.gather(-1, worst)[..., :count]

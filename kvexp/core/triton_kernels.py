@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-POOL_MASK = tl.constexpr((1 << 22) - 1)  # POOL_SIZE - 1 of kvexp.core.noise, as triton_observe checks
+POOL_MASK = tl.constexpr((1 << 22) - 1)  # POOL_SIZE - 1 of kvexp.core.noise, as triton_ops checks
 NONE, POOLED, PER_KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEG_INF = tl.constexpr(-1.0e30)  # stands for -inf in running maxima, since -inf - -inf is NaN
 

@@ -75,7 +75,7 @@ def decode_options(head_size: int, element_size: int) -> dict[str, int]:
 
 # At most so many programs share the slots of one row and head: one program each would leave most of a GPU idle.
 MAX_KV_SPLITS = 64
-PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_decode_kernels; 0: not observed
+PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_kernels; 0: not observed
 
 
 def supported(states: list[EvictionLayer]) -> bool:
@@ -187,7 +187,7 @@ class _Scratch:
     """Buffers that the kernels write: partial results per split, the output and the column sums.
 
     heads: (R, H, G); slots: S; parts: number of splits; width: Dv. partial: logits [R, H, G, S], and per split m, l,
-    acc of the attention and m, l of what is observed (see triton_decode_kernels); out [R, H, G, Dv]; given [R, H, S].
+    acc of the attention and m, l of what is observed (see triton_kernels); out [R, H, G, Dv]; given [R, H, S].
     """
 
     def __init__(self, like: Tensor, heads: tuple[int, int, int], slots: int, parts: int, width: int) -> None:
@@ -242,7 +242,7 @@ def triton_column_sums(inputs: AttentionInputs, observed: ObservedRows, first: i
     read, choices = _inputs(inputs, observed, first)
     query, keys = inputs.query, inputs.keys
     element_size = 4 if inputs.params.upcast else query.element_size()
-    choices = {**choices, "D": d, "BLOCK_D": max(16, 1 << (d - 1).bit_length()), "enable_fp_fusion": True}
+    choices = {**choices, "D": d, "BLOCK_D": next_power_of_2(d), "enable_fp_fusion": True}
     tile = prompt_tile("row_log_sum_exp", d, element_size)
     grid = (-(-(rows - first) // tile.rows), b * h * g)
     kernels.row_log_sum_exp[grid](query, keys, lse, *read, **choices, **tile.options)

@@ -1,8 +1,8 @@
 """Decode steps as a CUDA graph: captured once the caches are at their budget, checked against an eager step, replayed.
 
 Most of an eager step of a small batch goes to launching kernels; a graph launches all of a step's at once. Nothing is
-captured that `kvexp.core.graph` refuses, and the first replay is compared with the step that it
-stands for: only equal numbers are trusted. Whatever cannot be captured is computed as without.
+captured that `kvexp.core.graph` refuses, and the first replay is compared with the step that it stands for: only equal
+numbers are trusted. What cannot be captured is computed without a graph.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CudaGraphs:
         self.device = device
 
     def warm_up(self, step: Callable[[], Tensor]) -> Tensor:
-        """On a stream beside the current one, as torch asks for."""
+        """Compute the step on a side stream, as torch asks for."""
         side, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -50,7 +50,7 @@ class CudaGraphs:
         return output
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """As `GraphDevice.capture`. Other threads may go on using the device meanwhile."""
+        """Capture the step, as `GraphDevice.capture`; other threads may go on using the device."""
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -77,11 +77,9 @@ class GraphCounts:
 
     @property
     def note(self) -> str | None:
-        """In plain words, for a row; None where nothing was to be captured."""
-        if not self.asked:
-            return None
-        told = f"{self.replayed} of {self.steps} decode steps were replayed from a CUDA graph"
-        return told + "".join(f"; {reason}" for reason in self.reasons)
+        """What a run's row says of them; None where nothing was to be captured."""
+        counted = f"{self.replayed} of {self.steps} decode steps were replayed from a CUDA graph"
+        return "; ".join([counted, *self.reasons]) if self.asked else None
 
 
 def graph_device(cache: AnyCache) -> GraphDevice | None:
@@ -127,7 +125,11 @@ class DecodeSteps:
         if captured is None:
             return decode_step(self.model, token, positions, self.cache)
         if not captured.trusted:
-            return self._check(captured, token, positions)
+            output = captured.check(token, positions)
+            if not captured.trusted:
+                self._device = self._captured = None
+                self.counts.because("a replayed step differed from the same step without a graph, which was kept")
+            return output
         self.counts.replayed += 1
         return captured.replay(token, positions)
 
@@ -146,7 +148,9 @@ class DecodeSteps:
         """Compute a step, and capture it for the next ones."""
         layers = [[layer.state for layer in one.layers] for one in _caches(self.cache)]
         if len({stack.keys.device for each in stacks for stack in each}) > 1:
-            return self._give_up("the layers are on several devices", token, positions)
+            self._device = None
+            self.counts.because("the layers are on several devices")
+            return decode_step(self.model, token, positions, self.cache)
         captured = _CapturedStep(self.model, self.cache, ReplayableStep(layers, stacks), token, positions)
         output, failure = captured.make(device)
         if failure is None:
@@ -155,20 +159,6 @@ class DecodeSteps:
             self._device = None
             self.counts.because(f"the capture failed: {failure}")
         return output
-
-    def _check(self, captured: _CapturedStep, token: Tensor, positions: Tensor) -> Tensor:
-        """Compute a step by the graph and without it; trust the graph from then on, or never."""
-        output = captured.check(token, positions)
-        if not captured.trusted:
-            self._device = self._captured = None
-            self.counts.because("a replayed step differed from the same step computed without a graph, which was kept")
-        return output
-
-    def _give_up(self, reason: str, token: Tensor, positions: Tensor) -> Tensor:
-        """Compute this step and all others without a graph."""
-        self._device = None
-        self.counts.because(reason)
-        return decode_step(self.model, token, positions, self.cache)
 
 
 class _CapturedStep:

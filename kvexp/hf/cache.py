@@ -611,7 +611,7 @@ class MultiLayer:
         if alone is not None:
             return alone
         # First the cache whose buffers have room for the tokens to come: no other needs the room.
-        slots.sort(key=lambda state: not state.preallocated)
+        slots.sort(key=lambda state: not state.final_length)
         first, *others = slots
         inputs = first.store(query, key, value, params, padding)
         out, _ = first.attend(inputs)

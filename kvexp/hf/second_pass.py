@@ -205,7 +205,7 @@ def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> N
     for one in caches:
         for state, layer in zip(one.layer_states, cache.passes, strict=True):
             if isinstance(state, EvictionLayer) and state.due_eviction is not None:
-                state.evict_after_second_pass(layer.attention, layer.peak_bytes)
+                state.evict_due(layer.attention, layer.peak_bytes)
 
 
 def _forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: SecondPassCache) -> Tensor:

@@ -173,7 +173,7 @@ class RetrievalLayer:
         far = self.memory.host_bytes + self.countable_index.nbytes(ship=True)
         away = self.method.offload
         self.memory_tracker.set_resident(self.index, near if away else near + far)
-        self.memory_tracker.set_offloaded(self.index, offloaded=far if away else 0)
+        self.memory_tracker.layer_offloaded_bytes[self.index] = far if away else 0
 
     @property
     def bytes_at_16(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_steps import ALL, CASES, FAMILIES, NEW, NOT_LOOKED_AT, Stepped, checked, obstacles, prompts_for
+from capture_steps import CASES, FAMILIES, NEW, NOT_LOOKED_AT, Stepped, checked, obstacles, prompts_for
 from device_runs import METHODS, config_of
 from host_reads import on_gpu, reads_of_decode_steps
 from recorded_graph import RecordedGraphs
@@ -15,20 +15,17 @@ from test_conf import composed
 from test_retrieval import METHODS as RETRIEVAL
 from test_retrieval import SCARCE
 from tiny import tiny
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvexp.core import Budget, Cadence, Quantization
+from kvexp.core.decode import BatchedEviction
+from kvexp.core.decode_stack import CrossLayerBuffers
 from kvexp.core.graph import capture_obstacle
 from kvexp.generate import CacheConfig, GenerationParams, decode, generate, prefill_together
 from kvexp.generate import graph as decode_graph
-from kvexp.generate.prefill import decode_step
 from kvexp.methods import H2O
 from kvexp.run.build import build_cache
 from kvexp.run.settings import Settings, settings_of
 from kvexp.util import ConfigError
-
-# Decode steps that can be captured as a CUDA graph: checked, traced, replayed by a stand-in; offenders are found.
 
 
 @pytest.mark.parametrize(("family", "case"), FAMILIES)
@@ -49,58 +46,6 @@ def test_a_step_on_a_device_uses_nothing_of_the_host(case):
     model = on_gpu("llama")
     with reads_of_decode_steps(model):
         assert checked(Stepped(case=case, model=model)) == []
-
-
-WITHOUT_NUMBERS = [("llama", "keyformer"), ("llama", "window")]
-
-
-@pytest.mark.parametrize(
-    ("family", "case"),
-    [*WITHOUT_NUMBERS, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in WITHOUT_NUMBERS)],
-)
-def test_a_step_runs_on_tensors_without_numbers(family, case):
-    """FakeTensorMode: any read of a number and any shape that depends on one raises."""
-    with torch.no_grad():
-        stepped = Stepped(family, case)
-        step = stepped.replayable()
-        step.begin()
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            assert stepped.step().shape == (2, stepped.logits[0].shape[-1])
-            step.rewind()
-            with pytest.raises(DataDependentOutputException):
-                float(torch.zeros(3).sum())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "case"), ALL)
-def test_the_traced_step_is_the_eager_one(family, case):
-    """`make_fx` of one step computes the next ones: operators on tensors, without Python and the host."""
-    with torch.no_grad():
-        eager, traced = Stepped(family, case), Stepped(family, case)
-        step, graph = traced.replayable(), None
-        for _ in range(5):
-            step.begin()
-            if graph is None:
-                graph = make_fx(lambda token, at: decode_step(traced.model, token, at, traced.cache))(
-                    traced.token, traced.positions
-                )
-                step.rewind()
-                logits = None
-            else:
-                logits = graph(traced.token, traced.positions)
-            step.count()
-            step.release()
-            expected = eager.eager()
-            traced.feed(expected)
-            assert logits is None or torch.equal(logits, expected)
-        assert_same_state(eager.contexts, traced.contexts)
-
-
-def assert_same_state(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        for a, b in zip(one.cache.layer_states, other.cache.layer_states, strict=True):
-            assert a.kept_positions() == b.kept_positions() and a.first_eviction == b.first_eviction
-            assert torch.equal(a.slots.score, b.slots.score) and a.seq_len == b.seq_len
 
 
 # -- cache.graph=auto, with a stand-in for CUDA graphs --------------------------------------------------------------
@@ -138,7 +83,7 @@ def test_replayed_steps_are_the_eager_ones(family, case, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(made.logits, plain.logits, strict=True))
     for a, b in zip(made.cache.layer_states, plain.cache.layer_states, strict=True):
         assert a.kept_positions() == b.kept_positions() and a.first_eviction == b.first_eviction
-        assert torch.equal(a.slots.score, b.slots.score)
+        assert torch.equal(a.slots.score, b.slots.score) and a.seq_len == b.seq_len
     replayed = graphs.calls.count("replay") - 1  # the first one is compared and thrown away
     assert made.cuda_graph == f"{replayed} of {NEW - 1} decode steps were replayed from a CUDA graph"
     assert plain.cuda_graph is None
@@ -201,8 +146,6 @@ def test_a_capture_that_fails_changes_nothing(monkeypatch):
 
 def test_a_replay_that_differs_is_not_trusted(monkeypatch):
     """A number of the host that is part of a step, which a graph would keep as it was."""
-    from kvexp.core.decode import BatchedEviction
-
     original = BatchedEviction.accumulate
 
     def by_step(self, score, sums):
@@ -228,46 +171,28 @@ def masks(self, score, sums):
     score[score > 1e30] = score[score > 1e30]
 
 
-def copies(self, score, sums):
-    score += torch.tensor([0.0])
+OFFENDERS = {  # name -> the offence in place of `BatchedEviction.accumulate`, what is said, and whether on a device
+    "reads": (reads, "the host reads a number", False),
+    "masks": (masks, "a shape depends on numbers", False),
+    "copies": (lambda self, score, sums: score.add_(torch.tensor([0.0])), "numbers of the host", False),
+    # Torch lets a single number of the host meet a tensor of the device, and a graph would keep it as it was.
+    "number": (lambda self, score, sums: score.add_(torch.zeros(())), "of the host is used on the device", True),
+    "copy": (lambda self, score, sums: score.cpu(), "a copy between host and device", True),
+}
 
 
-OFFENDERS = {reads: "the host reads a number", masks: "a shape depends on numbers", copies: "numbers of the host"}
-
-
-@pytest.mark.parametrize("offence", OFFENDERS, ids=lambda one: one.__name__)
-def test_a_planted_offender_is_found(offence, monkeypatch):
-    from kvexp.core.decode import BatchedEviction
-
-    with torch.no_grad():
-        stepped = Stepped()
+@pytest.mark.parametrize("name", OFFENDERS)
+def test_a_planted_offender_is_found(name, monkeypatch):
+    offence, message, on_device = OFFENDERS[name]
+    model = on_gpu("llama") if on_device else None
+    with reads_of_decode_steps(model) if on_device else torch.no_grad():
+        stepped = None if on_device else Stepped()
         monkeypatch.setattr(BatchedEviction, "accumulate", offence)
-        assert any(OFFENDERS[offence] in why for why in checked(stepped))
-
-
-@pytest.mark.parametrize(
-    ("offence", "message"),
-    [
-        (lambda self, score, sums: score.add_(torch.zeros(())), "a tensor of the host is used on the device"),
-        (lambda self, score, sums: score.cpu(), "a copy between host and device"),
-    ],
-    ids=["number", "copy"],
-)
-def test_a_planted_tensor_of_the_host_is_found(offence, message, monkeypatch):
-    """Torch lets a single number of the host meet a tensor of the device, and a graph would keep it as it was."""
-    from kvexp.core.decode import BatchedEviction
-
-    monkeypatch.setattr(BatchedEviction, "accumulate", offence)
-    model = on_gpu("llama")
-    with reads_of_decode_steps(model):
-        found = checked(Stepped(model=model))
-    assert any(message in why for why in found)
+        assert any(message in why for why in checked(stepped or Stepped(model=model)))
 
 
 def test_planted_state_that_moves_is_found(monkeypatch):
     """A tensor put in place of another, and one that grows."""
-    from kvexp.core.decode_stack import CrossLayerBuffers
-
     original = CrossLayerBuffers.collect
 
     def replaces(self, *arguments):
@@ -333,7 +258,7 @@ def test_a_run_with_graphs_is_the_run_it_was() -> None:
 
 
 def test_settings_decide_too() -> None:
-    """The same method under other settings of the cache; each reason names what to change."""
+    """Other settings of the cache under one method; each reason names what to change."""
 
     def why(**options: Any) -> str:
         return capture_obstacle(CacheConfig(H2O(), HALF, **options)) or ""

@@ -25,26 +25,18 @@ from pretend import Placed, move, pretended
 from stream_checker import checked_streams
 from test_retrieval import METHODS as RETRIEVAL
 from test_retrieval import RELEASED, SCARCE
-from tiny import CONFIGS, VOCAB, prompts_of, tiny
+from tiny import CONFIGS, VOCAB, prompts_of, stock, tiny
 from tiny import LAYERS as TINY_LAYERS
 
 from kvexp.core import Budget, CacheConfig, Surrogate
+from kvexp.core.decode_stack import StackedLayer
 from kvexp.core.noise import pool
 from kvexp.generate import GenerationParams, decode, divergence_from_full, generate, prefill, prefill_together
 from kvexp.generate.prefill import decode_step
-from kvexp.hf import calibrate_queries
+from kvexp.hf import calibrate_queries, load_model, patch_model
 from kvexp.methods import A2SF, H2O, Full, Keyformer, SnapKV, SpAtten, StreamingLLM
 from kvexp.retrieval import Oracle, Quest, SparQ
 from kvexp.util import ConfigError
-
-# What a run holds on its device, counted tensor by tensor as an allocator would, against what the memory tracker says.
-#
-# The bounds. Between forwards: keys and values are the tracker's to the byte; position ids, scores, what a method keeps
-# of the model and of the newest queries are counted by their shapes; all else (tokens, logits, budgets, schedules) is
-# under `REST` bytes. At the peak of a prompt: the tracker's peak and what one layer's forward needs, see
-# `prompt_bound`.
-# At the peak of a step: two copies of one layer's slots, see `step_bound`. More copies of keys and values break them.
-
 
 LENGTHS = (96, 80)
 LAYERS, HEADS, DIM = 6, 3, 64
@@ -57,7 +49,16 @@ PAIRS = {"rkv": 6, "rkv_release": 6}
 IN_FLOAT32 = ("triattention", "h2o_critical")
 # Attributes of a layer: what a method keeps of the model, and of the newest queries.
 OF_A_METHOD = ("output_factors", "output_projection", "calibration", "surrogate", "statistics")
-QUICK = ("full", "h2o", "snapkv")
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def some_quick(cases, *quick):
+    """Cases of which all but the `quick` are slow."""
+    cases = list(cases)
+    assert set(quick) <= set(cases)
+    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,18 @@ def total(storages: set[tuple[int, int]]) -> int:
 
 
 def prompt_bound(seen: Seen, itemsize: int = 4) -> int:
-    """Of a prompt's peak: the tracker's, what lies beside, one layer's keys and values four times (queries, rotated
-    queries and keys, copies), and four matrices of attention in float32 (logits, probabilities, noise, weighted)."""
+    """Bound of a prompt's peak: the tracker's, what lies beside, and what one layer's forward takes.
+
+    That is its keys and values four times (queries, rotated queries and keys, copies), and four matrices of attention
+    in float32 (logits, probabilities, noise, weighted).
+    """
     rows, columns = len(LENGTHS), max(LENGTHS)
     one_layer = 2 * rows * HEADS * columns * DIM * itemsize
     return seen.tracked_peak + seen.beside + REST + 4 * one_layer + 4 * rows * HEADS * columns**2 * 4
 
 
 def step_bound(seen: Seen, name: str, itemsize: int = 4) -> int:
-    """Of a step's peak: what is held after it, two copies of one layer's slots, and a method's matrices of pairs."""
+    """Bound of a step's peak: what is held after it, two copies of one layer's slots, a method's pairs of slots."""
     pairs = PAIRS.get(name, 0) * len(LENGTHS) * HEADS * seen.slots**2 * 4
     wider = 4 // itemsize if name in IN_FLOAT32 else 1
     return max(seen.held[1:]) + 2 * wider * max(seen.tracked) // LAYERS + pairs + REST
@@ -151,16 +155,11 @@ def check(seen: Seen, name: str, itemsize: int = 4) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DEVICE_METHODS]
+    ("name", "dtype"),
+    some_quick(product(DEVICE_METHODS, DTYPES), *((name, torch.float32) for name in ("full", "h2o", "snapkv"))),
+    ids=str,
 )
-def test_the_device_holds_what_the_tracker_says(name):
-    check(held_by(config_for(name)), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", DEVICE_METHODS)
-def test_in_half_precision_too(name, dtype):
+def test_the_device_holds_what_the_tracker_says(name, dtype):
     check(held_by(config_for(name), dtype), name, dtype.itemsize)
 
 
@@ -229,19 +228,11 @@ def test_a_prompt_held_whole_would_be_found():
 # The devices are pretended (`pretend`), so that all numbers are real and whole generations run to their end.
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOGETHER = tuple(
     name for name in DEVICE_METHODS if name not in ("full", "h2o_c")
 )  # h2o_c: prompt tokens attend otherwise
 SOME = ("keyformer", "kvzap")
 FAMILIES = list(CONFIGS)
-
-
-def some_quick(cases, *quick):
-    """Cases of which all but the `quick` are slow."""
-    cases = list(cases)
-    assert set(quick) <= set(cases)
-    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def alike(made, plain, dtype=torch.float32):
@@ -366,53 +357,46 @@ def test_a_fetching_step_waits_at_every_layer_and_nowhere_else(family, name, mon
 # -- planted offenders -------------------------------------------------------------------------------------------------
 
 
-def reads(self, *arguments):
-    """A score that is looked at on the host."""
-    float(self.slots.score.max())
+OFFENCES = {
+    # A score that is looked at on the host, numbers of the host sent at every step, one that torch would hand over.
+    "places": lambda score: float(score.max()),
+    "sends": lambda score: score.add_(torch.tensor([0.0], device=DEVICE)),
+    "strays": lambda score: score.add_(torch.zeros(())),
+}
 
 
-def sends(self, *arguments):
-    """Numbers of the host that are sent at every step."""
-    self.slots.score.add_(torch.tensor([0.0], device=DEVICE))
-
-
-def strays(self, *arguments):
-    """A number of the host, which torch would hand over."""
-    self.slots.score.add_(torch.zeros(()))
-
-
-@pytest.mark.parametrize(("offence", "found"), [(reads, "places"), (sends, "sends"), (strays, "strays")])
-def test_a_planted_wait_is_found(offence, found, monkeypatch):
-    from kvexp.core import decode_stack as fast_step
-
-    original = fast_step.StackedLayer.forward
-
-    def forward(self, *arguments):
-        out = original(self, *arguments)
-        offence(self)
-        return out
-
-    monkeypatch.setattr(fast_step.StackedLayer, "forward", forward)
+def generate_with(monkeypatch, forward):
+    """What was noted of a generation in which `forward` stands for `StackedLayer.forward`."""
+    monkeypatch.setattr(StackedLayer, "forward", forward)
     model = on_gpu("llama")
     with reads_of_decode_steps(model) as noted:
         generate(model, DEVICE_PROMPTS, config_of("llama", "h2o"), decoding=GenerationParams(4, eos=None))
+    return noted
+
+
+@pytest.mark.parametrize("found", OFFENCES)
+def test_a_planted_wait_is_found(found, monkeypatch):
+    original = StackedLayer.forward
+
+    def forward(self, *arguments):
+        out = original(self, *arguments)
+        OFFENCES[found](self.slots.score)
+        return out
+
+    noted = generate_with(monkeypatch, forward)
     assert getattr(noted, found)
     with pytest.raises(AssertionError):
         check_waits(noted, DEVICE_STEPS, PER_STEP)
 
 
 def test_a_planted_tensor_on_the_cpu_is_found(monkeypatch):
-    from kvexp.core import decode_stack as fast_step
+    original = StackedLayer.forward
 
-    original = fast_step.StackedLayer.forward
-
-    def strays(self, query, *arguments):
+    def forward(self, query, *arguments):
         return original(self, query + torch.zeros(query.shape[-1]), *arguments)
 
-    monkeypatch.setattr(fast_step.StackedLayer, "forward", strays)
-    model = on_gpu("llama")
-    with reads_of_decode_steps(model), pytest.raises(RuntimeError, match=r"of tensors on c"):
-        generate(model, DEVICE_PROMPTS, config_of("llama", "h2o"), decoding=GenerationParams(4, eos=None))
+    with pytest.raises(RuntimeError, match=r"of tensors on c"):
+        generate_with(monkeypatch, forward)
 
 
 # A model over two devices: every layer's slots stay with it, and the tokens are those of one device.
@@ -516,10 +500,6 @@ def test_a_device_map_that_cannot_be_is_said_before_anything_loads(word, tmp_pat
 def test_accelerates_hooks_move_no_number(family):
     """The hooks that a spread model has, here with one device: they hand our cache on as it is."""
     accelerate = pytest.importorskip("accelerate")
-    from tiny import stock
-
-    from kvexp.hf import patch_model
-
     hooked = patch_model(accelerate.dispatch_model(copy.deepcopy(stock(family)), {"": "cpu"}, force_hooks=True))
     assert any(hasattr(module, "_hf_hook") for module in hooked.modules())
     options = {"decoding": GenerationParams(6), "seeds": [1, 2]}
@@ -532,10 +512,6 @@ def test_accelerates_hooks_move_no_number(family):
 
 def test_device_map_auto_loads_where_there_is_one_device(tmp_path):
     pytest.importorskip("accelerate")
-    from tiny import stock
-
-    from kvexp.hf import load_model
-
     stock("llama").save_pretrained(tmp_path)
     spread = load_model(str(tmp_path), device_map="auto")
     ours = generate(spread, PROMPTS, H2O(), Budget(kv_ratio=0.6), decoding=GenerationParams(6)).tokens
@@ -544,10 +520,6 @@ def test_device_map_auto_loads_where_there_is_one_device(tmp_path):
 
 def test_a_model_that_does_not_fit_is_refused_instead_of_offloaded(tmp_path):
     pytest.importorskip("accelerate")
-    from tiny import stock
-
-    from kvexp.hf import load_model
-
     stock("llama").save_pretrained(tmp_path)
     half = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     with pytest.raises(ConfigError, match="does not fit on the devices that device_map may use"):

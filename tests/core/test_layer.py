@@ -1,87 +1,31 @@
-"""The five kinds of layer that can stand behind Hugging Face's cache have what the protocol says, called as it says."""
+"""Caches that decode together, examples that cannot be run, and settings of a cache that exclude each other."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 
 import pytest
+import torch
 from commands import run_py
 from tiny import LETTERS, tiny
 from turns import in_turn
 
 import kvexp.retrieval
-from kvexp.core import Budget, CacheConfig, Cadence, EvictionLayer, Method, Quantization
+from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import layer_slots
-from kvexp.core.eviction import LayerCache, RowsCache
-from kvexp.core.row_mask import MaskedLayer
-from kvexp.diagnose.twin import TwinLayer
 from kvexp.generate import continuation_logprobs, generate, prefill
 from kvexp.generate.inputs import GenerationParams
-from kvexp.hf import calibrate_queries, train_surrogate
-from kvexp.hf.cache import MultiLayer
+from kvexp.hf import EvictionCache, MultiMethodCache, calibrate_queries, train_surrogate
 from kvexp.methods import A2SF, H2O, Full, Ideal, SnapKV, StreamingLLM, Window
 from kvexp.results.table import table
-from kvexp.retrieval.layer import RetrievalLayer
 from kvexp.run.build import CACHE, STORAGE, build_cache
 from kvexp.run.store import refusals, runs
-from kvexp.util import ConfigError
-
-# The five kinds of layer that can stand behind Hugging Face's cache have what the protocol says, called as it says.
-
-
-EVERY = [EvictionLayer, RetrievalLayer, MaskedLayer, MultiLayer, TwinLayer]
-WITH_ROWS = [EvictionLayer, RetrievalLayer]
-
-
-def methods(protocol):
-    return {name for name, member in vars(protocol).items() if inspect.isfunction(member) and not name.startswith("_")}
-
-
-def parameters(function):
-    return [
-        (each.name, each.kind, each.default is each.empty) for each in inspect.signature(function).parameters.values()
-    ]
-
-
-@pytest.mark.parametrize(("kind", "protocol"), [(k, LayerCache) for k in EVERY] + [(k, RowsCache) for k in WITH_ROWS])
-def test_it_is_called_as_the_protocol_says(kind, protocol):
-    assert methods(protocol) >= (
-        {"forward", "select_rows", "reset"} if protocol is LayerCache else {"copy_rows_from", "kept_positions"}
-    )
-    for name in methods(protocol):
-        assert parameters(getattr(kind, name)) == parameters(getattr(protocol, name)), (kind.__name__, name)
-
-
-@pytest.mark.parametrize("kind", WITH_ROWS)
-def test_what_only_an_object_has_is_there_too(kind):
-    """Attributes are no part of a class: those of a new layer."""
-    from kvexp.core import Budget, CacheConfig, CacheState, SequenceState
-    from kvexp.methods import H2O
-    from kvexp.retrieval import Quest
-    from kvexp.retrieval.layer import LayerGroup
-
-    config = CacheConfig(Quest() if kind is RetrievalLayer else H2O(), Budget(tokens=8))
-    common = CacheState(config, 1, SequenceState())
-    if kind is RetrievalLayer:
-        layer = RetrievalLayer(config, 0, 1, common.sequence, common.memory_tracker, LayerGroup())
-    else:
-        layer = EvictionLayer(config, 0, common)
-    assert (layer.seq_len, layer.slots, layer.first_eviction, layer.retained_attention) == (0, None, [], None)
-    assert isinstance(layer.heavy_buffers, list)
+from kvexp.util import CacheError, ConfigError
 
 
 def test_layers_that_decode_together_keep_their_rows():
-    import torch
-    from tiny import tiny
-
-    from kvexp.core import Budget
-    from kvexp.hf import EvictionCache, MultiMethodCache
-    from kvexp.methods import H2O
-    from kvexp.util import CacheError
-
     joined = MultiMethodCache([EvictionCache(tiny("llama"), H2O(), Budget(tokens=9)) for _ in range(2)], 1)
     with pytest.raises(CacheError, match="fork"):
         joined.reorder_cache(torch.tensor([0]))
@@ -124,15 +68,12 @@ def test_a_prompt_too_short_for_its_budget_is_a_skipped_row(command, tmp_path, l
     words = ("-m", "method=h2o,streaming_llm", "kv_ratio=0.3", f"hydra/launcher={launcher}", f"batch_size={batch}")
     code, out, err = command([TEXTS[0], SHORT, *TEXTS[1:]], *words, *STORIES)
     assert code == 0, err
-    assert {name: row["skipped"] for name, row in rows(tmp_path, "full").items()} == dict.fromkeys(
-        ("t0", "t1", "t2", "t3")
-    )
-    for method, why in (
-        ("h2o", "the budget of layer 0 is 0 slots for a prompt of 3 tokens"),
-        ("streaming_llm", "the budget of layer 0 is 0 slots for a prompt of 3 tokens"),
-    ):
+    skipped = {name: row["skipped"] for name, row in rows(tmp_path, "full").items()}
+    assert skipped == dict.fromkeys(("t0", "t1", "t2", "t3"))
+    for method in ("h2o", "streaming_llm"):
         found = rows(tmp_path, method)
-        assert found["t1"]["skipped"].startswith(why) and found["t1"]["receipt"] is None
+        assert found["t1"]["skipped"].startswith("the budget of layer 0 is 0 slots for a prompt of 3 tokens")
+        assert found["t1"]["receipt"] is None
         assert found["t1"]["metrics"] == {} and found["t1"]["prompt_tokens"] == 3
         assert all(row["skipped"] is None and row["metrics"] for name, row in found.items() if name != "t1")
     shown = table(tmp_path / "out", {"method": ["h2o", "streaming_llm"]})
@@ -202,7 +143,7 @@ IMPOSSIBLE = [  # words, why no example can be run
 
 
 @pytest.mark.parametrize(("words", "why"), IMPOSSIBLE, ids=[" ".join(words) for words, _ in IMPOSSIBLE])
-def test_what_no_example_can_be_is_told_before_weights_load_and_by_a_dry_run(
+def test_what_no_example_can_be_is_said_before_weights_load_and_by_a_dry_run(
     command, tmp_path, monkeypatch, words, why
 ):
     import kvexp.run.batches as module
@@ -281,7 +222,7 @@ def test_auto_is_a_simulation_where_there_is_nothing_else(method, mode):
             CacheConfig(method, HALF)
 
 
-def test_positions_are_the_papers_unless_told():
+def test_positions_are_the_papers_unless_set():
     assert not CacheConfig(H2O(), HALF).renumbered and CacheConfig(StreamingLLM(), HALF).renumbered
     assert not CacheConfig(StreamingLLM(), HALF, positions="original").renumbered
 

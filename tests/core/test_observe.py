@@ -21,13 +21,18 @@ from kvexp.core import (
     Noise,
     SequenceState,
 )
-from kvexp.core import observe as blocked
-from kvexp.core import observe as naive
-from kvexp.core import observe as tiles
+from kvexp.core import observe as observing
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.eviction import CacheState
 from kvexp.core.noise import EULER, GUMBEL_STD, POOL_OVERLAP, POOL_SIZE, pool
-from kvexp.core.observe import ObservedRows
+from kvexp.core.observe import (
+    ObservedRows,
+    column_sums,
+    naive_column_sums,
+    row_weights,
+    supports,
+    tiled_column_sums,
+)
 from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
 
 # Observation at prefill: blocks change nothing, memory stays linear, and hand-computed sums come out.
@@ -90,22 +95,6 @@ def test_constant_noise_is_no_noise():
     torch.testing.assert_close(constant, none, atol=1e-5, rtol=0)
     _, gumbel = observe(Keyformer())
     assert (gumbel - none).abs().max() > 0.1
-
-
-def test_noise_has_the_stated_moments_and_streams_are_independent():
-    positions = torch.arange(400)[None]
-    for kind in ("gumbel", "gaussian"):
-        z = Noise(kind).draw(torch.tensor([5]), 2, 3, positions, positions[None])[0]
-        assert abs(z.mean().item() - 0.5772) < 0.01
-        assert abs(z.std().item() - 1.2825) < 0.01
-        flat = z.flatten(1)
-        assert torch.corrcoef(flat).triu(1).abs().max() < 0.01  # heads
-        assert abs(torch.corrcoef(torch.stack([z[0, :, 1:].flatten(), z[0, :, :-1].flatten()]))[0, 1]) < 0.01  # keys
-        assert abs(torch.corrcoef(torch.stack([z[0, 1:].flatten(), z[0, :-1].flatten()]))[0, 1]) < 0.01  # queries
-    skew = (
-        (Noise("gumbel").draw(torch.tensor([5]), 0, 1, positions, positions[None]) - 0.5772) ** 3
-    ).mean() / 1.2825**3
-    assert abs(skew.item() - 1.1395) < 0.1  # a Gumbel is skewed, a Gaussian is not
 
 
 def test_noise_depends_on_nothing_but_its_key():
@@ -295,7 +284,7 @@ def sight_of(count=59, padding=(0, 0, 0), alibi=False, window=None, ahead=0, dty
 
 def sums(inputs, method, how, rows_left=0, **options):
     spec = method.score_spec
-    weights = naive.row_weights(spec, inputs.query_positions, rows_left)
+    weights = row_weights(spec, inputs.query_positions, rows_left)
     taus = torch.full((inputs.query.shape[3],), spec.tau[0])
     seeds = torch.arange(5, 5 + inputs.query.shape[0])
     return how(inputs, ObservedRows(spec, weights, taus, seeds, 3, rows_left), **options)
@@ -306,17 +295,17 @@ def sums(inputs, method, how, rows_left=0, **options):
 def test_tiles_are_naive(method, world):
     """Tolerance: logits up to 20 at 2**-24 each, through exp, over 118 rows that add up; ten times what was seen."""
     inputs = sight_of(**WORLDS[world])
-    expected = sums(inputs, METHODS[method], naive.naive_column_sums)
+    expected = sums(inputs, METHODS[method], naive_column_sums)
     for block in (1, 7, 64, None):
-        got = sums(inputs, METHODS[method], tiles.tiled_column_sums, block=block)
+        got = sums(inputs, METHODS[method], tiled_column_sums, block=block)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
 
 def test_half_precision_rounds_products_as_the_truth_does():
     """A product that lies between two numbers of bfloat16 may be summed up to either: one part in 2**8 of a logit."""
     inputs = sight_of(dtype=torch.bfloat16)
-    exact = sums(replace(inputs, query=inputs.query.float(), keys=inputs.keys.float()), H2O(), naive.naive_column_sums)
-    rounded, got = sums(inputs, H2O(), naive.naive_column_sums), sums(inputs, H2O(), tiles.tiled_column_sums, block=7)
+    exact = sums(replace(inputs, query=inputs.query.float(), keys=inputs.keys.float()), H2O(), naive_column_sums)
+    rounded, got = sums(inputs, H2O(), naive_column_sums), sums(inputs, H2O(), tiled_column_sums, block=7)
     assert (got - rounded).abs().max() < 0.05 * (rounded - exact).abs().max()
 
 
@@ -324,7 +313,7 @@ def test_a_row_is_the_same_in_any_company():
     """To the bit: neighbours and padding decide neither the tiles nor what is in them."""
     padded = sight_of(padding=(0, 19, 41))
     for method in METHODS.values():
-        together = sums(padded, method, tiles.tiled_column_sums, block=None)
+        together = sums(padded, method, tiled_column_sums, block=None)
         for row, pad in enumerate((0, 19, 41)):
             alone = AttentionInputs(
                 padded.query[row : row + 1, :, :, pad:],
@@ -337,9 +326,9 @@ def test_a_row_is_the_same_in_any_company():
                 padded=False,
             )
             spec = method.score_spec
-            weights = naive.row_weights(spec, alone.query_positions, 0)
+            weights = row_weights(spec, alone.query_positions, 0)
             taus = torch.full((59 - pad,), spec.tau[0])
-            got = tiles.tiled_column_sums(alone, ObservedRows(spec, weights, taus, torch.tensor([5 + row]), 3), None)
+            got = tiled_column_sums(alone, ObservedRows(spec, weights, taus, torch.tensor([5 + row]), 3), None)
             assert torch.equal(together[row, :, pad:], got[0])
             assert (together[row, :, :pad] == 0).all()
 
@@ -347,41 +336,41 @@ def test_a_row_is_the_same_in_any_company():
 def test_heads_go_in_pieces_where_a_tile_cannot_hold_them(monkeypatch):
     inputs = sight_of()
     for size, least in ((1 << 9, 1), (1 << 12, 1), (1 << 9, 64)):
-        monkeypatch.setattr(tiles, "MAX_TILE_LOGITS", size)
-        monkeypatch.setattr(tiles, "MIN_PRODUCT_ROWS", least)
+        monkeypatch.setattr(observing, "MAX_TILE_LOGITS", size)
+        monkeypatch.setattr(observing, "MIN_PRODUCT_ROWS", least)
         for method in (H2O(), Keyformer(), Keyformer(fresh=False)):
-            expected = sums(inputs, method, naive.naive_column_sums)
-            got = sums(inputs, method, tiles.tiled_column_sums, block=None)
+            expected = sums(inputs, method, naive_column_sums)
+            got = sums(inputs, method, tiled_column_sums, block=None)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
 
 def test_a_chunk_that_nothing_observes_adds_nothing():
-    assert (sums(sight_of(ahead=7), SnapKV(window=5), tiles.tiled_column_sums, rows_left=5, block=None) == 0).all()
+    assert (sums(sight_of(ahead=7), SnapKV(window=5), tiled_column_sums, rows_left=5, block=None) == 0).all()
 
 
 @pytest.mark.parametrize(("count", "tiled"), [(31, False), (300, True)])
 def test_short_prompts_are_observed_at_once_and_long_ones_in_tiles(count, tiled, monkeypatch):
     called = []
-    monkeypatch.setattr(tiles, "tiled_column_sums", lambda *_: called.append(1) or torch.zeros(()))
-    sums(sight_of(count), H2O(), blocked.column_sums)
+    monkeypatch.setattr(observing, "tiled_column_sums", lambda *_: called.append(1) or torch.zeros(()))
+    sums(sight_of(count), H2O(), column_sums)
     assert bool(called) == tiled
 
 
-def test_recorded_noise_never_comes_in_tiles():
-    """Its table knows rows by their number in the whole batch."""
+def test_what_never_comes_in_tiles():
+    """Slots out of order, a simulation's, float64; and recorded noise, whose table knows rows by their number."""
 
     class Recorded(Noise):
         pass
 
-    assert tiles.supports(sight_of(), AttentionScoreSpec(noise=Noise()))
-    assert not tiles.supports(sight_of(), AttentionScoreSpec(noise=Recorded()))
-
-
-def test_slots_out_of_order_and_float64_never_come_in_tiles():
-    inputs = sight_of()
-    assert not tiles.supports(sight_of(dtype=torch.float64), H2O().score_spec)
-    assert not tiles.supports(replace(inputs, in_column_order=False), H2O().score_spec)
-    assert not tiles.supports(replace(inputs, visible=torch.ones(3, 3, 59, dtype=torch.bool)), H2O().score_spec)
+    inputs, spec = sight_of(), AttentionScoreSpec(noise=Noise())
+    assert supports(inputs, spec)
+    assert not supports(inputs, AttentionScoreSpec(noise=Recorded()))
+    for other in (
+        sight_of(dtype=torch.float64),
+        replace(inputs, in_column_order=False),
+        replace(inputs, visible=torch.ones(3, 3, 59, dtype=torch.bool)),
+    ):
+        assert not supports(other, spec)
 
 
 def test_a_softmax_may_be_written_over_its_logits():

@@ -232,7 +232,7 @@ def test_a_cache_that_is_reset_repeats_the_next_prompt() -> None:
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_hugging_faces_generate_repeats_the_prompt_too(num_beams: int) -> None:
-    """Also under beams: each beam's row holds of the prompt what it holds alone."""
+    """Each beam's row holds of the prompt what it holds alone."""
     model, prompts = tiny("llama"), prompts_of(8, (15, 11))
     method = KVzip(n_sinks=1, chunk=6)
     beams = GenerationParams(4, eos=None, num_beams=num_beams)
@@ -393,5 +393,5 @@ def test_what_cannot_be_is_refused() -> None:
     for wrong in ({"chunk": 0}, {"sketch": 0}, {"n_sinks": -1}, {"n_recent": -1}, {"blending": -0.5}):
         with pytest.raises(ConfigError, match="must be at least"):
             Compactor(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least 1 token"):
+    with pytest.raises(ConfigError, match="size must be at least 1"):
         LocalChunks(0)

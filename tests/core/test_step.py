@@ -21,6 +21,7 @@ import kvexp.core.noise as noise
 import kvexp.generate
 from kvexp import util as free_memory
 from kvexp.core import Budget, Cadence, Slots
+from kvexp.core.decode_stack import can_fast_decode
 from kvexp.generate import (
     CacheConfig,
     GenerationParams,
@@ -49,12 +50,6 @@ from kvexp.run.batches import NEW, PROMPT, evaluate_run
 from kvexp.run.settings import settings_of
 from kvexp.util import UNKNOWN, available
 
-# The short decode step against the general path and the slower modes: same tokens, kept sets, scores and logits.
-
-
-# The short decode step against the general path and the slower modes: same tokens, kept sets, scores and logits.
-
-
 HALF = Budget(kv_ratio=0.5)
 METHODS = [
     H2O(),
@@ -78,18 +73,18 @@ ROWS = {"padded": (40, 33, 40), "equal": (36, 36)}
 def both(family, method, budget, lengths, monkeypatch, plan=None, **changes):
     """(short, general, how often the short step was taken)."""
     model, rows = tiny(family, **changes), prompts_of(3, lengths)
-    decoding, seeds = GenerationParams(14, eos=None), list(range(len(lengths)))
-    taken, original = [], layer.fast_step.can_fast_decode
+    options = {"decoding": GenerationParams(14, eos=None), "seeds": list(range(len(lengths))), "keep_logits": True}
+    taken = []
 
     def counted(*arguments):
-        taken.append(original(*arguments))
+        taken.append(can_fast_decode(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(layer.fast_step, "can_fast_decode", counted)
-    short = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
-    monkeypatch.setattr(layer.fast_step, "can_fast_decode", lambda *_: False)
-    general = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
-    return short, general, sum(taken)
+    made = []
+    for which in (counted, lambda *_: False):
+        monkeypatch.setattr(layer, "can_fast_decode", which)
+        made.append(generate(model, rows, method, budget, **options, **(plan or {})))
+    return *made, sum(taken)
 
 
 def scores(cache: EvictionCache):
@@ -123,44 +118,36 @@ def test_short_step_is_the_general_one(method, rows, monkeypatch):
     alike(short, general)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_on_every_family(family, monkeypatch):
-    for method in (H2O(), Keyformer()):
-        short, general, taken = both(family, method, HALF, ROWS["padded"], monkeypatch)
-        assert taken > 0
-        alike(short, general)
-        monkeypatch.undo()
+# RoPE in halves, interleaved and partial, ALiBi; learned positions cannot move and stay original.
+POSITIONS = {family: "original" if family in ("gpt2", "opt") else "renumbered" for family in CONFIGS}
+# Budget 20 is more than the 11 places that a query sees: a sink is hidden once its place is too far.
+WINDOW = {"family": "mistral", "sliding_window": 11}
+VARIANTS = {
+    **{f"{name}, h2o": (H2O(), {"family": name}) for name in CONFIGS},
+    **{f"{name}, keyformer": (Keyformer(), {"family": name}) for name in CONFIGS},
+    **{
+        f"{name}, sinks, {rows}": (
+            StreamingLLM(n_sinks=3),
+            {"family": name, "lengths": ROWS[rows], "plan": {"positions": POSITIONS[name]}},
+        )
+        for name in CONFIGS
+        for rows in ROWS
+    },
+    "sliding window": (A2SF(alpha=0.5), WINDOW),
+    "sinks within a sliding window": (StreamingLLM(), WINDOW),
+    "short rows still grow while the long one overwrites": (
+        H2O(),
+        {"budget": Budget(tokens=30), "lengths": (40, 22, 18)},
+    ),
+}
 
 
-def test_with_a_sliding_window(monkeypatch):
-    short, general, taken = both("mistral", A2SF(alpha=0.5), HALF, ROWS["padded"], monkeypatch, sliding_window=11)
-    assert taken > 0
-    alike(short, general)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("family", CONFIGS)
-def test_renumbered_sinks_on_every_family(family, rows, monkeypatch):
-    """RoPE in halves, interleaved and partial, ALiBi; learned positions cannot move and stay original."""
-    positions = "original" if family in ("gpt2", "opt") else "renumbered"
-    short, general, taken = both(
-        family, StreamingLLM(n_sinks=3), HALF, ROWS[rows], monkeypatch, plan={"positions": positions}
-    )
-    assert taken == 13 * 2
-    alike(short, general)
-
-
-def test_renumbered_sinks_within_a_sliding_window(monkeypatch):
-    """Budget 20 is more than the 11 places that a query sees: a sink is hidden once its place is too far."""
-    short, general, taken = both("mistral", StreamingLLM(), HALF, ROWS["padded"], monkeypatch, sliding_window=11)
-    assert taken > 0
-    alike(short, general)
-
-
-def test_rows_that_have_not_filled_their_budget(monkeypatch):
-    """The short rows still grow while the long one overwrites."""
-    short, general, taken = both("llama", H2O(), Budget(tokens=30), (40, 22, 18), monkeypatch)
-    assert taken > 0
+@pytest.mark.parametrize("case", VARIANTS)
+def test_short_step_on_every_family(case, monkeypatch):
+    method, given = VARIANTS[case]
+    given = {"family": "llama", "budget": HALF, "lengths": ROWS["padded"]} | given
+    short, general, taken = both(method=method, monkeypatch=monkeypatch, **given)
+    assert taken == 13 * 2 or (given["budget"] != HALF and taken > 0)
     alike(short, general)
 
 
@@ -215,7 +202,7 @@ def test_rows_selected_between_steps(method, monkeypatch):
     made = []
     for general in (False, True):
         if general:
-            monkeypatch.setattr(layer.fast_step, "can_fast_decode", lambda *_: False)
+            monkeypatch.setattr(layer, "can_fast_decode", lambda *_: False)
         cache = prefill(model, rows, method, HALF, max_new_tokens=30, seeds=[1, 2, 3]).cache
         places, logits = torch.tensor([[40], [33], [40]]), []
         for picked in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 1, 0]):
@@ -368,16 +355,13 @@ def test_rows_of_a_shared_copy_can_be_chosen_in_any_order() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_a_shared_prompt_shares_no_position_ids(kv_heads: int) -> None:
-    """With one kv head, too: the sequence's ids, which all layers read, stay when one layer's slots change."""
+    """The sequence's ids, which all layers read, stay when one layer's slots change; with one kv head, too."""
     keys, positions = torch.randn(2, kv_heads, 5, 4), torch.arange(5).repeat(2, 1)
     slots = Slots.empty_like(keys, keys, masked=False)
     slots.alias(keys, keys, positions, torch.zeros(2, kv_heads, 5))
     slots.invalidate(torch.ones(2, kv_heads, 1, dtype=torch.int64))
     assert (slots.positions[..., 1] == -1).all()
     assert torch.equal(positions, torch.arange(5).repeat(2, 1))
-
-
-# Before the first example that is timed, something like it is generated that no row tells of.
 
 
 # Before the first example that is timed, something like it is generated that no row tells of.

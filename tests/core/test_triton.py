@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,22 +18,14 @@ from test_observe import METHODS as OBSERVED
 from test_step import HALF, ROWS, alike, scores
 from tiny import prompts_of, tiny
 
-from kvexp.core import AttentionParams, Budget, CacheConfig
-from kvexp.core import observe as accumulate
-from kvexp.core import observe as naive
-from kvexp.core import triton_ops as triton_decode
+from kvexp.core import AttentionParams, Budget, CacheConfig, triton_ops
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.decode_stack import StackedLayer
-from kvexp.core.observe import ObservedRows
+from kvexp.core.observe import ObservedRows, column_sums_by, row_weights
 from kvexp.generate import GenerationParams, generate, prefill_together
 from kvexp.generate.loop import decode
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 from kvexp.util import ConfigError
-
-# The kernels against all rows at once: compiled on a CUDA device, else under Triton's interpreter where it is there.
-#
-# `make gpu-compile` runs them so, with a Triton of its own beside the environment.
-
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -76,10 +69,10 @@ def sight_of(
 
 def sums(inputs, method, how):
     spec = method.score_spec
-    weights = naive.row_weights(spec, inputs.query_positions, 0)
+    weights = row_weights(spec, inputs.query_positions, 0)
     taus = torch.full((inputs.query.shape[3],), spec.tau[0], device=DEVICE)
     observed = ObservedRows(spec, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0)
-    return accumulate.column_sums_by(how, inputs, observed, None)
+    return column_sums_by(how, inputs, observed, None)
 
 
 def same(got, expected):
@@ -87,19 +80,17 @@ def same(got, expected):
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
+AWKWARD = [{"count": count, "heads": 1, "groups": 2, "dim": 7} for count in (1, 17, 63, 64, 65, 130)]
+
+
 @installed
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("method", OBSERVED)
+@pytest.mark.parametrize(
+    ("method", "world"),
+    [*product(OBSERVED, WORLDS.values()), *product(["h2o", "keyformer", "snapkv"], AWKWARD)],
+    ids=str,
+)
 def test_kernels_are_naive(method, world):
-    inputs = sight_of(**WORLDS[world])
-    same(sums(inputs, OBSERVED[method], "triton"), sums(inputs, OBSERVED[method], "naive"))
-
-
-@installed
-@pytest.mark.parametrize("method", ["h2o", "keyformer", "snapkv"])
-@pytest.mark.parametrize("count", [1, 17, 63, 64, 65, 130])
-def test_awkward_lengths(count, method):
-    inputs = sight_of(count, heads=1, groups=2, dim=7)
+    inputs = sight_of(**world)
     same(sums(inputs, OBSERVED[method], "triton"), sums(inputs, OBSERVED[method], "naive"))
 
 
@@ -158,9 +149,9 @@ def test_three_tokens_by_hand():
     )
     seeds, taus = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
     for method, columns in ((H2O(), [19 / 12, 7 / 6, 1 / 4]), (A2SF(alpha=0.5), [2 / 3, 5 / 6, 1 / 4])):
-        weights = naive.row_weights(method.score_spec, at, 0)
+        weights = row_weights(method.score_spec, at, 0)
         observed = ObservedRows(method.score_spec, weights, taus, seeds, 0, 0)
-        got = accumulate.column_sums_by("triton", inputs, observed, None)
+        got = column_sums_by("triton", inputs, observed, None)
         torch.testing.assert_close(got[0, 0].cpu(), torch.tensor(columns))
 
 
@@ -197,9 +188,7 @@ def test_nothing_else_imports_the_kernels():
     assert done.returncode == 0, done.stderr
 
 
-# The kernels of a decode step against the eager step: compiled on a CUDA device, else under Triton's interpreter.
-#
-# `make gpu-compile` runs them so, with a Triton of its own beside the environment.
+# The kernels of a decode step against the eager step.
 
 
 METHODS = {
@@ -219,17 +208,17 @@ def pair(family, method, budget, lengths, monkeypatch, new=8, **changes):
     model, rows = tiny(family, **changes), prompts_of(3, lengths)
     model = model.to("cuda") if GPU else model
     decoding, seeds, steps = GenerationParams(new, eos=None), list(range(len(lengths))), []
-    original = triton_decode.FusedDecodeAttention.__call__
+    original = triton_ops.FusedDecodeAttention.__call__
 
     def counted(self, *arguments):
         steps.append(1)
         return original(self, *arguments)
 
-    monkeypatch.setattr(triton_decode.FusedDecodeAttention, "__call__", counted)
-    monkeypatch.setattr(triton_decode, "requested", lambda states: True)  # and the prompt in the eager way, for speed
+    monkeypatch.setattr(triton_ops.FusedDecodeAttention, "__call__", counted)
+    monkeypatch.setattr(triton_ops, "requested", lambda states: True)  # and the prompt in the eager way, for speed
     options = {"decoding": decoding, "seeds": seeds, "keep_logits": True}
     kernels = generate(model, rows, method, budget, **options)
-    monkeypatch.setattr(triton_decode, "requested", lambda states: False)
+    monkeypatch.setattr(triton_ops, "requested", lambda states: False)
     return kernels, generate(model, rows, method, budget, **options), len(steps)
 
 
@@ -242,26 +231,19 @@ def test_kernels_are_the_eager_step(method, rows, monkeypatch):
     alike(kernels, eager)
 
 
-@installed
-@pytest.mark.parametrize("family", ["mpt", "gptj", "gpt2"])
-def test_alibi_float32_logits_and_heads_of_their_own(family, monkeypatch):
-    for method in (H2O(), Keyformer()):
-        kernels, eager, steps = pair(family, method, HALF, ROWS["padded"], monkeypatch)
-        assert steps > 0
-        alike(kernels, eager)
-        monkeypatch.undo()
+WORLDS_OF_STEPS = {
+    **{family: (family, HALF, ROWS["padded"], {}) for family in ("mpt", "gptj", "gpt2")},  # ALiBi, float32 logits
+    "a sliding window and rows with empty slots": ("mistral", HALF, (40, 33, 40), {"sliding_window": 11}),
+    "rows that have not filled their budget": ("llama", Budget(tokens=30), (40, 22, 18), {}),
+}
 
 
 @installed
-def test_a_sliding_window_and_rows_with_empty_slots(monkeypatch):
-    kernels, eager, steps = pair("mistral", A2SF(alpha=0.5), HALF, (40, 33, 40), monkeypatch, sliding_window=11)
-    assert steps > 0
-    alike(kernels, eager)
-
-
-@installed
-def test_rows_that_have_not_filled_their_budget(monkeypatch):
-    kernels, eager, steps = pair("llama", Keyformer(), Budget(tokens=30), (40, 22, 18), monkeypatch)
+@pytest.mark.parametrize("method", ["a2sf", "keyformer"])
+@pytest.mark.parametrize("world", WORLDS_OF_STEPS)
+def test_kernels_are_the_eager_step_of_every_family(world, method, monkeypatch):
+    family, budget, lengths, changes = WORLDS_OF_STEPS[world]
+    kernels, eager, steps = pair(family, METHODS[method], budget, lengths, monkeypatch, **changes)
     assert steps > 0
     alike(kernels, eager)
 
@@ -269,7 +251,7 @@ def test_rows_that_have_not_filled_their_budget(monkeypatch):
 @installed
 @pytest.mark.parametrize("tokens", [63, 64, 65, 130])
 def test_slots_that_fill_tiles_and_parts_unevenly(tokens, monkeypatch):
-    monkeypatch.setattr(triton_decode, "MAX_KV_SPLITS", 2)
+    monkeypatch.setattr(triton_ops, "MAX_KV_SPLITS", 2)
     kernels, eager, steps = pair("llama", Keyformer(), Budget(tokens=tokens), (140,), monkeypatch, new=4)
     assert steps == 3 * 2
     alike(kernels, eager)
@@ -284,7 +266,7 @@ def test_a_stack_of_every_kind_of_row(monkeypatch):
     model = model.to("cuda") if GPU else model
     made = []
     for kernels in (True, False):
-        monkeypatch.setattr(triton_decode, "requested", lambda states, kernels=kernels: kernels)
+        monkeypatch.setattr(triton_ops, "requested", lambda states, kernels=kernels: kernels)
         contexts = prefill_together(model, rows, variants, max_new_tokens=9, seeds=[4, 5])
         made.append(decode(model, contexts, GenerationParams(9, eos=None), [4, 5], None, start=0.0))
     for one, other in zip(*made, strict=True):
@@ -308,5 +290,5 @@ def test_what_the_kernels_leave_to_the_eager_step():
         generation = generate(
             tiny("llama"), prompts_of(3, (40,)), method, HALF, decoding=GenerationParams(2, eos=None), **plan
         )
-        assert triton_decode.supported(list(generation.cache.layer_states)) == able
+        assert triton_ops.supported(list(generation.cache.layer_states)) == able
         assert (StackedLayer([generation.cache.layer_states[0]]).fused is not None) == able
