@@ -15,12 +15,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.lib.exhibits import REAL, SCALES, full_name, load, names, sweeps
+import pandas as pd
+
+from experiments.lib.exhibits import REAL, SCALES, full_name, load, names, size_of, sweeps
 from experiments.lib.real_scale import commands, layout, scale_of
 from experiments.lib.record import VERDICT, record, record_real
-from experiments.lib.runner import Asked, markdown, results
+from experiments.lib.runner import Asked, results
 from kvexp.run.jobs import INTERRUPTED, KEPT
 from kvexp.util import ConfigError, watch_pipes
+
+SHOWN = 20  # rows of a table that are printed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     outputs = (args.outputs or Path("outputs/smoke" if args.smoke else "outputs")).resolve()
     fresh = not outputs.exists() or not any(outputs.iterdir())
-    asked = Asked(args.scale, outputs, args.smoke, tuple(args.given), args.data)
+    asked = Asked(args.scale, outputs, args.smoke, tuple(args.given), args.data, shows=len(wanted) == 1)
     try:
         failed = _made(args, wanted, asked, fresh)
     except KeyboardInterrupt as error:
@@ -76,7 +80,7 @@ def _made(args: argparse.Namespace, wanted: Sequence[str], asked: Asked, fresh: 
     """Make and print each exhibit; returns those that could not be made. fresh: outputs were empty before."""
     failed = []
     if len(wanted) == 1:
-        print(_title(wanted[0], asked), flush=True)
+        print(f"{_title(wanted[0], asked)}\n{_plan(wanted[0], asked)}", flush=True)
     for name, made in results(wanted, asked, args.workers):
         if len(wanted) > 1:
             print(_title(name, asked), flush=True)
@@ -85,8 +89,10 @@ def _made(args: argparse.Namespace, wanted: Sequence[str], asked: Asked, fresh: 
             print(made.rstrip(), file=sys.stderr, flush=True)
             continue
         if len(wanted) == 1:
-            print(markdown(made.table))
-        print(f"  {VERDICT[made.holds]}: {made.words}", flush=True)
+            print(_brief(made.table))
+            print(f"all {len(made.table)} rows: {made.folder}/table.csv; figure.png beside it")
+        smoke = "SMOKE, means nothing: " if asked.smoke else ""
+        print(f"  {smoke}{VERDICT[made.holds]}: {made.words}", flush=True)
         if made.divergence is not None:
             print(f"  by divergence {VERDICT[made.divergence[0]]}: {made.divergence[1]}", flush=True)
         print(f"  {made.seconds:.0f} CPU s, {made.folder}", flush=True)
@@ -101,6 +107,29 @@ def _title(name: str, asked: Asked) -> str:
     rows = dict.fromkeys(each.rows for each in asked.commands(name) if each.rows) if asked.scale == REAL else ()
     said = f"\nrows: {'; '.join(rows)}" if rows else ""
     return f"\n{load(name).title}\n{name} ({asked.scale}): {load(name).claim}{said}"
+
+
+def _plan(name: str, asked: Asked) -> str:
+    """How many runs an exhibit takes, where they are kept, and at which scale README's result of it was made."""
+    runs = sum(size_of(each) for each in dict.fromkeys(each.experiment for each in asked.commands(name)))
+    small = ", fewer with --smoke" if asked.smoke else ""
+    said = (
+        f"{runs} runs{small} and their full caches; those in {asked.outputs} are not made again (Ctrl-C keeps the rest)"
+    )
+    if asked.scale == "testbed" and sweeps(name, REAL):
+        said += (
+            "\nThe testbed is a synthetic language. SmolLM2-135M: DATA=FOLDER, or SCALE=real on kvexp's own articles"
+        )
+    return said
+
+
+def _brief(table: pd.DataFrame) -> str:
+    """The first rows of a table, numbers to four digits; what all rows share stands in one line above them."""
+    shown = table.dropna(axis=1, how="all")
+    shared = {name: shown[name].iloc[0] for name in shown if shown[name].astype(str).nunique() == 1}
+    words = ", ".join(f"{name} {value}" for name, value in shared.items() if str(value))
+    rows = shown.drop(columns=list(shared)).head(SHOWN)
+    return f"{words}\n{rows.to_string(index=False, na_rep='', float_format='{:.4g}'.format)}"
 
 
 def _with_a_real_scale(wanted: Sequence[str], data: str | None) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +160,12 @@ def params(experiment: str) -> dict[str, str]:
     """What an experiment sweeps: key -> its values, as typed."""
     found: dict[str, str] = declared()[experiment]["hydra"]["sweeper"]["params"]
     return found
+
+
+def size_of(experiment: str) -> int:
+    """How many runs an experiment is; a comma within brackets or quotes parts no values."""
+    values = (re.sub(r"\[[^]]*\]|'[^']*'|\([^)]*\)", "", each) for each in params(experiment).values())
+    return math.prod(each.count(",") + 1 for each in values)
 
 
 def declared_text() -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import io
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -37,7 +39,8 @@ from kvexp.util import ConfigError
 class Asked:
     """What is wanted of every exhibit; given: overrides of its sweeps, "KEY=VALUE" or "SWEEP:KEY=VALUE" for one.
 
-    data: at the real scale the folder of rows, "hub", or None for kvexp's own articles.
+    data: at the real scale the folder of rows, "hub", or None for kvexp's own articles. shows: whether the progress of
+    its sweeps is printed as well as logged.
     """
 
     scale: str
@@ -45,6 +48,7 @@ class Asked:
     smoke: bool = False
     given: tuple[str, ...] = ()
     data: str | None = None
+    shows: bool = False
 
     def commands(self, name: str) -> list[Command]:
         """The sweeps of an exhibit at this scale, and what they need to find their rows."""
@@ -84,6 +88,19 @@ def make(name: str, asked: Asked) -> Made:
     return Made(name, table, holds, words, time.process_time() - start, folder, again, about)
 
 
+class _Both(io.TextIOBase):
+    """What is printed goes to both files."""
+
+    def __init__(self, *files: TextIO) -> None:
+        self.files = files
+
+    def write(self, text: str) -> int:
+        for file in self.files:
+            file.write(text)
+            file.flush()
+        return len(text)
+
+
 def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd.DataFrame, pd.DataFrame | None]:
     """What the exhibit's table is made of, and the divergence of its runs where one is judged.
 
@@ -103,7 +120,7 @@ def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd
         raise ConfigError(f"the sweeps {', '.join(experiments)} need one limit, got {sorted(map(str, limits))}")
     with (
         (folder / "sweep.log").open("w", encoding="utf-8") as log,
-        contextlib.redirect_stdout(log),
+        contextlib.redirect_stdout(_Both(log, sys.stdout) if asked.shows else log),
         contextlib.redirect_stderr(log),
     ):
         judged = exhibit.divergence is not None and asked.scale == REAL

@@ -74,6 +74,18 @@ class Needs:
 NOTHING = Needs()
 
 
+# Field of an EvictionContext -> the `needs` without which it is None.
+DECLARED_BY = {
+    "newest_attention": "newest_attention=True",
+    "query_statistics": "queries_after=0",
+    "last_logits": "last_queries=1",
+    "calibration": "calibration=True",
+    "local_attention": "local_chunks=…",
+    "rope": "rope=True",
+    "second_pass_attention": "second_pass=…",
+}
+
+
 def output_norms(values: Tensor, factors: Tensor) -> Tensor:
     """||R v_j||_2 [B, H, G, S] of values [B, H, S, Dv]; factors R [H, G, n, Dv], float32.
 
@@ -234,6 +246,16 @@ class EvictionContext:
     def just_left_window(self) -> Tensor:
         """[B, H, S] bool: the slot of the token that has just left the recent window."""
         return self.age() == self.recent[:, None, None]
+
+
+def undeclared(method: Method, ctx: EvictionContext) -> str | None:
+    """Why a method's `priority` met None: the input that it reads and does not declare; None where there is none."""
+    code = getattr(type(method).priority, "__code__", None)
+    names = [name for name in DECLARED_BY if code and name in code.co_names and getattr(ctx, name) is None]
+    if not names:
+        return None
+    name = type(method).__qualname__
+    return f"{name} reads ctx.{names[0]}, which is None: declare needs = Needs({DECLARED_BY[names[0]]})"
 
 
 @dataclass(frozen=True)

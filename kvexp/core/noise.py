@@ -150,13 +150,10 @@ class Noise:
         seeds [B]; heads = H * G query heads; query_positions [B, Q]; key_positions [B, H, S] or [B, 1, S].
         Returns [B, H * G, Q (1 if per key), S] float32 on the same device, or a scalar where it is constant.
         """
-        if self.constant:
-            return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
-        if not self.fresh:
-            return hash_draws(self.kind, stream_id(seeds, layer, heads), _by_query_head(key_positions, heads))[
-                :, :, None
-            ]
-        return _gather_draws(self.kind, self.pool_offsets(seeds, layer, heads, query_positions), key_positions)
+        streams = stream_id(seeds, layer, heads)
+        if self.constant or not self.fresh:
+            return self._of_keys(streams, key_positions)
+        return _gather_draws(self.kind, _pool_offsets(streams, query_positions), key_positions)
 
     def make_stepper(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
         """`draw` for decode steps, as a function (query positions, key positions) -> noise.
@@ -165,11 +162,16 @@ class Noise:
         the next one's: query positions [L * B, 1], key positions [L * B, H, S]. seeds [B]; heads: H * G query heads.
         """
         streams = torch.cat([stream_id(seeds, layer, heads) for layer in layers])
+        if self.constant or not self.fresh:
+            return lambda _, keys: self._of_keys(streams, keys)
+        return PooledDraws(self.kind, PoolOffsets(streams))
+
+    def _of_keys(self, streams: Tensor, key_positions: Tensor) -> Tensor:
+        """Noise [B, H * G, 1, S] that is the same for all queries, or a scalar; streams [B, H * G]."""
         if self.constant:
-            return lambda _, keys: torch.full((), EULER if self.kind == "constant" else 0.0, device=keys.device)
-        if self.fresh:
-            return PooledDraws(self.kind, PoolOffsets(streams))
-        return lambda _, keys: hash_draws(self.kind, streams, _by_query_head(keys, heads))[:, :, None]
+            return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
+        keys = key_positions.repeat_interleave(streams.shape[1] // key_positions.shape[1], dim=1)
+        return hash_draws(self.kind, streams, keys)[:, :, None]
 
     def pool_offsets(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
         """Offset into the pool at which each query's draws start: [B, heads, Q] int32.
@@ -195,7 +197,7 @@ class PoolOffsets:
         return self.draw_next(query_positions) if self.held.value is None else self.held.value
 
     def draw_next(self, query_positions: Tensor) -> Tensor:
-        """`next_offsets`, from the schedule."""
+        """Offsets of the next step of the schedule; arguments and result of `next_offsets`."""
         pool_offsets = next(self.ready, None)
         if pool_offsets is None:
             ahead = torch.arange(STEPS_AHEAD, device=query_positions.device)
@@ -213,11 +215,6 @@ class PooledDraws:
     def __call__(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Draws [B, H * G, 1, S] float32 for queries at positions [B, 1] and slots at key_positions [B, H, S]."""
         return _gather_draws(self.kind, self.pool_offsets.next_offsets(query_positions), key_positions)
-
-
-def _by_query_head(keys: Tensor, heads: int) -> Tensor:
-    """Key positions [B, H or 1, S] repeated for every query head: [B, heads, S]."""
-    return keys.repeat_interleave(heads // keys.shape[1], dim=1)
 
 
 def _pool_offsets(streams: Tensor, query_positions: Tensor) -> Tensor:

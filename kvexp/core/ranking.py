@@ -11,7 +11,7 @@ from kvexp.core.budget import Budget
 from kvexp.core.budget_resolution import LayerSlots
 from kvexp.core.budget_shares import slots_by_head, union_priority
 from kvexp.core.config import CacheConfig, Keep
-from kvexp.core.method import EvictionContext, Method, checked
+from kvexp.core.method import EvictionContext, Method, checked, undeclared
 from kvexp.core.sequence import MarkedSpans, SequenceState
 from kvexp.core.topk import kept_mask
 from kvexp.util import ConfigError
@@ -84,7 +84,13 @@ def rank(
 
 def float_priority(method: Method, ctx: EvictionContext) -> Tensor:
     """The method's priority [B, H, S] in float32, NaN as -inf; ConfigError where it returns no tensor of that shape."""
-    priority = checked(method.priority(ctx), ctx.positions.shape, method, "priority", "[B, H, S]")
+    try:
+        made = method.priority(ctx)
+    except (AttributeError, TypeError) as error:  # None was read, where an input is not declared
+        if (missing := undeclared(method, ctx)) is None:
+            raise
+        raise ConfigError(missing) from error
+    priority = checked(made, ctx.positions.shape, method, "priority", "[B, H, S]")
     return priority.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 

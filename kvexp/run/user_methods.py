@@ -298,6 +298,12 @@ def check_class(cls: type[Any]) -> None:
                 f"{each.__qualname__} has the field {fields[0]} and is no dataclass; write @dataclass(frozen=True) in "
                 f"the line above class {each.__qualname__}"
             )
+    own = next(each for each in cls.__mro__ if "__init__" in vars(each))
+    if "__dataclass_fields__" not in vars(own):
+        raise ConfigError(
+            f"{own.__qualname__} has an __init__ of its own, whose arguments cannot be set: settings are fields "
+            "of a dataclass, as in @dataclass(frozen=True), alpha: float = 0.3"
+        )
     typing.get_type_hints(cls)
     for name, value in settings_of_class(cls).items():
         if not isinstance(value, bool | int | float | str | list | tuple | None):

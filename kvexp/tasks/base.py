@@ -86,7 +86,7 @@ class Example:
     def __post_init__(self) -> None:
         if not (self.prefix or self.body or self.suffix):
             object.__setattr__(self, "body", self.prompt)
-        if self.prompt != "".join(self.prompt_parts):
+        if self.prompt != self.prefix + self.body + self.suffix:
             raise ValueError(f"example {self.id}: prompt is not prefix + body + suffix")
         if not self.prompt.startswith(self.system):
             raise ValueError(f"example {self.id}: prompt does not begin with its system turn")
@@ -99,11 +99,6 @@ class Example:
         if self.choices and self.continuation:
             raise ValueError(f"example {self.id}: has choices and a continuation, give one of them")
 
-    @property
-    def prompt_parts(self) -> tuple[str, str, str]:
-        """(prefix, body, suffix)."""
-        return self.prefix, self.body, self.suffix
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -115,12 +110,12 @@ class Task:
     `limit` distinct rows with `seed`, `with_replacement` draws as `np.random.seed(seed); randint(rows, size=limit)`
     does, so that a row may come twice; its second id ends in `#2`.
 
-    Prompts longer, question included, than `max_prompt_tokens` (null: than the model holds) are the runner's, for tasks
-    know no tokenizer. `truncate` says how: `middle` shortens the body at its end and keeps prefix and suffix whole;
-    `halves` keeps the first and the last half of the whole prompt's tokens (LongBench's way); `right` cuts the whole
-    prompt at its right end, so that the suffix is lost; `skip` asks nothing and keeps a row with skipped="too long".
-    `pad_to` (null: as they are) counts shorter prompts as padded to that many tokens, as the Keyformer release pads
-    them, with budget.of=padded: a runner without it must refuse it, never ignore it.
+    `max_prompt_tokens` (null: what the model holds) bounds prompt and question together. The runner shortens a longer
+    prompt, for tasks know no tokenizer, as `truncate` says: `middle` shortens the body at its end and keeps prefix and
+    suffix whole; `halves` keeps the first and the last half of the whole prompt's tokens (LongBench's way); `right`
+    cuts the whole prompt at its right end, so that the suffix is lost; `skip` asks nothing and keeps a row with
+    skipped="too long". `pad_to` (null: as they are) counts shorter prompts as padded to that many tokens, as the
+    Keyformer release pads them, with budget.of=padded: a runner without it must refuse it, never ignore it.
 
     `max_new_tokens` and `min_new_tokens` never look at a reference.
     """
@@ -138,7 +133,7 @@ class Task:
     extra_end_texts: ClassVar[tuple[str, ...]] = ()
     ordered: ClassVar[str] = ""  # what of the task has an order, such as its articles: sample must then be first
     uncut: ClassVar[str] = ""  # why no prompt may be shortened: truncate must then be skip
-    # Settings that exclude each other. Those of a class come after those of its bases; fields hold their own ranges.
+    # Settings that exclude each other, besides the rules of the base classes; fields hold their own ranges.
     rules: ClassVar[Rules] = (
         (
             lambda c: c.min_new_tokens > c.max_new_tokens,
@@ -192,7 +187,7 @@ class Task:
 
     @property
     def source(self) -> data.DataSource:
-        """Where the rows come from."""
+        """The source of the rows."""
         return data.DataSource(**{each.name: getattr(self, each.name) for each in fields(data.DataSource)})
 
     def example(self, row: dict[str, Any], where: str) -> Example:
@@ -218,7 +213,7 @@ class Task:
         raise NotImplementedError
 
     def score_nll(self, logprobs: list[float], example: Example) -> tuple[dict[str, float], dict[str, Any]]:
-        """(metrics, what joins the row's info) of a continuation's log-probabilities, one per token, in nats."""
+        """(metrics, values for the row's info) of a continuation's log-probabilities, one per token, in nats."""
         return {"nll": -sum(logprobs) / len(logprobs)}, {}
 
     def metric_names(self) -> tuple[str, ...]:
@@ -226,7 +221,7 @@ class Task:
         return (*self.metrics, "nll") if self.needs_nll and "nll" not in self.metrics else self.metrics
 
     def for_model(self, *, chat: bool) -> Task:
-        """The task as it asks a base model or a chat model: what is left open, such as a frame, is that kind's.
+        """The task as it asks a base model or a chat model: options left open, such as a template, get that kind's.
 
         A chat model's prompts are the user's turn of its chat template, and the end of that turn is where its answer
         begins: frames and beginnings of answers that tell a base model so are left out.
@@ -240,7 +235,7 @@ class Task:
         return self.later_options if same else ()
 
     def label(self, choice: str) -> str:
-        """What a table calls it; choice: the configuration's name for it."""
+        """The task's name in tables; choice: its name in the configuration."""
         return choice
 
     def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
@@ -304,11 +299,11 @@ class Task:
         """ConfigError where these texts cannot be scored as the task is set; called with all of them before any run."""
 
     def of_answer(self, output: str, reference: str) -> dict[str, Any]:
-        """What joins a row's info of the answer, besides its scores."""
+        """Values of an answer for its row's info, besides its scores."""
         return {}
 
     def fingerprint(self) -> str:
-        """Changes whenever the rows may have: digest of the local files' bytes, or hub id, config, revision, split."""
+        """Name of the data, another one whenever the rows may be others: see `DataSource.fingerprint`."""
         return self.source.fingerprint()
 
     @functools.cached_property
@@ -378,7 +373,7 @@ class RougeTask(Task):
         return super().of_answer(output, reference) | ({"dropped_letters": dropped} if dropped else {})
 
     def not_identifying(self) -> tuple[str, ...]:
-        """At its default the tokenizer is left out, whatever became of the later options."""
+        """Options left out as in every task, and the tokenizer at its default, whatever the later options are."""
         return (*super().not_identifying(), *(("rouge_tokenizer",) if self.rouge_tokenizer == "default" else ()))
 
 
@@ -516,7 +511,7 @@ _WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")
 
 
 def word_ends(text: str) -> list[int]:
-    """Where the words of a text end; its characters, where it is written without spaces between words."""
+    """End of each word of a text; of each character, where it is written without spaces between words."""
     return [word.end() for word in (_CHARACTER if is_unspaced(text) else _WORD).finditer(text)]
 
 

@@ -33,7 +33,9 @@ def json_rows(path: Path) -> Iterator[Row]:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             if path.suffix == ".json" and not _is_lines(file.readline()):
                 file.seek(0)
-                yield from _whole(file.read(), path)
+                value = _parsed(file.read(), str(path))
+                for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
+                    yield _row(row, f"row {number} of {path}")
                 return
             file.seek(0)
             for number, line in enumerate(file, start=1):
@@ -47,12 +49,15 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 def json_row(line: str | bytes, where: str) -> Row:
     """The object on a line; ConfigError that starts with `where`."""
+    return _row(_parsed(line, where), where)
+
+
+def _parsed(data: str | bytes, where: str) -> Any:
     try:
-        text = line if isinstance(line, str) else line.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_constant)
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        return json.loads(text, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}; correct or remove the line") from error
-    return _row(value, where)
+        raise ConfigError(f"{where} is not JSON: {error}; correct or remove it") from error
 
 
 def _is_lines(first: str) -> bool:
@@ -61,17 +66,6 @@ def _is_lines(first: str) -> bool:
         return isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _whole(text: str, path: Path) -> Iterator[Row]:
-    try:
-        value = json.loads(text, parse_constant=_constant)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"task.data_files: cannot read {path}: {error}; give a list of objects (.json) or one per line (.jsonl)"
-        ) from error
-    for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
-        yield _row(row, f"row {number} of {path}")
 
 
 def _row(value: Any, where: str) -> Row:
@@ -92,14 +86,13 @@ def _constant(word: str) -> None:
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _COMMIT = re.compile("[0-9a-f]{7,40}")
-SAMPLES = ("first", "shuffled", "with_replacement")
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """Where rows come from: `data_files` if given, else the hub. `Task` documents the fields."""
+    """Source of rows: `data_files` if given, else the hub. `Task` documents the fields."""
 
     data_files: str | None = None
     hub_id: str = ""
@@ -141,7 +134,8 @@ class DataSource:
             yield from _hub_rows(self)
             return
         for path in self.files():
-            for number, row in enumerate(_file_rows(path), start=1):
+            rows = json_rows(path) if KINDS[path.suffix] == "json" else _parquet_rows(path)
+            for number, row in enumerate(rows, start=1):
                 yield f"row {number} of {path}", row
 
     def choose(self, limit: int | None, sample: str, seed: int) -> Iterator[tuple[str, Row]]:
@@ -220,10 +214,6 @@ def misshapen(row: Mapping[str, Any], field: str, where: str, wanted: str) -> Co
     return ConfigError(f"{where}: field {field!r} must be {wanted}, {shown}")
 
 
-def _file_rows(path: Path) -> Iterator[Row]:
-    return json_rows(path) if KINDS[path.suffix] == "json" else _parquet_rows(path)
-
-
 def _parquet_rows(path: Path) -> Iterator[Row]:
     from datasets import load_dataset
 
@@ -289,7 +279,7 @@ def _check_copy(builder: Any, source: DataSource) -> None:
         raise ConfigError(
             f"cannot load {source}: the newest copy in the cache ({builder.cache_dir}) is of commit {builder.hash}. "
             f"Make the hub reachable, set task.revision={builder.hash} to use that copy, or remove it if there is one "
-            "of the right commit beside it"
+            "of the right commit too"
         )
 
 
@@ -334,45 +324,45 @@ class Archive:
     @contextlib.contextmanager
     def _open(self) -> Iterator[BinaryIO]:
         """The member, checked before its first byte is unpacked. zipfile gives no more than the declared size."""
-        with self._said(), zipfile.ZipFile(self.path) as zipped:
-            found = [info for info in zipped.infolist() if info.filename.endswith(".jsonl")]
-            mine = [info for info in found if PurePosixPath(info.filename).stem == self.name]
-            if len(mine) != 1:
-                each = ", ".join(info.filename for info in mine)
-                held = ", ".join(sorted({PurePosixPath(info.filename).stem for info in found})) or "no .jsonl file"
-                what = (
-                    f"is in {self.path} {len(mine)} times ({each}); unpack the right one and name it"
-                    if mine
-                    else f"is not in {self.path}, which holds {held}"
-                )
-                raise ConfigError(f"task.data_files: {self.name}.jsonl {what}")
-            self._check(mine[0])
-            with zipped.open(mine[0]) as member:
-                yield io.BufferedReader(member, 1 << 16)  # type: ignore[type-var]
-
-    def _check(self, info: zipfile.ZipInfo) -> None:
-        if info.flag_bits & 1:
-            raise self._refused(f"{info.filename} is encrypted", "unpack it with its password and name the folder")
-        if info.compress_type not in METHODS:
-            kind = NAMES.get(info.compress_type, f"method {info.compress_type}")
-            raise self._refused(
-                f"{info.filename} is compressed with {kind}; kvexp unpacks deflate", "unpack it and name the folder"
-            )
-        if info.file_size > MEMBER:
-            raise self._refused(
-                f"{info.filename} unpacks to {_size(info.file_size)}, more than the {_size(MEMBER)} that are read of "
-                "an archive",
-                "unpack it and name the file, if it is what it should be",
-            )
-
-    @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
         try:
-            yield
+            with zipfile.ZipFile(self.path) as zipped, zipped.open(self._member(zipped)) as member:
+                yield io.BufferedReader(member, 1 << 16)  # type: ignore[type-var]
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, struct.error, OSError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise self._refused(str(error) or type(error).__name__, "fetch it again") from error
+
+    def _member(self, zipped: zipfile.ZipFile) -> zipfile.ZipInfo:
+        found = [info for info in zipped.infolist() if info.filename.endswith(".jsonl")]
+        mine = [info for info in found if PurePosixPath(info.filename).stem == self.name]
+        if len(mine) != 1:
+            each = ", ".join(info.filename for info in mine)
+            held = ", ".join(sorted({PurePosixPath(info.filename).stem for info in found})) or "no .jsonl file"
+            what = (
+                f"is in {self.path} {len(mine)} times ({each}); unpack the right one and name it"
+                if mine
+                else f"is not in {self.path}, which holds {held}"
+            )
+            raise ConfigError(f"task.data_files: {self.name}.jsonl {what}")
+        info = mine[0]
+        kind = NAMES.get(info.compress_type, f"method {info.compress_type}")
+        size, most = _size(info.file_size), _size(MEMBER)
+        for wrong, why, way in (
+            (info.flag_bits & 1, "is encrypted", "unpack it with its password and name the folder"),
+            (
+                info.compress_type not in METHODS,
+                f"is compressed with {kind}; kvexp unpacks deflate",
+                "unpack it and name the folder",
+            ),
+            (
+                info.file_size > MEMBER,
+                f"unpacks to {size}, more than the {most} that are read of an archive",
+                "unpack it and name the file, if it is what it should be",
+            ),
+        ):
+            if wrong:
+                raise self._refused(f"{info.filename} {why}", way)
+        return info
 
     def _refused(self, why: str, way: str) -> ConfigError:
         return ConfigError(f"task.data_files: cannot read {self.path}: {why}; {way}")
@@ -435,7 +425,7 @@ class Members(DataSource):
                 yield f"row {number} of {self.member} in {archive}", row
 
     def fingerprint(self) -> str:
-        """Of a .zip the member's, as if it were unpacked; else as for any `DataSource`."""
+        """The fingerprint of a .zip's member, as if it were unpacked; else as for any `DataSource`."""
         if self.data_files is None:
             return f"hub:{self}"
         archive = self._archive()

@@ -49,7 +49,7 @@ class DialogueTask(Task):
     """A task whose examples are the turns of conversations: the first message is prefilled and evicted, each further
     one is fed token by token behind the answer before it, with eviction going on. An example per turn.
 
-    `history` says whose answers stay in the conversation: `own`, those of the run; `full`, the full cache's of the same
+    `history` names the answers that stay in the conversation: `own`, the run's; `full`, the full cache's of the same
     conversation; `reference`, the true ones, whatever was answered (with `cache.evict_every=null` the protocol of
     SCBench's multi-turn mode, arXiv:2412.10319: true answers over a cache that was compressed at its first turn, and so
     no measure of a conversation). What a turn is scored by is always the run's own answer.
@@ -62,7 +62,7 @@ class DialogueTask(Task):
     truncate: Truncation = "skip"
 
     def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
-        """Skipped where its turns up to this one, with answers as long as they may be, do not fit the model."""
+        """Skip a turn where the turns up to it, with answers as long as they may be, do not fit the model."""
         turns = example.turns[: example.number + 1]
         tokens = count(example.prompt) + sum(count(turn.message) for turn in turns[1:])
         tokens += sum(max(self.max_new_tokens, count(turn.reference)) + 1 for turn in turns)
@@ -74,7 +74,7 @@ class Dialogue(DialogueTask):
     """Seven turns about each of 36 fictional articles of kvexp.tasks.articles: four questions about the article, and
     two odd remarks of the user, of which each is asked for later.
 
-    `info.distance` of a row is how many turns before the fact asked for was told: 0 for the question that comes with
+    `info.distance` of a row counts the turns since the fact asked for was stated: 0 for the question that comes with
     the article, 6 for one at the end about it; 1 and 4 for the remarks. Scores in percent: `exact`, whether the
     reference stands in the answer word for word, and `f1`. An example counts where the full cache answers it in its own
     conversation. `limit` counts turns.
@@ -192,7 +192,7 @@ RULES: tuple[tuple[str, Callable[[str, str], bool]], ...] = (
 @dataclass(frozen=True, kw_only=True)
 class AssistantTask(QuestionTask):
     """48 system prompts of kvexp.tasks.articles, each with who the assistant is, three facts, a rule and a secret
-    code that nobody may be told; then an article of at least `note_words` words to read, and what the user asks.
+    code to keep from everybody; then an article of at least `note_words` words to read, and what the user asks.
 
     A chat model gets the system prompt as its system turn, any other in front of the text. What `keep` spares: the
     system prompt and, where eviction has seen them, the parts of what is asked. Generated from kvexp's own English.
@@ -213,7 +213,7 @@ class AssistantTask(QuestionTask):
         raise NotImplementedError
 
     def reference(self, assistant: Assistant) -> str:
-        """What a row shows beside the answer."""
+        """What a row shows next to the answer."""
         raise NotImplementedError
 
     def example(self, row: dict[str, Any], where: str) -> Example:
@@ -321,8 +321,8 @@ class LongAnswers(Task):
 
     Scores in percent: `not_repeated`, 100 less the share of 4-grams of words that stood in the answer before;
     `loop_free`, the share of its words before the first loop, 100 where there is none (`kvexp.tasks.metrics`). An empty
-    answer repeats nothing: how long answers are, and whether they end, stands beside the scores. Budgets are best given
-    in tokens: the answer is longer than the prompt. `limit` counts answers.
+    answer repeats nothing: how long answers are, and whether they end, stands next to the scores. Budgets are best
+    given in tokens: the answer is longer than the prompt. `limit` counts answers.
     """
 
     name: ClassVar[str] = "long_answers"
@@ -356,7 +356,7 @@ class LongAnswers(Task):
         loop = first_loop(words)
         return {
             "not_repeated": 100 * (1 - repeated_share(words)),
-            "loop_free": 100.0 if loop is None else 100 * loop.start / len(words),
+            "loop_free": 100.0 if loop is None else 100 * loop[0] / len(words),
         }
 
     def of_answer(self, output: str, reference: str) -> dict[str, Any]:

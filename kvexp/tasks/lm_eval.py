@@ -1,7 +1,7 @@
 """lm-eval's tasks as tasks of the harness: its prompts, choices and metrics; rows, resuming and receipts are ours.
 
-lm-eval is imported late, quietly, and missed in words that say what to install. Its own definition of a task is read by
-name, over the hub's data or over local files in their place.
+lm-eval is imported late and quietly; without it the error says what to install. Its own definition of a task is read
+by name, over the hub's data or over local files in their place.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def require() -> str:
 
 @functools.cache
 def _version() -> str:
-    """Read once: every item's metrics ask for it."""
+    """The installed version, read once: every item's metrics ask for it."""
     return metadata.version("lm_eval")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without lm-eval's remarks and the progress bars of `datasets`, both as they were afterwards."""
+    """Silence lm-eval's log and the progress bars of `datasets` in the block."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     logger, bars = logging.getLogger("lm_eval"), not are_progress_bars_disabled()
@@ -112,13 +112,22 @@ def items(task: Any, limit: int | None, after_eviction: bool) -> Iterator[Item]:
 
 
 def _item(task: Any, number: int, doc: Any, after_eviction: bool) -> Item:
-    name, prefix = task.config.task, task.doc_to_prefix(doc)
-    _check_columns(task, number, doc)
-    context = task.fewshot_context(doc, num_fewshot=task.config.num_fewshot or 0, gen_prefix=prefix)
-    made = task.construct_requests(doc=doc, ctx=context, metadata=(name, number, task.config.repeats))
+    config = task.config
+    name, prefix = config.task, task.doc_to_prefix(doc)
+    templates = [t for t in (config.doc_to_text, config.doc_to_target, config.doc_to_choice) if isinstance(t, str)]
+    for column in (key for key, value in doc.items() if value is None):
+        # Only some rows have it; of the others the prompt would hold the word None.
+        if any(re.search(rf"\b{re.escape(column)}\b", template) for template in templates):
+            raise ConfigError(f"row {number + 1} of the data of lm-eval's task {name} has no {column!r}")
+    context = task.fewshot_context(doc, num_fewshot=config.num_fewshot or 0, gen_prefix=prefix)
+    made = task.construct_requests(doc=doc, ctx=context, metadata=(name, number, config.repeats))
     instances = tuple(made) if isinstance(made, list) else (made,)
     shape = {"kind": instances[0].request_type, "number": number, "instances": instances}
-    reference = _reference(task, doc)
+    target = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    if isinstance(target, int) and config.doc_to_choice is not None:
+        choices = task.doc_to_choice(doc)
+        target = choices[target] if target < len(choices) else ""
+    reference = str(target)
     if shape["kind"] == "generate_until":
         prompt, generation = instances[0].args[:2]
         question = _question(task, doc, prompt, prefix) if after_eviction else ""
@@ -132,15 +141,6 @@ def _item(task: Any, number: int, doc: Any, after_eviction: bool) -> Item:
         )
     requests = tuple(_request(task, doc, instance.args, prefix, after_eviction) for instance in instances)
     return Item(f"{name}/{number}", requests[0].context, reference, requests=requests, **shape)
-
-
-def _check_columns(task: Any, number: int, doc: Mapping[str, Any]) -> None:
-    """A column that only some rows have is None in the others, and would be asked about as the word None."""
-    config = task.config
-    templates = [t for t in (config.doc_to_text, config.doc_to_target, config.doc_to_choice) if isinstance(t, str)]
-    for column in (key for key, value in doc.items() if value is None):
-        if any(re.search(rf"\b{re.escape(column)}\b", template) for template in templates):
-            raise ConfigError(f"row {number + 1} of the data of lm-eval's task {config.task} has no {column!r}")
 
 
 def _request(task: Any, doc: Any, args: Sequence[str], prefix: str | None, after_eviction: bool) -> Request:
@@ -163,19 +163,10 @@ def _question(task: Any, doc: Any, prompt: str, prefix: str | None) -> str:
     own = max((end for end in ends if prompt.endswith(end)), key=len, default="")
     if len(own) in (0, len(prompt)):
         raise ConfigError(
-            f"task.question=after_eviction: an item of {task.config.task} cannot be told from the examples before it"
+            f"task.question=after_eviction: an item of {task.config.task} cannot be parted from the examples before it"
         )
     before = prompt.removesuffix(own)
     return prompt[len(before.rstrip()) :]
-
-
-def _reference(task: Any, doc: Any) -> str:
-    """The right answer in words."""
-    target = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-    if isinstance(target, int) and task.config.doc_to_choice is not None:
-        choices = task.doc_to_choice(doc)
-        return str(choices[target]) if target < len(choices) else ""
-    return target if isinstance(target, str) else str(target)
 
 
 def score(task: Any, item: Item, results: Sequence[Any]) -> dict[str, float]:
@@ -241,9 +232,9 @@ class Protocol:
 
     mode row_mask: one forward over context and continuation under a mask per row (kvexp.core.row_mask); nothing is
     dropped. mask: local is causal, global sees future queries (H2O's LLaMA script). budget_length: tokens that
-    ratios are of, the request's own or those of its batch of `padded_batch` requests, longest first. whole_text: feed
-    the last token too, whose output nobody reads but which counts for the budget. score_dtype: of the accumulated
-    scores.
+    ratios are of, the request's own or its length padded in a batch of `padded_batch` requests, longest first.
+    whole_text: feed the last token too, whose output nobody reads but which counts for the budget. score_dtype: of the
+    accumulated scores.
 
     Both: add_bos: put a start token in front (None: as the tokenizer does). per_token: score a continuation by its mean
     log-probability per token instead of the sum. fewshot_split: where examples come from (None: as the task says);
@@ -275,10 +266,6 @@ def protocol_of(name: str, **switches: Any) -> Protocol:
     """The protocol of this name, a mode or a paper, with the switches that are not None in place of its own."""
     if name not in PROTOCOLS:
         raise ConfigError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {name!r}")
-    known = {field.name for field in fields(Protocol)}
-    wrong = set(switches) - known
-    if wrong:
-        raise ConfigError(f"{sorted(wrong)[0]} is not a setting of a protocol; it has: {', '.join(sorted(known))}")
     own = {"mode": "row_mask", **PAPERS[name]} if name in PAPERS else {"mode": name}
     return Protocol(**{**own, **{k: v for k, v in switches.items() if v is not None}})
 
@@ -298,18 +285,20 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     folder = path_of(data_dir, "task.data_dir")
     if not folder.is_dir():
         raise ConfigError(f"task.data_dir={data_dir} is no folder (seen from {Path.cwd()})")
-    names = _names(config)
+    base, part = str(config.get("dataset_path") or "").rpartition("/")[2], config.get("dataset_name")
+    own = [f"{base}_{part}", *([part] if part.startswith(base) else [])] if part else [base] if base else []
+    names = list(dict.fromkeys([config["task"], *own]))
     found: Files = {}
     for path in sorted(folder.iterdir()):
-        words = path.name.split(".")
-        if path.suffix not in KINDS or len(words) < 3 or words[0] not in names or words[1] not in SPLITS:
+        name, split, *rest = [*path.name.split("."), "", ""]
+        if path.suffix not in KINDS or name not in names or split not in SPLITS:
             continue
-        if "dataset_info" in words:  # what `datasets` writes beside its data
+        if "dataset_info" in rest:  # what `datasets` writes next to its data
             continue
-        other = found.setdefault(words[1], path)
+        other = found.setdefault(split, path)
         if other != path:
             raise ConfigError(
-                f"task.data_dir: {other.name} and {path.name} both hold the split {words[1]} of {config['task']}; "
+                f"task.data_dir: {other.name} and {path.name} both hold the split {split} of {config['task']}; "
                 "move one of them elsewhere"
             )
     if not found:
@@ -322,34 +311,17 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     return found
 
 
-def _names(config: Mapping[str, Any]) -> list[str]:
-    base = str(config.get("dataset_path") or "").rpartition("/")[2]
-    part = config.get("dataset_name")
-    candidates = [config["task"]]
-    if part:
-        candidates += [f"{base}_{part}", *([part] if part.startswith(base) else [])]
-    elif base:
-        candidates.append(base)
-    return list(dict.fromkeys(candidates))
-
-
-def needed(config: Mapping[str, Any]) -> str:
-    """The split lm-eval evaluates the task on."""
-    split = config.get("test_split") or config.get("validation_split")
-    if not split:
-        raise ConfigError(f"lm-eval's task {config['task']} has neither a test nor a validation split")
-    return str(split)
-
-
 def overrides(
     config: Mapping[str, Any], files: Files | None, shots: int, fewshot_split: str | None, excludes_item: bool = True
 ) -> dict[str, Any]:
-    """What to change in a task's own definition, so that it reads these files and draws its shots where asked.
+    """Changes to a task's own definition, so that it reads these files and draws its shots where asked.
 
     excludes_item: an item is no example of itself where both come from one split. lm-eval sees to that only where the
     split is the test split, so that is what it is called then.
     """
-    evaluated, task = needed(config), config["task"]
+    task, evaluated = config["task"], config.get("test_split") or config.get("validation_split")
+    if not evaluated:
+        raise ConfigError(f"lm-eval's task {task} has neither a test nor a validation split")
     changes: dict[str, Any] = {}
     if fewshot_split is not None:
         changes["fewshot_split"] = fewshot_split
@@ -362,7 +334,8 @@ def overrides(
         raise ConfigError(
             f"{task} is evaluated on its split {evaluated}, task.data_dir holds {held}; add {task}.{evaluated}.jsonl"
         )
-    pool = fewshot_split or _pool(config)
+    own = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
+    pool = fewshot_split or own or config.get("training_split") or config.get("validation_split") or evaluated
     if shots and pool not in files:
         raise ConfigError(
             f"task.num_fewshot={shots}: {task} draws its examples from its split {pool}, task.data_dir holds {held}; "
@@ -380,22 +353,8 @@ def overrides(
     return changes | {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": data}}
 
 
-def _pool(config: Mapping[str, Any]) -> str:
-    """The split lm-eval draws examples from unless told otherwise."""
-    own = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
-    return str(own or config.get("training_split") or config.get("validation_split") or config.get("test_split"))
-
-
-def named_in(config: Mapping[str, Any]) -> Files:
-    """The files that a definition names itself."""
-    named = (config.get("dataset_kwargs") or {}).get("data_files") or {}
-    each = named if isinstance(named, dict) else {"data": named}
-    lists = {split: paths if isinstance(paths, list) else [paths] for split, paths in each.items()}
-    return {f"{split} {i}": Path(path).expanduser() for split, paths in lists.items() for i, path in enumerate(paths)}
-
-
 def local_digest(files: Files) -> str:
-    """Changes whenever the bytes of a file do; names of files do not matter."""
+    """16 hex digits of the splits and their files' bytes; the names of the files do not matter."""
     total = hashlib.sha256()
     for split in sorted(files):
         try:
@@ -493,7 +452,7 @@ def written_after(name: str) -> tuple[str, list[str]] | None:
 
 
 def digest(name: str, data_dir: str | None) -> str:
-    """Changes with the definition (lm-eval's version for its own, the text of the file for another's) and the data."""
+    """Name of a task's data and definition: lm-eval's version for its own, the text of the file for another's."""
     config = config_of(name)
     version = f"lm_eval {require()} {config['task']}"
     if own := _own_files(name):
@@ -503,27 +462,27 @@ def digest(name: str, data_dir: str | None) -> str:
     return f"{version} hub:{config['dataset_path']}/{config.get('dataset_name')}"
 
 
-def definition_places(name: str, data_dir: str | None) -> list[Path]:
-    """The local files that the task is made from."""
-    return [*_own_files(name).values(), *_data_files(name, data_dir).values()]
-
-
 def _own_files(name: str) -> Files:
-    """A definition that is not lm-eval's: its file, and all beside it that it may include or call."""
+    """The file of a definition that is not lm-eval's, and all in its folder that it may include or call."""
     if not name.endswith(".yaml"):
         return {}
     path = path_of(name, "task.tasks")
     if not re.search(r"^include:|!function", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
         return {"definition": path}
-    beside = [other for ending in ("*.yaml", "*.py") for other in path.parent.glob(ending) if other != path]
-    return {"definition": path, **{f"beside {other.name}": other for other in beside}}
+    others = [other for ending in ("*.yaml", "*.py") for other in path.parent.glob(ending) if other != path]
+    return {"definition": path, **{f"beside {other.name}": other for other in others}}
 
 
 def _data_files(name: str, data_dir: str | None) -> Files:
     config = config_of(name)
     if data_dir is not None:
         return files_of(config, data_dir)
-    return named_in(config) if _reads_files(config) else {}
+    if not _reads_files(config):
+        return {}
+    named = (config.get("dataset_kwargs") or {}).get("data_files") or {}  # what the definition names itself
+    each = named if isinstance(named, dict) else {"data": named}
+    lists = {split: paths if isinstance(paths, list) else [paths] for split, paths in each.items()}
+    return {f"{split} {i}": Path(path).expanduser() for split, paths in lists.items() for i, path in enumerate(paths)}
 
 
 def task_file(
@@ -657,7 +616,7 @@ IDLE = {
     **{"max_new_tokens": 128, "min_new_tokens": 0, "max_prompt_tokens": None, "pad_to": None},
 }
 KEPT_ITEMS = 1000  # of a task are held for the runs to come; of more, each pass makes its own
-SEVEN = ("piqa", "winogrande", "openbookqa", "copa", "mathqa", "arc_easy", "arc_challenge")  # the papers' tasks
+SEVEN = tuple(FOLDERS)  # the papers' tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -797,11 +756,13 @@ class LMEval(Task):
         return tuple(self.score_item(first, [answer] * len(first.instances)))
 
     def fingerprint(self) -> str:
-        """Changes with the definitions, and with the bytes of local files or the data set on the hub."""
+        """Name of the definitions and the data, local files by their bytes."""
         return "; ".join(digest(name, self.data_dir) for part in self.parts() for name in part.tasks)
 
     def places(self) -> list[Path]:
-        return [path for part in self.parts() for name in part.tasks for path in definition_places(name, self.data_dir)]
+        names = [name for part in self.parts() for name in part.tasks]
+        found = [files for name in names for files in (_own_files(name), _data_files(name, self.data_dir))]
+        return [path for files in found for path in files.values()]
 
     def score_item(self, item: Item, results: Sequence[Any]) -> dict[str, float]:
         """lm-eval's metrics of one item; results as its models return them: (log-probability, greedy), or a text."""

@@ -1,6 +1,6 @@
 """LongBench (arXiv:2308.14508): its data sets with their prompts, its metrics, and the task.
 
-The metrics equal those of its eval.py to the digit. Fractions, 0 to 1; each takes (answer, reference, classes). Of the
+The metrics equal its eval.py to the digit. Fractions, 0 to 1; each takes (answer, reference, classes). Of the
 packages that eval.py uses only jieba is still needed, and only for Chinese: `rouge` 1.0.1 and fuzzywuzzy 0.18 are
 computed here, with the peculiarities that move their numbers.
 """
@@ -119,7 +119,7 @@ def check_jieba() -> None:
 
 def _words_zh(text: str) -> list[str]:
     words = ("".join(word.lower().translate(_PUNCTUATION).split()) for word in segment(text))
-    return [word for word in words if word]
+    return list(filter(None, words))
 
 
 def _sentences(text: str) -> list[list[str]]:
@@ -171,15 +171,15 @@ Metric = Callable[[str, str, Sequence[str]], float]
 @dataclass(frozen=True)
 class Subset:
     """One data set. chat: whether a chat model's template goes around its prompts; first_line: whether only the first
-    line of an answer counts; in_14: whether it is among the 14 that PQCache averages (arXiv:2407.12820, table 2)."""
+    line of an answer counts; extended: whether it has a LongBench-E version.
+    """
 
     prompt: str
     metric: Metric
     max_new_tokens: int
     chat: bool = True
     first_line: bool = False
-    in_14: bool = True
-    extended: bool = True  # has a LongBench-E version
+    extended: bool = True
 
 
 _BRIEF = "Only give me the answer and do not output any other words."
@@ -206,7 +206,7 @@ _ABSTRACT = (
     'the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
 )
 
-# The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
+# The prompts of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
 # the spaces at line ends and the missing newline before "Next line of code" are theirs.
 PROMPTS = {
     "narrativeqa": (
@@ -269,17 +269,11 @@ PROMPTS = {
 }
 NO_CHAT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p", "lsht"}
 FIRST_LINE = {"trec", "triviaqa", "samsum", "lsht"}
-NOT_IN_14 = {"lcc", "repobench-p", "multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
-NOT_EXTENDED = NOT_IN_14 - {"lcc", "repobench-p"} | {"narrativeqa", "musique", "qmsum"}
+CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
+NOT_EXTENDED = {"narrativeqa", "musique", "qmsum", *CHINESE}
 SUBSETS = {
     name: Subset(
-        PROMPTS[name],
-        metric,
-        tokens,
-        name not in NO_CHAT,
-        name in FIRST_LINE,
-        name not in NOT_IN_14,
-        name not in NOT_EXTENDED,
+        PROMPTS[name], metric, tokens, name not in NO_CHAT, name in FIRST_LINE, extended=name not in NOT_EXTENDED
     )
     for name, metric, tokens in (
         ("narrativeqa", qa_f1, 128),
@@ -426,7 +420,7 @@ class LongBench(SharedContextTask):
 
 
 def score(subset: Subset, output: str, info: Mapping[str, Any]) -> float:
-    """0 to 1, of an answer and {"answers": [...], "all_classes": [...] or None}: LongBench's eval.py for one line."""
+    """Score of an answer, 0 to 1, by {"answers": [...], "all_classes": [...] or None}: eval.py for one line."""
     if subset.first_line:
         output = output.lstrip("\n").split("\n")[0]
     return max(subset.metric(output, answer, info["all_classes"] or ()) for answer in info["answers"])

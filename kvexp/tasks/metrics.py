@@ -10,7 +10,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -90,7 +89,7 @@ def unspaced_letters(text: str) -> int:
 
 
 def is_unspaced(text: str) -> bool:
-    """Whether those are most of the text's letters."""
+    """Whether most letters of a text are of scripts that put no space between words."""
     found = unspaced_letters(text)
     return found > 0 and 2 * found > sum(map(str.isalpha, text))
 
@@ -145,7 +144,6 @@ def word_recall(answer: str, reference: str, unicode: bool = False) -> float:
     return len(wanted & set(normalise(answer, unicode).split())) / len(wanted) if wanted else 0.0
 
 
-TOKENIZERS = ("default", "unicode")
 # Of all references' letters, of their words, and so many different words: more is no English text with some names.
 LETTERS, WORDS, DIFFERENT = 0.10, 0.05, 10
 MOST = 0.5  # of a single reference's letters: next to nothing of it would be compared
@@ -175,7 +173,7 @@ def check_references(references: Iterable[str]) -> None:
         here, of = dropped_letters(reference), sum(unicodedata.category(c)[0] in "LMN" for c in reference)
         dropped, letters, unread = dropped + here, letters + of, unread or here > MOST * of
         words += re.findall(r"\S+", reference)
-    hurt = [word for word in words if dropped_letters(word)]
+    hurt = list(filter(dropped_letters, words))
     many = len(hurt) > WORDS * len(words) and len({word.lower() for word in hurt}) >= DIFFERENT
     if not (many or unread or dropped > LETTERS * letters):
         return
@@ -222,7 +220,7 @@ _END_ANY = re.compile(rf"(?<=[.!?\u2026])([{_QUOTES}]*)\s+(?=[{_OPENING}]*([^\W_
 def scorer(tokenizer: str = "default") -> Any:
     """rouge_score's scorer of all TYPES, with stemmer. tokenizer: default, which is rouge_score's own, or unicode.
 
-    unicode: words of any script (`words_of`), those of a-z and 0-9 stemmed as rouge_score does: of ASCII texts they are
+    unicode: words of any script (`words_of`), ASCII ones stemmed as rouge_score does: of ASCII texts they are
     the same words. As XL-Sum scores its languages (arXiv:2106.13822): letters and their marks stay, punctuation goes.
     Departures from its release: one stemmer, and a character is a word in scripts without spaces, where the release
     segments (Chinese, Japanese, Thai, Burmese).
@@ -290,15 +288,13 @@ def lines(text: str, join_first: bool = False, tokenizer: str = "default") -> st
 LIST_MARK = re.compile(r"^\s*(?:\d+[.)]|[-*•])\s*", re.MULTILINE)  # "1. ", "2) ", "- " at the beginning of a line
 
 
-def without_list_marks(text: str) -> str:
-    """The text without the numbers and dashes that its lines begin with: they are no part of what is said."""
-    return LIST_MARK.sub("", text)
-
-
 def mentions(text: str, accepted: Sequence[str]) -> bool:
-    """Whether one of these words or phrases (lower case) stands in the text, whole, whatever its case."""
-    plain = without_list_marks(text).lower()
-    return any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", plain) for words in accepted)
+    """Whether one of these phrases (lower case) stands in the text, whole, whatever its case.
+
+    The numbers and dashes that its lines begin with do not count.
+    """
+    plain = LIST_MARK.sub("", text).lower()
+    return any(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", plain) for phrase in accepted)
 
 
 def starts_with(text: str, words: str) -> bool:
@@ -326,22 +322,17 @@ LEAST_WORDS = 12  # that the copies of a loop have together: "no, no, no" is non
 LONGEST = 128  # words of a passage that are looked at
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A passage of `period` words that begins at word `start` and comes at least COPIES times in a row."""
-
-    start: int
-    period: int
-
-
 def repeated_share(words: Sequence[str], n: int = 4) -> float:
     """Share of a text's n-grams that stood in it before, 0 to 1; 0 for a text of fewer than n words."""
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def first_loop(words: Sequence[str]) -> Loop | None:
-    """The loop that begins first, of several that begin there the shortest; None where there is none."""
+def first_loop(words: Sequence[str]) -> tuple[int, int] | None:
+    """(first word, words) of the passage that comes COPIES times in a row and more, or None.
+
+    The one that begins first, of several that begin there the shortest.
+    """
     found: list[tuple[int, int]] = []
     for period in range(1, min(LONGEST, len(words) // COPIES) + 1):
         needed = max((COPIES - 1) * period, LEAST_WORDS - period)
@@ -351,4 +342,4 @@ def first_loop(words: Sequence[str]) -> Loop | None:
             if run >= needed:
                 found.append((place - run + 1, period))
                 break
-    return Loop(*min(found)) if found else None
+    return min(found, default=None)

@@ -24,9 +24,8 @@ from kvexp.util import ConfigError, Range, Rule, Stamp, path_of, stamp
 _ENDS = re.compile(rf"[.!?][\"')\]\u201d\u2019]*\s+|{OTHER_ENDS.pattern}")
 LONGEST = 600  # characters of a sentence; what goes on for longer was written without their marks
 LONGEST_LINE, LONGEST_WORD = 200, 60
-LINES = (
-    4  # line ends inside of what would be a sentence, those of code counted twice: it is code, verse, a list or a table
-)
+# Line ends inside of a sentence, in code counted twice: with more it is code, verse, a list or a table.
+LINES = 4
 _CODE = re.compile(r"^[ \t]+\S|[{};(]\s*\n", re.MULTILINE)  # a line end next to an indented line, or behind such a mark
 _FLAGS = "".join(map(chr, range(0x1F1E6, 0x1F200)))  # two of these letters are a flag
 _CLOSERS = "\"')]\u201d\u2019 \n\t"
@@ -67,7 +66,7 @@ def repeated(filler: str, characters: int) -> str:
 
 
 def from_sentence(text: str, share: float) -> str:
-    """The same text beginning with the first sentence past `share` of it, and going on with what was in front.
+    """Turn a text so that it begins with the first sentence past `share` of it and ends with what was in front.
 
     Where the text has no sentences there: with the line, word or character at `share`.
     """
@@ -129,7 +128,7 @@ def _boundary(text: str, near: int, length: int) -> tuple[int, bool]:
 
 
 def _sentence(text: str, near: int) -> int | None:
-    """Where the sentence that holds character `near` begins; None where the text has no sentences there."""
+    """Begin of the sentence that holds character `near`; None where the text has no sentences there."""
     window = max(0, near - 2000)
     ends = list(_ENDS.finditer(text[window:near]))
     if window and not ends:
@@ -220,7 +219,7 @@ class Needle(FramedQuestions):
 
     Scores: `word_recall`, the share of an answer's words that were given (without function words); `exact`, whether
     all of it stands in the answer word for word; both without case, punctuation and articles. Where a needle, question
-    or answer has letters beyond ASCII, words are those of any script (`kvexp.tasks.metrics.words_of`), and the row's
+    or answer has letters beyond ASCII, words of any script count (`kvexp.tasks.metrics.words_of`), and the row's
     info says so (`words`: unicode). `length` tokens are met or undershot by the little that one more character adds, in
     the tokenizer of the model; of several questions it is the longest that counts.
     """
@@ -255,7 +254,7 @@ class Needle(FramedQuestions):
 
     @cached_property
     def text(self) -> str:
-        """What needles are hidden in; read once, so that it is that of the fingerprint."""
+        """The haystack; read once, as the fingerprint has it."""
         if (self.haystack is None) == (self.filler is None):
             raise ConfigError("set one of task.haystack=FOLDER (of .txt files) and task.filler=TEXT (to repeat)")
         if self.haystack is not None:
@@ -264,7 +263,7 @@ class Needle(FramedQuestions):
 
     @property
     def beyond_ascii(self) -> bool:
-        """Whether answers are compared in words of any script."""
+        """Whether answers are compared by words of any script."""
         return beyond_ascii("".join((*self.needles, *self.questions, *self.answers)))
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -306,7 +305,7 @@ class Needle(FramedQuestions):
         return replace(made, info={**row, "depth_measured": measured[0], **others, "answers": wanted})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        """Percent, the mean over the answers that were asked for."""
+        """Scores in percent, the mean over the answers that were asked for."""
         wanted = example.info["answers"]
         recall = sum(word_recall(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)
         exact = sum(contains(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)
@@ -341,7 +340,7 @@ class NewsNeedle(NewsQuestions):
     With questions=all a text holds the needles of all depths of its length and repeat, and each is asked for; the
     filler shares no word with any of them.
 
-    Scores in percent: `word_recall` and `exact`, those of the task needle. `length` tokens are met, or undershot by
+    Scores in percent: `word_recall` and `exact`, as of the task needle. `length` tokens are met, or undershot by
     less than one more word would add. A length beyond what the model holds is a skipped row.
     """
 
@@ -388,7 +387,7 @@ class NewsNeedle(NewsQuestions):
         return replace(self._made(row, words), id=example.id)
 
     def _hidden(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The cells whose needles are in this cell's text: itself, or those of all depths."""
+        """The cells whose needles are in this cell's text: itself, or one for each depth."""
         return [{**row, "depth": depth} for depth in self.depths] if self.shared_context else [row]
 
     def _needle(self, row: Mapping[str, Any]) -> NeedleSentence:
@@ -447,5 +446,4 @@ def _common() -> frozenset[str]:
 @cache
 def topic_words(text: str) -> frozenset[str]:
     """The words of four letters or digits and more, in lower case, a plural as its singular."""
-    words = re.findall(r"[^\W_]{4,}", text.lower())
-    return frozenset(word.removesuffix("s") for word in words)
+    return frozenset(word.removesuffix("s") for word in re.findall(r"[^\W_]{4,}", text.lower()))

@@ -35,9 +35,9 @@ class ContextQA(FramedQuestions):
     questions.
 
     Scores in percent, the best over the answers: `f1` of the words of both (SQuAD's), `exact`, whether an answer stands
-    in the model's word for word. Of a question that has letters beyond ASCII, in itself or an answer, the words are
-    those of any script (`kvexp.tasks.metrics.words_of`), and the row's info says so (`words`: unicode). All questions
-    count, also those that the full cache does not answer.
+    in the model's word for word. Where a question or an answer has letters beyond ASCII,
+    words of any script count (`kvexp.tasks.metrics.words_of`), and the row's info says so (`words`: unicode). All
+    questions count, also where the full cache does not answer.
     """
 
     name: ClassVar[str] = "context_qa"
@@ -189,7 +189,7 @@ class GSM8K(QuestionTask):
 
     @cached_property
     def lesson(self) -> str:
-        """The worked examples in front of every question; read once, so that they are those of the fingerprint."""
+        """The worked examples in front of every question; read once, as the fingerprint has them."""
         path = path_of(self.prompt_file, "task.prompt_file")
         path = path if path.exists() else ROOT / path
         try:

@@ -46,6 +46,7 @@ TEMPLATES = {
     ),
     "plain_last": "{input}\n\n{instruction_after}\n\n",
 }
+_INSTRUCTIONS = re.compile(r"\{instruction(?:_after)?\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class SummaryTask(QuestionTask, RougeTask):
     later_options: ClassVar[tuple[str, ...]] = ("question", "instruction_after")
     rules: ClassVar[Rules] = (
         (
-            lambda c: c.words.count("{input}") != 1 or len(re.findall(r"\{instruction(?:_after)?\}", c.words)) > 1,
+            lambda c: c.frame_text.count("{input}") != 1 or len(_INSTRUCTIONS.findall(c.frame_text)) > 1,
             f"task.template must be null, one of {', '.join(TEMPLATES)} or a text with {{{{input}}}} once and "
             "{{instruction}} or {{instruction_after}} at most once, got {c.template!r}",
         ),
@@ -90,7 +91,7 @@ class SummaryTask(QuestionTask, RougeTask):
     join_lines: bool = False
 
     @property
-    def words(self) -> str:
+    def frame_text(self) -> str:
         """The template's text, a base model's where the option is null."""
         template = self.template or self._default_template(chat=False)
         return TEMPLATES.get(template, template)
@@ -104,18 +105,18 @@ class SummaryTask(QuestionTask, RougeTask):
     @property
     def halves(self) -> tuple[str, str]:
         """The template in front of the document and behind it."""
-        before, _, after = self.words.partition("{input}")
+        before, _, after = self.frame_text.partition("{input}")
         return before, after
 
     def around(self) -> tuple[str, str]:
-        """What stands in front of every document and behind it."""
+        """(text in front of every document, text behind it)."""
         before, after = map(self._instructed, self.halves)
         return before, after
 
-    def _instructed(self, words: str) -> str:
+    def _instructed(self, half: str) -> str:
         """This half of the template, which holds one of the two instructions at most."""
-        name = "instruction_after" if "{instruction_after}" in words else "instruction"
-        return words.replace(f"{{{name}}}", str(getattr(self, name)))
+        name = "instruction_after" if "{instruction_after}" in half else "instruction"
+        return half.replace(f"{{{name}}}", str(getattr(self, name)))
 
     def summary_of(self, name: str, body: str, reference: str) -> Example:
         """The example that asks for a summary of `body`."""
@@ -482,7 +483,7 @@ class Perplexity(Task):
         return replace(example, prompt=prompt, body=prompt, continuation=rest, info={"prefilled": tokens(first)})
 
     def score_nll(self, logprobs: list[float], example: Example) -> tuple[dict[str, float], dict[str, Any]]:
-        """Overall, and per bucket [from, to) of positions, where prefilled tokens count as positions 0, 1, ..."""
+        """Mean overall, and per bucket [from, to) of positions, where prefilled tokens count as positions 0, 1, ..."""
         start, size = int(example.info["prefilled"]), self.bucket_tokens
         buckets = []
         for low in range(start // size * size, start + len(logprobs), size):

@@ -150,7 +150,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class DocumentShape:
-    """What a document is like. tokens: its length, reached to within a sentence (facts that do not fit make it longer).
+    """Shape of a document. tokens: its length, reached to within a sentence (facts that do not fit make it longer).
 
     facts: different (name, attribute) pairs stated; marked: how many of them belong in the summary; updated: how many
     of the others are stated anew later with another value.
@@ -182,7 +182,7 @@ class Document:
         return [fact for fact in self.facts if fact.mark]
 
     def current(self) -> list[Fact]:
-        """What holds at the end: of an updated fact only the later statement."""
+        """The facts that hold at the end: of an updated one only the later statement."""
         latest = {fact.key: fact for fact in self.facts}
         return list(latest.values())
 
@@ -257,7 +257,7 @@ def _ordered(rng: Random, facts: list[Fact], later: list[Fact]) -> list[Fact]:
 
 
 def _numbered(stated: list[Fact], chosen: set[tuple[str, str]]) -> list[Fact]:
-    """The same facts, those of `chosen` keys marked 1, 2, … as they come."""
+    """Mark the facts of `chosen` keys 1, 2, … as they come; the others stay as they are."""
     count, made = 0, []
     for fact in stated:
         count += fact.key in chosen
@@ -409,7 +409,7 @@ def summary(facts: Iterable[Fact]) -> str:
 
 
 def reply(facts: Iterable[Fact]) -> str:
-    """What answers a recall: the facts asked for."""
+    """The answer to a recall: the facts asked for."""
     return " . ".join(fact.plain() for fact in facts)
 
 
@@ -693,12 +693,7 @@ def main(arguments: list[str] | None = None) -> int:
     least = LONGEST * (asked.facts + 1)
     if asked.tokens < least:
         parser.error(f"--tokens must be at least {least} to hold --facts {asked.facts}, got {asked.tokens}")
-    show(asked.seed, asked.split, asked.tokens, asked.facts)
-    return 0
-
-
-def show(seed: int, split: str, tokens: int, facts: int) -> None:
-    """Print one document and what every testbed task asks of such a text."""
+    seed, split, tokens, facts = asked.seed, asked.split, asked.tokens, asked.facts
     rng = Random(f"sample {split} {seed}")
     doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
     print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
@@ -715,3 +710,4 @@ def show(seed: int, split: str, tokens: int, facts: int) -> None:
     print("\ntestbed_dialogue: the last turn is to be said\n")
     print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
     print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")
+    return 0

@@ -26,7 +26,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from turns import in_turn
 
 import kvexp.methods
-from kvexp.core import Budget, Cadence, Noise, QueryCalibration, Surrogate
+from kvexp.core import Budget, Noise, QueryCalibration, Surrogate
 from kvexp.core.budget_shares import LayerBudgets
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
@@ -464,33 +464,9 @@ def test_slot_order_is_scrambled_but_keys_values_and_scores_stay_with_their_posi
     assert scrambled == (mode == "overwrite")  # else this test shows nothing
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n != "full"])
-def test_padding_is_never_kept_nor_counted_nor_scored(name: str) -> None:
-    padded, alone = evict_batch("llama", name, [0, 2]), evict_batch("llama", name, [2])
-    for step in range(NEW + 1):
-        for layer in range(LAYERS):
-            kept = padded.kept[step][layer][1]
-            assert kept == alone.kept[step][layer][0]
-            assert all(0 <= p < LENGTHS[2] + step for head in kept for p in head)
-            once = not CASES[name].method.evicts_while_decoding
-            room = LENGTHS[2] // 2 - 1 + (step if once else 0)
-            if not shares_layers(METHODS[name]):
-                assert all(len(head) == room for head in kept)
-        held = sum(len(head) for layer in padded.kept[step] for head in layer[1])
-        assert held == room * LAYERS * len(kept)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 5, 16, 17])
-@pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv", "tova", "knorm", "streaming_llm", "lagkv", "caote"])
-def test_chunked_prefill_does_not_stop_evicting(name: str, chunk: int) -> None:
-    fed = evict_batch("llama", name, [0], chunk=chunk)
-    assert all(len(head) == LENGTHS[0] // 2 - 1 for layer in fed.kept[0] for head in layer[0])
-    agree(fed, "llama", name, [0])
-
-
 @pytest.mark.parametrize("chunk", [1, 5, 13])
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv"])
-def test_chunked_prefill_under_generate_does_not_stop_evicting(name: str, chunk: int) -> None:
+def test_chunked_prefill_does_not_stop_evicting(name: str, chunk: int) -> None:
     model, method = tiny("llama"), CASES[name].method
     runs = [
         generate(
@@ -521,11 +497,6 @@ def test_chunks_never_evict_before_the_last_one() -> None:
             assert cache.kept_positions(0)[0][0] == list(range(end))
         model(prompt[:, 16:], past_key_values=cache, use_cache=True)
     assert [len(h) for h in cache.kept_positions(0)[0]] == [7, 7, 7]
-
-
-def test_cadence_none_after_prefill_only() -> None:
-    fed = evict_batch("llama", "h2o", [0], cadence=Cadence(every=None))
-    assert [len(step[0][0][0]) for step in fed.kept] == [7 + j for j in range(NEW + 1)]
 
 
 def test_every_method_has_an_oracle() -> None:

@@ -303,27 +303,6 @@ def test_chunked_prefill_is_whole_prefill(
     same(whole, tail)
 
 
-# -- cadence -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
-@pytest.mark.parametrize("name", ["h2o", "keyformer_shared", "tova", "window"])
-def test_cadence(name: str, mode: str) -> None:
-    widths = [17] + [1] * 11
-    streams = draw_streams(name, 5, sum(widths))
-
-    def sizes(cadence: Cadence) -> list[int]:
-        seen = core(name, streams, widths, Budget(tokens=7), mode=mode, cadence=cadence)
-        counts = [{len(head) for layer in step for row in layer for head in row} for step in seen.kept]
-        assert all(len(count) == 1 for count in counts)
-        return [count.pop() for count in counts]
-
-    assert sizes(Cadence(every=3)) == [6, 7, 8, 6, 7, 8, 6, 7, 8, 6, 7, 8]
-    assert sizes(Cadence(at_prefill=False)) == [17] + [6] * 11
-    assert sizes(Cadence(at_prefill=False, every=5)) == [17, 18, 19, 20, 21, 6, 7, 8, 9, 10, 6, 7]
-    assert sizes(Cadence(every=None)) == [*range(6, 18)]
-
-
 # -- identity ----------------------------------------------------------------------------------------------------------
 
 

@@ -650,3 +650,25 @@ def test_a_class_without_a_name_is_called_as_its_class():
     assert Plain.name == "Plain" and Named.name == "named"
     made = generate(tiny("llama"), prompts_of(4, (30,)), Plain(), Budget(tokens=7))
     assert len(made.tokens) == 1
+
+
+UNDECLARED = """
+from kvexp.core import Method
+
+class Mine(Method):
+    def priority(self, ctx):
+        return ctx.newest_attention.amax(2)
+"""
+
+
+def test_an_input_that_is_read_and_not_declared_is_named(folder):
+    (folder / "mine.py").write_text(UNDECLARED)
+    mine = load_method("mine.py").cls()
+    with pytest.raises(ConfigError, match=r"Mine reads ctx.newest_attention.*needs = Needs\(newest_attention=True\)"):
+        generate(tiny("llama"), prompts_of(4, (30,)), mine, Budget(tokens=9), max_new_tokens=2)
+
+
+def test_a_class_with_its_own_init_is_refused(folder):
+    (folder / "mine.py").write_text(UNDECLARED + "    def __init__(self, alpha=0.3):\n        self.alpha = alpha\n")
+    with pytest.raises(ConfigError, match=r"Mine has an __init__ of its own.*fields of a dataclass"):
+        load_method("mine.py")

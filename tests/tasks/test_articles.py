@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import FrozenInstanceError, replace
-from importlib import resources
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -16,12 +14,9 @@ from kvexp.results.table import table
 from kvexp.run.settings import settings_of
 from kvexp.run.store import Run
 from kvexp.tasks import News, NewsNeedle, NewsQA
-from kvexp.tasks.articles import Article, Question, articles, articles_digest, needles
+from kvexp.tasks.articles import Article, articles, articles_digest, needles
 from kvexp.tasks.needle import related, topic_words
 from kvexp.util import ConfigError
-
-# The articles and needles that come with kvexp: complete, apart from each other, each answer found in one place.
-
 
 ARTICLES = articles()
 # Words that say nothing alone: an answer may share them with its question.
@@ -63,12 +58,6 @@ def test_there_are_enough_and_no_two_are_alike():
     assert [article.id for article in ARTICLES] == sorted(article.id for article in ARTICLES)
 
 
-def test_the_lengths_are_spread():
-    lengths = [len(article.text.split()) for article in ARTICLES]
-    for least, most in ((450, 550), (550, 700), (700, 900)):
-        assert sum(least <= length <= most for length in lengths) >= len(ARTICLES) / 4
-
-
 @each_article
 def test_an_article_is_complete(article):
     assert re.fullmatch(r"\d\d(-[a-z]+)+", article.id)
@@ -77,17 +66,10 @@ def test_an_article_is_complete(article):
     assert len(article.highlights) == len(set(article.highlights)) == 3
     assert len(article.questions) == 4
     for line in (*article.paragraphs, *article.highlights, article.title):
-        assert line == " ".join(line.split()) != ""
+        assert line == " ".join(line.split()) != "" and line.isascii()
     for highlight in article.highlights:
         assert sentences(highlight) == 1
         assert 8 <= len(highlight.split()) <= 35
-
-
-@each_article
-def test_plain_text(article):
-    for line in (*article.paragraphs, *article.highlights, article.title):
-        assert not re.search(r"[<>*_#`\[\]{}|~\\^=@]|&\w+;|https?:|--", line)
-        assert line.isascii()
 
 
 @each_article
@@ -143,18 +125,6 @@ def test_a_needles_answer_stands_nowhere_else():
         assert [name for name, text in texts.items() if places(lower, text.lower())] == [one.id]
 
 
-def test_a_file_is_called_as_its_article():
-    folder = resources.files("kvexp.tasks") / "articles_data" / "texts"
-    names = {file.name: json.loads(file.read_text("utf-8"))["id"] for file in folder.iterdir()}
-    assert all(name == f"{identity}.json" for name, identity in names.items())
-
-
-def test_an_article_cannot_be_changed():
-    assert isinstance(ARTICLES[0].questions[0], Question)
-    with pytest.raises(FrozenInstanceError):
-        ARTICLES[0].title = "Another"
-
-
 # Tasks on kvexp's own English: prompts to the letter, questions that count, needles where the grid says.
 
 
@@ -195,16 +165,6 @@ def test_a_summary_is_scored_by_rouge():
     assert 20 < lead["rouge1"] < 70  # the words of the article's beginning, not the highlights' own
 
 
-def test_limit_takes_the_first_and_the_data_are_the_articles():
-    assert [example.id for example in News(limit=2).examples()] == [article.id for article in articles()[:2]]
-    assert [example.id for example in NewsQA(limit=5).examples()] == [
-        *(f"{FIRST.id} question {number}" for number in range(4)),
-        f"{articles()[1].id} question 0",
-    ]
-    assert News().fingerprint() == NewsQA().fingerprint() == f"articles:{articles_digest()}"
-    assert NewsNeedle().fingerprint().startswith(f"{News().fingerprint()} needles:")
-
-
 def test_the_fingerprint_is_of_the_bytes(monkeypatch):
     import kvexp.tasks.articles as english
 
@@ -236,12 +196,6 @@ def test_questions_of_an_article_share_one_context():
         "question": 1,
         "paragraph": articles()[1].questions[1].paragraph,
     }
-
-
-def test_every_question_is_asked_once_and_no_context_asks_it():
-    examples = list(NewsQA().examples())
-    assert len(examples) == len({example.id for example in examples}) == 4 * len(articles())
-    assert all(example.reference in example.prompt for example in examples)
 
 
 def test_an_answer_is_right_where_it_holds_the_reference():
@@ -315,19 +269,14 @@ def test_the_table_says_where_it_is_not_known_what_counts(tmp_path):
     assert run["verdict99"] == "undecided"
 
 
-def test_a_full_cache_that_answers_nothing_gives_no_verdict(tmp_path):
-    full = write(tmp_path, "full", [False] * 40)
+@pytest.mark.parametrize(("rights", "drop", "counted"), [([False] * 40, (), (0, 40)), ([True] * 40, (3, 4), (38, 38))])
+def test_questions_that_the_full_cache_does_not_answer_do_not_count(tmp_path, rights, drop, counted):
+    full = write(tmp_path, "full", rights, drop=drop)
     write(tmp_path, "h2o", [True] * 40, full.hash)
     run = shown(tmp_path, "h2o")
-    assert run["n"] == 0 and run["questions"] == 40 and run["verdict99"] == "undecided"
-    assert "the full cache answers none of the 40 questions" in run["note"]
-
-
-def test_questions_without_a_row_of_the_full_cache_do_not_count(tmp_path):
-    full = write(tmp_path, "full", [True] * 40, drop=(3, 4))
-    write(tmp_path, "h2o", [True] * 40, full.hash)
-    run = shown(tmp_path, "h2o")
-    assert (run["n"], run["questions"]) == (38, 38)
+    assert (run["n"], run["questions"]) == counted
+    if not counted[0]:
+        assert run["verdict99"] == "undecided" and "the full cache answers none of the 40 questions" in run["note"]
 
 
 # ---- news_needle

@@ -27,16 +27,6 @@ from kvexp.run.store import runs
 from kvexp.tasks import GSM8K, Example, LMEval, LongBench, Needle, Perplexity, QuestionTask, Stories
 from kvexp.util import ConfigError
 
-# Examples come from the bytes a run is known by: a file that changes before it is read, or meanwhile, is an error.
-#
-# What changes is as long as before and has the time of before, which is all that a careless check would look at.
-
-
-# Examples come from the bytes a run is known by: a file that changes before it is read, or meanwhile, is an error.
-#
-# What changes is as long as before and has the time of before, which is all that a careless check would look at.
-
-
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 TEXT = "Once there was a dog who ran to the hill and then came home to sleep in the sun. "
 
@@ -72,35 +62,29 @@ def copied(name):
     return lambda path: Path(shutil.copytree(FIXTURES / name, path))
 
 
-def stories(path):
-    return Stories(data_files=str(path))
+def stories(path, **options):
+    return Stories(data_files=str(path), **options)
 
 
+def qasper(path):
+    return LongBench(subset="qasper", data_files=str(path))
+
+
+def piqa(path):
+    return LMEval(tasks=("piqa",), data_dir=str(path))
+
+
+# case -> (name of the file or folder, what writes it, the task that reads it, the file in the folder)
 PLACES = {
     "lines": ("rows.jsonl", lines, stories, None),
-    "a few of the lines": ("rows.jsonl", lines, lambda path: Stories(data_files=str(path), limit=3), None),
-    "lines drawn": (
-        "rows.jsonl",
-        lines,
-        lambda path: Stories(data_files=str(path), limit=3, sample="shuffled"),
-        None,
-    ),
+    "a few of the lines": ("rows.jsonl", lines, lambda path: stories(path, limit=3), None),
+    "lines drawn": ("rows.jsonl", lines, lambda path: stories(path, limit=3, sample="shuffled"), None),
     "one long text": ("rows.jsonl", lines, lambda path: Perplexity(data_files=str(path), concatenate=True), None),
     "list": ("rows.json", whole, stories, None),
     "parquet": ("rows.parquet", parquet, stories, None),
-    "zip": ("data.zip", zipped, lambda path: LongBench(subset="qasper", data_files=str(path)), None),
-    "folder": (
-        "data",
-        copied("longbench"),
-        lambda path: LongBench(subset="qasper", data_files=str(path)),
-        "qasper.jsonl",
-    ),
-    "lm-eval": (
-        "data",
-        copied("lm_eval"),
-        lambda path: LMEval(tasks=("piqa",), data_dir=str(path)),
-        "piqa.validation.jsonl",
-    ),
+    "zip": ("data.zip", zipped, qasper, None),
+    "folder": ("data", copied("longbench"), qasper, "qasper.jsonl"),
+    "lm-eval": ("data", copied("lm_eval"), piqa, "piqa.validation.jsonl"),
 }
 
 
@@ -195,20 +179,24 @@ def test_what_is_read_once_is_what_the_run_is_known_by(tmp_path):
     lesson.write_text("Question: one\nThe answer is 1.\n\nQuestion: two\nThe answer is 2.\n")
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 60)
-    sums = GSM8K(data_files=str(FIXTURES / "gsm8k.jsonl"), prompt_file=str(lesson), shots=2)
     needle = {"needles": ("The key is {key}.",), "questions": ("What is the key?",), "answers": ("{key}",)}
-    hay = Needle(haystack=str(text), lengths=(300,), depths=(50,), **needle)
-    before = [(task.pinned, [example.prompt for example in task.examples()]) for task in (sums, hay)]
+
+    def made():
+        return (
+            GSM8K(data_files=str(FIXTURES / "gsm8k.jsonl"), prompt_file=str(lesson), shots=2),
+            Needle(haystack=str(text), lengths=(300,), depths=(50,), **needle),
+        )
+
+    def read(tasks):
+        return [(task.pinned, [example.prompt for example in task.examples()]) for task in tasks]
+
+    tasks = made()
+    before = read(tasks)
     for file in (lesson, text):
         other(file)
-    assert [(task.pinned, [example.prompt for example in task.examples()]) for task in (sums, hay)] == before
-    again = (
-        GSM8K(data_files=str(FIXTURES / "gsm8k.jsonl"), prompt_file=str(lesson), shots=2),
-        Needle(haystack=str(text), lengths=(300,), depths=(50,), **needle),
-    )
-    for task, (named, prompts) in zip(again, before, strict=True):
-        assert task.pinned != named
-        assert [example.prompt for example in task.examples()] != prompts
+    assert read(tasks) == before
+    for (named, prompts), (other_name, other_prompts) in zip(before, read(made()), strict=True):
+        assert named != other_name and prompts != other_prompts
 
 
 @pytest.mark.parametrize("when", ["checked", "read"])
@@ -285,9 +273,9 @@ class Pairs(QuestionTask):
 
 def test_a_question_is_in_the_prompt_or_after_it_with_the_same_characters() -> None:
     within, after = next(Pairs().examples()), next(Pairs(question="after_eviction").examples())
-    assert within.prompt_parts == ("Read: ", "A cat sat.", "\n\nWho sat 1?")
+    assert (within.prefix, within.body, within.suffix) == ("Read: ", "A cat sat.", "\n\nWho sat 1?")
     assert within.question == ""
-    assert after.prompt_parts == ("Read: ", "A cat sat.", "\n")
+    assert (after.prefix, after.body, after.suffix) == ("Read: ", "A cat sat.", "\n")
     assert after.question == "\nWho sat 1?"
     assert within.prompt == after.prompt + after.question
     assert within.choices == after.choices == (" cat", " dog")
@@ -313,7 +301,7 @@ def test_every_row_that_is_made_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_invariants_of_an_example() -> None:
     example = Example("a", "context", "r", question=" why?", choices=(" x", " y"))
-    assert example.prompt_parts == ("", "context", "")
+    assert (example.prefix, example.body, example.suffix) == ("", "context", "")
     assert replace(example, id="b").choices == (" x", " y")
     with pytest.raises(ValueError, match="example a: the question is white space"):
         Example("a", "context", "r", question="\n")
@@ -321,11 +309,6 @@ def test_invariants_of_an_example() -> None:
         Example("a", "context", "r", choices=(" x", ""))
     with pytest.raises(ValueError, match="has choices and a continuation"):
         Example("a", "context", "r", " went on", choices=(" x", " y"))
-
-
-def test_a_task_that_scores_no_choices_says_so() -> None:
-    with pytest.raises(NotImplementedError):
-        Pairs().score_choices([-1.0, -2.0], [1, 1], Example("a", "p", "r", choices=(" x", " y")))
 
 
 # Rows of any content: an example whose prompt and numbers are right, or a ConfigError that names the row.
@@ -352,29 +335,8 @@ GOOD = {
     "original_index": 3,
     "text": "Once there was a dog. It ran to the hill and slept there all day long.",
 }
-WORDS = st.one_of(
-    st.text(max_size=40),
-    st.sampled_from(
-        [
-            *(
-                "",
-                " ",
-                "\n",
-                "\x00",
-                "\u202e",
-                "\ufeff",
-                "é",
-                "日本語。",
-                "🐕" * 50,
-                "NaN",
-                "####",
-                "{prompt}",
-                "{input}",
-                "%s",
-            )
-        ]
-    ),
-)
+ODD = ("", " ", "\n", "\x00", "\u202e", "\ufeff", "é", "日本語。", "🐕" * 50, "NaN", "####", "{prompt}", "{input}")
+WORDS = st.one_of(st.text(max_size=40), st.sampled_from(ODD))
 VALUES = st.one_of(
     *(WORDS, st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False)),
     *(st.lists(WORDS, max_size=3), st.dictionaries(st.sampled_from("ab"), WORDS, max_size=2)),
@@ -392,24 +354,16 @@ def good(name):
     return {field: GOOD.get(field, f"Some words for {field}. And more of them here.") for field in FIELDS[name]}
 
 
-def refused(task, row, where):
-    """Why; None where it makes an example."""
-    try:
-        task.example(row, where)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 def check(task, row, where="row 7 of rows.jsonl", outputs=OUTPUTS):
     """An example that can be asked and scored, or an error in words that names the row."""
-    why = refused(task, row, where)
-    if why is not None:
-        assert where in why, why
+    try:
+        example = task.example(row, where)
+    except ConfigError as error:
+        if where not in str(error):
+            raise
         return
-    example = task.example(row, where)
     assert isinstance(example, Example) and isinstance(example.id, str)
-    assert example.prompt == "".join(example.prompt_parts) and bool(example.prompt.strip()) != bool(example.skipped)
+    assert bool(example.prompt.strip()) != bool(example.skipped)
     assert isinstance(example.reference, str)
     if not task.only_nll:
         for output in outputs:
@@ -418,25 +372,12 @@ def check(task, row, where="row 7 of rows.jsonl", outputs=OUTPUTS):
     json.dumps(dict(example.info), allow_nan=False)
 
 
-def check_a_value(name, data):
-    row, field = good(name), data.draw(st.sampled_from(FIELDS[name]))
-    row[field] = data.draw(VALUES)
-    check(task_of(name), row)
-
-
 @pytest.mark.parametrize("name", FIELDS)
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_any_value_of_a_field(name, data):
-    check_a_value(name, data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIELDS)
-@given(data=st.data())
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_a_hundred_values_of_a_field(name, data):
-    check_a_value(name, data)
+    row, field = good(name), data.draw(st.sampled_from(FIELDS[name]))
+    check(task_of(name), row | {field: data.draw(VALUES)})
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -451,7 +392,7 @@ def test_missing_fields_and_long_texts(name):
     check(task, {})
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", ["sample", "longbench"])
 @pytest.mark.parametrize(
     "lines",
     [

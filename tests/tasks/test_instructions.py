@@ -23,7 +23,6 @@ from kvexp.tasks.dialogues import RULES
 from kvexp.tasks.metrics import (
     COPIES,
     LEAST_WORDS,
-    Loop,
     at_most_words,
     ends_with,
     first_loop,
@@ -33,9 +32,6 @@ from kvexp.tasks.metrics import (
     starts_with,
 )
 from kvexp.util import Console
-
-# The set of system prompts: its data, its rules as code, and where the system prompt stands in a chat template.
-
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -131,14 +127,14 @@ def test_the_system_prompt_is_a_chat_models_system_turn() -> None:
 # Long answers: loops and repetition against a search that tries everything, the task, and its table.
 
 
-def loop_by_hand(words: list[str]) -> Loop | None:
+def loop_by_hand(words: list[str]) -> tuple[int, int] | None:
     """The first place, and there the shortest passage, of which enough copies follow one another."""
     for start in range(len(words)):
         for period in range(1, len(words)):
             copies = max(COPIES, -(-LEAST_WORDS // period))
             whole, rest = max(COPIES * period, LEAST_WORDS), words[start:]
             if copies and len(rest) >= whole and all(rest[i] == rest[i % period] for i in range(whole)):
-                return Loop(start, period)
+                return start, period
     return None
 
 
@@ -159,8 +155,8 @@ def test_the_first_loop_is_what_a_search_of_all_passages_finds(words: list[str])
 
 
 def test_no_no_no_is_no_loop_and_four_times_three_words_are() -> None:
-    assert first_loop(["no"] * 11) is None and first_loop(["no"] * 12) == Loop(0, 1)
-    assert first_loop(list("xyzabcdabcdabcdend")) == Loop(3, 4)
+    assert first_loop(["no"] * 11) is None and first_loop(["no"] * 12) == (0, 1)
+    assert first_loop(list("xyzabcdabcdabcdend")) == (3, 4)
     assert first_loop(list("abcabcabc")) is None  # nine words together
     assert first_loop([]) is None
 

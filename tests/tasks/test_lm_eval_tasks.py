@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvexp.tasks import lm_eval as definition
-from kvexp.tasks.lm_eval import PER_UNIT, SEVEN, SHARES, LMEval, Request, protocol_of
+from kvexp.tasks.lm_eval import SEVEN, LMEval, Request, protocol_of
 from kvexp.util import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
@@ -51,21 +51,6 @@ def test_runs_that_ask_the_same_read_it_once_and_a_changed_file_again(tmp_path, 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
-# The first item of every task, as lm-eval 0.4.13 asks it: (context, continuation) per request.
-FIRST = {
-    "piqa": [
-        ("Question: open a jar\nAnswer:", " twist the lid"),
-        ("Question: open a jar\nAnswer:", " bury the jar in sand"),
-    ],
-    "winogrande": [("Tom thanked Sam since Tom", " had cooked."), ("Tom thanked Sam since Sam", " had cooked.")],
-    "openbookqa": [("A magnet pulls", f" {word}") for word in ("iron", "wood", "paper", "wool")],
-    "copa": [("The glass fell therefore", "  it broke."), ("The glass fell therefore", "  it sang.")],
-    "mathqa": [("Question: what is 7 plus 5 ?\nAnswer:", f" {n}") for n in (10, 11, 12, 13, 14)],
-    "arc_easy": [("Question: Which animal flies?\nAnswer:", f" a {word}") for word in ("bat", "cow", "worm", "carp")],
-    "arc_challenge": [
-        ("Question: Which animal flies really?\nAnswer:", f" a {word}") for word in ("bat", "cow", "worm", "carp")
-    ],
-}
 RIGHT = {  # the right answer in words, item by item
     "piqa": ["twist the lid", "switch on a lamp", "put on gloves", "use a broom"],
     "winogrande": ["Tom thanked Sam since Sam", "The cup broke on the stone as the cup", "Eva lent Ida a pen, for Ida"],
@@ -78,9 +63,8 @@ RIGHT = {  # the right answer in words, item by item
 
 
 @pytest.mark.parametrize("name", SEVEN)
-def test_prompts(name):
+def test_items(name):
     items = list(of(name).examples())
-    assert [(r.context, r.continuation) for r in items[0].requests] == FIRST[name]
     assert all(not r.question for item in items for r in item.requests)
     assert [item.reference for item in items] == RIGHT[name]
     assert [item.id for item in items] == [f"{name}/{i}" for i in range(len(RIGHT[name]))]
@@ -122,18 +106,13 @@ def test_examples_are_the_same_in_every_pass_and_for_any_limit():
 
 def test_an_item_is_no_example_of_itself():
     """lm-eval sees to that only in a test split: drawn from the evaluated validation split it gives answers away."""
-    own = of("piqa", num_fewshot=3, fewshot_split="validation")
-    for item, goal in zip(
-        own.examples(), ("open a jar", "light a room", "warm the hands", "sweep a floor"), strict=True
-    ):
-        assert item.requests[0].context.count(f"Question: {goal}\n") == 1
-    given_away = of("piqa", num_fewshot=3, fewshot_split="validation", fewshot_excludes_item=False)
-    assert any(
-        item.requests[0].context.count(f"Question: {goal}\n") == 2
-        for item, goal in zip(
-            given_away.examples(), ("open a jar", "light a room", "warm the hands", "sweep a floor"), strict=True
-        )
-    )
+
+    def asked(**options):
+        items = of("piqa", num_fewshot=3, fewshot_split="validation", **options).examples()
+        goals = ("open a jar", "light a room", "warm the hands", "sweep a floor")
+        return [item.requests[0].context.count(f"Question: {goal}\n") for item, goal in zip(items, goals, strict=True)]
+
+    assert asked() == [1] * 4 and 2 in asked(fewshot_excludes_item=False)
 
 
 # -- the question after the eviction -----------------------------------------------------------------------------------
@@ -225,11 +204,6 @@ def test_the_likelihood_of_one_answer(in_root):
     assert [r.continuation for r in item.requests] == [" one"]
     assert task.score_item(item, [(-2.5, True)]) == {"nll": 2.5, "acc": 100}
     assert task.score_item(item, [(-2.5, False)]) == {"nll": 2.5, "acc": 0}
-
-
-def test_only_shares_become_percent():
-    assert set(SHARES) >= {"acc", "acc_norm", "exact_match"}
-    assert not set(SHARES) & set(PER_UNIT)
 
 
 # -- names, files, presets ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,43 @@ def test_a_bad_option_is_refused_by_its_name(task: Task, options: dict[str, Any]
     with pytest.raises(ConfigError) as caught:
         replace(task, **options).check()
     assert words in str(caught.value)
+
+
+def first(file: str) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads((FIXTURES / file).read_text("utf-8").splitlines()[0])
+    return row
+
+
+TREC, TALK, WHO = first("longbench/trec.jsonl"), first("soda.jsonl"), {"question": "Where is Ann?", "answers": ["Rome"]}
+BAD_ROWS: list[tuple[Task, dict[str, Any], str]] = [
+    (LongBench(subset="trec"), TREC | {"dataset": "hotpotqa_e"}, "set task.subset=hotpotqa task.extended=true"),
+    (LongBench(subset="trec"), TREC | {"answers": "Date"}, "field 'answers' must be a list of texts, got 'Date'"),
+    (LongBench(subset="trec"), TREC | {"answers": []}, "field 'answers' must be a list of texts, got []"),
+    (LongBench(subset="trec"), {k: v for k, v in TREC.items() if k != "answers"}, "it has: input, context, length"),
+    (LongBench(subset="trec"), TREC | {"all_classes": None}, "field 'all_classes' must list the class names"),
+    (LongBench(subset="trec"), TREC | {"context": None}, "has no field 'context' (or null there)"),
+    (LongBench(subset="trec"), TREC | {"input": None}, "name the field that holds it with task.input_field"),
+    (Soda(), TALK | {"speakers": ["Ines"]}, "field 'speakers' must be a list of at least 2 texts, got ['Ines']"),
+    (Soda(), TALK | {"dialogue": "text"}, "field 'dialogue' must be a list of at least 2 texts, got 'text'"),
+    (Soda(), TALK | {"narrative": ""}, "field 'narrative' is empty"),
+    (GSM8K(), {"question": "How many?", "answer": "Many."}, "field 'answer' has no number"),
+    (GSM8K(), {"input": "How many?", "answer": "1"}, "has no field 'question'"),
+    (ContextQA(), {"context": "T"}, "field 'questions' must be a list of objects"),
+    (ContextQA(), {"context": "T", "questions": []}, "field 'questions' must be a list of objects"),
+    (ContextQA(), {"questions": [WHO]}, "has no field 'context'"),
+    (ContextQA(), {"context": "T", "questions": [{"question": "Q?"}]}, "field 'answers' must be a text or a list of"),
+    (ContextQA(), {"context": "T", "questions": [WHO | {"answers": ["", "x"]}]}, "none of them empty, got"),
+    (ContextQA(), {"context": "T", "questions": [{"answers": "x"}]}, "has no field 'question'"),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "words"), BAD_ROWS, ids=[f"{t.name} {w}" for t, _, w in BAD_ROWS])
+def test_a_bad_row_is_named(tmp_path: Path, task: Task, row: dict[str, Any], words: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        replace(task, data_files=str(file)).check()
+    assert f"row 1 of {file}" in str(caught.value) and words in str(caught.value)
 
 
 def test_an_unknown_data_set_of_longbench_is_refused_when_it_is_named() -> None:

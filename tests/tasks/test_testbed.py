@@ -138,19 +138,6 @@ def test_shots_stand_before_the_question():
     assert example.prompt.count(" ask ") == 6 and example.prompt.count(f" {END}") == 5
 
 
-@pytest.mark.parametrize("tokens", [64, 128, 1024])
-@pytest.mark.parametrize("task", [task for task in TASKS if task is not TestbedNeedle])
-def test_documents_of_64_to_1024_tokens_have_the_length_asked_for(task, tokens):
-    made = task(limit=3, tokens=tokens, facts=8, updated=1, marked=2)
-    made.check()
-    for example in made.examples():
-        text = example.prompt.removeprefix("<s> text : ").split(" summary :")[0].split(" ask ")[0]
-        if task is TestbedDialogue:
-            assert len(text.split()) >= tokens - 12
-        else:
-            assert tokens - 12 <= len(text.split()) <= tokens
-
-
 @pytest.mark.parametrize(
     "make", [lambda s: document(Random("d"), s, DocumentShape()), lambda s: needle_document(Random("n"), s, 99, 0.5)]
 )
