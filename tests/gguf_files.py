@@ -11,52 +11,24 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kvexp.hf import random_model
 
+LLAMA = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 SIZES = {
-    "llama": dict(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
-    ),
-    "qwen2": dict(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    ),
-    "qwen3": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    ),
+    "llama": LLAMA | {"num_hidden_layers": 3},
+    "qwen2": LLAMA,
+    "qwen3": LLAMA | {"head_dim": 32},
     "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=256),
 }
 LLAMA_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    **{"self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "blk"},
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
 }
 GPT2_NAMES = {
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "transformer.h": "blk",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "lm_head": "output",
+    **{"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"},
+    **{"transformer.h": "blk", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"},
+    **{"ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "lm_head": "output"},
 }
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -84,16 +56,14 @@ def bpe_tokenizer(vocab_size=400):
 
 
 def small_model(family, tokenizer, **more):
-    return random_model(
-        family, seed=3, vocab_size=tokenizer.get_vocab_size(), initializer_range=0.2, **SIZES[family], **more
-    )
+    sizes = SIZES[family] | more
+    return random_model(family, seed=3, vocab_size=tokenizer.get_vocab_size(), initializer_range=0.2, **sizes)
 
 
 def neighbouring(weight, heads):
-    """llama.cpp's `permute`: rows half a head apart stand beside each other."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
+    """llama.cpp's `permute`: rows half a head apart become neighbours."""
+    parts = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return parts.swapaxes(1, 2).reshape(weight.shape)
 
 
 def tensors_of(model):
@@ -116,11 +86,18 @@ def tensors_of(model):
     return found
 
 
+def add(writer, fields):
+    """Write {key: value} into the header, as GGUF's type of the value's Python type."""
+    kinds = {int: "uint32", float: "float32", str: "string", bool: "bool", list: "array"}
+    for key, value in fields.items():
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+
+
 def write(
     path, model, tokenizer, *, kind="F32", pre="smollm", template=CHATML, fields=None, tensors=None, vocabulary=None
 ):
-    """A GGUF file of the model. kind: of its matrices; fields: more of the header, {key: (method, value)};
-    tensors: instead of the model's own; vocabulary: the header's keys of another tokenizer, {key: value}."""
+    """A GGUF file of the model. kind: of its matrices; fields: more of the header, {key: value}; tensors: instead of
+    the model's own; vocabulary: the header's keys of another tokenizer, {key: value}."""
     config = model.config
     arch = "llama" if config.model_type == "mistral" else config.model_type
     writer = GGUFWriter(str(path), arch)
@@ -139,21 +116,13 @@ def write(
     if arch == "qwen3":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
-        writer.add_sliding_window(config.sliding_window)
     if vocabulary is None:
         add_bpe(writer, tokenizer, pre)
     else:
-        for key, value in vocabulary.items():
-            add = {
-                **{int: writer.add_uint32, str: writer.add_string},
-                **{list: writer.add_array, bool: writer.add_bool},
-            }[type(value)]
-            add(key, value)
+        add(writer, vocabulary)
     if template:
         writer.add_chat_template(template)
-    for key, (method, value) in (fields or {}).items():
-        getattr(writer, method)(key, value)
+    add(writer, fields or {})
     for name, numbers in (tensors or tensors_of(model)).items():
         if numbers.ndim > 1 and kind != "F32":
             wanted = GGMLQuantizationType[kind]

@@ -57,6 +57,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LAYERS = 2
 
 
+class Hashable(dict[str, Any]):
+    """Settings of a configuration as an argument of `stock` and `tiny`, which keep models by their arguments."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
+
+
 @functools.cache
 def stock(family: str, **changes: Any) -> PreTrainedModel:
     """The family's own Hugging Face model, eager attention, weights large enough for attention to be uneven."""
@@ -85,6 +92,9 @@ class Letters:
     def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
         assert not add_special_tokens
         return SimpleNamespace(input_ids=[ord(letter) % VOCAB for letter in text])
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(chr(token) for token in ids)
 
 
 LETTERS: Any = Letters()

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from experiments.lib.exhibits import HERE, OWN, REAL, declared, params, sweeps
-from kvexp.hf.fetch import WHEELS, whole
+from kvexp.hf.fetch import WHEELS, cached_conversion
 from kvexp.util import ConfigError, watch_pipes
 
 MODEL, HUB = "smollm2_135m", "hub"
@@ -38,7 +38,7 @@ class Command:
 
 def model_is_here() -> bool:
     """Whether the model of the real scale is in the cache: nothing is fetched to find out."""
-    return whole(WHEELS[MODEL].gguf_sha256) is not None
+    return cached_conversion(WHEELS[MODEL].gguf_sha256) is not None
 
 
 def scale_of(scale: str | None, data: str | None) -> str:

@@ -11,8 +11,8 @@ import copy
 import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from kvexp.hf.chat_template import Thinking
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.patch import max_positions
 from kvexp.retrieval.layer import retrieval_stats
-from kvexp.util import CacheError, ConfigError, NotFinite
+from kvexp.util import AtLeast, CacheError, ConfigError, NotFinite, Range, Rule, check_fields, refuse
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -161,20 +161,24 @@ def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: st
             raise ConfigError(f"{what}row {row} holds token id {wrong[0]}, the model knows 0 to {size - 1}")
 
 
-def check_questions(model: PreTrainedModel, rows: int, questions: Sequence[Sequence[int]]) -> int:
-    """The common length of a batch's questions; ConfigError where they differ, since padding would count as tokens."""
+def question_lengths(model: PreTrainedModel, rows: int, questions: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each row's question; ConfigError for questions that are not one row of token ids per prompt."""
     if _text(questions):
         raise ConfigError("questions must be lists of token ids, one per row: tokenize first")
     if len(questions) != rows:
         raise ConfigError(f"got {len(questions)} questions for {rows} prompts: give one for each, or None")
     check_tokens(model, questions, "the question of ")
-    lengths = {len(q) for q in questions}
-    if len(lengths) > 1 or 0 in lengths:
+    return [len(question) for question in questions]
+
+
+def equal_length(lengths: Sequence[int]) -> int:
+    """The common length of a batch's questions; ConfigError where they differ, since padding would count as tokens."""
+    if len(set(lengths)) > 1 or 0 in lengths:
         raise ConfigError(
-            f"questions of {min(lengths)} to {max(lengths)} tokens: those of one batch must be of equal length and not "
-            "empty; ask those of another length apart (Context.fork)"
+            f"questions of {min(lengths)} to {max(lengths)} tokens: the questions of one batch must be of equal length "
+            "and not empty; ask others in a batch of their own (PrefilledContext.fork)"
         )
-    return lengths.pop()
+    return lengths[0]
 
 
 def seeds_per_row(seeds: int | Sequence[int], rows: int) -> list[int]:
@@ -196,21 +200,21 @@ def check_bounded(
 ) -> int | None:
     """The columns of a forward of these prompts; ConfigError where they cannot be evicted between chunks and are to be.
 
-    chunk: as asked for beside the configuration. Chunks of a shorter prompt would be cut by its padding, and what it
-    keeps would go by its neighbours.
+    chunk: the prefill_chunk asked for. Chunks of a shorter prompt would be cut by its padding, and what it keeps
+    would depend on its neighbours.
     """
     if config.bounded_chunk is None:
         return chunk
     if chunk is not None:
         raise ConfigError(
-            f"prefill_chunk={chunk} has no effect beside bounded_chunk={config.bounded_chunk}: leave it out"
+            f"prefill_chunk={chunk} has no effect with bounded_chunk={config.bounded_chunk}: leave it out"
         )
     if num_beams > 1:
         raise ConfigError(f"num_beams={num_beams}: a prompt that is evicted between chunks is read by one row: set 1")
     if len(lengths := {len(prompt) for prompt in prompts}) > 1:
         raise ConfigError(
-            f"prompts of {min(lengths)} to {max(lengths)} tokens: those of one batch must be of equal length where they"
-            " are evicted between chunks (bounded_chunk); read them one by one"
+            f"prompts of {min(lengths)} to {max(lengths)} tokens: they must be of equal length where they are evicted "
+            "between chunks (bounded_chunk); read them one by one"
         )
     return config.bounded_chunk
 
@@ -292,23 +296,18 @@ def eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> li
 class SeededGumbelSampler(LogitsProcessor):  # type: ignore[misc]
     """Adds Gumbel noise of (row seed, step, token) to logits, so that their arg max is an exact sample of the softmax.
 
-    Used as the last processor of a greedy generation: a row draws the same tokens alone or in any batch. seeds: one per
-    row; prompt_columns: width of the prompt, so that the first new token is step 0.
+    Used as the last processor of a greedy generation: a row draws the same tokens alone or in any batch. seeds [R]:
+    int64; prompt_columns: width of the prompt, so that the first new token is step 0.
     """
 
-    def __init__(self, seeds: list[int], prompt_columns: int) -> None:
+    def __init__(self, seeds: Tensor, prompt_columns: int) -> None:
         self.seeds, self.prompt_columns = seeds, prompt_columns
-        self._seeds: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        device = scores.device
-        if self._seeds is None or self._seeds.device != device:
-            self._seeds = torch.tensor(self.seeds, device=device)
-        seeds = self._seeds
-        step = torch.full((len(self.seeds),), input_ids.shape[1] - self.prompt_columns, device=device)
-        tokens = torch.arange(scores.shape[-1], device=device).expand(len(self.seeds), -1)
+        step = torch.full_like(self.seeds, input_ids.shape[1] - self.prompt_columns)
+        tokens = torch.arange(scores.shape[-1], device=scores.device).expand(len(self.seeds), -1)
         # Layer -1 keeps these draws apart from the noise inside the model under the same seed.
-        return scores.float() + gumbel(seeds, -1, step, tokens)
+        return scores.float() + gumbel(self.seeds, -1, step, tokens)
 
 
 MOST_BEAMS = 1024  # each is a row of the batch
@@ -350,89 +349,78 @@ class GenerationParams:
     kvexp takes them from the chat template.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    num_beams: int = 1
-    early_stopping: bool = True
+    max_new_tokens: Annotated[int, AtLeast(1)] = 128
+    min_new_tokens: Annotated[int, AtLeast(0)] = 0
+    num_beams: Annotated[int, Range(1, MOST_BEAMS)] = 1
+    early_stopping: bool | Literal["never"] = True
     length_penalty: float = 1.0
     sample: bool = False
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    top_k: Annotated[int, AtLeast(0)] = 0  # 0: no limit
+    top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
     eos: int | Sequence[int] | str | None = "model"
     stop_strings: tuple[str, ...] = ()
-    prefill_chunk: int | None = None
+    prefill_chunk: Annotated[int, AtLeast(1)] | None = None
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens", "num_beams", "top_k"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{name} must be a whole number, got {value!r}")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ConfigError(
-                f"min_new_tokens must be between 0 and max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}"
-            )
-        if self.num_beams < 1:
-            raise ConfigError(f"num_beams must be at least 1, got {self.num_beams}")
-        if self.num_beams > MOST_BEAMS:
-            raise ConfigError(f"num_beams may be at most {MOST_BEAMS}, got {self.num_beams}")
-        if self.sample and self.num_beams > 1:
-            raise ConfigError("sampling with beams is not offered: set sample=false or num_beams=1")
-        if self.sample and self.temperature <= 0:
-            raise ConfigError(f"temperature must be positive, got {self.temperature:g}; sample=false is greedy")
-        if self.eos not in (None, "model") and not _token_ids(self.eos):
-            raise ConfigError(f"eos must be a token id, a list of them, 'model' or null, got {self.eos!r}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p:g}")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be at least 1, or 0 for no limit, got {self.top_k}")
-        stops: Any = self.stop_strings
-        if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
-            raise ConfigError(f"stop_strings must be a list of texts, got {stops!r}")
-        if not isinstance(self.thinking, Thinking | None):
-            raise ConfigError(f"thinking must be the tags of a chat template, got {self.thinking!r}")
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
+        check_fields(self)
+        refuse(self, REFUSED)
 
 
+def _are_tokens(eos: Any) -> bool:
+    """Whether `eos` is a token id or several."""
+    return all(type(token) is int and token >= 0 for token in (eos if isinstance(eos, list | tuple) else [eos]))
+
+
+REFUSED: tuple[Rule[GenerationParams], ...] = (
+    (
+        lambda c: c.min_new_tokens > c.max_new_tokens,
+        "min_new_tokens must be between 0 and max_new_tokens={c.max_new_tokens}, got {c.min_new_tokens}",
+    ),
+    (
+        lambda c: c.sample and c.num_beams > 1,
+        "sampling with beams is not offered: set sample=false or num_beams=1",
+    ),
+    (
+        lambda c: c.sample and c.temperature <= 0,
+        "temperature must be positive, got {c.temperature:g}; sample=false is greedy",
+    ),
+    (
+        lambda c: c.eos not in (None, "model") and not _are_tokens(c.eos),
+        "eos must be a token id, a list of them, 'model' or null, got {c.eos!r}",
+    ),
+    (lambda c: not all(c.stop_strings), "stop_strings must be texts that are not empty, got {c.stop_strings!r}"),
+)
 # `GenerationParams` under the names that transformers gives them.
 OWN_NAMES = {"do_sample": "sample", "eos_token_id": "eos", "prefill_chunk_size": "prefill_chunk"}
-GENERATION_NAMES = (
-    *("max_new_tokens", "min_new_tokens", "num_beams", "early_stopping", "length_penalty", "do_sample", "temperature"),
-    *("top_k", "top_p", "eos_token_id", "stop_strings", "prefill_chunk_size"),
-)
+_OURS = {each.name for each in fields(GenerationParams)} - {*OWN_NAMES.values(), "thinking"}
+GENERATION_NAMES = (*OWN_NAMES, *sorted(_OURS))
 
 
-def parted(decoding: GenerationParams | None, options: Mapping[str, Any]) -> tuple[GenerationParams, dict[str, Any]]:
+def split_options(
+    decoding: GenerationParams | None, options: Mapping[str, Any]
+) -> tuple[GenerationParams, dict[str, Any]]:
     """(GenerationParams, what is left of the keyword arguments): decoding with the arguments that transformers knows.
 
     ConfigError for an argument that neither transformers nor `CacheConfig` calls so.
     """
     check_keywords(options, (*OPTIONS, *GENERATION_NAMES))
-    words = {name: value for name, value in options.items() if name in GENERATION_NAMES}
-    return with_keywords(decoding, words), {name: options[name] for name in options if name not in words}
+    ours = {name: value for name, value in options.items() if name in GENERATION_NAMES}
+    return with_keywords(decoding, ours), {name: options[name] for name in options if name not in ours}
 
 
-def with_keywords(decoding: GenerationParams | None, words: Mapping[str, Any]) -> GenerationParams:
-    """These parameters, or the defaults, with keyword arguments in transformers' words; ConfigError for others.
+def with_keywords(decoding: GenerationParams | None, options: Mapping[str, Any]) -> GenerationParams:
+    """These parameters, or the defaults, with keyword arguments under transformers' names; ConfigError for others.
 
     None leaves an argument as it is, but for eos_token_id=None, which never stops.
     """
-    check_keywords(words, GENERATION_NAMES)
-    kept = {name: value for name, value in words.items() if value is not None or name == "eos_token_id"}
+    check_keywords(options, GENERATION_NAMES)
+    kept = {name: value for name, value in options.items() if value is not None or name == "eos_token_id"}
     given = {OWN_NAMES.get(name, name): value for name, value in kept.items()}
     if isinstance(stops := given.get("stop_strings", ()), str | list):
         given["stop_strings"] = (stops,) if isinstance(stops, str) else tuple(stops)
     return replace(decoding or GenerationParams(), **given)
-
-
-def _token_ids(eos: Any) -> bool:
-    """Whether `eos` is a token id or several."""
-    each = eos if isinstance(eos, list | tuple) else [eos]
-    return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in each)
 
 
 def set_fields(config: GenerationConfig, table: dict[str, tuple[Any, ...]]) -> list[str]:
@@ -451,7 +439,7 @@ def check_generation_config(config: GenerationConfig) -> None:
 
 
 def stop_strings_of(model: PreTrainedModel, decoding: GenerationParams) -> tuple[str, ...]:
-    """The stop strings of these parameters, or else those of the model's own generation configuration."""
+    """The stop strings of these parameters, or else of the model's own generation configuration."""
     own = getattr(model.generation_config, "stop_strings", None) or ()
     return decoding.stop_strings or ((own,) if isinstance(own, str) else tuple(own))
 
@@ -536,7 +524,7 @@ def logits_processors(
             steps.append(TopKLogitsWarper(decoding.top_k))
         if decoding.top_p < 1:
             steps.append(TopPLogitsWarper(decoding.top_p))
-        steps.append(SeededGumbelSampler(seeds, columns))
+        steps.append(SeededGumbelSampler(torch.tensor(seeds, device=device), columns))
     return LogitsProcessorList(steps)
 
 

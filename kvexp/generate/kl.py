@@ -112,8 +112,10 @@ class Forcing:
         """Variant -> row, once all tokens are compared."""
         columns = torch.stack(self._steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text
         texts = self.texts
-        if texts is None:
-            texts = [self._until_end(row) for row in torch.stack(self._fed, 1).tolist()]
+        if texts is None:  # up to and with the first end token
+            rows = torch.stack(self._fed, 1).tolist()
+            ends = [next((place for place, token in enumerate(row) if token in self._eos), len(row)) for row in rows]
+            texts = [row[: end + 1] for row, end in zip(rows, ends, strict=True)]
 
         def row_of(place: int, row: int) -> KL:
             text = list(texts[row])
@@ -121,10 +123,6 @@ class Forcing:
             return KL(text, kl, full_logprob, logprob, [each > 0.5 for each in same])
 
         return [[row_of(place, row) for row in range(self.size)] for place in range(len(self.variants))]
-
-    def _until_end(self, tokens: list[int]) -> list[int]:
-        """Up to and with the first end token."""
-        return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in self._eos), tokens)
 
     def fitting(self, model: PreTrainedModel) -> list[Forcing]:
         """The batch, or copies of its rows in groups that the model holds together with their texts."""

@@ -10,18 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, Method
-from kvexp.generate.inputs import check_finite, check_tokens, real_prompts, rows_that_fit
-from kvexp.generate.prefill import PrefilledContext, forward_logits, prefill
+from kvexp.generate.inputs import check_finite, check_tokens, question_lengths, real_prompts, rows_that_fit
+from kvexp.generate.prefill import PrefilledContext, prefill
 from kvexp.hf.moving_rope import MovingRope
+from kvexp.hf.patch import forward_logits
 from kvexp.util import ConfigError
-
-__all__ = [
-    "Token",
-    "can_score_in_one_forward",
-    "continuation_logprobs",
-    "score_continuations",
-    "score_tokens",
-]
 
 
 @torch.no_grad()
@@ -56,7 +49,6 @@ def continuation_logprobs(
     return score_continuations(model, context, continuations, questions, max_new_tokens=length)
 
 
-@torch.no_grad()
 def score_continuations(
     model: PreTrainedModel,
     context: PrefilledContext,
@@ -160,10 +152,8 @@ def _lengths(
     check_tokens(model, continuations, "the continuation of ")
     if questions is None:
         return [len(c) for c in continuations]
-    if len(questions) != rows:
-        raise ConfigError(f"got {len(questions)} questions for {rows} prompts: give one for each, or None")
-    check_tokens(model, questions, "the question of ")
-    return [len(q) + len(c) for q, c in zip(questions, continuations, strict=True)]
+    asked = question_lengths(model, rows, questions)
+    return [length + len(c) for length, c in zip(asked, continuations, strict=True)]
 
 
 def _schedule(config: CacheConfig, asked: int | None, lengths: list[int]) -> int:

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,17 +36,18 @@ from kvexp.generate.inputs import (
     check_bounded,
     check_finite,
     check_length,
-    check_questions,
     check_rows,
     check_seq_length,
     eos_ids,
+    equal_length,
     logits_processors,
     pad_id,
     pad_left,
-    parted,
+    question_lengths,
     real_prompts,
     receipt_of,
     seeds_per_row,
+    split_options,
     stop_strings_of,
     truncate_at_end,
     with_keywords,
@@ -61,7 +61,6 @@ from kvexp.util import ANSWERS, ConfigError, worked
 MIN_ENDED_SHARE = 0.25
 
 
-@torch.no_grad()
 def decode(
     model: PreTrainedModel,
     contexts: Sequence[PrefilledContext],
@@ -93,8 +92,7 @@ def decode_batches(
 ) -> list[list[Generation]]:
     """`decode` for several batches of prompts at once, so that a step reads the model's weights once for all of them.
 
-    batches: the contexts of each batch of prompts; seeds: those of each batch. Returns one list of Generations per
-    batch.
+    batches, seeds: the contexts and the seeds of each batch of prompts. Returns one list of Generations per batch.
     """
     eos, pad = eos_ids(model, decoding.eos), pad_id(model, tokenizer)
     stops, parts = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking), []
@@ -108,14 +106,14 @@ def decode_batches(
 def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int, keep_logits: bool) -> str | None:
     """Up to max_new_tokens tokens per row, of which the last is not fed; returns `Generation.cuda_graph`."""
     going, counts = parts, GraphCounts()
-    cache = batched_cache([context for part in parts for context in part.batch.contexts])
+    cache = batched_cache([context for part in parts for context in part.contexts])
     steps = DecodeSteps(model, cache, counts)
-    answers = sum(part.batch.size * len(part.outputs) for part in parts)
+    answers = sum(len(part.ids) for part in parts)
     for left in reversed(range(max_new_tokens)):
         # 1. Choose the next token of every row.
         tokens = [part.next_token(keep_logits) for part in going]
         # 2. See which rows have ended. This waits for the device, so that the time is true.
-        done = [part.sampler.done.view(-1, part.batch.size).tolist() for part in going]
+        done = [part.done.view(-1, part.size).tolist() for part in going]
         now = time.perf_counter()
         for part, ended in zip(going, done, strict=True):
             part.record(ended, now, last=left == 0)
@@ -124,31 +122,28 @@ def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int
             worked(ANSWERS, answers * left / max_new_tokens)  # the steps that no row needed
             break
         # 3. Leave out the contexts all of whose rows have ended, once they are many; the others go on.
-        ended_share = _ended_share(going)
+        ended_share = 1 - sum(part.num_going for part in going) / sum(len(part.outputs) for part in going)
         if ended_share >= MIN_ENDED_SHARE or (ended_share and len(parts) == 1):
             pairs = [(part, token) for part, token in zip(going, tokens, strict=True) if part.num_going]
             going, tokens = [part for part, _ in pairs], [part.drop_ended(token) for part, token in pairs]
-            cache = batched_cache([context for part in going for context in part.batch.contexts])
+            cache = batched_cache([context for part in going for context in part.contexts])
             steps = DecodeSteps(model, cache, counts)
         for part in going:
             part.copy_ended()
         # 4. Feed the tokens.
-        positions = cat_rows([part.batch.positions for part in going])
-        logits = steps(cat_rows(tokens), positions)
+        logits = steps(cat_rows(tokens), cat_rows([part.positions for part in going]))
         for part, own in zip(going, logits.split([len(token) for token in tokens]), strict=True):
-            part.batch.logits = own
+            part.logits = own
     return counts.note
 
 
-def _ended_share(parts: list[_Part]) -> float:
-    """Share of the contexts that all of their rows have ended."""
-    return 1 - sum(part.num_going for part in parts) / sum(len(part.outputs) for part in parts)
-
-
 class _Part:
-    """The contexts of one batch of prompts while they decode: their rows, their sampler and their outputs.
+    """The rows R of one batch of prompts while they decode: `size` rows of each context, one context after the other.
 
-    outputs: of the contexts that are still fed; all_outputs: of all, in the order of the contexts.
+    eos: ids of end tokens; pad: id of padding; own: the model's own logits processors, one list per prompt.
+    ids [R, columns]: all tokens read and written; positions [R, 1]: of the last one; logits [R, V]: of the next one;
+    seeds: of sampling, by row; done [R] bool: the rows that have ended, at an end token or a stop string. outputs: of
+    the contexts that are still fed; all_outputs: of all, in the order of the contexts.
     """
 
     def __init__(
@@ -161,11 +156,23 @@ class _Part:
         stops: StopStrings,
         own: RowProcessors | None,
     ) -> None:
-        self.eos, self.stops = eos, stops
-        self.batch = _Batch.of(contexts, seeds)
-        own = own and own.keep(list(range(self.batch.size)) * len(contexts))
-        self.sampler = _Sampler(decoding, self.batch, eos, pad, stops, own)
+        self.decoding, self.eos, self.pad, self.stops = decoding, eos, pad, stops
+        first, many = contexts[0], len(contexts)
+        (self.size, self.columns), device = first.ids.shape, first.ids.device
+        self.ids = first.ids.repeat(many, 1)
+        self.positions = (first.mask.sum(1, keepdim=True) - 1).repeat(many, 1)
+        self.logits = torch.cat([context.logits for context in contexts])
+        self.seeds = seeds * many
+        self.done = torch.zeros(len(self.ids), dtype=torch.bool, device=device)
+        self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device)
+        self.own = own and own.keep(list(range(self.size)) * many)
+        self.logits_processors = logits_processors(decoding, self.seeds, self.columns, eos, device, self.own)
         self.outputs = self.all_outputs = [_Output(context) for context in contexts]
+
+    @property
+    def contexts(self) -> list[PrefilledContext]:
+        """The contexts that are still fed."""
+        return [output.context for output in self.outputs]
 
     @property
     def num_going(self) -> int:
@@ -173,38 +180,59 @@ class _Part:
         return sum(not output.ended for output in self.outputs)
 
     def next_token(self, keep_logits: bool) -> Tensor:
-        """[R, 1]: the next token of every row; with keep_logits, the outputs keep the logits it was chosen by."""
+        """Choose the next token [R, 1] of every row, padding for rows that have ended, and append it.
+
+        keep_logits: let the outputs of contexts that go on keep the logits it was chosen by.
+        """
         if keep_logits:
-            for output, logits in zip(self.outputs, self.batch.logits.split(self.batch.size), strict=True):
-                output.keep_logits(logits)
-        return self.sampler.next_token(self.batch)
+            for output, logits in zip(self.outputs, self.logits.split(self.size), strict=True):
+                if not output.ended:
+                    output.logits.append(logits.float())
+        scores = self.logits_processors(self.ids, self.logits.to(self.ids.device, torch.float32, copy=True))
+        token: Tensor = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
+        self.ids, self.positions = torch.cat([self.ids, token], dim=1), self.positions + 1
+        if len(self.eos_ids):
+            self.done = self.done | torch.isin(token[:, 0], self.eos_ids)
+        if self.stops:
+            self.done = self.done | self.stops.done(self.ids, self.columns)
+        return token
 
     def record(self, done: list[list[bool]], now: float, *, last: bool) -> None:
         """Record one step in the outputs. done: per context, which rows have ended; last: no step follows."""
-        for output, ids, ended in zip(self.outputs, self.batch.ids.split(self.batch.size), done, strict=True):
+        for output, ids, ended in zip(self.outputs, self.ids.split(self.size), done, strict=True):
             output.record(ids, ended, now, last=last)
 
     def drop_ended(self, token: Tensor) -> Tensor:
         """Leave out the contexts that have ended; returns the others' tokens out of token [R, 1]."""
         going = [not output.ended for output in self.outputs]
-        self.outputs = [output for output, on in zip(self.outputs, going, strict=True) if on]
-        return token if all(going) else self.sampler.keep(self.batch.keep(going), self.batch, token)
+        if all(going):
+            return token
+        rows = torch.tensor(going, device=self.ids.device).repeat_interleave(self.size).nonzero()[:, 0]
+        self.outputs = [output for output in self.outputs if not output.ended]
+        self.ids, self.positions, self.done = self.ids[rows], self.positions[rows], self.done[rows]
+        self.seeds = [self.seeds[row] for row in rows.tolist()]
+        self.own = self.own and self.own.keep(rows.tolist())
+        self.logits_processors = logits_processors(
+            self.decoding, self.seeds, self.columns, self.eos, self.ids.device, self.own
+        )
+        return token[rows]
 
     def copy_ended(self) -> None:
         """Let the outputs of contexts that have ended and will be fed padding hold a copy of their cache as it is."""
-        for output, context in zip(self.outputs, self.batch.contexts, strict=True):
-            if output.ended and output.cache is context.cache:
-                output.cache = context.cache.fork(range(self.batch.size))
+        for output in self.outputs:
+            cache = output.context.cache
+            if output.ended and output.cache is cache:
+                output.cache = cache.fork(range(self.size))
                 # A copy has no room to grow: its own bytes would be fewer than those that were held.
-                output.cache.memory_tracker = copy.deepcopy(context.cache.memory_tracker)
+                output.cache.memory_tracker = copy.deepcopy(cache.memory_tracker)
 
     def generations(self, start: float, cuda_graph: str | None) -> list[Generation]:
         """One Generation per context; start: the `time.perf_counter()` from which its times count; cuda_graph: its."""
-        made, columns = [], self.sampler.columns
+        made = []
         for output in self.all_outputs:
-            check_seq_length(output.cache, columns, len(output.token_times))
+            check_seq_length(output.cache, self.columns, len(output.token_times))
             check_finite(output.cache)
-            tokens, ends = truncate_at_end(output.ids, columns, self.eos, self.stops)
+            tokens, ends = truncate_at_end(output.ids, self.columns, self.eos, self.stops)
             made.append(
                 Generation(
                     tokens=tokens,
@@ -221,111 +249,20 @@ class _Part:
         return made
 
 
-@dataclass
-class _Batch:
-    """The rows R of one batch of prompts: `size` rows of each context, one context's behind the other's.
-
-    ids [R, columns]: all tokens read and written; positions [R, 1]: of the last one; logits [R, V]: of the next one;
-    seeds: of sampling, by row.
-    """
-
-    contexts: list[PrefilledContext]
-    size: int
-    ids: Tensor
-    positions: Tensor
-    logits: Tensor
-    seeds: list[int]
-
-    @classmethod
-    def of(cls, contexts: Sequence[PrefilledContext], seeds: list[int]) -> _Batch:
-        """The rows of contexts of the same prompts; seeds: one per prompt."""
-        first, many = contexts[0], len(contexts)
-        last = first.mask.sum(1, keepdim=True) - 1
-        return cls(
-            contexts=list(contexts),
-            size=len(first.ids),
-            ids=first.ids.repeat(many, 1),
-            positions=last.repeat(many, 1),
-            logits=torch.cat([context.logits for context in contexts]),
-            seeds=seeds * many,
-        )
-
-    def append(self, token: Tensor) -> None:
-        """Append one token per row, [R, 1]."""
-        self.ids = torch.cat([self.ids, token], dim=1)
-        self.positions = self.positions + 1
-
-    def keep(self, going: list[bool]) -> Tensor:
-        """Drop the contexts that are not `going`; returns the indices of the rows that are left."""
-        rows = torch.tensor(going, device=self.ids.device).repeat_interleave(self.size).nonzero()[:, 0]
-        self.contexts = [context for context, on in zip(self.contexts, going, strict=True) if on]
-        self.ids, self.positions = self.ids[rows], self.positions[rows]
-        self.seeds = [self.seeds[row] for row in rows.tolist()]
-        return rows
-
-
-class _Sampler:
-    """Chooses one token per row, and tracks which rows have ended: at an end token or at a stop string.
-
-    eos: ids of end tokens; pad: id of padding; own: the model's own logits processors. done [R] bool: the rows that
-    have ended.
-    """
-
-    def __init__(
-        self,
-        decoding: GenerationParams,
-        batch: _Batch,
-        eos: list[int],
-        pad: int,
-        stops: StopStrings,
-        own: RowProcessors | None,
-    ) -> None:
-        self.decoding, self.eos, self.pad, self.stops, self.own = decoding, eos, pad, stops, own
-        self.columns, device = batch.ids.shape[1], batch.ids.device
-        self.logits_processors = logits_processors(decoding, batch.seeds, self.columns, eos, device, own)
-        self.done = torch.zeros(len(batch.ids), dtype=torch.bool, device=device)
-        self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device)
-
-    def next_token(self, batch: _Batch) -> Tensor:
-        """Choose the next token [R, 1] of every row, padding for rows that have ended, and append it to the batch."""
-        scores: Tensor = self.logits_processors(batch.ids, batch.logits.to(batch.ids.device, torch.float32, copy=True))
-        token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
-        batch.append(token)
-        if len(self.eos_ids):
-            self.done = self.done | torch.isin(token[:, 0], self.eos_ids)
-        if self.stops:
-            self.done = self.done | self.stops.done(batch.ids, self.columns)
-        return token
-
-    def keep(self, rows: Tensor, batch: _Batch, token: Tensor) -> Tensor:
-        """Keep the state of rows `rows` [n], which are the batch's rows from now on; returns token[rows], [n, 1]."""
-        self.own = self.own and self.own.keep(rows.tolist())
-        self.logits_processors = logits_processors(
-            self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device, self.own
-        )
-        self.done = self.done[rows]
-        return token[rows]
-
-
 class _Output:
     """The output of one context's rows.
 
-    ended: whether all rows have. cache: the context's own, or where that is fed padding after the end, a copy as it
-    stood then. ids [B, columns]; token_times: when each token was known; logits: [B, V] of each
-    token, if asked for; early_stats: of rows that ended before the others of this context, as they stood then.
+    cache: the context's own, or a copy as it stood at the end, where the context is fed padding after that. ended:
+    whether all rows have. ids [B, columns]; token_times: when each token was known; logits: [B, V] of each token, if
+    asked for; early_stats: of rows that ended before the others of this context, as they stood then.
     """
 
     def __init__(self, context: PrefilledContext) -> None:
-        self.cache, self.ids = context.cache, context.ids
+        self.context, self.cache, self.ids = context, context.cache, context.ids
         self.ended = False
         self.token_times: list[float] = []
         self.logits: list[Tensor] = []
         self.early_stats: dict[int, EvictionStats] = {}
-
-    def keep_logits(self, logits: Tensor) -> None:
-        """Keep the logits [B, V] of the next token, unless all rows have ended."""
-        if not self.ended:
-            self.logits.append(logits.float())
 
     def record(self, ids: Tensor, ended: list[bool], now: float, *, last: bool) -> None:
         """Record one step: ids [B, columns] with the new tokens; ended: which rows have; last: no step follows."""
@@ -349,30 +286,20 @@ def batched_cache(contexts: Sequence[PrefilledContext]) -> EvictionCache | Multi
     return MultiMethodCache([context.cache for context in contexts], [len(context.ids) for context in contexts])
 
 
-class _TokenTimer(StoppingCriteria):  # type: ignore[misc]
-    """Records the time at which each token was known.
+class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
+    """Records when each token was known, and ends rows whose new tokens hold a stop string. columns: of the prompt."""
 
-    generate() reads every token, so the device has finished by then and no further wait is needed.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, stops: StopStrings, columns: int) -> None:
+        self.stops, self.columns = stops, columns
         self.times: list[float] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if input_ids.device.type == "cuda":
             torch.cuda.synchronize(input_ids.device)
         self.times.append(time.perf_counter())
+        if self.stops:
+            return self.stops.done(input_ids, self.columns)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-class _StopAtStrings(StoppingCriteria):  # type: ignore[misc]
-    """Ends rows whose new tokens hold a stop string. columns: of the prompt."""
-
-    def __init__(self, stops: StopStrings, columns: int) -> None:
-        self.stops, self.columns = stops, columns
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return self.stops.done(input_ids, self.columns)
 
 
 def beam_search(
@@ -390,11 +317,15 @@ def beam_search(
 
     mask: 0 for padding; start: the `time.perf_counter()` from which the times count. Other arguments as of `generate`.
     """
-    stamps, eos = _TokenTimer(), eos_ids(model, decoding.eos)
+    eos = eos_ids(model, decoding.eos)
     stops = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking)
+    watch = _TokenWatch(stops, ids.shape[1])
     own = RowProcessors.of(model, decoding, ids, mask, eos)
-    criteria: list[StoppingCriteria] = [stamps, *([_StopAtStrings(stops, ids.shape[1])] if stops else [])]
-    output: Any = without_generation_defaults(model).generate(
+    # Without the model's own generation defaults, such as a temperature, which would change a result without being
+    # asked for; its logits processors are `own`.
+    plain = copy.copy(model)
+    plain.generation_config = GenerationConfig()
+    output: Any = plain.generate(
         ids,
         attention_mask=mask,
         past_key_values=cache,
@@ -409,35 +340,25 @@ def beam_search(
         eos_token_id=eos or None,
         pad_token_id=pad_id(model, tokenizer),
         prefill_chunk_size=decoding.prefill_chunk,
-        stopping_criteria=StoppingCriteriaList(criteria),
+        stopping_criteria=StoppingCriteriaList([watch]),
         return_dict_in_generate=True,
         output_logits=keep_logits,
         output_scores=True,
     )
-    check_seq_length(cache, ids.shape[1], len(stamps.times))
+    check_seq_length(cache, ids.shape[1], len(watch.times))
     check_finite(cache)
     tokens, ends = truncate_at_end(output.sequences, ids.shape[1], eos, stops)
     return Generation(
         tokens=tokens,
         endings=ends,
         sequences=output.sequences,
-        timing=Timing.of(start, stamps.times),
+        timing=Timing.of(start, watch.times),
         memory_tracker=cache.memory_tracker,
         cache=cache,
         beam_scores=output.sequences_scores.tolist(),
         logits=tuple(output.logits) if keep_logits else (),
         cuda_graph=None if graph_device(cache) is None else "beams are not captured: transformers feeds their steps",
     )
-
-
-def without_generation_defaults(model: PreTrainedModel) -> PreTrainedModel:
-    """A shallow copy of the model without its own generation defaults, such as a temperature in generation_config.json.
-
-    They would change a result without being asked for; its logits processors are given apart (`RowProcessors`).
-    """
-    other = copy.copy(model)
-    other.generation_config = GenerationConfig()
-    return other
 
 
 @torch.no_grad()
@@ -479,7 +400,7 @@ def generate(
 
     Errors are ConfigError, before the model runs.
     """
-    decoding, of_cache = parted(decoding, options)
+    decoding, of_cache = split_options(decoding, options)
     if kv_ratio is not None or tokens is not None:
         if budget is not None:
             raise ConfigError("give budget, or kv_ratio or tokens, not both")
@@ -488,19 +409,20 @@ def generate(
     prompts = real_prompts(model, prompts, attention_mask, tokenizer)
     _check_decoding(model, decoding, tokenizer)
     row_seeds = seeds_per_row(seeds, len(prompts))
-    new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
+    new = decoding.max_new_tokens
+    if questions is not None:
+        new += equal_length(question_lengths(model, len(prompts), questions))
     check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
-    check_bounded(config, prompts, decoding.num_beams, decoding.prefill_chunk)
-    check_rows(model, prompts, new, decoding.prefill_chunk)
+    start = time.perf_counter()
     if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
+        check_bounded(config, prompts, decoding.num_beams, decoding.prefill_chunk)
+        check_rows(model, prompts, new, decoding.prefill_chunk)
         ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
         cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams, tokenizer, spans)
         if prepare is not None:
             prepare(cache)
-        start = time.perf_counter()
         answer = beam_search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
         return answer.decoded(tokenizer)
-    start = time.perf_counter()
     context = prefill(
         model,
         prompts,
@@ -521,28 +443,16 @@ def generate(
     ).decoded(tokenizer)
 
 
-@torch.no_grad()
 def generate_from_context(
-    model: PreTrainedModel,
-    context: PrefilledContext,
-    questions: Sequence[Sequence[int]],
-    *,
-    decoding: GenerationParams | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    seeds: int | Sequence[int] = 0,
-    keep_logits: bool = False,
-    **options: Any,
+    model: PreTrainedModel, context: PrefilledContext, questions: Sequence[Sequence[int]], **options: Any
 ) -> Generation:
     """Generate the answer to one question (token ids) per row of a prefilled context; uses the context up.
 
-    Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
-    noise inside methods keeps the context's. options: of decoding, in transformers' words, as of `generate`. Times
-    include the context's prefill.
+    Questions are of one length and count as decode steps, so eviction goes on while they are read. options: decoding,
+    tokenizer and keep_logits as of `generate`; seeds, of sampling alone, as noise inside methods keeps the context's;
+    arguments of decoding under transformers' names. Times include the context's prefill.
     """
-    decoding = with_keywords(decoding, options)
-    return generate_from_contexts(
-        model, [context], questions, decoding=decoding, tokenizer=tokenizer, seeds=seeds, keep_logits=keep_logits
-    )[0]
+    return generate_from_contexts(model, [context], questions, **options)[0]
 
 
 @torch.no_grad()
@@ -564,7 +474,7 @@ def generate_from_contexts(
     decoding, first = with_keywords(decoding, options), contexts[0]
     _check_decoding(model, decoding, tokenizer)
     rows, beams = len(first.ids), decoding.num_beams
-    row_seeds, length = seeds_per_row(seeds, rows), check_questions(model, rows, questions)
+    row_seeds, length = seeds_per_row(seeds, rows), equal_length(question_lengths(model, rows, questions))
     new = length + decoding.max_new_tokens
     for context in contexts:
         if context.cache.sequence.num_beams != beams:

@@ -23,6 +23,7 @@ from kvexp.generate.inputs import (
     seeds_per_row,
 )
 from kvexp.hf import EvictionCache, MultiMethodCache
+from kvexp.hf.patch import forward_logits
 from kvexp.util import PROMPTS, ConfigError, worked
 
 
@@ -158,7 +159,7 @@ def new_cache(
 
 
 def forward_last(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:
-    """Logits [B, V] of the last column, after one forward of ids [B, Q]; mask [B, columns so far]: 0 for padding."""
+    """Logits [B, V] of the last column after one forward of ids [B, Q]; mask [B, columns so far]: 0 for padding."""
     return forward_logits(model, ids, mask, cache, keep=1)[:, -1]
 
 
@@ -169,15 +170,6 @@ def decode_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache:
     options["attention_mask"] = token.new_ones(token.shape[0], 0)
     output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
     logits: Tensor = output.logits[:, -1]
-    return logits
-
-
-def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache, keep: int) -> Tensor:
-    """Logits [B, keep, V] of the last `keep` columns; arguments as in `forward_last`."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options = {} if model.config.model_type == "mpt" else {"position_ids": positions}
-    output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
-    logits: Tensor = output.logits
     return logits
 
 
@@ -203,37 +195,20 @@ def prefill_together(
     check_length(model, max(map(len, prompts)), max_new_tokens, all(config.beyond_context for config in configs))
     check_rows(model, prompts, max_new_tokens)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-    made: dict[int, PrefilledContext] = {}
-    whole = [place for place, config in enumerate(configs) if config.bounded_chunk is None]
-    caches = [
-        new_cache(
-            model, prompts, configs[place], ids.shape[1], max_new_tokens, row_seeds, tokenizer=tokenizer, spans=spans
-        )
-        for place in whole
-    ]
-    for place in set(range(len(configs))) - set(whole):
-        made[place] = prefill(
-            model,
-            prompts,
-            configs[place],
-            max_new_tokens=max_new_tokens,
-            tokenizer=tokenizer,
-            seeds=row_seeds,
-            spans=spans,
-        )
+    rest: dict[str, Any] = {"tokenizer": tokenizer, "spans": spans}
+    columns, whole = ids.shape[1], [i for i, config in enumerate(configs) if config.bounded_chunk is None]
+    caches = [new_cache(model, prompts, configs[i], columns, max_new_tokens, row_seeds, **rest) for i in whole]
+    made = {
+        i: prefill(model, prompts, config, max_new_tokens=max_new_tokens, seeds=row_seeds, **rest)
+        for i, config in enumerate(configs)
+        if config.bounded_chunk is not None
+    }
     if whole:
-        made |= zip(whole, _read_together(model, caches, ids, mask), strict=True)
-    return [made[place] for place in range(len(configs))]
-
-
-def _read_together(
-    model: PreTrainedModel, caches: list[EvictionCache], ids: Tensor, mask: Tensor
-) -> list[PrefilledContext]:
-    """Contexts of these empty caches after one forward of ids [B, columns]; mask [B, columns]: 0 for padding."""
-    start = time.perf_counter()
-    logits = forward_last(model, ids, mask, MultiMethodCache(caches, len(ids)))
-    if logits.device.type == "cuda":
-        torch.cuda.synchronize(logits.device)
-    seconds = time.perf_counter() - start
-    worked(PROMPTS, len(ids))
-    return [PrefilledContext(cache, ids, mask, logits, seconds) for cache in caches]
+        start = time.perf_counter()
+        logits = forward_last(model, ids, mask, MultiMethodCache(caches, len(ids)))
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)
+        seconds = time.perf_counter() - start
+        worked(PROMPTS, len(ids))
+        made |= {i: PrefilledContext(cache, ids, mask, logits, seconds) for i, cache in zip(whole, caches, strict=True)}
+    return [made[i] for i in range(len(configs))]

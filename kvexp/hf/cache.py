@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -24,7 +24,7 @@ from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.core.decode import stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
-from kvexp.core.eviction import CacheState, LayerCache, RowsCache
+from kvexp.core.eviction import CacheState, LayerCache
 from kvexp.core.observe import PromptSums
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
@@ -60,22 +60,20 @@ def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     A token that ends inside a character adds nothing, and the next one adds the character. Tokenizers move the space
     between two words to either of them, so each token is decoded together with the one before.
     """
+
+    def decoded(part: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     texts: list[str] = []
-    before = told = 0  # decoded together: from `before` on; of that, told already: up to `told`
+    before = shown = 0  # decoded together: from `before` on; of that, in `texts` already: up to `shown`
     for end in range(1, len(ids) + 1):
-        known, whole = _decoded(tokenizer, ids[before:told]), _decoded(tokenizer, ids[before:end])
-        if whole.endswith("\ufffd") and end - told < LONGEST and end < len(ids):
+        known, whole = decoded(ids[before:shown]), decoded(ids[before:end])
+        if whole.endswith("\ufffd") and end - shown < LONGEST and end < len(ids):
             texts.append("")
             continue
         texts.append(whole[len(known) :])
-        before, told = told, end
+        before, shown = shown, end
     return texts
-
-
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of token ids, special tokens included."""
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
 
 
 _CALIBRATIONS: WeakKeyDictionary[PreTrainedModel, dict[Retrieval, Any]] = WeakKeyDictionary()
@@ -132,8 +130,8 @@ STYLE = """
 def section(data: dict[str, Any]) -> str:
     """The text as one element; what it needs is in STYLE. Everything from model or data is escaped.
 
-    data: tokens (text; kept, the heads that keep it, and by_layer, those of each layer, or None of tokens to come),
-    heads, heads_by_layer, prompt_tokens, question_tokens.
+    data: tokens (text; kept, the number of heads that keep it, by_layer, the same for each layer; None for tokens to
+    come), heads, heads_by_layer, prompt_tokens, question_tokens.
     """
     spans = [_span(data, place, token) for place, token in enumerate(data["tokens"])]
     return f'<div class="kept">{"".join(spans)}</div>'
@@ -309,8 +307,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if config.surrogate is not None and method.needs.surrogate:
             kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
             config.surrogate.check_shape(count, kv_heads, width)
-        told = layer_input(model) if method.needs.surrogate else None
-        super().__init__(layers=[EvictionCacheLayer(state, rope, model.config, told) for state in states])
+        inputs = layer_input(model) if method.needs.surrogate else None
+        super().__init__(layers=[EvictionCacheLayer(state, rope, model.config, inputs) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
         second = method.needs.second_pass
@@ -382,9 +380,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)
-        pairs: Iterable[tuple[RowsCache, RowsCache]] = zip(self.layer_states, other.layer_states, strict=True)
-        for mine, its in pairs:
-            its.copy_rows_from(mine, rows)
+        for mine, its in zip(self.layer_states, other.layer_states, strict=True):
+            its.copy_rows_from(mine, rows)  # type: ignore[arg-type]  # layers of one kind
         if self.sequence.num_real is not None:
             other.memory_tracker.scale_peak_from(
                 self.memory_tracker, len(samples), self.sequence.num_real.shape[0] // beams
@@ -480,7 +477,7 @@ MAX_PAD_BYTES = 8 << 20  # about what a step of another stack takes to read on a
 
 
 class FastStepGroup:
-    """The caches that take a decode step together: those of which every layer can take the fast step.
+    """The caches that take a decode step together, because every layer of theirs can take the fast step.
 
     states: the layers of each cache. eligible: indices of these caches, as of the step in progress.
     """
@@ -519,7 +516,7 @@ class MultiLayer:
     """One layer of several caches, as one `LayerCache`.
 
     states: this layer of each cache; rows: batch rows of each cache. A prompt comes once, to caches of equally many
-    rows, and is stored by every cache. Later forwards have the rows of the first cache, then those of the second …
+    rows, and is stored by every cache. Later forwards have the rows of the first cache, then of the second …
     """
 
     def __init__(self, states: list[State], rows: list[int], fast_group: FastStepGroup) -> None:
@@ -568,19 +565,14 @@ class MultiLayer:
         eligible = self.fast_group.eligible
         if eligible != self._eligible:
             slots = {i: state for i in eligible if isinstance(state := self.states[i], EvictionLayer)}
-            held = {i: state.require_slots() for i, state in slots.items()}
-            apart = [[i for i in eligible if (slots[i].config.renumbered) == moved] for moved in (False, True)]
-            several = [
-                members
-                for some in apart
-                for members in bin_by_bytes({i: (held[i].length, held[i].kv_bytes) for i in some})
-                if len(members) > 1
-            ]
-            ordered = [sorted(members, key=lambda i: stack_order(slots[i])) for members in several]
-            buffers = self.fast_group.buffers
-            self._stacks = [
-                (members, StackedLayer([slots[i] for i in members], buffers(members))) for members in ordered
-            ]
+            self._stacks = []
+            for renumbered in (False, True):
+                some = {i: slot.require_slots() for i, slot in slots.items() if slot.config.renumbered == renumbered}
+                for members in bin_by_bytes({i: (held.length, held.kv_bytes) for i, held in some.items()}):
+                    if len(members) > 1:
+                        members = sorted(members, key=lambda i: stack_order(slots[i]))
+                        stack = StackedLayer([slots[i] for i in members], self.fast_group.buffers(members))
+                        self._stacks.append((members, stack))
             self._eligible = eligible
         return self._stacks
 
@@ -623,7 +615,7 @@ class MultiLayer:
         return out.flatten(1, 2)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
-        """Always a CacheError: the rows are those of several caches."""
+        """Always a CacheError: the rows belong to several caches."""
         raise CacheError("caches that decode together keep their rows: pick rows of each cache (fork), then join those")
 
     def reset(self) -> None:
@@ -669,8 +661,8 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
             each = [cache.layers[index] for cache in caches]
             rope = next((layer.rope for layer in each if layer.rope is not None), None)
             joined = MultiLayer([layer.state for layer in each], sizes, fast_group)
-            told = next((layer.layer_input for layer in each if layer.layer_input is not None), None)
-            layers.append(EvictionCacheLayer(joined, rope, each[0].model_config, told))
+            inputs = next((layer.layer_input for layer in each if layer.layer_input is not None), None)
+            layers.append(EvictionCacheLayer(joined, rope, each[0].model_config, inputs))
         super().__init__(layers=layers)
 
     def crop(self, *_: Any) -> None:

@@ -5,11 +5,8 @@ For a surrogate the model reads prompts twice, and linear maps are fitted to wha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,7 +24,7 @@ from kvexp.core.statistics import CalibrationLayer, HeadScores, QueryCalibration
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer
 from kvexp.hf.moving_rope import MovingRope, check_turns
 from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input, num_layers, rope_of
-from kvexp.util import ConfigError, cache_folder
+from kvexp.util import ConfigError, cache_folder, locked, replace
 
 ABOUT = "kvexp"  # the one entry of the file's metadata: safetensors writes several in any order
 Made = TypeVar("Made", QueryCalibration, HeadScores, Surrogate)
@@ -37,8 +34,8 @@ Made = TypeVar("Made", QueryCalibration, HeadScores, Surrogate)
 class StatisticsFile(Generic[Made]):
     """The files that hold one kind of statistics of models: in the cache folder, a model's known by its digest.
 
-    what: the kind in words; place: its folder and the beginning of its files' names; version: raised by a change after
-    which the same model and texts would give others; tensors: of the statistics, which `make` makes them of again.
+    what: name of the kind in messages; place: its folder and the beginning of its files' names; version: raised by a
+    change after which the same model and texts would give others; tensors: attributes that `make` takes, in order.
     """
 
     what: str
@@ -48,7 +45,7 @@ class StatisticsFile(Generic[Made]):
     make: Callable[..., Made]
 
     def path(self, model: str) -> Path:
-        """Where a model's statistics lie, be they there or not. model: what stands for its weights."""
+        """Place of a model's statistics, whether there are any or not. model: what stands for its weights."""
         folder, name = self.place
         digest = hashlib.sha256(model.encode()).hexdigest()[:32]
         return cache_folder() / folder / f"{name}{self.version}-{digest}.safetensors"
@@ -60,7 +57,17 @@ class StatisticsFile(Generic[Made]):
         """
         notes = {"version": self.version, "model": model, "digest": made.digest, "about": dict(about)}
         tensors = {name: getattr(made, name).contiguous() for name in self.tensors}
-        return write_whole(self.path(model), save(tensors, {ABOUT: json.dumps(notes)}))
+        file = self.path(model)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with locked(file.parent):
+                replace(file, save(tensors, {ABOUT: json.dumps(notes)}))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {file} ({error.strerror or error}): make room, or set KVEXP_CACHE to a folder that can "
+                "be written"
+            ) from error
+        return file
 
     def read(self, model: str) -> Made | None:
         """A model's statistics; None where it has none. ConfigError for a file that is not what was written for it."""
@@ -87,36 +94,13 @@ class StatisticsFile(Generic[Made]):
         return made, notes["about"]
 
 
-OF_QUERIES = ("direction", "mean", "size")
-QUERIES = StatisticsFile("calibration", ("calibration", "queries"), 1, OF_QUERIES, QueryCalibration.of)
+QUERIES = StatisticsFile(
+    "calibration", ("calibration", "queries"), 1, ("direction", "mean", "size"), QueryCalibration.of
+)
 HEADS = StatisticsFile("calibration", ("calibration", "heads"), 1, ("scores",), HeadScores.of)
 SURROGATES = StatisticsFile("surrogate", ("surrogate", "kvzap"), 1, ("weight", "bias"), Surrogate.of)
 
 
-def write_whole(file: Path, content: bytes) -> Path:
-    """Write a file of the cache folder, whole or not at all; returns it. ConfigError where it cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        opened, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-        try:
-            with open(opened, "wb") as out:
-                out.write(content)
-                out.flush()
-                os.fsync(out.fileno())
-            os.chmod(temporary, 0o644)  # mkstemp writes for its owner alone, and a cache may be shared
-            os.replace(temporary, file)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {file} ({error.strerror or error}): make room, or set KVEXP_CACHE to a folder that can be "
-            "written"
-        ) from error
-    return file
-
-
-@torch.no_grad()
 def calibrate_queries(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
 ) -> QueryCalibration:
@@ -128,19 +112,17 @@ def calibrate_queries(
     return calibrate_queries_and_heads(model, sequences, done)[0]
 
 
-@torch.no_grad()
 def calibrate_heads(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
 ) -> HeadScores:
     """Scores of a patched model's kv heads on these token ids, for `CacheConfig(head_scores=...)` (`budget.heads=duo`).
 
-    Arguments and errors as of `calibrate_queries`; ConfigError also for models without RoPE, whose heads it cannot
-    tell apart.
+    Arguments and errors as of `calibrate_queries`; ConfigError also for models without RoPE.
     """
     made = calibrate_queries_and_heads(model, sequences, done)[1]
     if made is None:
         raise ConfigError(
-            f"heads are told apart by how their mean query and key look under RoPE, which a {model.config.model_type} "
+            f"scores of heads compare their mean query and key under RoPE, which a {model.config.model_type} "
             "model does not have: take another budget.heads"
         )
     return made
@@ -258,7 +240,7 @@ def _seen(model: PreTrainedModel, method: Method, ids: Sequence[int], tokenizer:
         return []
 
     class Noting(type(method)):  # type: ignore[misc]
-        """The method, whose scores are put down."""
+        """The method; records its scores."""
 
         def priority(self, ctx: EvictionContext) -> Tensor:
             made: Tensor = super().priority(ctx)
@@ -284,11 +266,8 @@ def _seen(model: PreTrainedModel, method: Method, ids: Sequence[int], tokenizer:
         for hook in hooks:
             hook.remove()
         forget_layer_input(model)
-    pairs = []
-    for x, y in zip(inputs, scores, strict=True):
-        behind = slice(method.sinks, None)
-        pairs.append((x[behind], y[:, behind].T.clamp_min(LEAST).log()))
-    return pairs
+    sinks = method.sinks
+    return [(x[sinks:], y[:, sinks:].T.clamp_min(LEAST).log()) for x, y in zip(inputs, scores, strict=True)]
 
 
 def _r2(predicted: Tensor, truth: Tensor) -> float:

@@ -1,6 +1,6 @@
-"""Chat templates as kvexp renders them: on one day whatever the clock says, with the arguments that were asked for.
+"""Chat templates: rendered on one day whatever the clock says, with the arguments that were asked for.
 
-Also what a template tells of itself: the variables it reads, whether it asks the clock, and its tags of thinking.
+And facts read off a template: the variables it reads, whether it asks the clock, and its tags of thinking.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class ThoughtfulAnswer:
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What a chat template tells of itself.
+    """Facts of a chat template.
 
-    changes: whether its texts go by the clock or by chance where nobody stops them; thinking: its tags, None without.
+    changes: whether its texts depend on the clock or on chance where nobody stops them; thinking: its tags, or None.
     """
 
     changes: bool
@@ -114,27 +114,30 @@ def with_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
+def render(
+    tokenizer: Any, turns: Sequence[Mapping[str, str]], *, now: datetime | None = None, seed: int = 0, **options: Any
+) -> str:
     """The text of the tokenizer's chat template around these turns, at the date of TODAY or of its date_string.
 
-    options: of apply_chat_template. Errors are jinja's, and whatever a template does with its values.
+    now: what the clock shows instead; seed: of random numbers; options: of apply_chat_template. Errors are jinja's, and
+    whatever a template does with its values.
     """
-    return _rendered(tokenizer, turns, _moment(tokenizer), 0, **options)
-
-
-def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], now: datetime, seed: int, **options: Any) -> str:
     given = {"date_string": TODAY, **getattr(tokenizer, _ARGUMENTS, {})}
-    with _stopped(tokenizer, now, seed):
+    with _stopped(tokenizer, now or _moment(tokenizer), seed):
         return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], tokenize=False, **given, **options))
 
 
 def _moment(tokenizer: Any) -> datetime:
     """The date that the clock shows: of date_string among the arguments where that is one."""
-    words = str(getattr(tokenizer, _ARGUMENTS, {}).get("date_string", TODAY))
+    return _date(str(getattr(tokenizer, _ARGUMENTS, {}).get("date_string", TODAY))) or datetime(2024, 7, 26)
+
+
+def _date(text: str) -> datetime | None:
+    """The date that a text writes in one of DATES."""
     for form in DATES:
         with contextlib.suppress(ValueError):
-            return datetime.strptime(words, form)
-    return datetime.strptime(TODAY, DATES[0])
+            return datetime.strptime(text, form)
+    return None
 
 
 @contextlib.contextmanager
@@ -154,7 +157,7 @@ def _stopped(tokenizer: Any, now: datetime, seed: int) -> Iterator[None]:
 
 
 def _own_names(tokenizer: Any) -> list[dict[str, Any]]:
-    """The global names of transformers' rendering, and where a tokenizer brings code of its own, those of its package.
+    """The global names of transformers' rendering, and of the package that a tokenizer's own code lies in.
 
     Then also the names of `datetime` and `time` themselves, which a function may import when it is called.
     """
@@ -204,7 +207,7 @@ def _clock(now: datetime) -> dict[Any, Any]:
     seconds = int((now - datetime(1970, 1, 1)) / timedelta(seconds=1))
     known = SimpleNamespace(**vars(time_module))  # also while the module's own names are these
     there = known.gmtime(seconds)
-    told: dict[Any, dict[str, Any]] = {
+    frozen: dict[Any, dict[str, Any]] = {
         datetime_module: {"datetime": Frozen, "date": FrozenDate},
         time_module: {
             "time": lambda: float(seconds),
@@ -216,8 +219,8 @@ def _clock(now: datetime) -> dict[Any, Any]:
             "asctime": lambda at=there: known.asctime(at),
         },
     }
-    each = {_place(getattr(module, name)): value for module, names in told.items() for name, value in names.items()}
-    return each | {id(module): SimpleNamespace(**{**vars(module), **names}) for module, names in told.items()}
+    each = {_place(getattr(module, name)): value for module, names in frozen.items() for name, value in names.items()}
+    return each | {id(module): SimpleNamespace(**{**vars(module), **names}) for module, names in frozen.items()}
 
 
 def template_of(tokenizer: Any) -> str | None:
@@ -281,18 +284,14 @@ def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], option: str = 
         # A template that asks `is false` would not see the text.
         if isinstance(value, str) and value.lower() in ("true", "false"):
             raise ConfigError(f"{option}: {name} is the text {value!r}; write {name}: {value.lower()} without quotes")
-    source = template_of(tokenizer) or ""
-    if "date_string" in arguments and "date_string" not in source:
+    if "date_string" in arguments and "date_string" not in (template_of(tokenizer) or ""):
         date = str(arguments["date_string"])
-        for form in DATES:
-            with contextlib.suppress(ValueError):
-                datetime.strptime(date, form)
-                return
-        raise ConfigError(f"{option}: date_string must be a date such as {TODAY} or 2024-07-26, got {date!r}")
+        if _date(date) is None:
+            raise ConfigError(f"{option}: date_string must be a date such as {TODAY} or 2024-07-26, got {date!r}")
 
 
 def facts_of(tokenizer: Any) -> TemplateFacts:
-    """What the tokenizer's chat template tells, with the arguments it has; of none, and of a broken one, nothing."""
+    """Facts of the tokenizer's chat template with the arguments it has; none, and a broken one, change nothing."""
     source = template_of(tokenizer)
     if source is None:
         return TemplateFacts(False, None)
@@ -305,20 +304,17 @@ def _changes(tokenizer: Any) -> bool:
     """Whether a conversation reads otherwise at another moment, or with other random numbers."""
     user, model = {"role": "user", "content": _WORDS}, {"role": "assistant", "content": "An answer."}
     system = {"role": "system", "content": "A system turn."}
+    moments = (None, datetime(1999, 11, 3, 15, 45, 10), datetime(2031, 2, 9, 8))
     for turns in ([user], [system, user], [user, model, user]):
-        texts = {
-            _tried(tokenizer, turns, now, seed)
-            for seed, now in enumerate((_moment(tokenizer), datetime(1999, 11, 3, 15, 45, 10), datetime(2031, 2, 9, 8)))
-        }
-        if len(texts) > 1:
+        if len({_tried(tokenizer, turns, now=now, seed=seed) for seed, now in enumerate(moments)}) > 1:
             return True
     return False
 
 
-def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]], now: datetime, seed: int = 0) -> str | None:
+def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]], **how: Any) -> str | None:
     """The text up to where an answer begins; None where the template does not take such turns."""
     with contextlib.suppress(Exception):  # no common base, as in `render`
-        return _rendered(tokenizer, turns, now, seed, add_generation_prompt=True)
+        return render(tokenizer, turns, add_generation_prompt=True, **how)
     return None
 
 
@@ -328,7 +324,7 @@ def _thinking(tokenizer: Any, source: str) -> Thinking | None:
     if tags is None:
         return None
     made = Thinking(*tags)
-    asked = _tried(tokenizer, [{"role": "user", "content": _WORDS}], _moment(tokenizer)) or ""
+    asked = _tried(tokenizer, [{"role": "user", "content": _WORDS}]) or ""
     behind = asked.rpartition(_WORDS)[2]
     return replace(made, opened=behind.rfind(made.begin) > behind.rfind(made.end))
 
@@ -354,11 +350,10 @@ def _tags_rendered(tokenizer: Any) -> tuple[str, str] | None:
     """What the template writes around the reasoning of an assistant's turn."""
     user, answer = {"role": "user", "content": _WORDS}, "An answer."
     said = {"role": "assistant", "content": answer, "reasoning_content": _THOUGHT}
-    now = _moment(tokenizer)
-    asked = _tried(tokenizer, [user], now)
+    asked = _tried(tokenizer, [user])
     with contextlib.suppress(Exception):  # as in `_tried`
-        told = _rendered(tokenizer, [user, said], now, 0)
-        before, found, after = told.partition(_THOUGHT)
+        text = render(tokenizer, [user, said])
+        before, found, after = text.partition(_THOUGHT)
         begin = before.removeprefix(asked or "").strip() if before.startswith(asked or "") else ""
         end = after.partition(answer)[0].strip()
         return (begin, end) if found and begin and end else None

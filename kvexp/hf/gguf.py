@@ -1,7 +1,7 @@
 """GGUF files as Hugging Face has them: header, configuration, tokenizer and weights.
 
-Layout of the header: llama.cpp's docs, "GGUF", versions 2 and 3, little-endian. Every count is bounded by the bytes
-that are there, and no tensor is read with it.
+Header: llama.cpp's docs, "GGUF", versions 2 and 3, little-endian. Every count is bounded by the bytes that are there,
+and no tensor is read with it.
 
 Configuration: every key of the file is read, is known to change no number, or is refused by name: what a family's
 configuration cannot describe (experts, other scalings of positions, …) would leave a model that runs and computes other
@@ -9,8 +9,8 @@ numbers. Keys mean what they mean to llama.cpp.
 
 Tokenizer: a byte-level vocabulary (tokenizer.ggml.model = gpt2) is put together here: the file names the pattern by
 which its model splits text (tokenizer.ggml.pre), and another pattern would give other tokens than the model learned. A
-SentencePiece vocabulary (llama) is converted by transformers. For a pattern or a key that is not listed here there is
-no tokenizer, rather than a nearly right one.
+SentencePiece vocabulary (llama) is converted by transformers. A pattern or a key that is not listed here gives no
+tokenizer, rather than a nearly right one.
 
 Weights are dequantised to float32, a tensor at a time.
 """
@@ -23,8 +23,8 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,10 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.hf.patch import check_sizes, named_weights
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, Rule, refuse
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-ALIGNMENT = 32  # bytes, where the file names no other
 STRING, ARRAY = 8, 9  # types of values that have no fixed width
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-MOST_AXES = 4
 UNQUANTISED = ("F32", "F16", "BF16")
 READABLE = (
     *UNQUANTISED,
@@ -62,7 +58,7 @@ READABLE = (
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies in the file.
+    """Place of one tensor in the file.
 
     shape: in torch's order; kind: F32, Q4_1 …; start: its first byte in the file; size: its bytes there.
     """
@@ -71,15 +67,12 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: str
     start: int
-    size: int  # bytes in the file
+    size: int
 
     @property
     def elements(self) -> int:
         """Number of the tensor's elements."""
-        total = 1
-        for length in self.shape:
-            total *= length
-        return total
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -108,13 +101,36 @@ class GgufHeader:
         """Number of elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors.values())
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value under the architecture's `key`, such as llama.block_count for block_count."""
+        return self.fields.get(f"{self.architecture}.{key}", default)
 
-class _Damaged(Exception):
-    """Raised where the bytes are not those of a GGUF header; its text says why."""
+    def integer(self, key: str, default: int | None = None) -> int:
+        """The whole number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
+        found = self.get(key, default)
+        if type(found) is not int or found < 0:
+            raise ConfigError(
+                f"the header of {self.path}: {self.architecture}.{key} must be a whole number, got {found!r}"
+            )
+        return found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The positive number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
+        found = self.get(key, default)
+        if type(found) not in (int, float) or not math.isfinite(found) or found <= 0:
+            raise ConfigError(f"the header of {self.path}: {self.architecture}.{key} must be a number, got {found!r}")
+        return float(found)
+
+    def refused(self, what: str) -> ConfigError:
+        """The ConfigError for settings that the family's configuration has no field for; what: the file sets."""
+        return ConfigError(
+            f"{self.path} {what}: left out, it could change what the model puts out. Load the model from a folder of "
+            "safetensors"
+        )
 
 
 class _Bytes:
-    """Reads a file's bytes from front to back; _Damaged past the end. at: the next byte."""
+    """Reads a file's bytes from front to back; ValueError past the end. at: the next byte."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
@@ -122,7 +138,7 @@ class _Bytes:
     def take(self, count: int) -> bytes:
         """The next `count` bytes."""
         if count > len(self.data) - self.at:
-            raise _Damaged("it ends within its header")
+            raise ValueError("it ends within its header")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -132,10 +148,7 @@ class _Bytes:
 
     def text(self) -> str:
         """The next string: its length as 64 bits, then UTF-8."""
-        try:
-            return self.take(self.number("Q")).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise _Damaged("a text in its header is no UTF-8") from error
+        return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: int, inside: bool = False) -> Any:
         """The next value of metadata, of GGUF's type number `kind`; inside: of an array, which holds no arrays."""
@@ -144,7 +157,7 @@ class _Bytes:
         if kind == STRING:
             return self.text()
         if kind != ARRAY or inside:
-            raise _Damaged(f"its header holds a value of unknown type {kind}")
+            raise ValueError(f"its header holds a value of unknown type {kind}")
         inner, count = self.number("I"), self.number("Q")
         if inner in FORMATS:
             form = FORMATS[inner]
@@ -164,80 +177,59 @@ def read_header(path: Path) -> GgufHeader:
             return _header(path, data)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is empty: fetch or copy it again") from error  # mmap's word for no bytes
-    except _Damaged as error:
+    except ConfigError:
+        raise
+    except ValueError as error:  # of damaged bytes, of no bytes (mmap), of a text that is no UTF-8
         raise ConfigError(f"{path} is no whole GGUF file ({error}): fetch or copy it again") from error
 
 
 def _header(path: Path, data: mmap.mmap) -> GgufHeader:
-    """The header in the bytes `data` of the file at `path`; _Damaged or ConfigError as of `read_header`."""
+    """The header in the bytes `data` of the file at `path`; ValueError where they are damaged."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     read = _Bytes(data)
-    if data[:4] != MAGIC:
-        raise _Damaged("it does not begin with GGUF")
-    read.at = 4
+    if read.take(4) != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
     version = read.number("I")
-    if version not in VERSIONS:
+    if version not in (2, 3):
         raise ConfigError(f"{path} is GGUF version {version}; versions 2 and 3, little-endian, can be read")
-    tensors, keys = read.number("Q"), read.number("Q")
+    count, keys = read.number("Q"), read.number("Q")
     fields: dict[str, Any] = {}
     for _ in range(keys):
         key = read.text()
         if key in fields:
-            raise _Damaged(f"it sets {key} twice")
+            raise ValueError(f"it sets {key} twice")
         fields[key] = read.value(read.number("I"))
     if not isinstance(fields.get("general.architecture"), str):
-        raise _Damaged("it does not name its architecture")
-    table = [_entry(read) for _ in range(tensors)]
-    twice = [name for name, count in Counter(entry[0] for entry in table).items() if count > 1]
-    if twice:
-        raise _Damaged(f"it holds tensor {twice[0]} twice")
-    alignment = fields.get("general.alignment", ALIGNMENT)
-    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-        raise _Damaged(f"general.alignment is {alignment!r}")
+        raise ValueError("it does not name its architecture")
+    kinds, tensors = {int(kind): kind for kind in GGMLQuantizationType}, dict[str, GgufTensor]()
+    for _ in range(count):
+        name, axes = read.text(), read.number("I")
+        if name in tensors or not 0 < axes <= 4:
+            raise ValueError(f"it holds tensor {name} twice, or with {axes} axes")
+        shape = tuple(reversed([read.number("Q") for _ in range(axes)]))
+        number, offset = read.number("I"), read.number("Q")
+        if number not in kinds or kinds[number].name not in READABLE:
+            kind = kinds[number].name if number in kinds else f"type {number}"
+            raise ConfigError(
+                f"{path}: tensor {name} is of {kind}, which cannot be turned into numbers here; the types that can: "
+                f"{', '.join(READABLE)}"
+            )
+        block, size = GGML_QUANT_SIZES[kinds[number]]
+        if shape[-1] % block:
+            raise ValueError(
+                f"tensor {name} has rows of {shape[-1]} numbers, {kinds[number].name} packs {block} at a time"
+            )
+        tensors[name] = GgufTensor(name, shape, kinds[number].name, offset, math.prod(shape) // block * size)
+    alignment = fields.get("general.alignment", 32)  # bytes
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}")
     start = -(-read.at // alignment) * alignment
-    found = {name: _placed(path, name, shape, kind, start + offset) for name, shape, kind, offset in table}
-    end = max((tensor.start + tensor.size for tensor in found.values()), default=start)
-    if not found:
-        raise _Damaged("it holds no tensors, a vocabulary alone")
-    if end > len(data):
-        raise _Damaged(f"it has {len(data)} of {end} bytes")
-    return GgufHeader(path, fields, found)
-
-
-def _entry(read: _Bytes) -> tuple[str, tuple[int, ...], int, int]:
-    """The next tensor of the header: name, shape in torch's order, number of its type, offset into the data."""
-    name, axes = read.text(), read.number("I")
-    if not 0 < axes <= MOST_AXES:
-        raise _Damaged(f"tensor {name!r} has {axes} axes")
-    shape = tuple(reversed([read.number("Q") for _ in range(axes)]))
-    return name, shape, read.number("I"), read.number("Q")
-
-
-def _placed(path: Path, name: str, shape: tuple[int, ...], number: int, start: int) -> GgufTensor:
-    """The tensor called `name`, of GGUF's type `number`, whose first byte in the file is `start`.
-
-    ConfigError for a type that cannot be dequantised; _Damaged where its rows are no whole number of blocks.
-    """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    try:
-        kind = GGMLQuantizationType(number)
-    except ValueError:
-        kind = None
-    if kind is None or kind.name not in READABLE:
-        what = f"type {number}" if kind is None else kind.name
-        raise ConfigError(
-            f"{path}: tensor {name} is of {what}, which cannot be turned into numbers here; the types that can: "
-            f"{', '.join(READABLE)}"
-        )
-    block, size = GGML_QUANT_SIZES[kind]
-    if shape[-1] % block:
-        raise _Damaged(f"tensor {name!r} has rows of {shape[-1]} numbers, {kind.name} packs {block} at a time")
-    tensor = GgufTensor(name, shape, kind.name, start, 0)
-    return GgufTensor(name, shape, kind.name, start, tensor.elements // block * size)
+    tensors = {name: replace(tensor, start=start + tensor.start) for name, tensor in tensors.items()}
+    end = max((tensor.start + tensor.size for tensor in tensors.values()), default=0)
+    if not tensors or end > len(data):
+        raise ValueError(f"it has {len(data)} of {end} bytes, and {len(tensors)} tensors")
+    return GgufHeader(path, fields, tensors)
 
 
 FAMILIES_OF_GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}  # architecture -> model_type
@@ -269,8 +261,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # tokens are drawn (general.sampling), but for a penalty on tokens that were there.
 ORIGIN = ("general.", "imatrix.", "quantize.imatrix.", "mradermacher.")
 PENALTY, PENALTY_REACH = "general.sampling.penalty_repeat", "general.sampling.penalty_last_n"
-SHOWN = 60  # characters of a value in a message
-QUANTISATION = 2  # version of llama.cpp's formats of quantised tensors that `gguf` reads
 # Of Llama 3.1 and 3.2; the file has what they make of the frequencies (rope_freqs.weight) and not them.
 LLAMA3_ROPE = [
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -284,17 +274,9 @@ def config_of_header(header: GgufHeader, rope_factors: Tensor | None) -> Any:
     rope_factors: the file's rope_freqs.weight (float32 [D / 2]), None where it has none. ConfigError for a family that
     kvexp cannot read, and for what the family's configuration cannot describe.
     """
-    architecture = header.architecture
-    _check_kind(header)
-    if architecture not in FAMILIES_OF_GGUF:
-        raise ConfigError(
-            f"{header.path} is of architecture {architecture!r}; GGUF files of {', '.join(FAMILIES_OF_GGUF)} (Mistral "
-            "is a llama there) can be read. Other families load from a folder of safetensors"
-        )
+    refuse(header, NO_MODEL)
     _check_keys(header)
-    if rope_factors is not None and architecture != "llama":
-        raise ConfigError(f"{header.path} has factors of positions (rope_freqs.weight), which no {architecture} has")
-    config = _gpt2(header) if architecture == "gpt2" else _llama_like(header, rope_factors)
+    config = _gpt2(header) if header.architecture == "gpt2" else _llama_like(header, rope_factors)
     try:
         check_sizes(config)
     except ConfigError as error:
@@ -313,8 +295,10 @@ def repetition_penalty(header: GgufHeader) -> float:
     if not isinstance(penalty, int | float) or not math.isfinite(penalty) or penalty <= 0:
         raise ConfigError(f"the header of {header.path}: {PENALTY} must be a positive number, got {penalty!r}")
     if penalty != 1 and header.fields.get(PENALTY_REACH, -1) != -1:
-        reach = f"sets {PENALTY_REACH}={header.fields[PENALTY_REACH]!r}"
-        raise _refused(header, f"{reach}, and a penalty that looks back so far is not offered, only one over all text")
+        raise header.refused(
+            f"sets {PENALTY_REACH}={header.fields[PENALTY_REACH]!r}, and a penalty that looks back so far is not "
+            "offered, only one over all text"
+        )
     return float(penalty)
 
 
@@ -323,41 +307,50 @@ def conversion(header: GgufHeader) -> int:
 
     A conversion that was kept by an older kvexp is not used for the former, and its runs are other runs.
     """
-    found = header.fields
-    unnamed = f"{header.architecture}.rope.scaling.type" not in found and header.architecture != "gpt2"
+    unnamed = header.get("rope.scaling.type") is None and header.architecture != "gpt2"
     more_ends = isinstance(_ends(header, None), list)
     return 2 if more_ends or repetition_penalty(header) != 1 or (unnamed and _linear_factor(header) != 1) else 1
 
 
-def _refused(header: GgufHeader, what: str) -> ConfigError:
-    """The error of a file whose settings its family's configuration cannot say."""
-    return ConfigError(
-        f"{header.path} {what}: left out, it could change what the model puts out. Load the model from a folder of "
-        "safetensors"
-    )
-
-
-def _check_kind(header: GgufHeader) -> None:
-    """ConfigError for a file that is no whole model: an adapter, a part of a model, formats of another version."""
-    kind, parts = header.fields.get("general.type", "model"), header.fields.get("split.count", 0)
-    if kind == "adapter":
-        raise ConfigError(
-            f"{header.path} is a LoRA adapter and no model: merge it into its model (llama.cpp's llama-export-lora) "
-            "and give the file that comes out"
-        )
-    if kind != "model":
-        raise ConfigError(f"{header.path} is of general.type={kind!r}, not a model")
-    if parts not in (0, 1):
-        raise ConfigError(
-            f"{header.path} is one of {parts!r} parts of a model (split.count): merge them into one file (llama.cpp's "
-            "llama-gguf-split --merge) and give that"
-        )
-    version = header.fields.get("general.quantization_version", QUANTISATION)
-    packed = any(tensor.kind not in UNQUANTISED for tensor in header.tensors.values())
-    if packed and version != QUANTISATION:
-        raise ConfigError(
-            f"{header.path} has general.quantization_version={version!r}; weights of version {QUANTISATION} can be read"
-        )
+# Files that are no whole model: adapters, parts of a model, formats of another version.
+NO_MODEL: tuple[Rule[GgufHeader], ...] = (
+    (
+        lambda c: c.fields.get("general.type") == "adapter",
+        "{c.path} is a LoRA adapter and no model: merge it into its model (llama.cpp's llama-export-lora) and give the "
+        "file that comes out",
+    ),
+    (
+        lambda c: c.fields.get("general.type", "model") != "model",
+        "{c.path} is of general.type={c.fields[general.type]!r}, not a model",
+    ),
+    (
+        lambda c: c.fields.get("split.count", 0) not in (0, 1),
+        "{c.path} is one of {c.fields[split.count]!r} parts of a model (split.count): merge them into one file "
+        "(llama.cpp's llama-gguf-split --merge) and give that",
+    ),
+    (
+        lambda c: (
+            c.fields.get("general.quantization_version", 2) != 2
+            and any(tensor.kind not in UNQUANTISED for tensor in c.tensors.values())
+        ),
+        "{c.path} has general.quantization_version={c.fields[general.quantization_version]!r}; weights of version 2 "
+        "can be read",
+    ),
+    (
+        lambda c: c.architecture not in FAMILIES_OF_GGUF,
+        "{c.path} is of architecture {c.architecture!r}; GGUF files of "
+        f"{', '.join(FAMILIES_OF_GGUF)} (Mistral is a llama there) can be read. Other families load from a folder of "
+        "safetensors",
+    ),
+    (
+        lambda c: "token_embd.weight" not in c.tensors,
+        "{c.path} has no token_embd.weight: it is part of a model; give the first file or all",
+    ),
+    (
+        lambda c: ROPE_FACTORS in c.tensors and c.architecture != "llama",
+        "{c.path} has factors of positions (rope_freqs.weight), which no {c.architecture} has",
+    ),
+)
 
 
 def _check_keys(header: GgufHeader) -> None:
@@ -371,9 +364,8 @@ def _check_keys(header: GgufHeader) -> None:
             continue  # of YaRN and longrope alone, which `_rope` refuses
         if name != key and value in NEUTRAL.get(name, ()):
             continue
-        said = repr(value) if len(repr(value)) <= SHOWN else f"{repr(value)[:SHOWN]}..."
         known = f" (it may be {' or '.join(map(repr, NEUTRAL[name]))})" if name in NEUTRAL else ""
-        raise _refused(header, f"sets {key}={said}{known}, which kvexp cannot honour")
+        raise header.refused(f"sets {key}={value!r:.60}{known}, which kvexp cannot honour")
 
 
 def _token(header: GgufHeader, name: str, rows: int | None) -> int | None:
@@ -396,36 +388,38 @@ def _ends(header: GgufHeader, rows: int | None) -> int | list[int] | None:
 
 def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
     """Configuration of a llama, mistral, qwen2 or qwen3; arguments and errors as of `config_of_header`."""
-    hidden, heads = _whole(header, "embedding_length"), _whole(header, "attention.head_count")
-    head_dim = _whole(header, "attention.key_length", hidden // max(heads, 1))
+    architecture = header.architecture
+    hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
+    head_dim = header.integer("attention.key_length", hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
-        if _whole(header, key, head_dim) != head_dim:
-            raise _refused(header, f"sets {header.architecture}.{key}={_whole(header, key)} and heads of {head_dim}")
-    scale = header.fields.get(f"{header.architecture}.attention.scale") or head_dim**-0.5
+        if header.integer(key, head_dim) != head_dim:
+            raise header.refused(f"sets {architecture}.{key}={header.integer(key)} and heads of {head_dim}")
+    scale = header.get("attention.scale") or head_dim**-0.5
     if not isinstance(scale, int | float) or not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
-        raise _refused(header, f"sets {header.architecture}.attention.scale={scale!r}, which its family does not have")
-    family, more = FAMILIES_OF_GGUF[header.architecture], {}
-    window = _whole(header, "attention.sliding_window", 0)
-    if window and header.architecture == "llama":
+        raise header.refused(f"sets {architecture}.attention.scale={scale!r}, which its family does not have")
+    family, more = FAMILIES_OF_GGUF[architecture], {}
+    window = header.integer("attention.sliding_window", 0)
+    if window and architecture == "llama":
         family, more = "mistral", {"sliding_window": window}
     elif window:
-        raise _refused(header, f"has a sliding window of {window}")
+        raise header.refused(f"has a sliding window of {window}")
     if family == "llama":
-        more = {"attention_bias": _has(header, "attn_q.bias"), "mlp_bias": _has(header, "ffn_up.bias")}
+        first = {name.removeprefix("blk.0.") for name in header.tensors}
+        more = {"attention_bias": "attn_q.bias" in first, "mlp_bias": "ffn_up.bias" in first}
     if family != "qwen2":
         more["head_dim"] = head_dim
     elif head_dim * heads != hidden:
         raise ConfigError(f"{header.path}: {heads} heads of {head_dim} in {hidden}: qwen2 has no such heads")
     config = AutoConfig.for_model(
         family,
-        vocab_size=_vocabulary(header),
+        vocab_size=header.tensors["token_embd.weight"].shape[0],  # the file's list of tokens may be longer or shorter
         hidden_size=hidden,
-        intermediate_size=_whole(header, "feed_forward_length"),
-        num_hidden_layers=_whole(header, "block_count"),
+        intermediate_size=header.integer("feed_forward_length"),
+        num_hidden_layers=header.integer("block_count"),
         num_attention_heads=heads,
-        num_key_value_heads=_whole(header, "attention.head_count_kv", heads),
-        max_position_embeddings=_whole(header, "context_length"),
-        rms_norm_eps=_real(header, "attention.layer_norm_rms_epsilon"),
+        num_key_value_heads=header.integer("attention.head_count_kv", heads),
+        max_position_embeddings=header.integer("context_length"),
+        rms_norm_eps=header.number("attention.layer_norm_rms_epsilon"),
         rope_parameters=_rope(header),
         tie_word_embeddings="output.weight" not in header.tensors,
         **more,
@@ -437,20 +431,18 @@ def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
 
 def _gpt2(header: GgufHeader) -> Any:
     """Configuration of a GPT-2; ConfigError for grouped heads, which it does not have."""
-    heads = _whole(header, "attention.head_count")
-    if _whole(header, "attention.head_count_kv", heads) != heads:
-        raise ConfigError(
-            f"{header.path}: {heads} heads in {_whole(header, 'attention.head_count_kv')} groups: no GPT-2"
-        )
+    heads, groups = header.integer("attention.head_count"), header.get("attention.head_count_kv")
+    if groups not in (None, heads):
+        raise ConfigError(f"{header.path}: {heads} heads in {groups} groups: no GPT-2")
     return AutoConfig.for_model(
         "gpt2",
-        vocab_size=_vocabulary(header),
-        n_positions=_whole(header, "context_length"),
-        n_embd=_whole(header, "embedding_length"),
-        n_layer=_whole(header, "block_count"),
+        vocab_size=header.tensors["token_embd.weight"].shape[0],
+        n_positions=header.integer("context_length"),
+        n_embd=header.integer("embedding_length"),
+        n_layer=header.integer("block_count"),
         n_head=heads,
-        n_inner=_whole(header, "feed_forward_length"),
-        layer_norm_epsilon=_real(header, "attention.layer_norm_epsilon"),
+        n_inner=header.integer("feed_forward_length"),
+        layer_norm_epsilon=header.number("attention.layer_norm_epsilon"),
         tie_word_embeddings="output.weight" not in header.tensors,
     )
 
@@ -460,10 +452,10 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
 
     A factor without a kind is linear, as in llama.cpp; so is one under the key of older files, rope.scale_linear.
     """
-    base = {"rope_theta": _real(header, "rope.freq_base", 10000.0)}
-    kind = header.fields.get(f"{header.architecture}.rope.scaling.type", "linear")
+    base = {"rope_theta": header.number("rope.freq_base", 10000.0)}
+    kind = header.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
-        raise _refused(header, f"scales its positions by {kind!r}, which cannot be read off a GGUF file exactly")
+        raise header.refused(f"scales its positions by {kind!r}, which cannot be read off a GGUF file exactly")
     factor = _linear_factor(header)
     if kind == "none" or factor == 1:
         return {**base, "rope_type": "default"}
@@ -472,10 +464,8 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
 
 def _linear_factor(header: GgufHeader) -> float:
     """The factor by which positions are divided; 1 where the file has none, or 0, which stands for none."""
-    key = "rope.scaling.factor"
-    if f"{header.architecture}.{key}" not in header.fields:
-        key = "rope.scale_linear"
-    return 1.0 if header.fields.get(f"{header.architecture}.{key}", 0) == 0 else _real(header, key)
+    key = "rope.scaling.factor" if header.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    return header.number(key) if header.get(key, 0) != 0 else 1.0
 
 
 def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, Any]:
@@ -485,7 +475,7 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
     """
     plain = config.rope_parameters
     if plain["rope_type"] != "default":
-        raise _refused(header, f"scales its positions twice, by a factor of {plain['factor']} and by rope_freqs.weight")
+        raise header.refused(f"scales its positions twice, by a factor of {plain['factor']} and by rope_freqs.weight")
     length = config.head_dim // 2
     frequencies = 1.0 / plain["rope_theta"] ** (torch.arange(length, dtype=torch.float32) * 2 / config.head_dim)
     for known in LLAMA3_ROPE:
@@ -493,38 +483,7 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
         made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         if factors.shape == made.shape and torch.allclose(frequencies / made, factors.float(), rtol=1e-5):
             return dict(config.rope_parameters)
-    raise _refused(header, "scales its positions by factors (rope_freqs.weight) that are not those of Llama 3.1 or 3.2")
-
-
-def _has(header: GgufHeader, ending: str) -> bool:
-    """Whether the first layer has a tensor of this name, such as attn_q.bias."""
-    return f"blk.0.{ending}" in header.tensors
-
-
-def _vocabulary(header: GgufHeader) -> int:
-    """Rows of the embedding, which is the model's vocabulary: the file's list of tokens may be longer or shorter."""
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ConfigError(f"{header.path} has no token_embd.weight: it is part of a model; give the first file or all")
-    return embedding.shape[0]
-
-
-def _whole(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """The whole number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
-    found = header.fields.get(f"{header.architecture}.{key}", default)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise ConfigError(
-            f"the header of {header.path}: {header.architecture}.{key} must be a whole number, got {found!r}"
-        )
-    return found
-
-
-def _real(header: GgufHeader, key: str, default: float | None = None) -> float:
-    """The positive number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
-    found = header.fields.get(f"{header.architecture}.{key}", default)
-    if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found) or found <= 0:
-        raise ConfigError(f"the header of {header.path}: {header.architecture}.{key} must be a number, got {found!r}")
-    return float(found)
+    raise header.refused("scales its positions by factors (rope_freqs.weight) that neither Llama 3.1 nor 3.2 has")
 
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
@@ -575,53 +534,49 @@ def check_tokenizer(header: GgufHeader) -> None:
             raise ConfigError(f"it sets {key}={str(value)[:40]}, which kvexp does not know how to follow")
     if not isinstance(fields.get("tokenizer.chat_template", ""), str):
         raise ConfigError("its chat template is no text")
-    _check_vocabulary(header, kind)
-
-
-def _check_vocabulary(header: GgufHeader, kind: str) -> None:
-    """ConfigError for tokens, types, scores, merges or special tokens that do not fit each other."""
-    fields = {
-        name: header.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "scores", "merges")
-    }
-    tokens, types, scores, merges = fields.values()
+    tokens, types, scores, merges = (
+        fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "scores", "merges")
+    )
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ConfigError("its vocabulary has no tokens")
     if (merges is None) if kind == "gpt2" else (merges is None and scores is None):
         raise ConfigError(f"its vocabulary has no {'merges' if kind == 'gpt2' else 'scores'}")
-    known = set(tokens)
     embedding = header.tensors.get("token_embd.weight")
-    if len(known) != len(tokens):
+    if len(set(tokens)) != len(tokens):
         raise ConfigError("its vocabulary has a token twice")
     if embedding is not None and len(tokens) > embedding.shape[0]:
         raise ConfigError(f"its vocabulary has {len(tokens)} tokens and its embedding {embedding.shape[0]}")
     for name, values in (("token_type", types), ("scores", scores)):
         if values is not None and (not isinstance(values, list) or len(values) != len(tokens)):
             raise ConfigError(f"tokenizer.ggml.{name} is not one number for each of its {len(tokens)} tokens")
-    strange = next((of for of in types or () if of not in TYPES[kind]), None)
-    if strange is not None:
-        raise ConfigError(f"it has tokens of type {strange}, which a vocabulary of kind {kind!r} does not have")
-    if merges is not None and not isinstance(merges, list):
-        raise ConfigError("its merges are no list")
-    for merge in merges or ():
-        parts = merge.split(" ") if isinstance(merge, str) else []
-        if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
-            raise ConfigError(f"its merge {merge!r} is not of two tokens that make a third one of its vocabulary")
+    if strange := set(types or ()) - set(TYPES[kind]):
+        raise ConfigError(f"it has tokens of type {min(strange)}, which a vocabulary of kind {kind!r} does not have")
     for name in NAMED.values():
         key = f"tokenizer.ggml.{name}_token_id"
-        if key in header.fields and header.fields[key] not in range(len(tokens)):
-            raise ConfigError(f"{key}={header.fields[key]!r} is none of its {len(tokens)} tokens")
+        if key in fields and fields[key] not in range(len(tokens)):
+            raise ConfigError(f"{key}={fields[key]!r} is none of its {len(tokens)} tokens")
+    if kind == "gpt2":
+        _bpe(header)
+
+
+def _bpe(header: GgufHeader) -> models.BPE:
+    """A byte-level vocabulary with its merges; ConfigError for a merge that is not of two tokens into a third."""
+    split, tokens, merges = (header.fields[f"tokenizer.ggml.{name}"] for name in ("pre", "tokens", "merges"))
+    try:
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        return models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split in LLAMA3_SPLITS)
+    except Exception as error:  # tokenizers' own: no base but this
+        reason = " ".join(str(error).split())[:100]
+        raise ConfigError(f"its merges are not pairs of tokens that make a third one: {reason}") from error
 
 
 def tokenizer_of_header(header: GgufHeader) -> PreTrainedTokenizerBase:
     """The tokenizer that a GGUF header describes, with its chat template; ConfigError as of `check_tokenizer`."""
     check_tokenizer(header)
-    if header.fields["tokenizer.ggml.model"] == "gpt2":
-        made: PreTrainedTokenizerBase = _byte_level(header)
-    else:
-        made = _sentencepiece(header)
-    template = header.fields.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        made.chat_template = template
+    made = _byte_level(header) if header.fields["tokenizer.ggml.model"] == "gpt2" else _sentencepiece(header)
+    if "tokenizer.chat_template" in header.fields:
+        made.chat_template = header.fields["tokenizer.chat_template"]
     return made
 
 
@@ -646,10 +601,8 @@ def _sentencepiece(header: GgufHeader) -> PreTrainedTokenizerBase:
 def _byte_level(header: GgufHeader) -> PreTrainedTokenizerBase:
     """The tokenizer of a byte-level BPE vocabulary that `check_tokenizer` has passed."""
     fields = header.fields
-    split, tokens, merges = (fields[f"tokenizer.ggml.{name}"] for name in ("pre", "tokens", "merges"))
-    known = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    backend = Tokenizer(models.BPE(vocab=known, merges=pairs, ignore_merges=split in LLAMA3_SPLITS))
+    split, tokens = (fields[f"tokenizer.ggml.{name}"] for name in ("pre", "tokens"))
+    backend = Tokenizer(_bpe(header))
     backend.pre_tokenizer = SPLITS[split]()
     backend.decoder = decoders.ByteLevel()
     if split in NFC:
@@ -670,7 +623,7 @@ def _byte_level(header: GgufHeader) -> PreTrainedTokenizerBase:
             [
                 processors.ByteLevel(trim_offsets=False),
                 processors.TemplateProcessing(
-                    single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, known[start])]
+                    single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, tokens.index(start))]
                 ),
             ]
         )
@@ -730,20 +683,17 @@ def read_tensor(data: mmap.mmap, tensor: GgufTensor) -> Tensor:
     if tensor.kind in plain:
         numbers = raw.view(plain[tensor.kind]).astype(np.float32)
     else:
-        try:
-            numbers = dequantize(raw.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)
-        except NotImplementedError as error:
-            raise ConfigError(f"the installed gguf cannot read {tensor.kind} ({tensor.name}): update it") from error
+        numbers = dequantize(raw.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)
     return torch.from_numpy(np.array(numbers, np.float32).reshape(tensor.shape))
 
 
 def check_names(header: GgufHeader, config: Any) -> None:
-    """ConfigError where the file's tensors are not those of the configuration: missing, unknown or of another shape."""
+    """ConfigError where tensors of the configuration are missing in the file, unknown to it or of another shape."""
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     wanted = {name: tuple(weight.shape) for name, weight in state.items()}
     if config.tie_word_embeddings:
-        wanted.pop("lm_head.weight", None)
+        del wanted["lm_head.weight"]
     found = {}
     for name, tensor in header.tensors.items():
         if name == ROPE_FACTORS:
@@ -756,7 +706,7 @@ def check_names(header: GgufHeader, config: Any) -> None:
         "of another shape": [name for name, shape in found.items() if name in wanted and wanted[name] != shape],
     }
     if said := named_weights(wrong):
-        raise ConfigError(f"the tensors of {header.path} are not those of its header ({said}): fetch it again")
+        raise ConfigError(f"the tensors of {header.path} do not fit its header ({said}): fetch it again")
 
 
 def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None]) -> None:
@@ -764,29 +714,30 @@ def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None])
 
     In files of at most PART bytes, or of one tensor where that is larger. advance: is called after each tensor.
     """
-    parts: list[dict[str, Tensor]] = [{}]
-    names: dict[str, int] = {}
+    parts: list[dict[str, GgufTensor]] = [{}]
     held = total = 0
-    for name, weight in _weights(header):
-        size = weight.numel() * 4
+    for name, tensor in header.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        size = tensor.elements * 4
         if parts[-1] and held + size > PART:
-            _save(parts[-1], folder / f"part-{len(parts)}.safetensors")
-            parts[-1] = {}
             parts.append({})
             held = 0
-        parts[-1][name] = weight
-        names[name] = len(parts)
+        parts[-1][name_of(name, header.architecture) or name] = tensor
         held, total = held + size, total + size
-        advance()
-    if len(parts) == 1:
-        _save(parts[0], folder / "model.safetensors")
-        return
-    _save(parts[-1], folder / f"part-{len(parts)}.safetensors")
-    files = {number: f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)}
-    for number, file in files.items():
-        (folder / f"part-{number}.safetensors").rename(folder / file)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: files[part] for name, part in names.items()}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True), "utf-8")
+    files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    files = files if len(files) > 1 else ["model.safetensors"]
+    with header.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for file, part in zip(files, parts, strict=True):
+            weights = {}
+            for known, tensor in part.items():
+                weights[known] = _weight(header, data, known, tensor)
+                advance()
+            save_file(weights, folder / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        places = {known: file for file, part in zip(files, parts, strict=True) for known in part}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True), "utf-8")
 
 
 def rope_factors(header: GgufHeader) -> Tensor | None:
@@ -798,23 +749,17 @@ def rope_factors(header: GgufHeader) -> Tensor | None:
         return read_tensor(data, tensor)
 
 
-def _weights(header: GgufHeader) -> Iterator[tuple[str, Tensor]]:
-    """The file's weights one by one: Hugging Face's name, and the tensor in float32 in Hugging Face's layout."""
-    heads = int(header.fields[f"{header.architecture}.attention.head_count"])
-    grouped = int(header.fields.get(f"{header.architecture}.attention.head_count_kv", heads))
-    with header.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for name, tensor in header.tensors.items():
-            known = name_of(name, header.architecture)
-            if name == ROPE_FACTORS or known is None:
-                continue
-            weight = read_tensor(data, tensor)
-            if header.architecture == "llama" and ".attn_q." in name:
-                weight = _halves_apart(weight, heads)
-            elif header.architecture == "llama" and ".attn_k." in name:
-                weight = _halves_apart(weight, grouped)
-            elif _transposed(known, header):
-                weight = weight.T
-            yield known, weight.contiguous()
+def _weight(header: GgufHeader, data: mmap.mmap, known: str, tensor: GgufTensor) -> Tensor:
+    """One weight in float32, in Hugging Face's layout; known: Hugging Face's name of it, data: the file's bytes."""
+    weight = read_tensor(data, tensor)
+    heads = header.integer("attention.head_count")
+    if header.architecture == "llama" and ".q_proj." in known:
+        weight = _halves_apart(weight, heads)
+    elif header.architecture == "llama" and ".k_proj." in known:
+        weight = _halves_apart(weight, header.integer("attention.head_count_kv", heads))
+    elif _transposed(known, header):
+        weight = weight.T
+    return weight.contiguous()
 
 
 def _halves_apart(weight: Tensor, heads: int) -> Tensor:
@@ -830,8 +775,3 @@ def _halves_apart(weight: Tensor, heads: int) -> Tensor:
 def _transposed(known: str, header: GgufHeader) -> bool:
     """Whether GGUF and Hugging Face store the weight called `known` transposed to each other (GPT-2's projections)."""
     return header.architecture == "gpt2" and bool(TRANSPOSED.search(known))
-
-
-def _save(weights: dict[str, Tensor], file: Path) -> None:
-    """Write tensors by name into one safetensors file."""
-    save_file(weights, file, metadata={"format": "pt"})

@@ -43,7 +43,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from kvexp.hf.cpu_linear import MIN_WEIGHTS
-from kvexp.hf.fetch import is_gguf, located
+from kvexp.hf.fetch import check_tokenizer_of, is_gguf, located
 from kvexp.hf.moving_rope import MovingRope, check_forward, reset_frequencies
 from kvexp.hf.patch import (
     ATTN_IMPLEMENTATION,
@@ -92,7 +92,8 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTra
     record = _Patch(MovingRope.of(model.config))
     try:
         if family.attention_class is None:
-            for config in _configs(model):
+            configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+            for config in configs.values():
                 record.note(config, "_attn_implementation_internal")
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
         else:
@@ -158,7 +159,7 @@ class _Patch:
     """What `patch_model` changed of a model: former values of attributes, and the hooks it added.
 
     Kept as data on the model, not as functions: a deep copy of a patched model has a record of its own modules.
-    moving: the model's RoPE, if its frequencies go by the longest row of a forward.
+    moving: the model's RoPE, if its frequencies depend on the longest row of a forward.
     """
 
     def __init__(self, moving: MovingRope | None) -> None:
@@ -188,15 +189,11 @@ class _Patch:
         self.hooks, self.former = [], []
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
-    """Every configuration object of the model and of the models inside it, once."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return list({id(part.config): part.config for part in parts}.values())
-
-
 def _put_shims(model: PreTrainedModel, attention_class: str, record: _Patch) -> None:
-    """Give every attention module of GPT-J or MPT the class that attends through kvexp."""
+    """Give every attention module of GPT-J or MPT the class that attends through kvexp; ConfigError if it cannot."""
     shim = _SHIMS[attention_class]
+    if shim is KvexpMptAttention and not model.config.attn_config.alibi:
+        raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
     for module in model.modules():
         name = type(module).__name__
         if not (name.startswith(attention_class[:4]) and hasattr(module, "layer_idx")):
@@ -207,15 +204,7 @@ def _put_shims(model: PreTrainedModel, attention_class: str, record: _Patch) -> 
         if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
             record.set(module, "_old_forward", MethodType(shim.forward, module))
         if shim is KvexpMptAttention:
-            record.set(module, "alibi_power", _alibi_power(model))
-
-
-def _alibi_power(model: PreTrainedModel) -> float:
-    """`KvexpMptAttention.alibi_power` of an MPT; ConfigError where it was trained without ALiBi."""
-    settings = model.config.attn_config
-    if not settings.alibi:
-        raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
-    return float(settings.alibi_bias_max) / 8
+            record.set(module, "alibi_power", float(model.config.attn_config.alibi_bias_max) / 8)
 
 
 def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
@@ -297,7 +286,7 @@ def check_headers(folder: Path, layers: int) -> None:
             with safe_open(file, framework="pt") as opened:
                 held += len(opened.keys())
         except Exception as error:  # safetensors' own have no public base
-            # No rights, or no memory to map it, which torch tells as a RuntimeError: the file may be whole.
+            # No rights, or no memory to map it, which torch raises as a RuntimeError: the file may be whole.
             if isinstance(error, OSError) or os.strerror(errno.ENOMEM) in str(error):
                 raise ConfigError(f"{file} cannot be read: {error}") from error
             raise ConfigError(f"{file} is damaged ({error}): fetch or copy it again") from error
@@ -319,7 +308,7 @@ def check_complete(path: str, found: Mapping[str, Any]) -> None:
     kinds = {"missing": found["missing_keys"], "unexpected": unexpected, "of another shape": shapes}
     if wrong := named_weights(kinds):
         raise ConfigError(
-            f"the weights in {path} are not those of its config.json ({wrong}): what is missing would be random "
+            f"the weights in {path} do not fit its config.json ({wrong}): what is missing would be random "
             "numbers; correct config.json or fetch the checkpoint again"
         )
 
@@ -399,16 +388,11 @@ def load_model(
         )
     if device_map is None:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _take_from_file(model)
-    return patch_model(merged(model, adapter) if adapter else model)
-
-
-def _take_from_file(model: PreTrainedModel) -> None:
-    """Copy weights that are memory-mapped from their file, so that writing to the file cannot change the model."""
-    with torch.no_grad():
+    with torch.no_grad():  # weights that are memory-mapped are copied: who writes to the file does not change the model
         for weight in (*model.parameters(), *model.buffers()):
             if weight.device.type == "cpu":
                 weight.data = weight.data.clone()
+    return patch_model(merge_adapter(model, adapter) if adapter else model)
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -424,7 +408,15 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         check_activations(config)
     except ConfigError as error:
         raise ConfigError(f"config.json of {path}: {error}") from error
-    _check_quantised(path, config)
+    known = AUTO_QUANTIZATION_CONFIG_MAPPING
+    quantised: Any = getattr(config, "quantization_config", None)
+    own = isinstance(quantised, dict) and not (quantised.get("load_in_8bit") or quantised.get("load_in_4bit"))
+    if own and quantised.get("quant_method") not in known:  # of which transformers merely warns
+        raise ConfigError(
+            f"config.json of {path}: quantization_config has quant_method={quantised.get('quant_method')!r}; the "
+            f"installed transformers knows {', '.join(sorted(known))} and would take other weights as they are stored: "
+            "dequantise them, or remove quantization_config where they are not quantised"
+        )
     if (path_of(path, "model.path") / "generation_config.json").is_file():  # else ignored, end tokens and all
         _from_hub(path, "generation settings", GenerationConfig.from_pretrained)
     return config
@@ -444,29 +436,14 @@ def generation_config_from(config: Any) -> Any:
     return GenerationConfig() if config is None else GenerationConfig.from_model_config(config)
 
 
-def _check_quantised(path: str, config: Any) -> None:
-    """ConfigError where weights are quantised in a way that transformers does not know, which it merely warns of."""
-    settings = getattr(config, "quantization_config", None)
-    if not isinstance(settings, dict) or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
-        return
-    if settings.get("quant_method") not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise ConfigError(
-            f"config.json of {path}: quantization_config has quant_method={settings.get('quant_method')!r}; the "
-            f"installed transformers knows {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))} and would take other "
-            "weights as they are stored: dequantise them, or remove quantization_config where they are not quantised"
-        )
-
-
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, padding on the left and with a padding token (the end token where it has none)."""
     given, (path, source) = path, located(path)
     if source is not None:
-        why = None if (source.folder / "tokenizer.json").is_file() else "its conversion has none"
+        why = "" if (source.folder / "tokenizer.json").is_file() else "its conversion has none"
         if is_gguf(given):
-            from kvexp.hf.fetch import check_tokenizer_of  # late: most models need no gguf
-
             try:
                 check_tokenizer_of(path_of(given, "model.path"))
             except ConfigError as error:
@@ -476,7 +453,9 @@ def load_tokenizer(
                 f"the tokenizer in {source.file} is of a kind that cannot be read exactly ({why}): name the folder or "
                 "hub id of the model's own, as in model.tokenizer=FOLDER"
             )
-    place = tokenizer_place(path)
+    # Where the tokenizer is: an adapter's folder may have one or leave it to its model.
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    place = path if any((path_of(path, "model.path") / name).is_file() for name in names) else base_of(path)
     folder = path_of(place, "model.path")
     if folder.is_dir() and not trust_remote_code and not any(any(folder.glob(name)) for name in VOCABULARIES):
         raise ConfigError(  # of an empty vocabulary, some releases of transformers make a tokenizer all the same
@@ -504,12 +483,9 @@ def random_model(
     config: fields of the family's Hugging Face configuration. Needs no network.
     """
     configuration = random_config(family, **config)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _as_config_error(f"model.config cannot be that of a {family} model"):
         torch.manual_seed(seed)
-        try:
-            model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
-        except Exception as error:  # torch's and transformers' own, of sizes that cannot be
-            raise _bad_random_config(family, error) from error
+        model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
     return patch_model(model.to(device=device, dtype=parse_dtype(dtype)))
 
 
@@ -521,18 +497,23 @@ def random_config(family: str, **config: Any) -> Any:
     for name in config:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
-    try:
+    with _as_config_error(f"model.config cannot be that of a {family} model"):
         made = AutoConfig.for_model(family, **config)
         check_sizes(made)
-    except Exception as error:  # the configurations' own validators: no common base
-        raise _bad_random_config(family, error) from error
     return made
 
 
-def _bad_random_config(family: str, error: Exception) -> ConfigError:
-    """The ConfigError for a configuration that transformers refused with `error`."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return ConfigError(f"model.config cannot be that of a {family} model: {reason}")
+@contextmanager
+def _as_config_error(what: str) -> Iterator[None]:
+    """A block whose errors, of transformers', torch's or peft's code and without a common base, become ConfigErrors.
+
+    what: the beginning of their message.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:800] or type(error).__name__
+        raise ConfigError(f"{what}: {reason}") from error
 
 
 def check_device(device: str | None) -> None:
@@ -627,7 +608,7 @@ def _check_folder(path: str, allow_pickle: bool, layers: int) -> None:
         return
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     if not pickles:
-        raise ConfigError(f"{path} has no weights: expected *.safetensors beside config.json")
+        raise ConfigError(f"{path} has no weights: expected *.safetensors next to config.json")
     if not allow_pickle:
         raise ConfigError(
             f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them "
@@ -660,28 +641,21 @@ def adapter_settings(path: str) -> dict[str, Any] | None:
     ConfigError for half of an adapter, or a file that cannot be read.
     """
     folder = path_of(path, "model.path")
-    if not folder.is_dir():
+    described = (folder / ADAPTER).is_file()
+    weights = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
+    if described != bool(weights):
+        held, lacking = (ADAPTER, ADAPTER_WEIGHTS[0]) if described else (weights[0], ADAPTER)
+        raise ConfigError(f"{folder} holds {held} of a LoRA adapter without {lacking}: add the one or remove the other")
+    if not described:
         return None
-    there = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
-    if not (folder / ADAPTER).is_file():
-        if there:
-            raise ConfigError(
-                f"{folder} holds weights of a LoRA adapter ({there[0]}) without {ADAPTER}: add or remove it"
-            )
-        return None
-    if not there:
-        raise ConfigError(
-            f"{folder} holds {ADAPTER} of a LoRA adapter without {ADAPTER_WEIGHTS[0]}: add its weights or remove it"
-        )
     try:
-        settings = json.loads((folder / ADAPTER).read_bytes())
-        return dict(settings)
+        return dict(json.loads((folder / ADAPTER).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{folder / ADAPTER} cannot be read ({error}): fetch or copy it again") from error
 
 
 def base_of(path: str) -> str:
-    """Where the weights are that an adapter at `path` changes: there, or where its adapter_config.json says.
+    """Place of the weights that an adapter at `path` changes: the same, or the one its adapter_config.json names.
 
     `path` comes back too where there is no adapter.
     """
@@ -701,13 +675,6 @@ def base_of(path: str) -> str:
 def beside_weights(path: str | None) -> bool:
     """Whether the folder at `path` holds weights and an adapter that changes them."""
     return path is not None and adapter_settings(path) is not None and _has_weights(path_of(path, "model.path"))
-
-
-def tokenizer_place(path: str) -> str:
-    """Where the tokenizer of the model at `path` is: an adapter's folder may have one or leave it to its model."""
-    folder = path_of(path, "model.path")
-    own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-    return path if own else base_of(path)
 
 
 def check_adapter(path: str, allow_pickle: bool = False) -> None:
@@ -740,7 +707,7 @@ def check_hub(path: str, revision: str | None = None) -> None:
         return
     try:
         found = find_adapter_config_file(path, revision=revision, local_files_only=bool(unreachable()))
-    except Exception:  # told when the configuration is asked for
+    except Exception:  # reported when the configuration is asked for
         found = None
     if found is not None:
         raise ConfigError(
@@ -749,14 +716,14 @@ def check_hub(path: str, revision: str | None = None) -> None:
         )
 
 
-def merged(model: Any, path: str) -> Any:
-    """The model with the weights of the adapter at `path` added to its own, and no trace of peft.
+def merge_adapter(model: Any, path: str) -> Any:
+    """Add the weights of the adapter at `path` to the model's own; returns the model without a trace of peft.
 
-    ConfigError where the adapter's weights are not those of its configuration on this model.
+    ConfigError where the adapter's weights do not fit its configuration or this model.
     """
     import peft
 
-    try:
+    with _as_config_error(f"cannot merge the adapter in {path}"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of names that peft still calls in transformers
             wrapped = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path))
@@ -764,12 +731,8 @@ def merged(model: Any, path: str) -> Any:
             found: Any = peft.set_peft_model_state_dict(wrapped, state)
         missing = [name for name in found.missing_keys if "lora_" in name or "modules_to_save" in name]
         if said := named_weights({"missing": missing, "unexpected": found.unexpected_keys}):
-            raise ConfigError(f"the adapter in {path} is not one of this model ({said}): give it its own model")
+            raise ConfigError(f"it is not one of this model ({said}); give it its own model")
         return wrapped.merge_and_unload(safe_merge=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # peft's own: no common base
-        raise ConfigError(f"cannot merge the adapter in {path}: {' '.join(str(error).split())[:300]}") from error
 
 
 @contextmanager
@@ -789,7 +752,7 @@ def without_adapter(path: str) -> Iterator[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the folder holds weights of a model, beside those of an adapter."""
+    """Whether the folder holds weights of a model, an adapter's left out."""
     patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
     return any(file.name not in ADAPTER_WEIGHTS for pattern in patterns for file in folder.glob(pattern))
 
@@ -824,7 +787,9 @@ def first_not_finite(model: nn.Module) -> Iterator[list[str]]:
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not found and not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
+            parts = output if isinstance(output, tuple | list) else [output]
+            tensors = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+            if not found and not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 found.append(name or type(module).__name__)
 
         return hook
@@ -836,12 +801,6 @@ def first_not_finite(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in a module's output."""
-    parts = output if isinstance(output, tuple | list) else [output]
-    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
 SPECIAL = ("<s>", "</s>", "<pad>")  # ids 256, 257, 258
@@ -867,9 +826,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model as its configuration alone tells it.
+    """The size of a model, from its configuration alone.
 
-    parameters: their number, embeddings included; linear: those of linear layers that `kvexp.hf.pack_linear`
+    parameters: their number, embeddings included; linear: parameters of linear layers that `kvexp.hf.pack_linear`
     copies; vocabulary: tokens that the model knows; width: query heads times D; positions: the longest sequence in
     tokens.
     """
@@ -894,18 +853,14 @@ class ModelSize:
 
 def shape_of(config: Any) -> ModelSize:
     """The size of a model of this Hugging Face configuration; parameters are counted on tensors without memory."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # torch's and transformers' own, of values that no model has
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"config.json cannot be that of a {config.model_type} model: {reason}") from error
+    with torch.device("meta"), _as_config_error(f"config.json cannot be that of a {config.model_type} model"):
+        model = AutoModelForCausalLM.from_config(config)
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear=sum(
             module.weight.numel()
             for module in model.modules()
-            if type(module) is torch.nn.Linear and module.weight.numel() >= MIN_WEIGHTS
+            if type(module) is nn.Linear and module.weight.numel() >= MIN_WEIGHTS
         ),
         vocabulary=int(config.vocab_size),
         layers=num_layers(config),

@@ -1,4 +1,4 @@
-"""RoPE whose frequencies go by the longest row of a forward: which models have it, and which forwards are right.
+"""RoPE whose frequencies depend on the longest row of a forward: which models have it, which forwards are right.
 
 transformers chooses the frequencies of `dynamic` and `longrope` by the largest position of a forward, in all of its
 rows. What is computed for a row is what the row alone gives only where all of its forwards have the same frequencies as
@@ -29,7 +29,7 @@ class MovingRope:
 
     @classmethod
     def of(cls, config: Any) -> MovingRope | None:
-        """Of a Hugging Face config; None where a token is always turned by the same frequencies."""
+        """The rule of a Hugging Face config; None where a token is always turned by the same frequencies."""
         rope = rope_parameters(config)
         kind = str(rope.get("rope_type", "default"))
         if kind == "longrope":
@@ -45,7 +45,7 @@ class MovingRope:
 
     @property
     def why(self) -> str:
-        """What is the matter with this RoPE, as the beginning of an error."""
+        """Why forwards of this RoPE are limited, as the beginning of an error."""
         return (
             f"rope_type={self.kind} chooses its frequencies by the longest row of a forward, from {self.limit + 1} "
             "tokens on"
@@ -64,7 +64,7 @@ class MovingRope:
         if len(set(lengths)) > 1 and not self.same([*lengths, max(lengths) + new]):
             raise ConfigError(
                 f"{self.why}: prompts of {min(lengths)} to {max(lengths)} tokens in one batch would change each other; "
-                "give them one by one, or those of equal length together"
+                "give them one by one, or prompts of equal length together"
             )
 
 
@@ -120,7 +120,7 @@ def check_forward(moving: MovingRope, width: int, positions: Tensor | None, mask
     if len(ends) > 1 and not moving.same(ends):
         raise CacheError(
             f"{moving.why}: rows that end at {min(ends)} to {max(ends)} tokens in one forward would change each other; "
-            "give prompts one by one, or those of equal length together"
+            "give prompts one by one, or prompts of equal length together"
         )
     columns: Any = None if sequence is None else sequence.prompt_columns
     parted = columns is not None and past < columns and past + width < columns

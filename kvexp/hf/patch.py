@@ -429,6 +429,19 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None
 
 
+def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Any, keep: int) -> Tensor:
+    """Logits [B, keep, V] of the last `keep` columns, after one forward of ids [B, Q] through a cache.
+
+    mask [B, columns so far]: 0 for padding, by which real tokens are at positions 0, 1, 2, …
+    """
+    device = model.get_input_embeddings().weight.device
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions.to(device)}
+    options |= {"attention_mask": mask.to(device), "past_key_values": cache}
+    logits: Tensor = model(ids.to(device), use_cache=True, logits_to_keep=keep, **options).logits
+    return logits
+
+
 NAMES = ("o_proj", "out_proj", "c_proj", "dense")  # of the projection, in the attention modules of all families
 _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
 
@@ -442,61 +455,42 @@ def output_factors(model: PreTrainedModel) -> list[Tensor]:
     """R [H, G, n, Dv] float32 of every layer, with ||R v|| = ||W v|| for the block W of each query head's outputs.
 
     R is that of W = QR, so n is Dv where the model is wider than a head. Computed once per model and state of its
-    weights. ConfigError where a layer's projection is no matrix of floating-point numbers in memory.
+    weights. ConfigError as of `output_blocks`.
     """
-    weights = _weights(model)
-    state = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+    blocks = output_blocks(model)
+    state = [(block.data_ptr(), 0 if block.is_inference() else block._version) for block in blocks]
     known = _FACTORS.get(model)
     if known is None or known[0] != state:
-        heads = (num_kv_heads(model.config), model.config.num_attention_heads // num_kv_heads(model.config))
-        _FACTORS[model] = known = (state, [_factor(weight, heads) for weight in weights])
+        with torch.no_grad():
+            _FACTORS[model] = known = (state, [torch.linalg.qr(block.float(), mode="r").R for block in blocks])
     return known[1]
 
 
 def output_blocks(model: PreTrainedModel) -> list[Tensor]:
     """W [H, G, n, Dv] of every layer, the block of the output projection behind each query head, n: the model's width.
 
-    Views of the weights, which stay as they are. ConfigError as of `output_factors`.
+    Views of the weights, which stay as they are. ConfigError where a layer's projection is no matrix of floating-point
+    numbers in memory.
     """
-    heads = (num_kv_heads(model.config), model.config.num_attention_heads // num_kv_heads(model.config))
-    return [_blocks(weight, heads) for weight in _weights(model)]
-
-
-def _weights(model: PreTrainedModel) -> list[Tensor]:
-    """The weight of every layer's output projection, in the order of the layers; ConfigError as of `output_factors`."""
-    weights = [_weight(model, module) for module in attention_modules(model)]
-    if len(weights) != num_layers(model.config):
+    kind, (layers, kv_heads, group, _) = model.config.model_type, query_shape(model.config)
+    blocks: list[Tensor] = []
+    for attention in attention_modules(model):
+        projection = next((getattr(attention, name) for name in NAMES if hasattr(attention, name)), None)
+        weight = getattr(projection, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
+            raise ConfigError(
+                f"the output projection of this {kind} model is a {type(projection).__name__} whose weight is no "
+                "matrix of floating-point numbers in memory (quantised or offloaded?), so the size of projected values "
+                "is not known"
+            )
+        matrix = weight.detach().T if isinstance(projection, Conv1D) else weight.detach()
+        blocks.append(matrix.unflatten(1, (kv_heads, group, -1)).permute(1, 2, 0, 3))
+    if len(blocks) != layers:
         raise ConfigError(
-            f"found {len(weights)} output projections in {num_layers(model.config)} layers of this "
-            f"{model.config.model_type} model, so the size of projected values is not known"
+            f"found {len(blocks)} output projections in {layers} layers of this {kind} model, so the size of projected "
+            "values is not known"
         )
-    return weights
-
-
-def _blocks(weight: Tensor, heads: tuple[int, int]) -> Tensor:
-    """One layer's weight [model width, H * G * Dv] as [H, G, model width, Dv]; heads: H and G."""
-    blocks: Tensor = weight.unflatten(1, (*heads, -1)).permute(1, 2, 0, 3)
     return blocks
-
-
-def _weight(model: PreTrainedModel, attention: Any) -> Tensor:
-    """The weight [model width, H * G * Dv] of an attention module's output projection."""
-    projection = next((getattr(attention, name) for name in NAMES if hasattr(attention, name)), None)
-    weight = getattr(projection, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
-        raise ConfigError(
-            f"the output projection of this {model.config.model_type} model is a {type(projection).__name__} whose "
-            "weight is no matrix of floating-point numbers in memory (quantised or offloaded?), so the size of "
-            "projected values is not known"
-        )
-    return weight.detach().T if isinstance(projection, Conv1D) else weight.detach()
-
-
-@torch.no_grad()
-def _factor(weight: Tensor, heads: tuple[int, int]) -> Tensor:
-    """R [H, G, n, Dv] of one layer's weight [model width, H * G * Dv]; heads: H and G."""
-    factor: Tensor = torch.linalg.qr(_blocks(weight.float(), heads), mode="r").R
-    return factor
 
 
 _HOLDER = "_kvexp_layer_input"  # attribute of a model
@@ -558,9 +552,9 @@ def named_weights(kinds: Mapping[str, Iterable[str]]) -> str:
     def place(name: str) -> list[tuple[bool, int, str]]:
         return [(word.isdigit(), len(word) * word.isdigit(), word) for word in name.split(".")]
 
-    told = []
+    parts = []
     for kind, names in kinds.items():
         if ordered := sorted(names, key=place):
             more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-            told.append(f"{kind}: {', '.join(ordered[:SHOWN])}{more}")
-    return "; ".join(told)
+            parts.append(f"{kind}: {', '.join(ordered[:SHOWN])}{more}")
+    return "; ".join(parts)

@@ -19,7 +19,7 @@ from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.method import SecondPass
 from kvexp.core.second_pass import RepeatedChunk, SecondPassLayer
 from kvexp.hf.chat_template import render
-from kvexp.hf.patch import attention_modules, num_kv_heads
+from kvexp.hf.patch import attention_modules, forward_logits, num_kv_heads
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class RepeatedPrompt:
             )
 
     def chunks(self, lengths: Sequence[int], pad: int) -> list[tuple[Tensor, RepeatedChunk]]:
-        """The forwards of the pass: token ids [n, Q], padded with `pad` on the left, and what the layers are told.
+        """The forwards of the pass: token ids [n, Q], padded with `pad` on the left, and how the layers read them.
 
         lengths: real tokens of every row.
         """
@@ -199,7 +199,7 @@ def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> N
             layer.chunk = chunk
         mask = torch.cat([real[chunk.rows], (chunk.positions >= 0).long()], dim=1)
         with input_norms(model, chunk, wanted=prompt.how.over_input):
-            logits = _forward(model, ids, mask, cache)
+            logits = forward_logits(model, ids, mask, cache, keep=1)[:, -1]
         for one in caches:
             one.logits_nan_flag = one.logits_nan_flag + 0 * logits.sum(dtype=torch.float32)
     for one in caches:
@@ -208,20 +208,9 @@ def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> N
                 state.evict_due(layer.attention, layer.peak_bytes)
 
 
-def _forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: SecondPassCache) -> Tensor:
-    """Logits [n, V] of the last column; ids [n, Q]; mask [n, columns of the prompt + Q]: 0 for padding."""
-    device = model.get_input_embeddings().weight.device
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions.to(device)}
-    options |= {"attention_mask": mask.to(device), "past_key_values": cache}
-    output = model(ids.to(device), use_cache=True, logits_to_keep=1, **options)
-    logits: Tensor = output.logits[:, -1]
-    return logits
-
-
 @contextmanager
 def input_norms(model: PreTrainedModel, chunk: RepeatedChunk, *, wanted: bool) -> Iterator[None]:
-    """In the block, each attention module first puts the 2-norm of its input, query by query, into the chunk.
+    """A block in which each attention module first puts the 2-norm of its input, query by query, into the chunk.
 
     Does nothing where it is not wanted.
     """

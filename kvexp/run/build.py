@@ -59,7 +59,9 @@ def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] 
     for name in node:
         if name not in known:
             raise ConfigError(f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}")
-    values = {name: typed(value, hints.get(name, Any), f"{where}.{name}") for name, value in node.items()}
+    values = {
+        name: typed(value, hints.get(name, Any), keys.get(name, f"{where}.{name}")) for name, value in node.items()
+    }
     with keys_named({**{name: f"{where}.{name}" for name in known}, **keys}, where):
         return cls(**values)
 

@@ -21,7 +21,7 @@ from kvexp.generate import (
     prefill_together,
 )
 from kvexp.generate.kl import compare
-from kvexp.generate.prefill import forward_logits
+from kvexp.hf.patch import forward_logits
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
 from kvexp.retrieval import PQCache
 from kvexp.util import ConfigError
@@ -143,7 +143,7 @@ def test_full_against_full_is_zero():
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_a_window_is_hugging_faces_model_under_a_mask(family):
-    """Nothing of kvexp on the other side: stock attention over prompt and text, hidden columns masked away."""
+    """The other side has nothing of kvexp: stock attention over prompt and text, hidden columns masked away."""
     prompt, text = PROMPTS[0], TEXTS[1]
     keep = round(0.5 * len(prompt))
     (row,) = measured(tiny(family), [CacheConfig(Window(), HALF)], [text], [prompt], [1])[0]

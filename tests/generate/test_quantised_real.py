@@ -16,7 +16,7 @@ NEW = 12
 
 
 def test_fewer_bits_diverge_more_and_eight_hardly(smollm2):
-    """Of one article's first words; eight bits are nearer to the full cache than half of its tokens are."""
+    """One article's first words; eight bits are nearer to the full cache than half of its tokens are."""
     model, tokenizer = load_model(smollm2), load_tokenizer(smollm2)
     words = in_template(tokenizer, f"Summarize the following news article:\n\n{articles()[0].text[:2000]}\n\n")
     ids = tokenizer(words, add_special_tokens=False).input_ids

@@ -72,16 +72,8 @@ def test_a_question_is_fed_token_by_token_after_the_eviction(family, cadence):
         if method.positions == "renumbered" and family == "gpt2":  # learned positions cannot be renumbered
             continue
         new = 7
-        made = generate(
-            model,
-            CONTEXTS,
-            method,
-            SMALL,
-            questions=QUESTIONS,
-            decoding=GenerationParams(new),
-            seeds=4,
-            cadence=cadence,
-        )
+        how = {"questions": QUESTIONS, "decoding": GenerationParams(new), "seeds": 4, "cadence": cadence}
+        made = generate(model, CONTEXTS, method, SMALL, **how)
         for row, (context, question) in enumerate(zip(CONTEXTS, QUESTIONS, strict=True)):
             answer, kept = slow(model, context, question, method, SMALL, new, cadence)
             assert made.tokens[row] == answer, method.name
@@ -115,14 +107,6 @@ def test_beams_after_a_question_carry_their_own_state(family):
     alone = continuation_logprobs(model, CONTEXTS, beams.tokens, method, SMALL, questions=QUESTIONS)
     for total, steps in zip(beams.beam_scores, alone, strict=True):
         assert math.isclose(total, sum(steps), abs_tol=2e-4)
-
-
-def test_the_context_may_come_in_chunks():
-    model = tiny("llama")
-    whole = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=GenerationParams(7))
-    parts = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=GenerationParams(7, prefill_chunk=5))
-    assert whole.tokens == parts.tokens
-    assert whole.cache.kept_positions(1) == parts.cache.kept_positions(1)
 
 
 def test_a_budget_is_the_contexts_and_question_tokens_are_decode_steps():
@@ -189,31 +173,16 @@ def test_questions_before_continuations_may_differ_in_length():
 )
 def test_a_fork_answers_as_a_context_of_its_own(method, kind, mode):
     model, decoding = tiny("llama"), KINDS[kind]
-    shared = prefill(
-        model, CONTEXTS, method, SMALL, seeds=[5, 6, 7], max_new_tokens=30, num_beams=decoding.num_beams, mode=mode
-    )
+    how = {"num_beams": decoding.num_beams, "mode": mode}
+    shared = prefill(model, CONTEXTS, method, SMALL, seeds=[5, 6, 7], max_new_tokens=30, **how)
     before = [shared.cache.kept_positions(layer) for layer in (0, 1)]
     seeds = [11, 12, 13, 14]
     for rows, width in (([2, 0, 0, 1], 5), ([1, 1], 3)):
         questions = later(8, len(rows), width).tolist()
         forked = generate_from_context(model, shared.fork(rows), questions, decoding=decoding, seeds=seeds[: len(rows)])
         for place, row in enumerate(rows):
-            alone = generate_from_context(
-                model,
-                prefill(
-                    model,
-                    [CONTEXTS[row]],
-                    method,
-                    SMALL,
-                    seeds=[5 + row],
-                    max_new_tokens=width + 7,
-                    num_beams=decoding.num_beams,
-                    mode=mode,
-                ),
-                [questions[place]],
-                decoding=decoding,
-                seeds=[seeds[place]],
-            )
+            own = prefill(model, [CONTEXTS[row]], method, SMALL, seeds=[5 + row], max_new_tokens=width + 7, **how)
+            alone = generate_from_context(model, own, [questions[place]], decoding=decoding, seeds=[seeds[place]])
             assert forked.tokens[place] == alone.tokens[0]
             assert receipts(forked.cache)[place].kept_digest == receipts(alone.cache)[0].kept_digest
     assert [shared.cache.kept_positions(layer) for layer in (0, 1)] == before
@@ -250,11 +219,8 @@ def test_times_of_an_answer_count_the_prefill_it_shares():
     model = tiny("llama")
     shared = prefill(model, CONTEXTS[:1], Full(), max_new_tokens=12)
     shared.seconds = 1000.0
-    timing = generate_from_context(
-        model, shared.fork([0]), QUESTIONS[:1], decoding=GenerationParams(7, eos=None)
-    ).timing
-    assert 1000 < timing.ttft_s < timing.tt2t_s < 1100
-    assert 0 < timing.tpot_s < 100
+    timing = generate_from_context(model, shared.fork([0]), QUESTIONS[:1], max_new_tokens=7, eos_token_id=None).timing
+    assert 1000 < timing.ttft_s < timing.tt2t_s < 1100 and 0 < timing.tpot_s < 100
 
 
 # -- what a caller gets wrong

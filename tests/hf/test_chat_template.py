@@ -7,12 +7,14 @@ import hashlib
 import json
 import time
 import uuid
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from gguf_files import CHATML
 from test_conf import composed
 
 from kvexp.generate import GenerationParams, generate
@@ -25,9 +27,6 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import check_template, end_of_turn, in_template, tokenize, with_stop_tokens
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
-
-# The day that chat templates read, the arguments that they are given, and answers scored without their thinking.
-
 
 USER = [{"role": "user", "content": "Hi"}]
 BODY = "{%- for m in messages %}{{- '<' + m.role + '>' + m.content + '\n' }}{%- endfor %}"
@@ -65,6 +64,12 @@ ODD = (  # tags of nobody's, known by where a thought is written
 )
 
 
+SMALL = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
 def tokenizer_with(template, **arguments):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
@@ -73,9 +78,8 @@ def tokenizer_with(template, **arguments):
 
 def folder_with(place, template):
     """A model folder: random weights, a tokenizer of bytes, and this chat template."""
-    config = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}
-    random_model("llama", seed=0, **config, bos_token_id=256, eos_token_id=257).save_pretrained(place)
+    config = {"vocab_size": 259, "max_position_embeddings": 4096, "bos_token_id": 256, "eos_token_id": 257}
+    random_model("llama", seed=0, **SMALL, **config).save_pretrained(place)
     tokenizer_with(template).save_pretrained(place)
     return place
 
@@ -196,7 +200,7 @@ def test_prompts_that_are_never_the_same_are_refused(folders):
 def test_every_way_of_rendering_reads_the_same_day(days):
     from kvexp.hf.second_pass import end_of_user_turn
     from kvexp.run.lm_eval_model import KvexpLM
-    from kvexp.run.prompts import TokenizedExample, end_of_turn, in_template, turn_ids
+    from kvexp.run.prompts import TokenizedExample, end_of_turn, turn_ids
     from kvexp.tasks import Example
 
     template = "{% for m in messages %}{{ m.content + strftime_now(' %Y ') }}{% endfor %}{{ strftime_now('%Y') }}"
@@ -287,9 +291,13 @@ def test_what_a_template_does_not_know_is_told_before_the_model_loads(template, 
         settings(folders(template), *words)
 
 
-def test_a_tokenizer_without_a_template_takes_no_arguments():
+def test_arguments_that_no_template_takes():
     with pytest.raises(ConfigError, match="has no chat template"):
         check_arguments(byte_tokenizer(), {"enable_thinking": False})
+    tokenizer = tokenizer_with("{% if enable_thinking is false %}no{% endif %}{{ messages[0].content }}")
+    check_arguments(tokenizer, {"enable_thinking": False})
+    with pytest.raises(ConfigError, match="enable_thinking is the text 'false'; write enable_thinking: false without"):
+        check_arguments(tokenizer, {"enable_thinking": "false"})
 
 
 # ---- thinking
@@ -331,9 +339,8 @@ def test_tags_are_the_templates_own(template, arguments, found):
 )
 def test_an_answer_is_what_stands_behind_its_thinking(written, opened, answer, thought, cut):
     tokenizer = byte_tokenizer()
-    part = Thinking("<think>", "</think>", opened).part(
-        tokenizer(written, add_special_tokens=False).input_ids, tokenizer
-    )
+    ids = tokenizer(written, add_special_tokens=False).input_ids
+    part = Thinking("<think>", "</think>", opened).part(ids, tokenizer)
     assert (part.text, part.thinking_tokens, part.cut) == (answer, thought, cut)
 
 
@@ -343,13 +350,12 @@ def test_tags_may_be_special_tokens():
     tokenizer.add_tokens(["[THINK]", "[/THINK]"], special_tokens=True)
     ids = tokenizer("[THINK]Hm.[/THINK]Paris</s>", add_special_tokens=False).input_ids
     part = Thinking("[THINK]", "[/THINK]").part(ids, tokenizer)
-    assert (part.text, part.thinking_tokens) == ("Paris", 5) and tokenizer.decode(
-        ids, skip_special_tokens=True
-    ) == "Hm.Paris"
+    assert (part.text, part.thinking_tokens) == ("Paris", 5)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hm.Paris"
 
 
 def test_lm_evals_own_way_is_the_same():
-    """Where thinking ends. Where it does not, lm-eval scores the thinking, and here is nothing to score."""
+    """Equal where thinking ends; where it does not, lm-eval scores the thinking, and here is nothing to score."""
     from lm_eval.models.utils import postprocess_generated_text
 
     tokenizer, tags = byte_tokenizer(), Thinking("<think>", "</think>")
@@ -378,15 +384,20 @@ def scripted(monkeypatch):
     return script
 
 
-def answered(folder, place, *overrides):
-    """The rows of a run over one question about a text."""
+def run_with(folder, place, *overrides, questions=2):
+    """A run over questions about a text."""
     data = place / "data.jsonl"
-    row = {"context": "Paris is a city.", "questions": [{"question": "Which city?", "answers": "Paris"}]}
-    data.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    words = [f"task.data_files={data}", f"outputs_dir={place / 'out'}", "method=full", *overrides]
-    return evaluate_run(settings(folder, *words)).rows()
+    asked = [{"question": f"Which city {number}?", "answers": "Paris"} for number in range(questions)]
+    data.write_text(json.dumps({"context": "Paris is a city. " * 9, "questions": asked}) + "\n", encoding="utf-8")
+    return evaluate_run(settings(folder, f"task.data_files={data}", f"outputs_dir={place / 'out'}", *overrides))
 
 
+def answered(folder, place, *overrides):
+    """The rows of a run with the full cache over one question."""
+    return run_with(folder, place, "method=full", *overrides, questions=1).rows()
+
+
+HALF = "kv_ratio=0.5"
 THOUGHT = "<think>\nThe text names a city, and it is Paris, in it.\n</think>\n\nParis"
 PLACES = ("task.question=in_prompt", "task.question=after_eviction")
 
@@ -428,18 +439,16 @@ def test_a_stop_text_inside_the_thinking_ends_nothing(place, folders, scripted, 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_stop_texts_count_behind_the_thinking_alone(beams):
     """Beams go through transformers' own loop."""
-    model = random_model("llama", seed=3, vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512)  # fmt: skip
+    model = random_model("llama", seed=3, vocab_size=259, max_position_embeddings=512, **SMALL)
     tokenizer, prompt = byte_tokenizer(), [[1, 2, 3]]
-    free = generate(
-        model, prompt, Full(), decoding=GenerationParams(16, eos=None, num_beams=beams), tokenizer=tokenizer
-    )
+    few = GenerationParams(16, eos=None, num_beams=beams)
+    free = generate(model, prompt, Full(), decoding=few, tokenizer=tokenizer)
     text = tokenizer.decode(free.tokens[0], errors="replace")
     stop = tokenizer.decode(free.tokens[0][4:5])
     assert stop in text
 
     def tokens(thinking):
-        asked = GenerationParams(16, eos=None, num_beams=beams, stop_strings=(stop,), thinking=thinking)
+        asked = replace(few, stop_strings=(stop,), thinking=thinking)
         return generate(model, prompt, Full(), decoding=asked, tokenizer=tokenizer).tokens[0]
 
     assert len(tokens(None)) < 16
@@ -496,8 +505,8 @@ def test_rows_of_other_prompts_are_never_paired(folders, scripted, tmp_path):
     from kvexp.results.table import table
 
     scripted("Paris")
-    baseline = run_with(folders(PLAIN), tmp_path, "full")
-    other = run_with(folders(PLAIN), tmp_path, "window")
+    baseline = run_with(folders(PLAIN), tmp_path, "method=full", HALF)
+    other = run_with(folders(PLAIN), tmp_path, "method=window", HALF)
     assert list(table(tmp_path / "out")["paired"].dropna()) == [2]
     change(other, lambda row: row.update(prompt_digest="0" * 16))
     with pytest.raises(ConfigError) as told:
@@ -514,23 +523,17 @@ def test_a_run_does_not_go_on_with_other_prompts(folders, scripted, tmp_path):
     for method, whose in (("full", 0), ("window", 1), ("window", 0)):
         place = tmp_path / f"{method}{whose}"
         place.mkdir()
-        runs = [run_with(folders(PLAIN), place, "full"), run_with(folders(PLAIN), place, "window")]
+        runs = [
+            run_with(folders(PLAIN), place, "method=full", HALF),
+            run_with(folders(PLAIN), place, "method=window", HALF),
+        ]
         change(runs[whose], lambda row: row.update(prompt_digest="0" * 16))
         lost = runs[method == "window"].path / "examples.jsonl"
         lines = lost.read_text(encoding="utf-8").splitlines(keepends=True)
         lost.write_text(lines[-1], encoding="utf-8")
         with pytest.raises(ConfigError, match="has rows of other prompts than this run would send: example"):
-            run_with(folders(PLAIN), place, method)
+            run_with(folders(PLAIN), place, f"method={method}", HALF)
         assert lost.read_text(encoding="utf-8") == lines[-1]
-
-
-def run_with(folder, place, method):
-    """A run over two questions about a text."""
-    data = place / "data.jsonl"
-    asked = [{"question": f"Which city {number}?", "answers": "Paris"} for number in range(2)]
-    data.write_text(json.dumps({"context": "Paris is a city. " * 9, "questions": asked}) + "\n", encoding="utf-8")
-    words = [f"task.data_files={data}", f"outputs_dir={place / 'out'}", f"method={method}", "kv_ratio=0.5"]
-    return evaluate_run(settings(folder, *words))
 
 
 def change(run, how):
@@ -554,21 +557,13 @@ def test_what_is_fed_beside_the_prompt_has_a_digest_too(folders, tmp_path):
 
 
 def test_the_table_tells_of_cut_answers_that_do_not_count(folders, scripted, tmp_path):
-    """Of questions that count only where the full cache answers them: it may not, for want of tokens."""
+    """Questions that count only where the full cache answers them: it may not, for want of tokens."""
     from kvexp.results.table import table
 
     scripted("and on and on")
     evaluate_run(settings(folders(R1), "task=news_qa", "limit=2", "method=full", f"outputs_dir={tmp_path}"))
     (shown,) = table(tmp_path).to_dict("records")
     assert (shown["n"], shown["questions"], shown["thinking_cut"]) == (0, 2, 2)
-
-
-def test_a_truth_in_quotes_is_refused(tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% if enable_thinking is false %}no{% endif %}{{ messages[0].content }}"
-    chat_template.check_arguments(tokenizer, {"enable_thinking": False})
-    with pytest.raises(ConfigError, match="enable_thinking is the text 'false'; write enable_thinking: false without"):
-        chat_template.check_arguments(tokenizer, {"enable_thinking": "false"})
 
 
 # What a base model and a chat model are asked, to the letter, and where a chat model's answer ends.
@@ -588,10 +583,6 @@ DATA = {
     "passkey": NEEDLE[1:],
     "longbench": ["task.subset=qasper", f"task.data_files={FIXTURES}/longbench"],
 }
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 FRAMES = ("###", "Article:", "TL;DR", "Answer:", "The pass key is", "Below is an instruction")
 
 
@@ -637,33 +628,34 @@ def test_a_base_model_is_asked_what_it_always_was(task):
     assert total.hexdigest()[:16] == BASE[task]
 
 
-@pytest.mark.parametrize(
-    ("task", "instruction", "field"),
-    [
-        ("cnn_dailymail", "Summarize the following news article:", "article"),
-        ("xsum", "Provide one sentence summary of the following news article:", "document"),
-        (
-            "govreport",
-            "You are given a report by a government agency. Write a one-page summary of the report.",
-            "report",
-        ),
-    ],
-)
-def test_a_chat_model_gets_the_instruction_as_its_users_turn(task, instruction, field):
+INSTRUCTIONS = {
+    "cnn_dailymail": ("Summarize the following news article:", "article"),
+    "xsum": ("Provide one sentence summary of the following news article:", "document"),
+    "govreport": (
+        "You are given a report by a government agency. Write a one-page summary of the report.",
+        "report",
+    ),
+}
+
+
+@pytest.mark.parametrize("task", INSTRUCTIONS)
+def test_a_chat_model_gets_the_instruction_as_its_users_turn(task):
+    instruction, field = INSTRUCTIONS[task]
     row = json.loads((FIXTURES / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    text, _ = asked(task)
     turn = f"{instruction}\n\n{row[field]}\n\n"
-    assert text == f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+    assert asked(task)[0] == f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+
+
+NEEDLE_ASKS = (
+    "What is the best thing to do in San Francisco? "
+    "Don't give information outside the document or repeat your findings."
+)
 
 
 @pytest.mark.parametrize(
     ("task", "end"),
     [
-        (
-            "needle",
-            "What is the best thing to do in San Francisco? Don't give information outside the document or repeat your "
-            "findings.",
-        ),
+        ("needle", NEEDLE_ASKS),
         ("needle_multi", "What is the magic number of Ankara? Answer with the number alone."),
         ("passkey", "What is the pass key?"),
     ],
@@ -675,16 +667,12 @@ def test_a_chat_models_turn_ends_with_the_question(task, end):
 @pytest.mark.parametrize("task", ["cnn_dailymail", "xsum", "govreport", "needle", "needle_multi", "passkey"])
 def test_no_frame_of_base_models_stands_in_a_chat_template(task):
     text, example = asked(task)
-    frame = text.replace(example.body, "")
-    assert not [mark for mark in FRAMES if mark in frame]
+    assert not [mark for mark in FRAMES if mark in text.replace(example.body, "")]
 
 
-def test_a_template_that_is_named_is_taken():
+def test_the_template_in_use_is_the_one_named_and_part_of_the_identity():
     assert "### Instruction:" in asked("xsum", "task.template=alpaca")[0]
     assert asked("xsum", "protocol=h2o")[0].startswith("<|im_start|>user\n###\nArticle: ")
-
-
-def test_the_template_in_use_stands_in_the_runs_identity():
     assert chat_prompts_settings("xsum").identity["task"]["template"] == "alpaca"
     assert chat_prompts_settings("xsum", "model.chat=true").identity["task"]["template"] == "plain"
     assert chat_prompts_settings("passkey", "model.chat=true").identity["task"]["answer_prefix"] == ""
@@ -698,17 +686,13 @@ def test_the_end_of_a_turn_ends_an_answer():
     tokenizer = chat_tokenizer()
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=257))
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert with_stop_tokens(chat_prompts_settings("xsum", "model.chat=true"), model, tokenizer).decoding.eos == (
-        257,
-        end,
-    )
-    for other in (
-        ["xsum"],  # a base model
-        ["gsm8k_cot", "model.chat=true"],  # no template goes around its prompts
+    for words, eos in (
+        (["xsum", "model.chat=true"], (257, end)),
+        (["xsum"], "model"),  # a base model
+        (["gsm8k_cot", "model.chat=true"], "model"),  # no template goes around its prompts
+        (["xsum", "model.chat=true", "generation.eos=null"], None),
     ):
-        assert with_stop_tokens(chat_prompts_settings(*other), model, tokenizer).decoding.eos == "model"
-    never = chat_prompts_settings("xsum", "model.chat=true", "generation.eos=null")
-    assert with_stop_tokens(never, model, tokenizer).decoding.eos is None
+        assert with_stop_tokens(chat_prompts_settings(*words), model, tokenizer).decoding.eos == eos
 
 
 @pytest.mark.parametrize(
@@ -747,12 +731,3 @@ def test_without_a_template_the_end_is_cut_as_ever():
     example = next(made.examples())
     whole = tokenize(example, made, chat_tokenizer(), 1 << 20, chat=False)
     assert tokenize(example, made, chat_tokenizer(), 50, chat=False).ids == whole.ids[:50]
-
-
-def test_a_template_does_not_ask_the_clock():
-    """Llama 3.2's writes the date of the day into every prompt, unless it is given one."""
-    dated = (
-        "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
-        "Today Date: {{ date_string }}\n{{ messages[0]['content'] }}"
-    )
-    assert in_template(chat_tokenizer(dated), "Hello") == "Today Date: 26 Jul 2024\nHello"

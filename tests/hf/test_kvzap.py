@@ -201,18 +201,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
 
 
-def test_the_file_is_read_back_and_a_changed_one_refused(empty_cache: None) -> None:
+def test_the_file_is_read_back_with_what_it_was_made_of(empty_cache: None) -> None:
     made = drawn()
-    file = SURROGATES.write(made, "a model", {"articles": ["01"]})
+    SURROGATES.write(made, "a model", {"articles": ["01"]})
     found = SURROGATES.read("a model")
-    assert found == made and SURROGATES.about("a model") == {"articles": ["01"]}
-    assert torch.equal(found.weight, made.weight) and SURROGATES.read("another") is None
-    file.rename(SURROGATES.path("another"))
-    with pytest.raises(ConfigError, match="was written for another model"):
-        SURROGATES.read("another")
-    file.write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="is no surrogate"):
-        SURROGATES.read("a model")
+    assert found == made and SURROGATES.about("a model") == {"articles": ["01"]} and torch.equal(found.bias, made.bias)
 
 
 def test_the_command_trains_on_held_out_articles_and_a_run_uses_it(
@@ -255,7 +248,6 @@ def test_training_articles_are_those_behind_the_first_24() -> None:
     [
         (["method=h2o"], "method=h2o: kvexp calibrate kvzap takes model=NAME"),
         (["model=tiny", "tokens=0"], "tokens must be a whole number of at least 1"),
-        (["model=tiny", "data=/nowhere.txt"], "cannot read it"),
         (["model=tiny", "tokens=3"], "has more than 6 tokens"),
     ],
 )

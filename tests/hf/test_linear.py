@@ -34,9 +34,6 @@ from kvexp.methods import Full
 from kvexp.run.model_spec import ModelSpec, load
 from kvexp.util import ConfigError
 
-# Linear layers at the speed of memory: the same sums as `nn.Linear` in every shape, and the same model around them.
-
-
 HERE = torch.backends.mkldnn.is_available()
 onednn = pytest.mark.skipif(not HERE, reason="torch without oneDNN")
 SHAPES = [(3,), (1, 1), (2, 1), (1, 2), (1, 3), (5, 7), (0, 1), ()]
@@ -209,7 +206,7 @@ def test_copies_that_disagree_are_not_used(monkeypatch):
 
 
 def test_unpacking_gives_back_what_was_there():
-    """Also what a copy of the model has: hooks of its own, which the original keeps."""
+    """A copy of the model has hooks of its own, which the original keeps."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, 2))
     x = torch.randn(3, IN)

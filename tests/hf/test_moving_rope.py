@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_conf import composed
-from tiny import VOCAB, stock
+from tiny import VOCAB, Hashable, stock
 from transformers import AutoModelForCausalLM
 
 from kvexp.core import Budget
@@ -58,14 +58,7 @@ def tiny_model(kind, family="llama"):
     rope = rope_of(kind, 14, 12)
     if family == "gpt_neox":
         rope |= {"partial_rotary_factor": 1.0}
-    return copy.deepcopy(stock(family, rope_parameters=_Hashable(rope), max_position_embeddings=12))
-
-
-class _Hashable(dict):
-    """So that `stock` can be cached by its arguments."""
-
-    def __hash__(self):
-        return hash(json.dumps(self, sort_keys=True))
+    return copy.deepcopy(stock(family, rope_parameters=Hashable(rope), max_position_embeddings=12))
 
 
 def alone(kind, prompt, new=6, family="llama"):
@@ -104,14 +97,10 @@ def test_prompts_of_unequal_length_in_one_batch_are_refused(kind):
                 generate(model, [SHORT, LONG], method, budget, decoding=params, **BEYOND)
     with pytest.raises(ConfigError, match=r"longest row of a forward, from 13 tokens on: prompts of 9 to 23"):
         continuation_logprobs(model, [SHORT, LONG], [[1], [2]], Full(), **BEYOND)
-    with pytest.raises(ConfigError, match="one by one, or those of equal length together"):
+    with pytest.raises(ConfigError, match="one by one, or prompts of equal length together"):
         prefill_together(model, [SHORT, LONG], [EvictionCache(model, Full(), **BEYOND).config], max_new_tokens=2)
-
-
-@KINDS
-def test_a_short_row_that_grows_beside_a_longer_one_is_refused_by_what_is_to_come(kind):
-    with pytest.raises(ConfigError, match="prompts of 9 to 10 tokens"):
-        generate(kvexp_model(kind), [SHORT, [*SHORT, 3]], Full(), decoding=GREEDY, **BEYOND)
+    with pytest.raises(ConfigError, match="prompts of 9 to 10 tokens"):  # a short row that grows past the limit
+        generate(model, [SHORT, [*SHORT, 3]], Full(), decoding=GREEDY, **BEYOND)
 
 
 @KINDS
@@ -324,28 +313,29 @@ def test_other_models_keep_their_identity(tmp_path):
 # -- the length of the model -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rope", "holds"),
-    {
-        "default": ({"rope_type": "default"}, 128),
-        "linear": ({"rope_type": "linear", "factor": 4.0}, 512),
-        "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, 512),
-        "yarn": ({"rope_type": "yarn", "factor": 4.0}, 512),
-        "yarn of 40": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}, 160),
-        "yarn, told": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
-        "yarn, told more": ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
-        "longrope": (rope_of("longrope", 14, 32), 128),
-        "llama3": (
-            {
-                **{"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-                "original_max_position_embeddings": 32,
-            },
-            128,
-        ),
-    }.values(),
-)
+def scaled(kind, factor=4.0, **more):
+    return {"rope_type": kind, "factor": factor, **more}
+
+
+LENGTHS = {
+    "default": ({"rope_type": "default"}, 128),
+    "linear": (scaled("linear"), 512),
+    "dynamic": (scaled("dynamic"), 512),
+    "yarn": (scaled("yarn"), 512),
+    "yarn of 40": (scaled("yarn", original_max_position_embeddings=40), 160),
+    "yarn of 32, its config stretched": (scaled("yarn", original_max_position_embeddings=32), 128),
+    "yarn of 32, its config stretched more": (scaled("yarn", 2.0, original_max_position_embeddings=32), 128),
+    "longrope": (rope_of("longrope", 14, 32), 128),
+    "llama3": (
+        scaled("llama3", 32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+        128,
+    ),
+}
+
+
+@pytest.mark.parametrize(("rope", "holds"), LENGTHS.values(), ids=LENGTHS)
 def test_a_rope_factor_lengthens_the_context(rope, holds):
-    model = stock("llama", rope_parameters=_Hashable(rope | {"rope_theta": 10000.0}), max_position_embeddings=128)
+    model = stock("llama", rope_parameters=Hashable(rope | {"rope_theta": 10000.0}), max_position_embeddings=128)
     assert max_positions(model.config) == holds
     prompt = torch.randint(0, VOCAB, (holds - 1,), generator=torch.Generator().manual_seed(3)).tolist()
     model = patch_model(copy.deepcopy(model))
@@ -365,25 +355,18 @@ def test_a_run_of_a_stretched_model_says_so_in_its_identity(tmp_path):
 # -- other things that look across rows --------------------------------------------------------------------------------
 
 
+def compressed(strategy):
+    inputs = {"dynamic": True, "strategy": strategy}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": inputs}}}
+
+
 @pytest.mark.parametrize(
     ("quantised", "refused"),
     [
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, True),
         ({"quant_method": "torchao", "quant_type": "float8_dynamic_activation_float8_weight"}, True),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"input_activations": {"dynamic": True, "strategy": "tensor"}}},
-            },
-            True,
-        ),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"input_activations": {"dynamic": True, "strategy": "token"}}},
-            },
-            False,
-        ),
+        (compressed("tensor"), True),
+        (compressed("token"), False),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, False),
         ({"quant_method": "gptq", "bits": 4}, False),
     ],

@@ -31,9 +31,6 @@ from kvexp.hf.patch import FAMILIES as KNOWN
 from kvexp.methods import H2O, Full
 from kvexp.util import CacheError, ConfigError
 
-# patch_model and what undoes it: the model afterwards is the one before, in every attribute and every logit.
-
-
 FAMILIES = ["llama", "gpt2", "gptj", "mpt", "opt"]
 IDS = tokens(5, 2, 11)
 
@@ -54,16 +51,12 @@ def seen(module, args, output):
 
 def attributes(model):
     """All that a module tree says of itself, weights by identity."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks")
     modules = [
         (
-            name,
-            type(module),
-            module.training,
-            sorted(vars(module)),
-            list(module._forward_pre_hooks.values()),
-            list(module._forward_hooks.values()),
-            len(module._forward_hooks_with_kwargs),
-            len(module._forward_pre_hooks_with_kwargs),
+            *(name, type(module), module.training, sorted(vars(module))),
+            *(list(getattr(module, kind).values()) for kind in hooks),
+            *(len(getattr(module, f"{kind}_with_kwargs")) for kind in hooks),
         )
         for name, module in model.named_modules()
     ]
@@ -205,53 +198,33 @@ CHANGING = {
 def test_an_argument_that_could_change_attention_raises_by_its_name(name):
     query, key = torch.randn(1, 15, 5, 14), torch.randn(1, 3, 5, 14)
     module = torch.nn.Identity()
-    plain, _ = kvexp_attention(module, query, key, key, None)
-    same, _ = (
-        kvexp_attention(
-            module,
-            query,
-            key,
-            key,
-            None,
-            position_ids=torch.arange(5)[None],
-            use_cache=True,
-            is_causal=True,
-            **{name: None},
-        )
-        if name not in ("dropout", "is_causal")
-        else (plain, None)
-    )
-    assert torch.equal(plain, same), "None stands for an argument that is not given"
+    if name not in ("dropout", "is_causal"):
+        plain, _ = kvexp_attention(module, query, key, key, None)
+        given = {"position_ids": torch.arange(5)[None], "use_cache": True, "is_causal": True, name: None}
+        same, _ = kvexp_attention(module, query, key, key, None, **given)
+        assert torch.equal(plain, same), "None stands for an argument that is not given"
     with pytest.raises(CacheError, match=rf"Identity asks for attention with {name}\b.*kvexp does not compute"):
         kvexp_attention(module, query, key, key, None, **{name: CHANGING[name]})
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "opt"])
-def test_such_arguments_of_the_whole_model_raise(family):
+@pytest.mark.parametrize("family", CONFIGS)
+def test_such_arguments_and_dropout_of_the_whole_model_raise(family):
     model = patch_model(fresh(family))
-    with pytest.raises(CacheError, match=r"asks for attention with softcap=3\.0"):
-        model(IDS, softcap=3.0)
-    model.train()
+    if family not in ("gptj", "mpt"):
+        with pytest.raises(CacheError, match=r"asks for attention with softcap=3\.0"):
+            model(IDS, softcap=3.0)
+    changed = False
     for module in model.modules():
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.25
-    if family in ("llama", "mistral", "qwen2", "qwen3", "gpt_neox"):
-        with pytest.raises(CacheError, match=r"asks for attention with dropout=0\.25"):
-            model(IDS)
-
-
-@pytest.mark.parametrize(
-    ("family", "owner", "name"), [("gptj", "attn", "attn_dropout"), ("mpt", "attn", "attn_dropout_p")]
-)
-def test_dropout_of_families_with_their_own_attention_raises(family, owner, name):
-    model = patch_model(fresh(family))
-    for module in model.modules():
-        if hasattr(module, name):
-            setattr(module, name, 0.25 if family == "mpt" else torch.nn.Dropout(0.25))
+        for name in {"attention_dropout", "attn_dropout", "attn_dropout_p"} & {*vars(module), *module._modules}:
+            whole = isinstance(getattr(module, name), torch.nn.Module)
+            setattr(module, name, torch.nn.Dropout(0.25) if whole else 0.25)
+            changed = True
     model(IDS)
     model.train()
-    with pytest.raises(CacheError, match=r"asks for attention with dropout=0\.25"):
-        model(IDS)
+    if family != "opt":  # whose attention calls it as its other layers do
+        assert changed
+        with pytest.raises(CacheError, match=r"asks for attention with dropout=0\.25"):
+            model(IDS)
 
 
 LIKE_LLAMA = {
@@ -363,16 +336,8 @@ CACHE = {
     "_is_user_defined",
 }
 OURS = {
-    "config",
-    "sequence",
-    "memory_tracker",
-    "cross_layer_score",
-    "layer_states",
-    "_select",
-    "caches",
-    "logits_nan_flag",
-    "repeated_prompt",
-    "prompts",
+    *("config", "sequence", "memory_tracker", "cross_layer_score", "layer_states", "_select", "caches"),
+    *("logits_nan_flag", "repeated_prompt", "prompts"),
 }
 
 
@@ -390,22 +355,9 @@ def test_layer_implements_everything_abstract():
 
 @pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_layer_is_asked_once_per_forward(family, num_beams, monkeypatch):
-    calls = []
-    forward = EvictionLayer.forward
+def test_every_layer_is_asked_once_per_forward_and_nothing_new_of_the_cache(family, num_beams, monkeypatch):
+    calls, asked, forward = [], set(), EvictionLayer.forward
     monkeypatch.setattr(EvictionLayer, "forward", lambda self, *a: (calls.append(self.index), forward(self, *a))[1])
-    model = tiny(family)
-    cache = EvictionCache(model, H2O(), Budget(kv_ratio=0.5), num_beams=num_beams)
-    model.generate(
-        torch.arange(3, 14)[None], past_key_values=cache, num_beams=num_beams, max_new_tokens=4, pad_token_id=0
-    )
-    assert calls == list(range(LAYERS)) * 4
-
-
-@pytest.mark.parametrize("num_beams", [1, 2])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_nothing_new_is_asked_of_the_cache(family, num_beams):
-    asked = set()
 
     class Spy(EvictionCache):
         def __getattribute__(self, name):
@@ -413,11 +365,10 @@ def test_nothing_new_is_asked_of_the_cache(family, num_beams):
                 asked.add(name)
             return super().__getattribute__(name)
 
-    model = tiny(family)
+    model, options = tiny(family), {"num_beams": num_beams, "max_new_tokens": 4, "pad_token_id": 0}
     cache = Spy(model, H2O(), Budget(kv_ratio=0.5), num_beams=num_beams)
     asked.clear()
-    model.generate(
-        torch.arange(3, 14)[None], past_key_values=cache, num_beams=num_beams, max_new_tokens=4, pad_token_id=0
-    )
+    model.generate(torch.arange(3, 14)[None], past_key_values=cache, **options)
+    assert calls == list(range(LAYERS)) * 4
     assert asked <= CACHE | OURS, f"new in this transformers: {sorted(asked - CACHE - OURS)}"
     assert {"update", "get_seq_length"} <= asked

@@ -667,11 +667,3 @@ def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(tmp_path)]) == 1
     assert "no run under" in capsys.readouterr().out
     assert table(tmp_path).empty
-
-
-def test_a_damaged_line_is_a_warning_and_not_the_end(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = next(sweep.glob("*/examples.jsonl"))
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    file.write_text("".join([lines[0], "{broken\n", *lines[1:]]), encoding="utf-8")
-    assert main([str(sweep)]) == 0
-    assert f"warning: {file}:2: not a row" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_keys_of_an_experiment_are_known_too(monkeypatch, capsys, tmp_path):
 
 TESTBED = ("model=testbed_rope", "task=testbed_summary")
 KEYS = [  # key and value typed, what is said once torch is there
-    (["generation.num_beams=0"], "error: generation.num_beams must be at least 1, got 0"),
+    (["generation.num_beams=0"], "error: generation.num_beams must be in [1, 1024], got 0"),
     (["generation=sampling", "generation.num_beams=2"], "error: sampling with beams is not offered: set generation."),
     (["task.max_new_tokens=0"], "error: task.max_new_tokens must be at least 1, got 0"),
     (["method=full", "budget.heads=adaptiv"], "error: budget.heads must be one of uniform, union, "),

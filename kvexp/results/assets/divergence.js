@@ -69,13 +69,9 @@ kvexp.section("divergence", (root, data, page) => {
     const marks = data.marks.find((each) => each.model === model && each.task === task)?.changes ?? [];
     const levels = [...new Set(runs.map((run) => own(run).epsilon))].map((value) => [`epsilon ${value}`, value, "#000", "dash"]);
     levels.push(...marks.filter(([, kl]) => kl > LEAST).map(([change, kl]) => [change, kl, "#8a8a8a", "dot"]));
-    const grid = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
+    const kl = { type: "log", dtick: 1, exponentformat: "power", title: { text: "KL, nats per token", standoff: 4 } };
     return {
-      margin: { l: 60, r: 20, t: 10, b: 44 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
-      font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
-      hoverlabel: { bgcolor: "#fff", bordercolor: "#1a1a1a", font: { color: "#1a1a1a" }, align: "left" },
-      xaxis: { ...grid, title: { text: plain(title), standoff: 6 }, rangemode: "tozero" },
-      yaxis: { ...grid, type: "log", dtick: 1, exponentformat: "power", title: { text: "KL, nats per token", standoff: 4 } },
+      ...P.frame(P.WIDE, { title: { text: plain(title), standoff: 6 }, rangemode: "tozero" }, kl),
       shapes: levels.map(([, y, color, dash]) => ({
         type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color, dash, width: 1.2 }, layer: "below",
       })),

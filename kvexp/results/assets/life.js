@@ -37,18 +37,13 @@ kvexp.section("life", (root, data) => {
   }
 
   function layout(block, side) {
-    const grid = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
     const y = side.log ? { type: "log", dtick: 1, exponentformat: "power" } : { rangemode: "tozero" };
     const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: side.level, y1: side.level, line: { color: "#000", width: 2 }, layer: "below" };
     return {
-      margin: { l: 60, r: 20, t: 10, b: 44 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
-      font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
-      hoverlabel: { bgcolor: "#fff", bordercolor: "#1a1a1a", font: { color: "#1a1a1a" }, align: "left" },
-      xaxis: {
-        ...grid, title: { text: plain(block.x), standoff: 6 }, range: [-0.4, block.places.length - 0.6],
+      ...P.frame(P.WIDE, {
+        title: { text: plain(block.x), standoff: 6 }, range: [-0.4, block.places.length - 0.6],
         tickvals: block.places.map((_, place) => place), ticktext: block.places.map(plain),
-      },
-      yaxis: { ...grid, ...y, title: { text: plain(side.title), standoff: 4 } },
+      }, { ...y, title: { text: plain(side.title), standoff: 4 } }),
       shapes: missing(side.level) ? [] : [level],
     };
   }

@@ -5,6 +5,7 @@ kvexp.panels = (() => {
   const MOST = 12; // panels of one section
   const MARK = "#c00000";
   const MARGIN = { l: 52, r: 34, t: 10, b: 44 };
+  const WIDE = { ...MARGIN, l: 60, r: 20 }; // where the numbers of the y axis are long
   const PATHS = {
     circle: "M4 0A4 4 0 1 0 -4 0A4 4 0 1 0 4 0Z",
     square: "M-3.5-3.5H3.5V3.5H-3.5Z",
@@ -111,17 +112,24 @@ kvexp.panels = (() => {
     ].join("<br>");
   }
 
+  /** The look of every chart; x, y: what its axes have of their own. */
+  function frame(margin, x, y) {
+    const axis = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
+    return {
+      margin, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
+      font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
+      hoverlabel: { bgcolor: "#fff", bordercolor: "#1a1a1a", font: { color: "#1a1a1a" }, align: "left" },
+      xaxis: { ...axis, ...x }, yaxis: { ...axis, ...y },
+    };
+  }
+
   /** Axes, the full cache's level in black and the 99 % mark in red. */
   function layout(traces, xTitle, yTitle, range) {
     const tops = traces.flatMap((t) => t.y.map((y, i) => y + (t.error_y ? t.error_y.array[i] : 0)));
     const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer: "between" });
-    const grid = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
     return {
-      margin: MARGIN, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
-      font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
-      hoverlabel: { bgcolor: "#fff", bordercolor: "#1a1a1a", font: { color: "#1a1a1a" }, align: "left" },
-      xaxis: { ...grid, title: { text: plain(xTitle), standoff: 6 }, range, rangemode: "tozero" },
-      yaxis: { ...grid, title: { text: plain(yTitle), standoff: 4 }, range: [0, Math.max(104, ...tops) * 1.02] },
+      ...frame(MARGIN, { title: { text: plain(xTitle), standoff: 6 }, range, rangemode: "tozero" },
+        { title: { text: plain(yTitle), standoff: 4 }, range: [0, Math.max(104, ...tops) * 1.02] }),
       shapes: [level(100, { color: "#000", width: 2 }), level(99, { color: MARK, width: 1.4, dash: "dash" })],
       annotations: [{
         xref: "paper", x: 1, xanchor: "left", y: 99, yanchor: "top", text: "99 %", showarrow: false,
@@ -178,5 +186,5 @@ kvexp.panels = (() => {
     return panels.slice(0, most);
   }
 
-  return { swatch, metric, quality, byTask, lines, beside, trace, layout, chart, legend, left, fresh, fill, cap };
+  return { WIDE, swatch, metric, quality, byTask, lines, beside, trace, frame, layout, chart, legend, left, fresh, fill, cap };
 })();
