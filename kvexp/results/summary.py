@@ -100,7 +100,7 @@ class SweepTable(Callback):
 
 
 def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:
-    """Hydra makes a warning of any other exception in a callback."""
+    """Print a ConfigError of the check and exit: Hydra makes a warning of any other exception in a callback."""
     try:
         check(config)
     except ConfigError as error:
@@ -109,7 +109,7 @@ def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:
 
 
 def _check_log(config: Any) -> None:
-    """The runs may take days: what cannot be published is to be said first."""
+    """ConfigError where the runs, which may take days, could not be published at their end."""
     if typed(config.log.wandb, bool, "log.wandb"):
         from kvexp.results.wandb_log import check
 
