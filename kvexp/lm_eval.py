@@ -195,7 +195,7 @@ class Stepwise:
     tokenizer: Any = None
 
     def measure(self, asks: Sequence[Ask]) -> list[Judged]:
-        """One per ask, in order: what it would be alone, whatever is measured beside it.
+        """Judge every ask, in order: each as if it were measured alone.
 
         Asks of equal context and seed share a prefill. Of a text alone a ratio is a share of the whole text, for its
         context is the start token.
@@ -265,14 +265,14 @@ class Stepwise:
 
 
 def of_whole(cache: CacheConfig) -> CacheConfig:
-    """The same for a text alone, whose context is the start token: a ratio is of the whole text."""
+    """Cache for a text alone, whose context is the start token: a ratio is of the whole text."""
     if cache.budget is None or cache.budget.kv_ratio is None:
         return cache
     return dataclasses.replace(cache, budget=dataclasses.replace(cache.budget, of="sequence"))
 
 
 def _ahead(asks: Sequence[Ask]) -> list[int]:
-    """Tokens to come after each ask's prefill as schedules see it: those of the longest ask of its group."""
+    """Tokens to come after each ask's prefill as schedules see it: the longest ask's of its group."""
     groups = [place if ask.group is None else (ask.group,) for place, ask in enumerate(asks)]
     longest: dict[Any, int] = defaultdict(int)
     for group, ask in zip(groups, asks, strict=True):
@@ -422,7 +422,7 @@ class Masked:
 
 
 def receipt_of(states: Sequence[MaskedLayer]) -> EvictionStats:
-    """What the last row could see, per query head; the bytes are those of a full cache, which a simulation holds."""
+    """What the last row could see, per query head; the bytes are a full cache's, which a simulation holds."""
     rows = [state.mask[0, :, -1] for state in states if state.mask is not None]
     by_layer = [float(row.sum(-1).float().mean()) for row in rows]
     held = [[head.nonzero()[:, 0].tolist() for head in row] for row in rows]

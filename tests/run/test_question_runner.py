@@ -40,9 +40,6 @@ from kvexp.tasks import (
 )
 from kvexp.util import ConfigError
 
-# Questions and choices through the runner: rows that depend on nothing but their example, prefills that are shared.
-
-
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
 QUESTIONS = ("Who runs?", "Where to does it go?", "Who lies?", "Who steals?", "What does it eat now?")
@@ -105,7 +102,6 @@ AFTER = Reading(question="after_eviction")
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow, id="h2o"),
         pytest.param({"method": Keyformer()}, id="kf"),
         pytest.param({"budget": Budget(kv_ratio=0.3, of="sequence")}, id="seq"),
     ],
