@@ -312,12 +312,9 @@ def test_other_tasks_with_an_instruction_feed_all_of_it_after_the_eviction() -> 
     assert said.question.endswith(" :")
 
 
-@pytest.mark.parametrize(
-    ("template", "where"),
-    [("alpaca", "in front"), ("plain", "in front"), ("{instruction} {input}", "in front"), ("{input} ", "nowhere")],
-)
-def test_a_hidden_instruction_cannot_stand_in_front(template: str, where: str) -> None:
-    with pytest.raises(ConfigError, match=f"instruction behind {{input}}, and .* has it {where}: set it to null"):
+@pytest.mark.parametrize("template", ["alpaca", "plain", "{instruction} {input}", "{input} "])
+def test_a_hidden_instruction_cannot_stand_in_front(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"task\.template with the instruction behind \{input\}"):
         News(template=template, question=QUESTION_PLACE_AFTER).check_options()
 
 
