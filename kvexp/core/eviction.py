@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,27 +66,6 @@ class LayerCache(Protocol):
 
     def reset(self) -> None:
         """Drop everything held; the next forward starts a prompt."""
-
-
-class RowsCache(LayerCache, Protocol):
-    """The cache of one layer under one method, whose batch rows can be inspected and copied into another cache."""
-
-    slots: Slots | None
-    first_eviction: list[int | None]
-
-    @property
-    def retained_attention(self) -> Tensor | None:
-        """[B]: share of the last prompt query's attention whose slots survived the first eviction; None without one."""
-
-    @property
-    def heavy_buffers(self) -> list[Any]:
-        """The large buffers: a copy of the cache leaves them out, `copy_rows_from` copies the wanted rows of them."""
-
-    def copy_rows_from(self, other: Self, rows: Tensor) -> None:
-        """Copy what batch rows `rows` [n] of another layer hold; that layer stays as it is."""
-
-    def kept_positions(self, rows: slice = ...) -> list[list[list[int]]]:
-        """Position ids held (or last attended to), per batch row and kv head, ascending."""
 
 
 class MemoryTracker:
@@ -208,7 +187,7 @@ def retained_share(by_position: Tensor, slots: Slots) -> Tensor:
 
 
 class EvictionLayer:
-    """The eviction cache of one attention layer, a `RowsCache`. Rows are independent unless the method adds them up.
+    """The eviction cache of one attention layer, a `LayerCache`. Rows are independent unless the method adds them up.
 
     config: of the whole cache; index: the layer's number; common: of all layers of the cache. output_factors: of this
     layer, as in `EvictionContext`; output_projection [H, G, n, Dv]: its blocks, for `SlotSelection`; None: not needed.

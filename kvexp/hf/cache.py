@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -24,7 +24,7 @@ from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.core.decode import stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
-from kvexp.core.eviction import CacheState, LayerCache, RowsCache
+from kvexp.core.eviction import CacheState, LayerCache
 from kvexp.core.observe import PromptSums
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
@@ -382,9 +382,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)
-        pairs: Iterable[tuple[RowsCache, RowsCache]] = zip(self.layer_states, other.layer_states, strict=True)
-        for mine, its in pairs:
-            its.copy_rows_from(mine, rows)
+        for mine, its in zip(self.layer_states, other.layer_states, strict=True):
+            its.copy_rows_from(mine, rows)  # type: ignore[arg-type]  # layers of one kind
         if self.sequence.num_real is not None:
             other.memory_tracker.scale_peak_from(
                 self.memory_tracker, len(samples), self.sequence.num_real.shape[0] // beams

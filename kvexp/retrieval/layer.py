@@ -83,7 +83,7 @@ class LayerGroup:
 
 
 class RetrievalLayer:
-    """One layer's cache under a retrieval method, a `RowsCache`; slot = position in every batch row."""
+    """One layer's cache under a retrieval method, a `LayerCache`; slot = position in every batch row."""
 
     def __init__(
         self,
