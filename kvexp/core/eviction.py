@@ -418,9 +418,9 @@ class EvictionLayer:
             ends_prompt = sequence.in_prompt and not self.is_bounded
             due = DueEviction(
                 inputs.params,
-                newest_attention(inputs, probabilities) if needs.newest_attention else None,
-                None if logits is None or not needs.last_queries else logits[..., -needs.last_queries :, :],
-                attention_by_position(inputs, self.require_slots()) if ends_prompt else None,
+                newest_attention=newest_attention(inputs, probabilities) if needs.newest_attention else None,
+                last_logits=None if logits is None or not needs.last_queries else logits[..., -needs.last_queries :, :],
+                by_position=attention_by_position(inputs, self.require_slots()) if ends_prompt else None,
             )
             if shares is None and needs.second_pass is None:
                 self._select(due)
