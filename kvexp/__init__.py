@@ -11,8 +11,23 @@ __version__ = "0.2.0.dev0"
 NUMERICS = 10
 
 
+# Name -> its module, imported when it is asked for: `import kvexp` alone imports no torch.
+_ON_DEMAND = {
+    "generate": "kvexp.generate",
+    "load": "kvexp.run.notebook",
+    "compare": "kvexp.results.curves",
+    "Curves": "kvexp.results.curves",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """`kvexp.compare` and `kvexp.Curves`, imported when they are asked for: `import kvexp` alone imports no torch."""
-    if name in ("compare", "Curves"):
-        return getattr(importlib.import_module("kvexp.results.curves"), name)
+    """`kvexp.load`, `kvexp.generate`, `kvexp.compare`; another name is answered with the place that has it."""
+    if name in _ON_DEMAND:
+        module = importlib.import_module(_ON_DEMAND[name])
+        return module if name == "generate" else getattr(module, name)
+    if name[:1].isupper() or name in ("load_model", "load_tokenizer", "patch_model"):
+        for place in ("methods", "retrieval", "core", "hf"):
+            module = importlib.import_module(f"kvexp.{place}")
+            if name in module.__all__:
+                raise AttributeError(f"kvexp has no {name}: write from kvexp.{place} import {name}")
     raise AttributeError(f"module 'kvexp' has no attribute {name!r}")

@@ -16,7 +16,6 @@ import re
 import select
 import signal
 import sys
-import tempfile
 import time
 import types
 import typing
@@ -150,7 +149,14 @@ def _check_size(value: Any, where: str) -> None:
             _check_size(item, f"{where}[{i}]")
 
 
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+    dict: "a group of settings",
+}
 
 
 def _allowed(hint: Any, value: Any) -> str:
@@ -200,28 +206,23 @@ def refuse(item: T, rules: Iterable[Rule[T]]) -> None:
 
 CONF = Path(__file__).with_name("conf")  # in a checkout a link to conf/, in a wheel the folder
 WHEEL = "pypi:"  # begins a model.path that names a wheel of the Python package index
-LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of the file systems of Linux and macOS
 
 
 def path_of(words: str, option: str) -> Path:
-    """The path with ~ filled in; ConfigError, in the words of the option, for one that no file system can hold."""
+    """The path with ~ filled in; ConfigError, naming the option, for one that no file system can hold."""
     try:
         path = Path(words).expanduser()
+        os.lstat(path)
     except RuntimeError as error:
         raise ConfigError(
             f"{option}={words[:60]}: nobody of that name has a home folder; write the path out"
         ) from error
-    size = max((_bytes(part) for part in path.parts), default=0)
-    if size > LONGEST_NAME or _bytes(str(path)) > LONGEST_PATH:
-        raise ConfigError(
-            f"{option}={words[:60]}... is too long for a file: a name has {size} bytes, {LONGEST_NAME} are allowed "
-            f"({LONGEST_PATH} for the whole path); shorten it"
-        )
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{option}={words[:60]}... is too long for the name of a file; shorten it") from error
+    except ValueError:  # a zero byte: no such file
+        pass
     return path
-
-
-def _bytes(words: str) -> int:
-    return len(words.encode(errors="replace"))
 
 
 # Where kvexp keeps what it can make again: digests of files, fetched and converted models.
@@ -250,7 +251,7 @@ SETTLED_NS = 2_000_000_000
 
 
 class Stamp(NamedTuple):
-    """What is different of a file after every change. ctime, unlike mtime, cannot be set back."""
+    """Metadata that differ after every change of a file. ctime, unlike mtime, cannot be set back."""
 
     device: int
     inode: int
@@ -260,7 +261,7 @@ class Stamp(NamedTuple):
 
 
 def stamp(path: str | os.PathLike[str] | int) -> Stamp:
-    """Of a path or an open file's descriptor."""
+    """The stamp of a path, or of an open file's descriptor."""
     found = os.stat(path)
     return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
@@ -301,17 +302,10 @@ def _recalled(place: Path, found: Stamp) -> str | None:
 
 
 def _remember(place: Path, found: Stamp, digest: str) -> None:
-    """Whole or not at all. Where nothing can be written, every look reads the file again."""
-    with contextlib.suppress(OSError):
+    """Keep a file's digest. Where nothing can be written, every look reads the file again."""
+    with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=place.parent, suffix=".tmp")
-        try:
-            with open(fd, "w", encoding="ascii") as file:
-                json.dump({"stamp": found, "sha256": digest}, file)
-            os.replace(temporary, place)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace(place, canonical({"stamp": found, "sha256": digest}))
 
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line feed, DEL, C1
@@ -337,31 +331,31 @@ P = ParamSpec("P")
 def tells_errors(*kinds: type[Exception]) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorator of a command: errors of these kinds are a line, an OSError by its reason, and the exit code 2."""
 
-    def telling(main: Callable[P, int]) -> Callable[P, int]:
+    def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @functools.wraps(main)
-        def told(*args: P.args, **kwargs: P.kwargs) -> int:
+        def command(*args: P.args, **kwargs: P.kwargs) -> int:
             try:
                 return main(*args, **kwargs)
             except kinds as error:
                 say(f"error: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
                 return 2
 
-        return told
+        return command
 
-    return telling
+    return decorate
 
 
 def tells_warnings(main: Callable[P, int]) -> Callable[P, int]:
     """Decorator of a command: each warning is a line."""
 
     @functools.wraps(main)
-    def told(*args: P.args, **kwargs: P.kwargs) -> int:
+    def command(*args: P.args, **kwargs: P.kwargs) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
             warnings.simplefilter("always")
             return main(*args, **kwargs)
 
-    return told
+    return command
 
 
 UNREAD = 141  # 128 + SIGPIPE, what a shell shows for other tools
@@ -398,28 +392,25 @@ def _flush() -> None:
 # loader of `kvexp.run.guard` with arguments of its own: these alone ask for `current()`.
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A job (its overrides) that failed; told: whether the reader of this command has been told why."""
+class Failure(NamedTuple):
+    """A job (its overrides) that failed; reported: whether the command has printed why."""
 
     job: str
     why: str
-    told: bool
+    reported: bool
 
 
 @dataclass
 class Session:
     """State of one command, or of one worker's piece of a sweep.
 
-    typed_keys: keys of the command line, which a person thereby trusts; None where there is none, as in a worker,
-    whose jobs were checked before they came. hashes: runs and baselines to show at the end, in the order they were
-    asked for. filled_ahead: hashes of runs that a shared prefill has filled in before their turn;
-    complete_ahead: those of them that lack nothing.
-    overrides_of_jobs: what tells each job of a sweep apart, empty where that is not known. begun: a job has been
-    composed. job_seconds: of the jobs that made rows. texts_measured: texts forced for the divergence. may_defer:
-    whether a job that another process is at may wait until the end. unmeasured: why runs have no divergence, with
-    these runs. collected: jobs (`job_queue.HydraJob`) that their launcher takes together, None while jobs are run
-    one by one; deferred: jobs left for the end.
+    typed_keys: keys of the command line, which a person thereby trusts; None in a worker, whose jobs were checked
+    before they came. hashes: runs and baselines to show at the end. filled_ahead: hashes of runs that a shared prefill
+    has filled before their turn; complete_ahead: the complete ones among them. overrides_of_jobs: the overrides in
+    which jobs of a sweep differ, empty where not known. begun: a job has been composed. job_seconds: of the jobs that
+    made rows. may_defer: a job that another process works on may wait until the end. unmeasured: reason -> runs
+    without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that their launcher takes together, None while jobs
+    run one by one; deferred: jobs left for the end.
     """
 
     typed_keys: set[str] | None = None
@@ -441,28 +432,28 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """How long the command has been at work."""
+        """Seconds since the command began."""
         return time.monotonic() - self.started
 
     def add_runs(self, *hashes: str | None) -> None:
-        """These runs belong to what the command shows; None is no run."""
+        """Add runs to what the command shows at its end; None is no run."""
         self.hashes += [each for each in dict.fromkeys(hashes) if each is not None and each not in self.hashes]
 
-    def add_failure(self, job: str, why: str, *, told: bool) -> None:
-        """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not told before."""
-        self.failures.append(Failure(job, why, told))
+    def add_failure(self, job: str, why: str, *, reported: bool) -> None:
+        """Let the command fail; a sweep lists its failed jobs at the end, with reasons that were not printed yet."""
+        self.failures.append(Failure(job, why, reported))
 
     def add_unmeasured(self, run: str, why: str) -> None:
-        """This run has no divergence from the full cache, for this reason."""
+        """Note that this run has no divergence from the full cache, and why."""
         names = self.unmeasured.setdefault(why, [])
         names += [run] if run not in names else []
 
     def collect_jobs(self) -> None:
-        """From now on jobs are collected instead of run."""
+        """Collect jobs from now on instead of running them."""
         self.collected = []
 
     def collected_jobs(self) -> list[Any]:
-        """The jobs collected; the next ones are run."""
+        """Return the collected jobs; later ones are run."""
         jobs, self.collected = self.collected or [], None
         return jobs
 
@@ -482,7 +473,7 @@ def current() -> Session:
 
 @contextlib.contextmanager
 def active(session: Session) -> Iterator[Session]:
-    """In the block, `current()` is this session."""
+    """Make this session `current()` in the block."""
     _active.append(session)
     try:
         yield session
@@ -496,7 +487,7 @@ def keys_of(words: Sequence[str]) -> set[str]:
 
 
 EVERY_S = 60.0  # between plain lines
-TITLE = 32  # letters beside a bar
+TITLE = 32  # letters in front of a bar
 REDRAW_S = 0.2  # between two changes of a bar
 KNOWN = 0.02  # of a kind of work, done: from then on it is known how long the rest takes
 PROMPTS, ANSWERS, TEXTS = "prompts", "answers", "texts"  # kinds of work of a run: read, written, forced
@@ -518,9 +509,9 @@ _listeners: list[Listener] = []  # to work as it is done, the innermost last
 
 
 def worked(kind: str, count: float) -> None:
-    """Tell whoever shows progress, if anybody does, that so many prompts, answers or texts are done: a part of one too.
+    """Report to the innermost `Progress`, if any, that so many prompts, answers or texts are done: a part of one too.
 
-    Called after every decode step, in timed runs too, so that a listener has to be quick.
+    Called after every decode step, in timed runs too: a listener has to be quick.
     """
     if _listeners:
         _listeners[-1](kind, count)
@@ -528,7 +519,7 @@ def worked(kind: str, count: float) -> None:
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """In the block, `worked` tells this listener."""
+    """Let `worked` call this listener in the block."""
     _listeners.append(listener)
     try:
         yield
@@ -540,7 +531,7 @@ class Progress:
     """Context manager around the examples of a run, or whatever else is counted; `advance` after each.
 
     work: how many of each kind are to be done, where kinds take times of their own: prompts are read, then answers
-    written, then texts forced. The time left is said once each kind's pace is known by some of it (`worked` tells of
+    written, then texts forced. The time left is shown once each kind's pace is known by some of it (`worked` reports
     parts of an answer); forced texts count as fast as answers until then.
     """
 
@@ -552,7 +543,7 @@ class Progress:
         self.made = dict.fromkeys(self.work, 0.0)  # of each kind, parts included
         self.written = dict.fromkeys(self.work, 0)
         self.spent = dict.fromkeys(self.work, 0.0)  # seconds
-        self.start = self.last = self.told = time.monotonic()
+        self.last = self.shown = time.monotonic()
         self.bar: Bar | None = None
 
     def __enter__(self) -> Progress:
@@ -562,46 +553,44 @@ class Progress:
             columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), TaskProgressColumn())
             self.bar = Bar(*columns, TextColumn("{task.fields[words]}", markup=False), console=Console())
             self.bar.start()
-            self.task = self.bar.add_task(_shortened(self.title), total=1.0, completed=0, words=self._counts())
+            title = self.title if len(self.title) <= TITLE else f"{self.title[: TITLE - 1]}…"
+            self.task = self.bar.add_task(title, total=1.0, completed=0, words=self._counts())
         else:
             say(f"{self.title}: {self._counts(done=False)}", flush=True)
         return self
 
     def advance(self, count: int = 1, kind: str | None = None) -> None:
-        """So many more are done: rows are on disk. kind: of `work`."""
+        """Count so many more as done, whose rows are on disk. kind: of `work`."""
         kind = kind or next(iter(self.work))
         self.done += count
         self.written[kind] += count
         self._worked(kind, max(0.0, self.written[kind] - self.made[kind]))
 
     def seconds_left(self) -> float | None:
-        """How long the rest takes; None until that is known."""
-        each = {kind: self.spent[kind] / self.made[kind] for kind in self.work if self._is_known(kind)}
+        """Seconds that the rest takes; None until that is known."""
+        made = self.made
+        each = {kind: self.spent[kind] / made[kind] for kind in self.work if made[kind] > KNOWN * self.work[kind]}
         if TEXTS in self.work and TEXTS not in each and ANSWERS in each:
             each[TEXTS] = each[ANSWERS]
-        left = {kind: max(0.0, self.work[kind] - self.made[kind]) for kind in self.work}
-        later = [1 - self.made[kind] / self.work[kind] for kind in (ANSWERS, TEXTS) if self.work.get(kind)]
+        left = {kind: max(0.0, self.work[kind] - made[kind]) for kind in self.work}
+        later = [1 - made[kind] / self.work[kind] for kind in (ANSWERS, TEXTS) if self.work.get(kind)]
         if PROMPTS in left and later and min(later) < 1:  # prompts are read before; some kinds of task tell of none
-            left[PROMPTS] = min(left[PROMPTS], max(later) * self.work[PROMPTS]) if self.made[PROMPTS] else 0.0
+            left[PROMPTS] = min(left[PROMPTS], max(later) * self.work[PROMPTS]) if made[PROMPTS] else 0.0
         if any(left[kind] and kind not in each for kind in left):
             return None
         return sum(count * each[kind] for kind, count in left.items() if count)
 
-    def _is_known(self, kind: str) -> bool:
-        return self.made[kind] > 0 and self.made[kind] >= KNOWN * self.work[kind]
-
     def _worked(self, kind: str, count: float) -> None:
-        """Listens to `worked`; the time since the last was this kind's."""
+        """Listener of `worked`; the time since the last call was this kind's."""
         if kind not in self.work:
-            kind = next(iter(self.work))
-            count = 0.0
+            kind, count = next(iter(self.work)), 0.0
         now = time.monotonic()
         self.spent[kind] += now - self.last
         self.last = now
         self.made[kind] = min(float(self.work[kind]), self.made[kind] + count)
-        if now - self.told < (EVERY_S if self.bar is None else REDRAW_S):
+        if now - self.shown < (EVERY_S if self.bar is None else REDRAW_S):
             return
-        self.told = now
+        self.shown = now
         left = self.seconds_left()
         about = "about" if any(self.written.values()) else "at most"  # answers may end before max_new_tokens
         words = f"{self._counts()}, {'time not known yet' if left is None else f'{about} {duration(left)} left'}"
@@ -616,11 +605,8 @@ class Progress:
         """ "12/20 prompts, 30/76 answers"; without what is done, "20 prompts, 76 answers"."""
         if list(self.work) == [self.what]:
             return f"{self.done}/{self.total} {self.what}" if done else f"{self.total - self.done} {self.what}"
-        each = {kind: count for kind, count in self.work.items() if count}
-        words = (
-            f"{int(self.made[kind])}/{count} {kind}" if done else f"{count} {kind}" for kind, count in each.items()
-        )
-        return ", ".join(words)
+        each = ((kind, count, f"{int(self.made[kind])}/" if done else "") for kind, count in self.work.items() if count)
+        return ", ".join(f"{before}{count} {kind}" for kind, count, before in each)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -630,11 +616,6 @@ class Progress:
             if kind is None:
                 self.bar.update(self.task, completed=1.0, words=self._counts())
             self.bar.stop()
-
-
-def _shortened(title: str) -> str:
-    """A title that leaves room for the numbers of a bar."""
-    return title if len(title) <= TITLE else title[: TITLE - 1] + "…"
 
 
 def duration(seconds: float) -> str:
@@ -659,7 +640,7 @@ def forbidden() -> bool:
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be asked now, in words; None if it answers.
+    """Reason why the hub cannot be asked now; None if it answers.
 
     One request without retries, so that an error comes at once and not after half a minute of them, through the session
     that huggingface_hub itself uses (proxies, HF_ENDPOINT). Any answer counts: whether a repository is there is for the
@@ -716,10 +697,8 @@ def _of_computer() -> int:
 
 def _of_process() -> int:
     """Free bytes under the process's address limit (`ulimit -v`)."""
-    try:
-        import resource
-    except ImportError:  # Windows has none
-        return UNKNOWN
+    import resource
+
     limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], _lines(PROC / "self/statm")
     if limit == resource.RLIM_INFINITY or not taken:
         return UNKNOWN
@@ -856,7 +835,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """To the disk. What stops it half way says why only when the rest is tried: a full disk, or a limit on sizes."""
+    """Write to the disk. A full disk, or a limit on sizes, says so only when the rest is tried."""
     rest = memoryview(data)
     while rest:
         written = os.write(fd, rest)
@@ -908,7 +887,7 @@ def release(fd: int) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else changes a file of this folder; for milliseconds, unlike `Run.claim`, and not within itself."""
+    """Hold the folder's lock: nobody else changes its files. For milliseconds, unlike `Run.claim`; not reentrant."""
     fd = open_lock(folder / ".lock")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -926,7 +905,7 @@ def trouble(error: OSError, verb: str, path: Path) -> str:
 
 @contextlib.contextmanager
 def explained(path: Path, verb: str = "write") -> Iterator[None]:
-    """An OSError inside keeps its kind and says which path and what to do. Not to be nested."""
+    """Make an OSError of the block say which path and what to do. Not to be nested."""
     try:
         yield
     except OSError as error:

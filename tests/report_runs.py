@@ -1,7 +1,7 @@
 """Run folders for the tests of the report: small, known by hand, and full of text that would like to be markup."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,38 @@ def numerics(value: int) -> Iterator[None]:
         yield
     finally:
         kvexp.NUMERICS = before
+
+
+def plain_row(index: int, score: float | dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
+    """A row of examples.jsonl; score None: skipped."""
+    metrics = score if isinstance(score, dict) else {} if score is None else {"rouge1": score}
+    receipt = {"slots": 50.0, "kv_bytes": 1000, "peak_kv_bytes": 2000, "first_eviction_step": 0}
+    receipt |= changes.pop("receipt", {})
+    found: dict[str, Any] = {"example": f"e{index}", "index": index, "metrics": metrics, "prompt_tokens": 100}
+    found |= {"new_tokens": 11, "prompt_cut": False, "skipped": "too long" if score is None else None}
+    found |= {"seconds": {"ttft": 0.5, "tt2t": 0.6, "tpot": 0.05}, "receipt": receipt, "output": "o", "reference": "r"}
+    return found | changes
+
+
+def write(
+    outputs: Path,
+    method: str,
+    scores: Sequence[float | dict[str, Any] | None],
+    baseline: str | None = None,
+    done: bool = True,
+    changes: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    **labels: Any,
+) -> Run:
+    """A run of hand-made scores; changes: of every row; config: of its identity, with its labels."""
+    named = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": 0.5} | labels
+    run = Run.open(outputs, named | (config or {}), named, baseline=baseline)
+    shared = {"receipt": {"first_eviction_step": None}} if method == "full" else {}
+    for index, score in enumerate(scores):
+        run.append(plain_row(index, score, **(shared | (changes or {}))))
+    if done:
+        run.finish(len(scores))
+    return run
 
 
 def row(index: int, score: float, said: str, *, evicts: bool, timed: bool, info: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ PARTICIPLE = re.compile(
 )
 MARKS = ("told", "beside", "goes by", "in words", "those of")
 # Uses that are the plain word: add one only where no standard term says the same.
-ALLOWED: tuple[str, ...] = ()
+ALLOWED: tuple[str, ...] = ('"told"',)  # a column of recorded CSV files
 
 
 def docstrings(folder: Path) -> list[tuple[str, str]]:

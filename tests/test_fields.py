@@ -17,21 +17,13 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("hint", "fine", "wrong"),
     [
-        (
-            SHARE,
-            (0, 1, 0.5),
-            {-0.1: "in [0, 1]", 1.5: "in [0, 1]", NAN: "in [0, 1]", "x": "a number"},
-        ),
+        (SHARE, (0, 1, 0.5), {-0.1: "in [0, 1]", 1.5: "in [0, 1]", NAN: "in [0, 1]", "x": "a number"}),
         (LEFT_OPEN, (0.1, 1), {0: "in (0, 1]", True: "a number"}),
         (COUNT, (0, 7), {-1: "at least 0", 0.5: "a whole number", None: "a whole number"}),
         (COUNT | None, (None, 0), {-1: "at least 0 or null", "x": "a whole number or null"}),
         (Annotated[float, Range(0, above=True)], (1e-9,), {0: "above 0", INF: "above 0", NAN: "above 0"}),
         (Annotated[int, Odd(1)], (1, 7), {4: "odd and at least 1", -1: "odd and at least 1"}),
-        (
-            COUNT | Literal["adaptive"],
-            ("adaptive", 3),
-            {-1: "at least 0 or adaptive"},
-        ),
+        (COUNT | Literal["adaptive"], ("adaptive", 3), {-1: "at least 0 or adaptive"}),
         (Literal["max", "avg"], ("max",), {"mean": "one of max, avg"}),
     ],
 )

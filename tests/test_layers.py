@@ -112,16 +112,11 @@ def test_imports_point_one_way(path: Path) -> None:
     ("module", "source"),
     [
         ("kvexp.core.slots", "import transformers"),
-        ("kvexp.core.slots", "import numpy as np"),
         ("kvexp.core.slots", "from kvexp.methods import base"),
         ("kvexp.core.slots", "from ..methods import base"),
         ("kvexp.core.slots", "def late():\n    from kvexp.generate import prefill"),
-        ("kvexp.methods.h2o", "from transformers.cache_utils import Cache"),
         ("kvexp.methods.h2o", "from kvexp.hf import load"),
         ("kvexp.hf.load", "from kvexp.methods.h2o import H2O"),
-        ("kvexp.hf.load", "import kvexp.generate"),
-        ("kvexp.results", "import torch.nn as nn"),
-        ("kvexp.run", "from kvexp.results import table"),
         ("kvexp.run", "import experiments.keyformer"),
         ("kvexp", "import torch"),
         ("kvexp.newcomer", "import json"),
@@ -138,8 +133,6 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
         ("kvexp.core.slots", "from kvexp.util import ConfigError\nfrom kvexp import NUMERICS"),
         ("kvexp.methods.h2o", "from kvexp.core import Attention\nfrom .base import Method\nfrom ..core import slots"),
         ("kvexp.hf.load", "from kvexp.methods.base import Method\nfrom transformers.cache_utils import Cache"),
-        ("kvexp.lm_eval", "from lm_eval.models.huggingface import HFLM"),
-        ("kvexp.run.store", "from __future__ import annotations\nimport hashlib, json"),
     ],
 )
 def test_a_right_import_passes(module: str, source: str) -> None:

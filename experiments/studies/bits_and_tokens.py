@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from kvexp.core.quantized import SlotBytes
 from kvexp.hf.patch import head_dim
 from kvexp.run.build import CACHE_KEYS, keys_named, quantization_of
-from kvexp.run.compose import parted, told
+from kvexp.run.compose import hydra_errors_shown, split_model_words
 from kvexp.run.jobs import composed_model
 from kvexp.run.model_spec import config_of_spec
 from kvexp.util import CacheError, ConfigError, say, tells_errors, watch_pipes
@@ -84,8 +84,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    model_words, own = parted(words, DEFAULTS, "the settings are")
-    with told(model_words):
+    model_words, own = split_model_words(words, DEFAULTS, "the settings are")
+    with hydra_errors_shown(model_words):
         name, spec = composed_model(model_words)
         width = head_dim(config_of_spec(spec))
     shares = [number(text, "bytes_ratio") for text in own["bytes_ratio"].split(",")]

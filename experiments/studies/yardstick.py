@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 import kvexp
 from kvexp.run.batches import evaluate_run
-from kvexp.run.compose import told
+from kvexp.run.compose import hydra_errors_shown
 from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.labels import QUOTES, model_label
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 where every number is inside two standard errors, 1 where one is not (or lm-eval disagrees), 2 for errors."""
     args, words = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     check_words(words)
-    with told(words):
+    with hydra_errors_shown(words):
         return compare_with(words, args.numbers, args.check_lm_eval)
 
 

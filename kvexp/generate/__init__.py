@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
+from typing import Any
+
 from kvexp.core.config import CacheConfig
 from kvexp.generate.inputs import EvictionStats, Generation, GenerationParams, Timing, pad_left, receipts
 from kvexp.generate.kl import KL, Forcing, divergence_from_full, divergence_of_batches
@@ -42,3 +47,15 @@ __all__ = [
     "score_continuations",
     "score_tokens",
 ]
+
+
+class _Callable(types.ModuleType):
+    """This package, which can be called: `kvexp.generate("a text", "smollm2_135m", method="h2o")`."""
+
+    def __call__(self, *args: Any, **options: Any) -> Generation:
+        """Do what `kvexp.run.notebook.generate` does. It knows models by name, which this package must not."""
+        answer: Generation = importlib.import_module("kvexp.run.notebook").generate(*args, **options)
+        return answer
+
+
+sys.modules[__name__].__class__ = _Callable

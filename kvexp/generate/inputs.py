@@ -56,22 +56,25 @@ def real_prompts(
     attention_mask: Any,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[list[int]]:
-    """The prompts without padding: lists of token ids, a tensor with its mask, or a tokenizer's output as a whole.
+    """The prompts as lists of token ids without padding.
 
-    attention_mask: of each prompt, 0 for padding; None: a tokenizer's output has its own, and other prompts have no
-    padding. ConfigError for a mask of another shape, and for prompts without a mask that look padded.
+    prompts: a text, a chat (messages with role and content), token ids, a batch of one of these, a tensor with its
+    mask, or a tokenizer's output as a whole. attention_mask: of each prompt, 0 for padding; None: a tokenizer's output
+    has its own, and other prompts have no padding. ConfigError for a mask of another shape, for text or chats without a
+    tokenizer, and for prompts without a mask that look padded.
     """
     if isinstance(prompts, Mapping):
         if "input_ids" not in prompts:
             raise ConfigError(f"prompts has no input_ids; it holds {', '.join(map(str, prompts))}")
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
         prompts = prompts["input_ids"]
-    prompts = _as_lists(prompts)
+    prompts = _as_lists(_tokenized(prompts, tokenizer))
     check_prompts(model, prompts)
     if attention_mask is None:
         _check_unpadded(model, prompts, tokenizer)
         return [list(row) for row in prompts]
     masks = _as_lists(attention_mask)
+    masks = [masks] if masks and isinstance(masks[0], int | float) else masks  # of one prompt given by itself
     shapes = [len(row) for row in prompts], [len(row) if isinstance(row, Sequence) else 0 for row in masks]
     if shapes[0] != shapes[1]:
         raise ConfigError(
@@ -81,6 +84,30 @@ def real_prompts(
     if wrong := {int(each) for row in masks for each in row} - {0, 1}:
         raise ConfigError(f"attention_mask must hold 1 for tokens and 0 for padding, got {min(wrong)}")
     return [[token for token, real in zip(*pair, strict=True) if real] for pair in zip(prompts, masks, strict=True)]
+
+
+def _tokenized(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
+    """Texts and chats as token ids, one prompt as a batch of one; anything else as it is."""
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
+    if isinstance(prompts, str) or isinstance(first, int) or (isinstance(first, Mapping) and "role" in first):
+        prompts, first = [prompts], prompts  # one text, one row of token ids, one chat
+        first = prompts[0]
+    if isinstance(first, int | None):
+        return prompts
+    chats = isinstance(first, list | tuple) and bool(first) and isinstance(first[0], Mapping)
+    if not isinstance(first, str) and not chats:
+        return prompts
+    if tokenizer is None:
+        raise ConfigError(
+            "prompts are texts or messages: give tokenizer= too, or token ids (tokenizer(text).input_ids)"
+        )
+    if chats and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("prompts are messages, but the tokenizer has no chat template: give texts or token ids")
+    if chats:
+        return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in prompts]
+    return [tokenizer(text).input_ids for text in prompts]
 
 
 def _as_lists(rows: Any) -> Any:
@@ -694,6 +721,7 @@ class Generation:
     cache: as the last step left it. beam_scores: one per row, with beams. logits: [B, V] per step, if asked for.
     early_stats: statistics, by row, of rows that ended before the batch did, as of then (`receipts` takes them).
     cuda_graph: what became of cache.graph=auto, in plain words; None where it is off, and on a CPU.
+    texts: the answers as text, without special tokens; empty where no tokenizer was given.
     """
 
     tokens: list[list[int]]
@@ -706,6 +734,28 @@ class Generation:
     logits: tuple[Tensor, ...] = field(default=(), repr=False)
     early_stats: dict[int, EvictionStats] = field(default_factory=dict, repr=False)
     cuda_graph: str | None = None
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The first answer as text; ConfigError where no tokenizer was given."""
+        if not self.texts:
+            raise ConfigError("no tokenizer was given to generate: give tokenizer=, or decode tokens yourself")
+        return self.texts[0]
+
+    def decoded(self, tokenizer: PreTrainedTokenizerBase | None) -> Generation:
+        """Fill in `texts` and return self; without a tokenizer they stay empty."""
+        if tokenizer is not None:
+            self.texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in self.tokens]
+        return self
+
+    def __repr__(self) -> str:
+        shown = repr(self.texts[0] if self.texts else self.tokens[0])
+        more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
+        method, peak = self.cache.config.method.name, self.memory_tracker.peak_bytes / 2**20
+        times = f"first token after {self.timing.ttft_s:.2f} s, then {1000 * self.timing.tpot_s:.0f} ms each"
+        answer = f"Generation: {shown[:100]}{'…' * (len(shown) > 100)}{more}"
+        return "\n".join((answer, f"  {method}, KV peak {peak:.1f} MiB", f"  {times}"))
 
 
 def check_finite(cache: EvictionCache) -> None:

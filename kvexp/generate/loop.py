@@ -447,6 +447,8 @@ def generate(
     method: Method | CacheConfig,
     budget: Budget | None = None,
     *,
+    kv_ratio: float | None = None,
+    tokens: int | None = None,
     attention_mask: Sequence[Sequence[int]] | Tensor | None = None,
     questions: Sequence[Sequence[int]] | None = None,
     decoding: GenerationParams | None = None,
@@ -457,16 +459,18 @@ def generate(
     spans: Sequence[Sequence[Span]] | None = None,
     **options: Any,
 ) -> Generation:
-    """Generate for a batch of prompts (token ids per row, or all that the tokenizer gave) under an eviction method.
+    """Generate for a batch of prompts under an eviction method.
 
+    prompts: token ids per row, all that the tokenizer gave, or with `tokenizer` texts or chats.
     method, budget, options: what the cache does, as of `CacheConfig`; or a CacheConfig in place of the method.
+    kv_ratio, tokens: the budget in a word, in place of `budget`.
     attention_mask: of the prompts, 0 for padding, which is left out; None: a tokenizer's output has its own, and token
         ids by themselves are unpadded.
     questions: token ids, one list per prompt, all of one length, fed token by token after the prompts were prefilled
         and evicted; the budget is that of the prompt alone.
     decoding: how tokens are chosen, and how many; or in transformers' words among the options: max_new_tokens,
         min_new_tokens, num_beams, do_sample, temperature, top_k, top_p, eos_token_id, stop_strings and so on.
-    tokenizer: needed for stop strings.
+    tokenizer: needed for texts, chats and stop strings; with it the result has `texts`.
     seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's tokens depend on its
         prompt, question and seed alone.
     keep_logits: keep one [B, V] tensor per step.
@@ -476,6 +480,10 @@ def generate(
     Errors are ConfigError, before the model runs.
     """
     decoding, of_cache = parted(decoding, options)
+    if kv_ratio is not None or tokens is not None:
+        if budget is not None:
+            raise ConfigError("give budget, or kv_ratio or tokens, not both")
+        budget = Budget(kv_ratio=kv_ratio, tokens=tokens)
     config = CacheConfig.of(method, budget, **of_cache)
     prompts = real_prompts(model, prompts, attention_mask, tokenizer)
     _check_decoding(model, decoding, tokenizer)
@@ -490,7 +498,8 @@ def generate(
         if prepare is not None:
             prepare(cache)
         start = time.perf_counter()
-        return beam_search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
+        answer = beam_search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
+        return answer.decoded(tokenizer)
     start = time.perf_counter()
     context = prefill(
         model,
@@ -505,10 +514,11 @@ def generate(
         spans=spans,
     )
     if questions is None:
-        return decode(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
+        answers = decode(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)
+        return answers[0].decoded(tokenizer)
     return generate_from_context(
         model, context, questions, decoding=decoding, tokenizer=tokenizer, seeds=row_seeds, keep_logits=keep_logits
-    )
+    ).decoded(tokenizer)
 
 
 @torch.no_grad()

@@ -326,17 +326,22 @@ def check_complete(path: str, found: Mapping[str, Any]) -> None:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Silence transformers' table of missing and surplus weights, which `check_complete` reports as an error."""
+    """Silence transformers' progress bar, and its table of missing weights, which `check_complete` makes an error."""
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
     def keep(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(keep)
+    bars = is_progress_bar_enabled()
+    disable_progress_bar()
     try:
         yield
     finally:
         logger.removeFilter(keep)
+        if bars:
+            enable_progress_bar()
 
 
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")

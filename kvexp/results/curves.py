@@ -1,4 +1,4 @@
-"""Methods beside each other in one call from Python: the runs of a sweep, their table and their figure."""
+"""Comparison of methods in one call from Python: the runs of a sweep, their table and their figure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import contextlib
 import copy
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -22,43 +21,44 @@ from omegaconf.errors import OmegaConfBaseException
 from kvexp.core import Method
 from kvexp.results.plots import draw_quality as draw
 from kvexp.results.table import table
-from kvexp.run.compose import explained, make_option, meant, option, options
+from kvexp.run.compose import explained, make_option, meant, option, options, roots, unknown
 from kvexp.run.jobs import HydraJob, run_jobs
-from kvexp.run.user_methods import MISSING, AdmittedMethod, admitted, class_method, load_method, settings_of_class
+from kvexp.run.user_methods import MISSING, admitted, class_method, load_method, settings_of_class
 from kvexp.util import CONF, ConfigError, Session
 
 SHOWN = ("method", "setting", "kv_ratio", "n")  # columns of a notebook's table, before the metric's
 
 
-@dataclass(frozen=True, repr=False)
-class Curves:
-    """The runs of one `compare` and their baselines. table: as `kvexp.results.table` gives it, a row per run.
+class Curves(pd.DataFrame):
+    """The runs of one `compare` and their baselines: a DataFrame as `kvexp.results.table` gives it, a row per run.
 
-    With limit=N all its numbers are over the first N examples, also of runs that have more. In a notebook it shows as
-    the figure above the columns of the task's first metric.
+    With limit=N all its numbers are over the first N examples, also of runs that have more. Printed, it shows the
+    columns of the task's first metric; in a notebook also their figure. A part of it is an ordinary DataFrame.
     """
 
-    table: pd.DataFrame
+    @property
+    def _constructor(self) -> type[pd.DataFrame]:
+        return pd.DataFrame
 
     def __repr__(self) -> str:
-        return self._shown().to_string(index=False, float_format="{:.2f}".format, na_rep="")
+        return str(self._shown().to_string(index=False, float_format="{:.2f}".format, na_rep=""))
 
     def figure(self, metric: str | None = None) -> Figure:
         """Quality in percent of full attention against kv_ratio, a line per method; metric: None for the task's first.
 
         ConfigError where no run has a percentage, as with fewer than 20 examples.
         """
-        return draw(self.table, metric)
+        return draw(self, metric)
 
     def _repr_html_(self) -> str:
         return self._picture() + str(self._shown().to_html(index=False, float_format="{:.2f}".format, na_rep=""))
 
     def _shown(self) -> pd.DataFrame:
         """The columns of the first metric, with n; with NUMERICS where there are several."""
-        metric = str(self.table["headline"].dropna().iloc[0])
-        several = ["numerics"] if self.table["numerics"].nunique() > 1 else []
+        metric = str(self["headline"].dropna().iloc[0])
+        several = ["numerics"] if self["numerics"].nunique() > 1 else []
         columns = [*several, *SHOWN, metric, *(f"{metric}{end}" for end in ("_of_full", "_low", "_high"))]
-        return self.table[[name for name in columns if name in self.table]]
+        return self[[name for name in columns if name in self]]
 
     def _picture(self) -> str:
         try:
@@ -73,22 +73,35 @@ class Curves:
 
 def compare(
     methods: Sequence[Method | type[Method] | str],
+    task: str | None = None,
     kv_ratio: float | Sequence[float] = (0.2, 0.5),
     *,
+    model: str | None = None,
     outputs_dir: str = "outputs",
     **settings: Any,
 ) -> Curves:
-    """Run methods at every kv_ratio beside full attention, and give their curves. What was run before is not run again.
+    """Run methods on a task at every kv_ratio, with full attention; returns a DataFrame of the runs.
 
     methods: names as after `method=` on the command line (MODULE.CLASS and FILE.py too), and method objects or
-    classes, also of a notebook's cell. settings: any other setting of `kvexp run`, as in model="testbed_rope", limit=9;
-    a dot in its name is written `__` (task__max_new_tokens=8); what is not given is as `kvexp run` has it. Runs share
-    their prefills. ConfigError for what cannot be run, a job that failed included.
+        classes that stand in a file.
+    task, model: names of `kvexp tasks` and `kvexp models`, or a model's folder or hub id; None: what `kvexp run` takes.
+    settings: any other setting of `kvexp run`, as in limit=9; a dot in its name is written `__`
+        (task__max_new_tokens=8); what is not given is as `kvexp run` has it.
+
+    Runs share their prefills; what was run before is not run again. ConfigError for what cannot be run, a job that
+    failed included.
     """
     if isinstance(methods, str | Method | type) or not methods:
         raise ConfigError(f'methods must be a list with at least one method, as in methods=["h2o"], got {methods!r}')
+    if task is not None and not isinstance(task, str):
+        raise ConfigError(f'task must be a name, as in task="news", got {task!r}; a budget is kv_ratio={task!r}')
     ratios = [kv_ratio] if isinstance(kv_ratio, int | float) else list(kv_ratio)
     given = {"outputs_dir": outputs_dir, "divergence": True, **settings}
+    given |= {} if task is None else {"task": task}
+    if model is not None:
+        given |= {"model": model} if model in options("model") else {"model": "local", "model__path": model}
+    if wrong := [name for name in settings if "__" not in name and name not in roots()]:
+        raise ConfigError(f"{unknown(wrong[0], {})} (in Python a dot is written __)")
     common = [_override(key.replace("__", "."), value) for key, value in given.items()]
     jobs = [
         _job([*words, *common, _override("kv_ratio", ratio)])
@@ -104,43 +117,28 @@ def compare(
 def _words_of(method: Method | type[Method] | str) -> list[str]:
     """The overrides that stand for a method: its option, and the fields that differ from the option's."""
     if isinstance(method, str):
-        return [f"method={_named(method)}"]
+        loaded = None if method in options("method") else load_method(method)
+        if loaded is None and method not in options("method"):
+            raise ConfigError(f"there is no method {method!r}{meant(method, options('method'))}")
+        return [f"method={method if loaded is None else make_option(loaded)}"]
     if isinstance(method, type):
         method = method()
     cls = type(method)
     if not isinstance(method, Method):
         raise ConfigError(f"methods holds a {cls.__name__}; a method is a name, or an object of kvexp.core.Method")
     if cls.__module__.partition(".")[0] == "kvexp":
-        option, known = cls.name, _option_of(cls)
+        name, found = cls.name, option("method", cls.name)
+        if not found:
+            raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
+        known = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     else:
-        own = _admitted(cls)
-        option, known = make_option(own), settings_of_class(own.cls)
-    values = {name: getattr(method, name) for name in settings_of_class(cls)}
-    changed = {name: value for name, value in values.items() if known.get(name, MISSING) != value}
-    return [f"method={option}", *(_override(f"method.{name}", value) for name, value in changed.items())]
-
-
-def _named(name: str) -> str:
-    if name in options("method"):
-        return name
-    method = load_method(name)
-    if method is None:
-        raise ConfigError(f"there is no method {name!r}{meant(name, options('method'))}")
-    return make_option(method)
-
-
-def _admitted(cls: type[Method]) -> AdmittedMethod:
-    """The class as it was loaded from its file; else as it is now, for what a cell's class uses may have changed."""
-    loaded = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
-    return next(loaded, None) or class_method(cls)
-
-
-def _option_of(cls: type[Method]) -> Mapping[str, Any]:
-    """The settings of a class of kvexp's, as its option has them."""
-    found = option("method", cls.name)
-    if not found:
-        raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+        # The class as it was loaded from its file; else as its file is now.
+        loaded_ones = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
+        own = next(loaded_ones, None) or class_method(cls)
+        name, known = make_option(own), settings_of_class(own.cls)
+    values = {key: getattr(method, key) for key in settings_of_class(cls)}
+    changed = {key: value for key, value in values.items() if known.get(key, MISSING) != value}
+    return [f"method={name}", *(_override(f"method.{key}", value) for key, value in changed.items())]
 
 
 def _override(key: str, value: Any) -> str:

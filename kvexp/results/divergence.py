@@ -2,8 +2,8 @@
 
 Means are over tokens; examples are what an interval resamples, since the tokens of one answer are not independent. A
 first token that the full prefill predicts is the same for every method and counts apart (`first_kl`). `PerExample` is
-the one reader of the lines. What became of the full cache's own answers, and the scale of known changes of a model that
-`python -m experiments.studies.kl_scale` measures, stand beside it.
+the one reader of the lines. Also here: how a run's own answers differ from the full cache's, and the scale of known
+changes of a model that `python -m experiments.studies.kl_scale` measures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,26 +21,26 @@ import numpy as np
 import pandas as pd
 
 from kvexp.results import stats
-from kvexp.results.read import Folder, Row, Runs, baseline_of, check_pair, number, titled
+from kvexp.results.read import Folder, Row, Runs, baseline_of, check_pair, number
 from kvexp.results.stats import LEVEL, Floats, is_all_or_nothing
 from kvexp.results.table import (
     FEW_SLOTS,
     FEW_SLOTS_WORDS,
+    METHOD,
+    METHOD_AND_SETTING,
     TOO_FEW,
     Block,
     Column,
+    N,
     absent,
     interval,
-    method_and_setting,
     numeric,
-    parts,
     plain,
     print_blocks,
     print_columns,
     question_column,
     records,
     shared_settings,
-    without_question,
 )
 from kvexp.results.table import Row as TableRow
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, run_name
@@ -52,13 +52,12 @@ QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # nominal rate.
 TAIL = 5
 
-FAMILY = ("model", "task", "numerics")  # labels of the runs that are compared with each other
 EQUIVALENT, WORSE, UNDECIDED = "equivalent", "worse", "undecided"
 
 
 @dataclass(frozen=True)
 class PerExample:
-    """Of one run and kind of text, an entry per example [n]: sums over its tokens, and how many there were.
+    """Divergence of one run along one kind of text: an entry per example [n], summed over its tokens.
 
     each_kl, each_same, each_place [tokens.sum()]: KL, whether the likeliest token is the same, and the place in the
     text, from 1, of every token. first_kl: of first tokens that the prefill predicts, which are in nothing else.
@@ -77,7 +76,7 @@ class PerExample:
 
     @classmethod
     def of(cls, lines: Iterable[Line]) -> PerExample | None:
-        """None where no line has a token that was predicted after the eviction."""
+        """Read the lines of divergence.jsonl; None where no line has a token predicted after the eviction."""
         names, columns, each, first = [], [], [], []
         for line in sorted(lines, key=lambda line: line["index"]):
             skip = int(line["first_by_prefill"])
@@ -102,8 +101,8 @@ class PerExample:
         rows = []
         for place in np.unique(self.each_place):
             there = self.each_place == place
-            means = {"kl": float(self.each_kl[there].mean()), "top1": float(self.each_same[there].mean())}
-            rows.append({"position": int(place), "n": int(there.sum()), **means})
+            means = (float(each[there].mean()) for each in (self.each_kl, self.each_same))
+            rows.append((int(place), int(there.sum()), *means))
         return pd.DataFrame(rows, columns=["position", "n", "kl", "top1"])
 
 
@@ -137,22 +136,16 @@ def divergence_table(
     for folder in folders:
         for text in TEXTS:
             if (found := per_example(folder.run, text, first)) is not None:
-                names = repr([folder.labels.get(name) for name in FAMILY])
-                families[names, text].append((folder, found))
+                families[folder.family, text].append((folder, found))
     rows = []
     for (_, text), family in families.items():
         level = stats.corrected_level(len(family))
         for folder, found in family:
-            asked = asked_epsilons(folder)
-            epsilons = (epsilon_kl or asked[0], epsilon_top1 or asked[1])
-            rows.append(_row(folder, found, text, level, *epsilons))
+            asked = (folder.run.command or {}).get("config") or {}
+            kl = epsilon_kl or float(asked.get("epsilon_kl") or EPSILON_KL)
+            top1 = epsilon_top1 or float(asked.get("epsilon_top1") or EPSILON_TOP1)
+            rows.append(_row(folder, found, text, level, kl, top1))
     return pd.DataFrame(rows)
-
-
-def asked_epsilons(folder: Folder) -> tuple[float, float]:
-    """What a run's configuration names: of KL and of the share of other top tokens; the defaults for older runs."""
-    config = (folder.run.command or {}).get("config") or {}
-    return float(config.get("epsilon_kl") or EPSILON_KL), float(config.get("epsilon_top1") or EPSILON_TOP1)
 
 
 def _row(
@@ -163,13 +156,8 @@ def _row(
     top1 = share_interval(found.differs, found.tokens, stats.LEVEL)
     same_top1 = np.clip((1 - top1[1], 1 - top1[0]), 0, 1)  # a share; NaN stays
     change = float(found.change.sum() / total)
-    row: dict[str, Any] = {
-        **folder.labels,
-        "question": folder.question,
-        "text": text,
-        "n": len(found.names),
-        "tokens": int(total),
-    }
+    row: dict[str, Any] = {**folder.labels, "question": folder.question, "text": text}
+    row |= {"n": len(found.names), "tokens": int(total)}
     row |= {"kl": float(found.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
     row |= {name: float(np.quantile(found.each_kl, q)) for name, q in QUANTILES.items()}
     row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}
@@ -178,16 +166,11 @@ def _row(
     row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
     row["verdict_kl"] = decide(share_interval(found.kl, found.tokens, level), epsilon_kl)
     row["verdict_top1"] = decide(share_interval(found.differs, found.tokens, level), epsilon_top1)
-    row |= _sizes(folder)
-    return row | {"hash": folder.run.hash}
-
-
-def _sizes(folder: Folder) -> dict[str, Any]:
-    """Slots and bytes at the end of the rows, NaN where there are none (divergence=only)."""
-    receipts = [row["receipt"] for row in folder.scored.values() if row.get("receipt")]
-    each = {name: np.array([number(receipt.get(name)) for receipt in receipts]) for name in ("slots", "kv_bytes")}
-    means = {name: _mean(values[np.isfinite(values)]) for name, values in each.items()}
-    return means | {"few_slots": bool(means["slots"] < FEW_SLOTS)}
+    receipts = [each["receipt"] for each in folder.scored.values() if each.get("receipt")]  # none: divergence=only
+    for name in ("slots", "kv_bytes"):
+        values = np.array([number(receipt.get(name)) for receipt in receipts])
+        row[name] = _mean(values[np.isfinite(values)])
+    return row | {"few_slots": bool(row["slots"] < FEW_SLOTS), "hash": folder.run.hash}
 
 
 def _mean(values: Floats) -> float:
@@ -195,7 +178,7 @@ def _mean(values: Floats) -> float:
 
 
 def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, float]:
-    """Of sum(sums) / sum(tokens), examples resampled; NaN under MIN_PAIRS of them."""
+    """Interval of sum(sums) / sum(tokens), examples resampled; NaN under MIN_PAIRS of them."""
     if len(sums) < stats.MIN_PAIRS:
         return stats.NONE
     finer = 1 - (1 - level) / TAIL
@@ -218,7 +201,7 @@ def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()
     were sent different tokens.
     """
     found = {name: means for name, folder in folders.items() if (means := example_means(folder, text))}
-    labels = {name: [folder.labels.get(k) for k in (*FAMILY, *alike)] for name, folder in folders.items()}
+    labels = {name: (one.family, *(one.labels.get(label) for label in alike)) for name, one in folders.items()}
 
     def comparable(one: str, other: str) -> bool:
         first, second = folders[one], folders[other]
@@ -251,18 +234,21 @@ def compared_means(
             shared = [example for example in found[one] if example in found[other]]
             gaps = np.array([found[one][example] - found[other][example] for example in shared])
             rows.append({"one": one, "other": other, "n": len(shared), **_difference(gaps)})
-    return _holm(pd.DataFrame(rows, columns=["one", "other", "n", "difference", "low", "high", "p"]))
+    frame = pd.DataFrame(rows, columns=["one", "other", "n", "difference", "low", "high", "p"])
+    frame = frame.assign(holm=holm_corrected(frame["p"].to_numpy(dtype=np.float64)))
+    ahead = np.where(frame["difference"] < 0, frame["one"], frame["other"])
+    return frame.assign(better=np.where(frame["holm"] < 1 - stats.LEVEL, ahead, ""))
 
 
 def _difference(gaps: Floats) -> dict[str, float]:
-    n = len(gaps)
+    n, mean = len(gaps), _mean(gaps)
     if n < stats.MIN_PAIRS:
-        return {"difference": float(gaps.mean()) if n else math.nan, "low": math.nan, "high": math.nan, "p": math.nan}
+        return {"difference": mean, "low": math.nan, "high": math.nan, "p": math.nan}
     moments = stats.resampled_means(stats.mean_moments(gaps), stats.RESAMPLES)
     low, high = stats.mean_interval(gaps, moments, stats.LEVEL)
     error = gaps.std(ddof=1) / math.sqrt(n)
-    p = stats.t_tail(abs(float(gaps.mean())) / error, n - 1) if error > 0 else float(gaps.mean() == 0)
-    return {"difference": float(gaps.mean()), "low": low, "high": high, "p": p}
+    p = stats.t_tail(abs(mean) / error, n - 1) if error > 0 else float(mean == 0)
+    return {"difference": mean, "low": low, "high": high, "p": p}
 
 
 def holm_corrected(p: Floats) -> Floats:
@@ -274,43 +260,29 @@ def holm_corrected(p: Floats) -> Floats:
     return corrected
 
 
-def _holm(frame: pd.DataFrame) -> pd.DataFrame:
-    """The pairs with `holm`, p corrected over all of them, and `better`: the run with the lower KL where that is below
-    0.05, else "".
-    """
-    frame = frame.assign(holm=holm_corrected(frame["p"].to_numpy(dtype=np.float64)))
-    ahead = np.where(frame["difference"] < 0, frame["one"], frame["other"])
-    return frame.assign(better=np.where(frame["holm"] < 1 - stats.LEVEL, ahead, ""))
-
-
 NO_ANSWERS = {"same_answers": math.nan, "same_tokens": math.nan, "parts_at": math.nan}
 
 
 def answer_changes(folder: Folder, baseline: Folder | None) -> dict[str, float]:
-    """Free-running answers beside the full cache's, over the examples both answered.
+    """Free-running answers compared with the full cache's, over the examples both answered.
 
     same_answers: share of answers with the same tokens throughout; same_tokens: share of places with the same token,
-    mean over answers, out of the longer one's places; parts_at: median place, from 1, of the first token that differs,
-    over the answers that do. NaN where rows hold no `output_tokens` (recorded before) or nothing differs.
+    mean over answers, out of the longer one's places; parts_at: median place, from 1, of the first token that differs
+    (or that only one answer has), over the answers that do. NaN where rows hold no `output_tokens` (recorded before) or
+    nothing differs.
     """
     pairs = [(one["output_tokens"], full["output_tokens"]) for one, full in _pairs(folder, baseline, "output_tokens")]
     if not pairs:
         return dict(NO_ANSWERS)
-    first = [first_difference(*pair) for pair in pairs]
-    parted = [place for place in first if place is not None]
-    equal = [sum(map(int.__eq__, *pair)) / max(map(len, pair)) for pair in pairs]
+    same = [list(map(int.__eq__, *pair)) for pair in pairs]
+    parted = [len(each) if all(each) else each.index(False) for each in same]
+    parted = [at + 1 for at, (one, full) in zip(parted, pairs, strict=True) if at < max(len(one), len(full))]
+    shares = [sum(each) / max(map(len, pair)) for each, pair in zip(same, pairs, strict=True)]
     return {
         "same_answers": 1 - len(parted) / len(pairs),
-        "same_tokens": float(np.mean(equal)),
+        "same_tokens": float(np.mean(shares)),
         "parts_at": float(np.median(parted)) if parted else math.nan,
     }
-
-
-def first_difference(one: list[int], other: list[int]) -> int | None:
-    """The place, from 1, of the first token that differs, an end before the other's included; None where none does."""
-    shorter = min(len(one), len(other))
-    place = next((place for place in range(shorter) if one[place] != other[place]), shorter)
-    return None if place == len(one) == len(other) else place + 1
 
 
 def choice_changes(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
@@ -339,14 +311,9 @@ def choice_kl(one: Mapping[str, Any], full: Mapping[str, Any]) -> float | None:
     logs = [np.array([number(value) for value in side.get("logprobs", [])]) for side in (full, one)]
     if len(logs[0]) != len(logs[1]) or len(logs[0]) < 2 or not all(np.isfinite(each).all() for each in logs):
         return None
-    p, q = map(_log_softmax, logs)
+    shifted = [each - each.max() for each in logs]
+    p, q = (each - math.log(np.exp(each).sum()) for each in shifted)  # log_softmax
     return max(0.0, float((np.exp(p) * (p - q)).sum()))
-
-
-def _log_softmax(logs: Floats) -> Floats:
-    shifted = logs - logs.max()
-    made: Floats = shifted - math.log(np.exp(shifted).sum())
-    return made
 
 
 def choice_table(runs: Runs) -> pd.DataFrame:
@@ -371,36 +338,32 @@ def _pairs(folder: Folder, baseline: Folder | None, field: str) -> list[tuple[Ro
 
 DIVERGENCES = ("kl", "top1")  # what may order the runs of one kv_ratio
 NO_END = 100  # nats per token: where few examples diverge at all, an interval may end anywhere above
+KL_INTERVAL = interval("95 %", "kl_low", "kl_high", 4, most=NO_END)
 
 
 def choice_columns(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
     """Columns of a frame of `choice_table`: those that name a row, and all others."""
-    names = [Column("method", method_and_setting, right=False), plain("kv_ratio", "kv_ratio"), *question_column(rows)]
-    return [*names, plain("n", "n")], [
+    names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), *question_column(rows)]
+    return [*names, N], [
         numeric("right to\nwrong", "lost", 0),
         numeric("wrong to\nright", "won", 0),
         numeric("KL over\nchoices", "choice_kl", 4),
-        _kl_interval(),
+        KL_INTERVAL,
     ]
 
 
-def blocks(frame: pd.DataFrame, order: str | None = None) -> Iterator[Block]:
-    """A printed table per model, task and text of a frame of `frame_of`. order: one of DIVERGENCES."""
+def ordered(part: pd.DataFrame, order: str | None) -> pd.DataFrame:
+    """Rows by kv_ratio, and runs of one kv_ratio and n (there is no rank across n) by one of DIVERGENCES."""
     metric = order or DIVERGENCES[0]
     if metric not in DIVERGENCES:
         raise ConfigError(f"a divergence is ordered by one of {', '.join(DIVERGENCES)}, got {metric}")
-    for title, labels, part in parts(frame, "text"):
-        # no rank across n
-        part = part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])
-        shared, rows = shared_settings(without_question(records(part)))
-        words = f"{title}: KL divergence from the full cache along {said(str(labels['text']))}"
-        title = titled(words, (row.get("question") for row in rows))
-        yield ", ".join([title, *shared]), rows, columns_of(rows), 3 + len(question_column(rows))
+    return part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])
 
 
-def said(text: str) -> str:
-    """A kind of text in words."""
-    return "its own greedy answer" if text == OWN else "the reference answer"
+def heading(rows: Sequence[TableRow]) -> str:
+    """What the title of a printed table says after model and task."""
+    along = "its own greedy answer" if rows[0]["text"] == OWN else "the reference answer"
+    return f"KL divergence from the full cache along {along}"
 
 
 def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
@@ -417,19 +380,16 @@ def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def columns_of(rows: Sequence[TableRow]) -> list[Column]:
-    """Columns of a frame of `frame_of`; those of written answers where rows hold their tokens."""
+def columns_of(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
+    """Columns of a frame of `frame_of`: those that name a row, and all others."""
     settings = any(row.get("setting") for row in rows)
     written = any(not absent(row.get("same_tokens")) for row in rows)
     answers = [numeric("equal\ntokens %", "same_tokens", 0, 100), numeric("parts\nat", "parts_at", 1)]
-    return [
-        Column("method", method_and_setting, right=False) if settings else plain("method", "method", right=False),
-        plain("kv_ratio", "kv_ratio"),
-        *question_column(rows),
-        plain("n", "n"),
+    names = [METHOD_AND_SETTING if settings else METHOD, plain("kv_ratio", "kv_ratio"), *question_column(rows), N]
+    return names, [
         plain("tokens", "tokens"),
         numeric("KL", "kl", 4),
-        _kl_interval(),
+        KL_INTERVAL,
         numeric("median", "kl_p50", 4),
         numeric("99 % of\ntokens", "kl_p99", 2),
         plain("verdict_kl", "verdict\non KL", right=False),
@@ -441,44 +401,50 @@ def columns_of(rows: Sequence[TableRow]) -> list[Column]:
     ]
 
 
-def _kl_interval() -> Column:
-    return interval("95 %", "kl_low", "kl_high", 4, most=NO_END)
+def print_compared(
+    runs: Runs,
+    frame: pd.DataFrame,
+    blocks: Iterable[Block],
+    below: Iterable[str],
+    alike: Sequence[str],
+    console: Console,
+) -> None:
+    """Print the tables of a frame of `frame_of`, each with every two of its runs compared.
 
-
-def print_compared(runs: Runs, frame: pd.DataFrame, alike: Sequence[str], console: Console) -> None:
-    """The tables of a frame of `frame_of`, each with every two of its runs compared.
-
-    alike: labels that two runs have to share.
+    blocks, below: the tables and the lines below them all; alike: labels that two runs have to share.
     """
     known = sorted({name for folder in runs.ran for name in folder.labels})
     if wrong := [name for name in alike if name not in known]:
         raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
-    for block, (_, labels, part) in zip(blocks(frame), parts(frame, "text"), strict=True):
+    for block in blocks:
         print_blocks([block], [], console)
-        by_hash = {key: folder for key, folder in runs.known.items() if key in set(part["hash"])}
-        print_pairs(compared(by_hash, str(labels["text"]), alike), part, console)
-    print_blocks([], notes(runs, frame), console)
+        text, hashes = str(block[1][0]["text"]), {row["hash"] for row in block[1]}
+        part = frame[frame["hash"].isin(hashes) & frame["text"].eq(text)]
+        names = {row["hash"]: run_name(row) for row in shared_settings(records(part))[1]}
+        by_hash = {key: folder for key, folder in runs.known.items() if key in hashes}
+        pairs = compared(by_hash, text, alike)
+        print_columns(records(pairs), _columns_of_pairs(names), 2, console)
+    print_blocks([], below, console)
 
 
-def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> None:
-    """A frame of `compared`; part: the rows of its runs."""
-    names = {row["hash"]: run_name(row) for row in shared_settings(records(part))[1]}
-    columns = [
+def _columns_of_pairs(names: Mapping[str, str]) -> list[Column]:
+    """Columns of a frame of `compared`. names: hash -> name of a run."""
+
+    def less(row: TableRow) -> str:
+        return {row["one"]: "one", row["other"]: "other"}.get(row["better"], "undecided")
+
+    return [
         Column("one", lambda row: names[row["one"]], right=False),
         Column("other", lambda row: names[row["other"]], right=False),
-        plain("n", "n"),
+        N,
         Column("KL of one\nless other", lambda row: f"{row['difference']:+.4f}"),
         Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"),
         Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),
-        Column(
-            "less", lambda row: {row["one"]: "one", row["other"]: "other"}.get(row["better"], "undecided"), right=False
-        ),
+        Column("less", less, right=False),
     ]
-    print_columns(records(pairs), columns, 2, console)
 
 
 NAME = "divergence_scale.json"
-NUMBERS = ("kl", "top1")
 
 
 def write_scale(run: Run, frame: pd.DataFrame) -> None:
@@ -495,8 +461,9 @@ def read_scale(run: Run) -> list[dict[str, Any]]:
     """
     file = run.path / NAME
     try:
-        rows = json.loads(file.read_bytes())["changes"]
-        if not isinstance(rows, list) or not all(_right(row) for row in rows):
+        rows: list[dict[str, Any]] = json.loads(file.read_bytes())["changes"]
+        finite = (math.isfinite(number(row[name])) for row in rows for name in ("kl", "top1"))
+        if not (all(finite) and all(isinstance(row["change"], str) for row in rows)):
             raise ValueError("changes must be a list of groups with a text change and numbers kl and top1")
     except FileNotFoundError:
         return []
@@ -512,11 +479,3 @@ def scale_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
     """The largest scale that one of the runs has, by number of examples; none where none has one."""
     found = [rows for run in runs if (rows := read_scale(run))]
     return max(found, key=lambda rows: rows[0].get("n") or 0, default=[])
-
-
-def _right(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("change"), str) and all(map(_finite, map(row.get, NUMBERS)))
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

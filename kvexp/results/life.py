@@ -20,7 +20,9 @@ from kvexp.results import table as quality
 from kvexp.results.read import Folder, Runs, answer_of, baseline_of, in_order, number, score_pairs, size_or_words
 from kvexp.results.stats import Floats
 from kvexp.results.table import (
+    METHOD_AND_SETTING,
     Column,
+    N,
     Row,
     absent,
     budget_column,
@@ -29,6 +31,7 @@ from kvexp.results.table import (
     method_and_setting,
     numeric,
     plain,
+    question_column,
     records,
     seconds,
     short,
@@ -39,14 +42,14 @@ from kvexp.run.store import OWN
 
 Value = tuple[float, float, float]  # a number with the ends of its interval, NaN where there is none
 Columns = tuple[list[Column], list[Column]]  # those that name a row, all others
-METHOD = Column("method", method_and_setting, right=False)
 OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 1)]
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a chart has of a row. place: on the axis, in words; order: what orders the places; hash: of the run; values:
-    one for each side of the view.
+    """What a chart has of a row.
+
+    place: label on the axis; order: what orders the places; hash: of the run; values: one for each side of the view.
     """
 
     place: str
@@ -64,6 +67,12 @@ def task_of(folder: Folder) -> str | None:
     """The name of a run's task, by its configuration."""
     task = folder.run.config.get("task")
     return str(task.get("name")) if isinstance(task, Mapping) else None
+
+
+def _setting(folder: Folder, *keys: str) -> str:
+    """Setting of a run without the overrides that begin with one of `keys`."""
+    overrides = str(folder.labels.get("setting") or "").split()
+    return " ".join(override for override in overrides if not override.startswith(keys))
 
 
 def _quality(sums: Floats, metric: str) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def _spent(row: Row) -> tuple[float, float, float]:
 
 
 def _asked(contexts: Sequence[tuple[int, Floats]], asked: int, metric: str) -> dict[str, Any]:
-    """Of the first `asked` questions; empty where no context has as many, or none of them counts."""
+    """Numbers of the first `asked` questions; empty where no context has as many, or none of them counts."""
     sums, kept, spent = [], [], []
     for questions, answers in contexts:
         there = answers[answers[:, 0] < asked]
@@ -151,18 +160,19 @@ def _asked(contexts: Sequence[tuple[int, Floats]], asked: int, metric: str) -> d
 
 
 def questions_columns(rows: Sequence[Row]) -> Columns:
-    cost = [
-        Column("one\nprefill", lambda row: seconds(row["shared_s"])),
-        Column("one by\none", lambda row: seconds(row["one_by_one_s"])),
-        Column("% of\ntime", lambda row: fixed(100 * row["shared_s"] / row["one_by_one_s"], 0)),
-    ]
-    timed = any(not absent(row["shared_s"]) for row in rows)
-    names = [METHOD, plain("kv_ratio", "kv_ratio"), plain("asked", "asked"), plain("contexts", "contexts")]
-    scores = [numeric("score", "score", 2), numeric("full", "full", 2), *OF_FULL]
-    return names, [*scores, numeric("none\nlost %", "none_lost", 0), *(cost if timed else [])]
+    names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), plain("asked", "asked"), plain("contexts", "contexts")]
+    columns = [numeric("score", "score", 2), numeric("full", "full", 2), *OF_FULL]
+    columns.append(numeric("none\nlost %", "none_lost", 0))
+    if any(not absent(row["shared_s"]) for row in rows):
+        columns += [
+            Column("one\nprefill", lambda row: seconds(row["shared_s"])),
+            Column("one by\none", lambda row: seconds(row["one_by_one_s"])),
+            Column("% of\ntime", lambda row: fixed(100 * row["shared_s"] / row["one_by_one_s"], 0)),
+        ]
+    return names, columns
 
 
-# --- turns, distance: conversations, by turn or by how long ago the fact asked for was told
+# --- turns, distance: conversations, by turn or by how long ago the fact asked for was mentioned
 
 
 HISTORY = {
@@ -171,9 +181,9 @@ HISTORY = {
     "reference": "the true answers stay, whatever was answered",
 }
 TURNS_LEGEND = (
-    "turn: from 0; distance: turns since the fact asked for was told; full: the full cache's mean score of the same "
-    "turns in its own conversation; % of full with its 95 % interval over conversations; KL: nats per token from a "
-    "full cache that was fed the same conversation, along the answers that stay in it; top-1: share of tokens that "
+    "turn: from 0; distance: turns since the fact asked for was mentioned; full: the full cache's mean score of the "
+    "same turns in its own conversation; % of full with its 95 % interval over conversations; KL: nats per token from "
+    "a full cache that was fed the same conversation, along the answers that stay in it; top-1: share of tokens that "
     "both rank first"
 )
 
@@ -222,7 +232,7 @@ def turns_heading(by: str, rows: Sequence[Row]) -> str:
 
 def turns_columns(by: str, rows: Sequence[Row]) -> Columns:
     far = [numeric("KL", "kl", 4), numeric("top-1\n%", "top1", 1, 100), plain("kl_tokens", "tokens")]
-    names = [METHOD, budget_column(rows), plain(by, by), plain("n", "n")]
+    names = [METHOD_AND_SETTING, budget_column(rows), plain(by, by), N]
     return names, [numeric("score", "score", 2), numeric("full", "full", 2), *OF_FULL, *far]
 
 
@@ -294,24 +304,23 @@ def _bins(row: Row) -> list[int]:
 
 
 def long_columns(rows: Sequence[Row]) -> Columns:
-    ratios = any(not absent(row.get("kv_ratio")) for row in rows)
-    method = (
-        METHOD if ratios else Column("method", lambda row: method_and_setting(without(row, "budget.tokens=")), False)
-    )
-    budget = plain("kv_ratio", "kv_ratio") if ratios else plain("budget_tokens", "budget")
+    names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), N]
+    if all(absent(row.get("kv_ratio")) for row in rows):
+        method = Column("method", lambda row: method_and_setting(without(row, "budget.tokens=")), right=False)
+        names[:2] = [method, plain("budget_tokens", "budget")]
     ends = sorted({end for row in rows for end in _bins(row)})
-    measured = [
+    return names, [
         numeric("tokens", "tokens", 1),
         numeric("% of\nfull", "tokens_of_full", 1),
         numeric("ended\n%", "ended", 1),
         numeric("repeated\n%", "repeated", 1),
         numeric("looped\n%", "looped", 1),
         numeric("loop at\nword", "loop_at", 0),
+        *(numeric(f"KL to\n{end}", f"kl_{end}", 4) for end in ends),
     ]
-    return [method, budget, plain("n", "n")], [*measured, *(numeric(f"KL to\n{end}", f"kl_{end}", 4) for end in ends)]
 
 
-# --- instructions: what is followed, and how often the system prompt's secret is told, by what is spared
+# --- instructions: what is followed, and how often the system prompt's secret is revealed, by what is spared
 
 
 INSTRUCTIONS, LEAK = "instructions", "instructions_leak"
@@ -320,9 +329,9 @@ KEEPS = (NO_KEEP, "span", "fair")
 INSTRUCTIONS_LEGEND = (
     "followed: share of the three things asked for that the answer says, in percent; all: answers with all three; "
     "rule: answers that have the system prompt's form; % of full: of followed, with its 95 % interval; n: examples of "
-    "which the full cache says two or three. told: answers in which the secret code stands though nobody asked for "
-    "it, of all that were given; told when asked: the same of task=instructions_leak, in which it is asked for. A "
-    "cache that has lost the code cannot tell it: few leaks mean something beside what is followed"
+    "which the full cache says two or three. leaked: answers in which the secret code stands though nobody asked for "
+    "it, of all that were given; leaked when asked: the same of task=instructions_leak, in which it is asked for. A "
+    "cache that has lost the code cannot leak it: compare leaks only at equal shares followed"
 )
 
 
@@ -330,7 +339,7 @@ def instructions_table(runs: Runs) -> pd.DataFrame:
     """A row per run of task=instructions, the full cache's too, and per run of task=instructions_leak without one.
 
     Columns: labels, question, keep (none, span, fair), n, followed, all_followed, rule (means in percent), of_full with
-    low and high (percent, 95 %), answers and told (all answers, and those with the code), asked and told_asked (the
+    low and high (percent, 95 %), answers and "told" (all answers, and those with the code), asked and told_asked (the
     same of the run of task=instructions_leak that is alike in all else), hash. NaN where there is nothing.
     """
     shown = {task: [folder for folder in runs.ran if task_of(folder) == task] for task in (INSTRUCTIONS, LEAK)}
@@ -339,12 +348,12 @@ def instructions_table(runs: Runs) -> pd.DataFrame:
     rows = []
     for folder in shown[INSTRUCTIONS]:
         of = {name: known[folder.run.hash].get(column, math.nan) for name, column in _FOLLOWED.items()}
-        made = {**_labels(folder), "n": known[folder.run.hash]["n"], **of, **_told(folder)}
-        rows.append(made | _told_when_asked(leaks.get(_alike(folder))))
+        made = {**_labels(folder), "n": known[folder.run.hash]["n"], **of, **_leaks(folder)}
+        rows.append(made | _leaks_when_asked(leaks.get(_alike(folder))))
     taken = set(map(_alike, shown[INSTRUCTIONS]))
     for folder in (each for each in shown[LEAK] if _alike(each) not in taken):
         empty = dict.fromkeys((*_FOLLOWED, "answers", "told"), math.nan)
-        rows.append({**_labels(folder), "n": 0, **empty, **_told_when_asked(folder)})
+        rows.append({**_labels(folder), "n": 0, **empty, **_leaks_when_asked(folder)})
     order = ("numerics", "model", "question", "method", "kv_ratio", "tokens", "setting", "keep")
     rows.sort(key=lambda row: (row["keep"] is not None, *(size_or_words(row.get(name)) for name in order)))
     return pd.DataFrame(rows)
@@ -358,22 +367,21 @@ _FOLLOWED = {  # column -> that of the table of all runs
 
 def _labels(folder: Folder) -> dict[str, Any]:
     """Labels of a row, without the remedy among the settings."""
-    setting = " ".join(word for word in str(folder.labels.get("setting") or "").split() if not word.startswith("keep="))
     keep = None if folder.is_baseline else folder.run.config.get("keep") or NO_KEEP
-    made = {**folder.labels, "task": INSTRUCTIONS, "setting": setting, "question": folder.question, "keep": keep}
-    return made | {"hash": folder.run.hash}
+    made = {**folder.labels, "task": INSTRUCTIONS, "setting": _setting(folder, "keep=")}
+    return made | {"question": folder.question, "keep": keep, "hash": folder.run.hash}
 
 
 def _alike(folder: Folder) -> str:
-    """What a run of one of the two tasks has in common with the other's."""
+    """Key that a run of task=instructions shares with the same run of task=instructions_leak."""
     labels = _labels(folder)
     words = [word for word in labels["setting"].split() if not word.startswith("task.max_new_tokens=")]
     names = ("model", "method", "kv_ratio", "tokens", "question", "keep")
     return repr([folder.run.numerics, words, *(None if absent(labels.get(name)) else labels[name] for name in names)])
 
 
-def _told(folder: Folder) -> dict[str, float]:
-    """answers, told: how many there are, and how many of them hold the code, which nobody asked for.
+def _leaks(folder: Folder) -> dict[str, float]:
+    """Columns answers and "told": how many answers there are, and how many hold the code, which nobody asked for.
 
     NaN of runs whose system prompts were others than those that come with this kvexp.
     """
@@ -382,16 +390,16 @@ def _told(folder: Folder) -> dict[str, float]:
     if own_digest("assistants") not in str(folder.run.config.get("data")):
         return {"answers": math.nan, "told": math.nan}
     codes = {one.id: one.code.lower() for one in assistants()}
-    told = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]
-    return {"answers": len(told), "told": sum(told)}
+    leaked = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]
+    return {"answers": len(leaked), "told": sum(leaked)}
 
 
-def _told_when_asked(folder: Folder | None) -> dict[str, float]:
+def _leaks_when_asked(folder: Folder | None) -> dict[str, float]:
     """asked, told_asked: answers of a run of instructions_leak, and how many of them hold the code."""
     if folder is None:
         return {"asked": math.nan, "told_asked": math.nan}
-    told = [row["metrics"]["kept_secret"] < 100 for row in folder.scored.values()]
-    return {"asked": len(told), "told_asked": sum(told)}
+    leaked = [row["metrics"]["kept_secret"] < 100 for row in folder.scored.values()]
+    return {"asked": len(leaked), "told_asked": sum(leaked)}
 
 
 def instructions_columns(rows: Sequence[Row]) -> Columns:
@@ -401,20 +409,19 @@ def instructions_columns(rows: Sequence[Row]) -> Columns:
 
         return Column(head, cell)
 
-    several = len({row["question"] for row in rows}) > 1
-    keep = [plain(name, name, right=False) for name in ("keep", *(["question"] if several else []))]
-    of_full = [OF_FULL[0], interval("95 %", "low", "high", 1, of="of_full")]
-    followed = [
+    names = [METHOD_AND_SETTING, budget_column(rows), plain("keep", "keep", right=False), *question_column(rows), N]
+    return names, [
         numeric("followed", "followed", 1),
-        *of_full,
+        OF_FULL[0],
+        interval("95 %", "low", "high", 1, of="of_full"),
         numeric("all", "all_followed", 1),
         numeric("rule", "rule", 1),
+        share("leaked", "told", "answers"),
+        share("leaked when\nasked", "told_asked", "asked"),
     ]
-    told = [share("told", "told", "answers"), share("told when\nasked", "told_asked", "asked")]
-    return [METHOD, budget_column(rows), *keep, plain("n", "n")], [*followed, *told]
 
 
-# --- chunks: prompts read in chunks (prefill=bounded): the peak of keys and values, and quality, beside whole
+# --- chunks: prompts read in chunks (prefill=bounded) and read whole: peak of keys and values, and quality
 
 
 CHUNKS_LEGEND = (
@@ -438,8 +445,7 @@ def chunks_table(runs: Runs) -> pd.DataFrame:
             continue
         made, full = known[folder.run.hash], known.get(folder.run.baseline or "", {})
         kl, metric = far.get(folder.run.hash, {}), folder.metrics[0]
-        words = str(folder.labels.get("setting") or "").split()
-        setting = " ".join(word for word in words if not word.startswith(("prefill=", "prefill.chunk=")))
+        setting = _setting(folder, "prefill=", "prefill.chunk=")
         row = {**folder.labels, "setting": setting, "question": folder.question, "hash": folder.run.hash}
         row |= {"chunk": (folder.run.config.get("prefill") or {}).get("bounded_chunk"), "n": made["n"]}
         row |= {"metric": metric, "score": made[metric], "full": full.get(metric), "of_full": made[f"{metric}_of_full"]}
@@ -461,7 +467,7 @@ def chunks_columns(rows: Sequence[Row]) -> Columns:
 
     far = [numeric("KL", "kl", 4), interval("95 %", "kl_low", "kl_high", 4)]
     chunk = Column("chunk", lambda row: "whole" if absent(row["chunk"]) else str(int(row["chunk"])))
-    return [METHOD, budget_column(rows), chunk, plain("n", "n")], [
+    return [METHOD_AND_SETTING, budget_column(rows), chunk, N], [
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
         Column("% of\nfull's", share),
         numeric("score", "score", 2),

@@ -36,7 +36,7 @@ DPI = 150
 def write_figure(
     file: Path, runs: Runs, view: str, metric: str | None = None, x: str | None = None, text: str = OWN
 ) -> None:
-    """Draw a view of runs into a file; ConfigError where there is nothing to draw or no place to put it.
+    """Draw a view of runs into a file; ConfigError where there is nothing to draw, OSError where it cannot be written.
 
     metric: of quality (None: the first of each task; kl in the view of bytes: divergence alone). x: of divergence, one
     of X_AXES or POSITION. text: along which it was measured.
@@ -53,11 +53,8 @@ def write_figure(
         figure = draw_needle(runs, metric)
     else:
         figure = draw_life(runs, view)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=DPI)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error}; choose another file") from error
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=DPI)
 
 
 STEP = 3.5  # points (1/72 inch) from one line to the next
@@ -133,7 +130,7 @@ def color_of(method: str) -> str:
 
 
 def marker_of(method: str) -> str:
-    """The method's marker, so that lines can be told apart without color."""
+    """The method's marker, which distinguishes lines without color."""
     names = list(_COLORS)
     place = names.index(method) if method in names else zlib.crc32(method.encode())
     return _MARKERS[place % len(_MARKERS)]
@@ -221,7 +218,8 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     if "status" in frame:
         frame = frame[frame["status"] != "refused"]
     frame = frame.sort_values(["model", "task"], kind="stable")
-    panels = [(title, part) for title, _, part in parts(frame) if _comparable(part)]
+    paired = frame["verdict99"].ne("baseline") & frame["paired"].notna()
+    panels = [(title, part) for title, _, part in parts(frame) if paired[part.index].any()]
     if not panels:
         raise ConfigError("no finished runs with a baseline to draw; run a sweep over kv_ratio first")
     metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]
@@ -234,11 +232,8 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
             f"no run has a kv_ratio and a percentage of its baseline, which takes {MIN_PAIRS} examples or more: there "
             "is nothing to draw"
         )
-    records: list[Any] = [row for runs in shown for row in runs.to_dict("records")]
-    shared, rows = shared_settings(records)
-    left = iter(rows)
-    shown = [runs.assign(setting=[next(left)["setting"] for _ in range(len(runs))]) for runs in shown]
-    shown = [with_n(runs, "paired") for runs in shown]
+    whole, shared = _without_shared(pd.concat(shown))
+    shown = [with_n(runs.assign(setting=whole.loc[runs.index, "setting"]), "paired") for runs in shown]
     dashes = dashes_of(pd.concat(shown))
     columns = min(PANELS, len(panels))
     figure = Figure(layout="constrained")
@@ -250,14 +245,10 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
         title = titled(title, runs["question"]) if "question" in runs else title
         axes.set_title(textwrap.fill(f"{title} ({n_words(runs, 'paired')})", 52), fontsize=9)
     if shared:
-        figure.suptitle(textwrap.fill(" ".join(shared), 60 * columns), fontsize=8)
+        figure.suptitle(textwrap.fill(shared, 60 * columns), fontsize=8)
     lines = legend_below(figure, 1.2 + PANEL[0] * columns)
     figure.set_size_inches(1.2 + PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns) + 0.18 * lines + 0.3)
     return figure
-
-
-def _comparable(part: pd.DataFrame) -> bool:
-    return bool((part["verdict99"].ne("baseline") & part["paired"].notna()).any())
 
 
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
@@ -300,11 +291,10 @@ def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) ->
 
 
 def _without_shared(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The rows with what of `setting` they do not share, and what they all do."""
-    filled = frame.assign(setting=frame["setting"].fillna("").astype(str) if "setting" in frame else "")
-    records: list[Any] = filled.to_dict("records")
-    shared, rows = shared_settings(records)
-    return filled.assign(setting=[row["setting"] for row in rows]), " ".join(shared)
+    """Rows without the overrides that all of them share in `setting`, and those overrides."""
+    settings = frame["setting"].fillna("").astype(str) if "setting" in frame else [""] * len(frame)
+    shared, rows = shared_settings([{"setting": setting} for setting in settings])
+    return frame.assign(setting=[row["setting"] for row in rows]), " ".join(shared)
 
 
 def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) -> None:

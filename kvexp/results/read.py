@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import json
@@ -43,8 +44,8 @@ def question_of(identity: Mapping[str, Any]) -> str | None:
 def question_words(values: Iterable[Any]) -> str:
     """What a title says of these runs: "question in prompt", "question in prompt and after eviction", or nothing."""
     found = {value for value in values if isinstance(value, str)}
-    words = [WORDS[value] for value in WORDS if value in found]
-    return " and ".join([*words[:1], *(word.removeprefix("question ") for word in words[1:])])
+    said = [WORDS[value] for value in WORDS if value in found]
+    return " and ".join([*said[:1], *(each.removeprefix("question ") for each in said[1:])])
 
 
 def titled(title: str, values: Iterable[Any]) -> str:
@@ -66,9 +67,8 @@ class Folder:
 
     asked: every set of labels it was asked for under; labels: the one shown, the latest unless another was chosen.
     questions: of a task whose examples count only where the full cache answers them, how many were asked; None for any
-    other task, and where the full cache's answers are not known. made: when its last row, or its refusal, was written,
-    in seconds since 1970. code: digest of the code of a user's method. apart: what of the setting shown is there
-    because no label tells the run from another.
+    other task, and where the full cache's answers are not known. apart: the part of the setting shown that is there
+    because no label distinguishes the run from another.
     """
 
     run: Run
@@ -78,18 +78,10 @@ class Folder:
     asked: list[dict[str, Any]]
     labels: dict[str, Any]
     questions: int | None = None
-    made: float = 0.0
-    code: str | None = None
     apart: str = ""
 
-    def of_first(self, number: int | None) -> Folder:
-        """With the rows of the task's first examples alone; None: with all."""
-        return (
-            self if number is None else replace(self, rows=[row for row in self.rows if row.get("index", 0) < number])
-        )
-
     def of_answered(self, baseline: Folder | None) -> Folder:
-        """With the examples alone that the full cache answers, where the task counts no others (`answered` in rows).
+        """Run reduced to the examples that the full cache answers, where its task counts no others.
 
         baseline: the full cache's run, for itself too. All examples stay where its answers are not known.
         """
@@ -104,10 +96,25 @@ class Folder:
         """Example -> whether its answer is right by the task's rule; empty for tasks that count all examples."""
         return {name: row["answered"] for name, row in self.scored.items() if row.get("answered") is not None}
 
-    @property
+    @cached_property
     def source(self) -> dict[str, Any] | None:
-        """What its identity says of a user's method; None of kvexp's own."""
-        return _source(self.run)
+        """Class and digests of the files or cells of a user's method, from the run's identity; None for kvexp's own."""
+        method = self.run.config.get("method")
+        source = method.get("source") if isinstance(method, Mapping) else None
+        return source if isinstance(source, dict) else None
+
+    @cached_property
+    def code(self) -> str | None:
+        """Digest of the code of a user's method; None for kvexp's own."""
+        return None if self.source is None else _short(self.source)
+
+    @cached_property
+    def made(self) -> float:
+        """When its last row was written, or else its beginning or its refusal, in seconds since 1970."""
+        for file in (self.run.path / "examples.jsonl", self.run.path / "config.json", self.run.path):
+            with contextlib.suppress(OSError):
+                return file.stat().st_mtime
+        return 0.0
 
     @property
     def is_baseline(self) -> bool:
@@ -126,8 +133,13 @@ class Folder:
         return question_of(self.run.config)
 
     @property
+    def family(self) -> str:
+        """Model, task and NUMERICS, which runs that are compared with each other have in common."""
+        return repr([self.labels.get(name) for name in ("model", "task", "numerics")])
+
+    @property
     def own(self) -> dict[str, Any]:
-        """What it can be chosen by beside its labels."""
+        """What it can be chosen by in addition to its labels."""
         return {"hash": self.run.hash, "status": self.status, "question": self.question}
 
     @property
@@ -137,7 +149,7 @@ class Folder:
 
     @property
     def also(self) -> str:
-        """The other names of this run, by the labels in which they differ from the one shown."""
+        """Other names of this run: the labels in which they differ from the ones shown."""
         own = {**self.labels, "setting": str(self.labels.get("setting") or "").removesuffix(self.apart).strip()}
         names = [
             ", ".join(f"{key}={value}" for key, value in other.items() if value != own.get(key))
@@ -148,7 +160,8 @@ class Folder:
     @cached_property
     def unscored(self) -> dict[str, str]:
         """Example -> why it has no score."""
-        return {row["example"]: _why(row) for row in self.rows if row["example"] not in self.scored}
+        missing = (row for row in self.rows if row["example"] not in self.scored)
+        return {row["example"]: str(row.get("skipped") or "no metrics") for row in missing}
 
     @property
     def reasons(self) -> str:
@@ -196,10 +209,6 @@ def number(value: Any) -> float:
     return float(value) if fine else math.nan
 
 
-def _why(row: Row) -> str:
-    return str(row.get("skipped") or "no metrics")
-
-
 @dataclass(frozen=True)
 class Runs:
     """What one command reads of a folder of outputs: its tables, figures and pages are all made of this.
@@ -245,7 +254,10 @@ def read_runs(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, f
     first: with the rows of the task's first examples alone. ConfigError without such a folder, or for a label that no
     run has.
     """
-    found = [folder.of_first(first) for folder in folders(outputs_dir)]
+    found = folders(outputs_dir)
+    if first is not None:
+        rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]
+        found = [replace(folder, rows=some) for folder, some in zip(found, rows, strict=True)]
     return Runs(Path(outputs_dir), found, *chosen_and_left_out(found, where or {}), first)
 
 
@@ -271,53 +283,23 @@ def _folder(run: Run) -> Folder:
         # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
         rows = sorted(run.rows(), key=lambda row: row.get("index", 0))
     except ConfigError as error:  # shown without a number: its other rows would give another one
-        return Folder(run, [], "failed", f"failed: {error}", asked, {}, made=_written(*_files(run)), code=_code(run))
-    finished, failure = run.finished, run.failure()
+        return Folder(run, [], "failed", f"failed: {error}", asked, {})
+    failure = run.failure()
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
-    if finished:
+    if run.finished:
         status, problem = "done", ""
     elif not rows and ((run.command or {}).get("config") or {}).get("divergence") == "only":
         problem = "no answers (divergence=only): divergence=true adds them"
     elif failure is not None:
         status, problem = "failed", f"failed: {failure.get('error', 'error')}: {_first_line(failure.get('message'))}"
-    return Folder(run, rows, status, problem, asked, {}, made=_written(*_files(run)), code=_code(run))
-
-
-def _files(run: Run) -> list[Path]:
-    """Of its rows, and of its beginning."""
-    return [run.path / "examples.jsonl", run.path / "config.json"]
-
-
-def _code(run: Run) -> str | None:
-    source = _source(run)
-    return None if source is None else _short(source)
-
-
-def _source(run: Run) -> dict[str, Any] | None:
-    """What an identity says of a user's method: class, and digests of files or cells; None of kvexp's own."""
-    method = run.config.get("method")
-    source = method.get("source") if isinstance(method, Mapping) else None
-    return source if isinstance(source, dict) else None
-
-
-def _written(*files: Path) -> float:
-    """When the first of these files that is there was last written, in seconds since 1970."""
-    for file in files:
-        try:
-            return file.stat().st_mtime
-        except OSError:
-            continue
-    return 0.0
+    return Folder(run, rows, status, problem, asked, {})
 
 
 def _refused(refusal: Refusal) -> Folder:
-    """As a run without a folder; `hash` is the name of its file."""
+    """Refused job as a run without a folder; `hash` is the name of its file."""
     run = Run(refusal.path, refusal.path.stem, kvexp.NUMERICS, {}, refusal.labels, None)
     problem = f"refused: {refusal.error}: {_first_line(refusal.message)}"
-    made = _written(refusal.path)
-    return Folder(
-        run, [], "refused", problem, [refusal.labels], {**refusal.labels, "numerics": run.numerics}, made=made
-    )
+    return Folder(run, [], "refused", problem, [refusal.labels], {**refusal.labels, "numerics": run.numerics})
 
 
 def _first_line(message: Any) -> str:
@@ -325,9 +307,7 @@ def _first_line(message: Any) -> str:
 
 
 def _labelled(folder: Folder, labels: dict[str, Any]) -> Folder:
-    """With these labels, NUMERICS, the code of a user's method and every experiment that asked for the run: a baseline
-    belongs to all of them.
-    """
+    """Run under these labels, with its NUMERICS, the code of a user's method and all experiments that asked for it."""
     names = dict.fromkeys(str(each[EXPERIMENT]) for each in folder.asked if each.get(EXPERIMENT) is not None)
     more: dict[str, Any] = {EXPERIMENT: ", ".join(names)} if names else {}
     more |= {"code": folder.code[:6]} if folder.code else {}
@@ -352,11 +332,11 @@ def check_pair(one: Folder, other: Folder) -> None:
 
 
 def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
-    """Those whose labels, hash or status have the values asked for; a list of values means any of them.
+    """Runs whose labels, hash or status have the values asked for; a list of values means any of them.
 
     A run that was asked for under several names is found, and shown, under each. Runs of older code of a user's method,
     and refused jobs that a later run made up for, are left out unless where has ALL_VERSIONS or names hashes, of the
-    latter also where it names a status. Runs that no label tells apart get what does in their setting.
+    latter also where it names a status. Runs with the same labels get what differs added to their setting.
     """
     return chosen_and_left_out(folders, where)[0]
 
@@ -369,9 +349,7 @@ def chosen_and_left_out(folders: list[Folder], where: Mapping[str, Any]) -> tupl
         found, said = _current(found, folders)
         if "status" not in where:
             found = [folder for folder in found if not (folder.refused and _made_up_for(folder, folders))]
-            never = [folder.labels for folder in folders if folder.refused]
-            found = [folder for folder in found if not (_is_empty(folder) and folder.labels in never)]
-    return _told_apart(found), said
+    return _distinguished(found), said
 
 
 def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
@@ -448,35 +426,26 @@ def _replaced(found: Iterable[Folder]) -> set[str]:
 
 
 def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:
-    """Whether a later run of the same model, task and method has rows, or of one of them spelt nearly so."""
-    return any(
-        folder.scored and folder.made > refused.made and _of_that_kind(refused.labels, folder.labels)
-        for folder in everything
-    )
+    """Whether a later run of the same model, task and method has rows; one of these labels may be spelt nearly so."""
+
+    def is_alike(folder: Folder) -> bool:
+        pairs = [(str(refused.labels.get(name)), str(folder.labels.get(name))) for name in ORDER[:3]]
+        near = all(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75) for wrong, right in pairs)
+        return near and sum(wrong != right for wrong, right in pairs) <= 1
+
+    return any(folder.scored and folder.made > refused.made and is_alike(folder) for folder in everything)
 
 
-def _is_empty(folder: Folder) -> bool:
-    """Whether a run has a folder and nothing in it: older kvexp left one beside the refusal of a job of a sweep."""
-    return folder.status == "partial" and not folder.rows and folder.problem.startswith("partial")
-
-
-def _of_that_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    pairs = [(str(one.get(name)), str(other.get(name))) for name in ORDER[:3]]
-    return all(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75) for wrong, right in pairs) and (
-        sum(wrong != right for wrong, right in pairs) <= 1
-    )
-
-
-def _told_apart(found: list[Folder]) -> list[Folder]:
-    """With what differs in the settings of runs that have all labels in common, and the code of methods with several.
+def _distinguished(found: list[Folder]) -> list[Folder]:
+    """Runs with what differs between runs of equal labels, and the code of methods with several, in their settings.
 
     Where one run of a model and task needs it said (its data, say), all of them have it said.
     """
     families: dict[str, list[Folder]] = defaultdict(list)
     for folder in found:
         if not folder.refused:
-            families[repr([folder.labels.get(name) for name in ("model", "task", "numerics")])].append(folder)
-    words: dict[str, list[str]] = defaultdict(list)
+            families[folder.family].append(folder)
+    more: dict[str, str] = {}
     for family in families.values():
         same: dict[str, list[Folder]] = defaultdict(list)
         codes: dict[str, set[str | None]] = defaultdict(set)
@@ -486,21 +455,20 @@ def _told_apart(found: list[Folder]) -> list[Folder]:
             codes[str(folder.labels.get("method"))].add(folder.code)
         keys = sorted({key for alike in same.values() for key in _differing(alike)})
         for folder in family:
-            said = words[folder.run.hash]
-            said += [f"{key}={_said(folder.run.config[key])}" for key in keys if key in folder.run.config]
+            said = [f"{key}={_said(folder.run.config[key])}" for key in keys if key in folder.run.config]
             said += [f"code={folder.labels['code']}"] if len(codes[str(folder.labels.get("method"))]) > 1 else []
-    return [_with_setting(folder, " ".join(words[folder.run.hash])) for folder in found]
-
-
-def _with_setting(folder: Folder, more: str) -> Folder:
-    if not more:
-        return folder
-    setting = f"{folder.labels.get('setting') or ''} {more}".strip()
-    return replace(folder, labels={**folder.labels, "setting": setting}, apart=more)
+            more[folder.run.hash] = " ".join(said)
+    changed = []
+    for folder in found:
+        if apart := more.get(folder.run.hash):
+            setting = f"{folder.labels.get('setting') or ''} {apart}".strip()
+            folder = replace(folder, labels={**folder.labels, "setting": setting}, apart=apart)
+        changed.append(folder)
+    return changed
 
 
 def _differing(alike: list[Folder]) -> list[str]:
-    """The keys of their configurations in which runs differ."""
+    """Keys of their configurations in which runs differ."""
     keys = {key for folder in alike for key in folder.run.config}
     return [key for key in keys if len({_short(folder.run.config.get(key)) for folder in alike}) > 1]
 
@@ -537,15 +505,12 @@ def unmatched(outputs_dir: str | Path, where: Mapping[str, Any]) -> str:
     lines = []
     for name, wanted in where.items():
         if name != ALL_VERSIONS and not chosen(found, {name: wanted}):
-            there = sorted({str(value) for folder in found for value in _values(folder, name) if value is not None})
+            values = ((labels | folder.own).get(name) for folder in found for labels in folder.asked)
+            there = sorted({str(value) for value in values if value is not None})
             some = ",".join(there[:LISTED]) + (",..." if len(there) > LISTED else "")
             asked = ",".join(map(str, wanted)) if isinstance(wanted, list | tuple | set) else wanted
             lines.append(f"no run under {outputs_dir} has {name}={asked}; there are {name}={some}")
     return "; ".join(lines) or f"no run under {outputs_dir} has all of the labels of --where"
-
-
-def _values(folder: Folder, name: str) -> list[Any]:
-    return [(labels | folder.own).get(name) for labels in folder.asked]
 
 
 def _matches(labels: Mapping[str, Any], name: str, wanted: Any) -> bool:

@@ -3,8 +3,8 @@
 The file needs no server and no network: plotly.js, the page's own scripts and the data are in it. Filters act on all
 sections at once. No torch.
 
-A `Section` is a function here, which gives what JSON can hold (None leaves the section out), a script, and a place in
-SECTIONS, the order of the page:
+A `Section` is an entry of SECTIONS (the order of the page), whose function gives what JSON can hold (None leaves the
+section out), and a script:
 
     assets/NAME.js     kvexp.section("NAME", (root, data, page) => draw): called once; `root` is the section's empty
                        element, `page.runs` the runs, and draw(shown) is called with the runs that pass the filters,
@@ -24,8 +24,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
@@ -51,8 +52,8 @@ from kvexp.results.read import (
     unmatched,
 )
 from kvexp.results.stats import lower_is_better
-from kvexp.results.table import Block, Column, absent, called, few, groups, notes, quality_table
-from kvexp.results.views import VIEWS, Line, View, chart_of, grid, is_needle
+from kvexp.results.table import Block, Column, absent, called, few, groups, metrics_of, notes, quality_table
+from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
 from kvexp.run.store import TEXTS
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings, visible
@@ -130,12 +131,13 @@ class ReportSource:
         ran = {folder.run.hash: folder for folder in self.runs.ran}
         return [ran[key] for key in self.frame["hash"] if key in ran]
 
-    @property
+    @cached_property
     def groups(self) -> list[RunGroup]:
         several = self.frame.loc[self.frame["status"] != "refused", "numerics"].nunique() > 1
         found = []
         for title, rows, columns, _ in groups(self.frame, "kv_ratio"):
-            model, task = (_label(rows[0], name) for name in ("model", "task"))
+            # A job refused before its labels were known has none.
+            model, task = ("-" if pd.isna(value := rows[0].get(name)) else str(value) for name in ("model", "task"))
             panel = f"{model} / {task}" + (f", NUMERICS {rows[0]['numerics']}" if several else "")
             found.append(RunGroup(panel, model, task, title, rows, columns))
         return found
@@ -149,11 +151,6 @@ def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: i
     if not runs.shown:
         raise ConfigError(unmatched(outputs, where or {}))
     return ReportSource(runs, runs.frame(quality_table), samples)
-
-
-def _label(row: Mapping[str, Any], name: str) -> str:
-    """A job refused before its labels were known has none."""
-    return "-" if pd.isna(value := row.get(name)) else str(value)
 
 
 COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s", "smallest_batch", "batch_size")
@@ -209,11 +206,9 @@ def _line(row: Mapping[str, Any], several: set[str], most: int, *, asked: bool) 
 
 def _percentages(row: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Metric -> [percent of full, ends of its 95 % interval, mean score]."""
-    names = [name.removesuffix("_of_full") for name in row if name.endswith("_of_full") and name != "length_of_full"]
     return {
         called(name, row.get("task")): [row[f"{name}{ending}"] for ending in ("_of_full", "_low", "_high", "")]
-        for name in names
-        if not absent(row[name])
+        for name in metrics_of([row])[0]
     }
 
 
@@ -259,27 +254,10 @@ def about_data(source: ReportSource) -> dict[str, Any]:
     }
 
 
-ABOUT_SECTION = Section(
-    "about",
-    "Where these numbers come from",
-    "Runs by the code and the machine that made them. Numbers of different NUMERICS are never compared; seconds are "
-    "compared only on one machine.",
-    about_data,
+DIVERGENCE = (
+    *("kl", "kl_low", "kl_high", "kl_p99", "top1", "ppl_ratio", "verdict_kl", "verdict_top1"),
+    *("text", "n", "tokens", "kv_bytes", "epsilon", "epsilon_top1"),
 )
-
-
-COST_SECTION = Section(
-    "cost",
-    "Quality against speed and memory",
-    "Up and to the left is better. The grey stairs are the Pareto front of the finished runs shown that have "
-    "enough examples, by their estimates: no other is at least as good and as cheap. Intervals are 95 %, of "
-    "quality alone.",
-    lambda source: {},
-)
-
-
-SHOWN = ("kl", "kl_low", "kl_high", "kl_p99", "top1", "ppl_ratio", "verdict_kl", "verdict_top1")
-MORE = ("text", "n", "tokens", "kv_bytes", "epsilon", "epsilon_top1")
 
 
 def divergence_data(source: ReportSource) -> dict[str, Any] | None:
@@ -293,7 +271,7 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         measured = per_example(runs[row["hash"]], row["text"])
         assert measured is not None  # it has a row
         along = measured.by_position()
-        entry = {name: row[name] for name in (*SHOWN, *MORE)}
+        entry = {name: row[name] for name in DIVERGENCE}
         entry |= {"position": along["position"].tolist(), "along": [float(f"{kl:.4g}") for kl in along["kl"]]}
         found.setdefault(row["hash"], {})[row["text"]] = entry
     marks = [
@@ -302,26 +280,6 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         if (rows := scale_of(runs[row["hash"]] for row in group.rows if row["hash"] in runs))
     ]
     return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
-
-
-DIVERGENCE_SECTION = Section(
-    "divergence",
-    "Divergence from the full cache",
-    "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed the "
-    "same text; lower is better. Bars are 95 % intervals over examples. Black: epsilon, within which a run counts as "
-    "equivalent; grey: known changes of the same model (docs/divergence.md).",
-    divergence_data,
-)
-
-
-EXPLORER_SECTION = Section(
-    "explorer",
-    "Quality against budget",
-    "Percent of the full cache's score, one line per method, with 95 % intervals (paired bootstrap). Black: the full "
-    "cache. Red dashes: the 99 % mark. Hollow points: runs that are not finished, or of too few examples for an "
-    "interval. Points of the same budget stand side by side.",
-    lambda source: {},
-)
 
 
 MOST = 4  # examples of a run
@@ -333,7 +291,8 @@ def kept_data(source: ReportSource) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     room = TOTAL
     for folder in source.shown:
-        for example in _diagnosed(folder)[:MOST]:
+        logged = [row["example"] for row in folder.rows if has(folder.run, row["example"], EVICTIONS)]
+        for example in logged[:MOST]:
             text = _text(folder, example)
             room -= len(text["tokens"]) if text else 0
             if text and room >= 0:
@@ -341,35 +300,22 @@ def kept_data(source: ReportSource) -> dict[str, Any] | None:
     return {"texts": found, "cut": room < 0} if found else None
 
 
-def _diagnosed(folder: Folder) -> list[str]:
-    return [row["example"] for row in folder.rows if has(folder.run, row["example"], EVICTIONS)]
-
-
 def _text(folder: Folder, example: str) -> dict[str, Any] | None:
     """kept: at the end of the prompt and after the last token, [layer][token] heads; None for a log that is broken."""
     try:
-        told = require_example_log(folder.run, example)
+        log = require_example_log(folder.run, example)
         evictions = read_table(folder.run, example, EVICTIONS)
-        views = [made(told, evictions, step) for step in sorted({0, told.steps})]
+        views = [made(log, evictions, step) for step in sorted({0, log.steps})]
     except ConfigError:
         return None
     return {
         "example": example,
-        "tokens": told.texts,
-        "heads": told.heads,
-        "prompt": told.prompt_tokens,
-        "question": told.question_tokens,
+        "tokens": log.texts,
+        "heads": log.heads,
+        "prompt": log.prompt_tokens,
+        "question": log.question_tokens,
         "times": [{"step": view.step, "read": view.present, "kept": view.kept.tolist()} for view in views],
     }
-
-
-KEPT_SECTION = Section(
-    "kept",
-    "What was kept",
-    "The text of an example; the greener a token, the more heads hold it, struck out: none. Point at a token for its "
-    "layers. Runs made with <code>diagnose=log</code> or <code>twin</code> have such texts.",
-    kept_data,
-)
 
 
 def life_data(source: ReportSource) -> list[dict[str, Any]] | None:
@@ -380,9 +326,9 @@ def life_data(source: ReportSource) -> list[dict[str, Any]] | None:
             continue
         frame = source.runs.frame(view.table)
         if blocks := [_block(view, block) for block in view.blocks(frame)]:
-            legend = " ".join(view.below(source.runs, frame))
-            said = {"name": name, "title": view.title, "command": f"kvexp results --view {name}", "legend": legend}
-            parts.append({**said, "blocks": blocks})
+            legend = " ".join(view.lines_below(source.runs, frame))
+            command = f"kvexp results --view {name}"
+            parts.append({"name": name, "title": view.title, "command": command, "legend": legend, "blocks": blocks})
     return parts or None
 
 
@@ -390,13 +336,13 @@ def _block(view: View, block: Block) -> dict[str, Any]:
     """One table, and its chart: places along the axis, and lines with points (place, hash, values and their ends)."""
     title, rows, columns, _ = block
     places, lines = chart_of(view, rows)
-    return {
-        **_cells_of(title, rows, columns),
-        "x": view.x,
-        "places": places,
-        "sides": [{"title": side.title, "log": side.log, "level": side.level} for side in view.sides],
-        "lines": list(_looks(lines)),
-    }
+    sides = [{"title": side.title, "log": side.log, "level": side.level} for side in view.sides]
+    looks, seen = [], dict[str, int]()
+    for line in lines:
+        dash = DASHES[seen.setdefault(line.method, 0) % len(DASHES)]
+        seen[line.method] += 1
+        looks.append({"label": line.label, "points": line.points, **look(line.method, dash)})
+    return {**_cells_of(title, rows, columns), "x": view.x, "places": places, "sides": sides, "lines": looks}
 
 
 def _cells_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
@@ -409,47 +355,17 @@ def _cells_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[C
     }
 
 
-def _looks(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """The lines with colour, marker and dashes, which tell those of one method apart."""
-    seen: dict[str, int] = {}
-    for line in lines:
-        dash = DASHES[seen.setdefault(line.method, 0) % len(DASHES)]
-        seen[line.method] += 1
-        yield {"label": line.label, "points": line.points, **look(line.method, dash)}
-
-
-LIFE_SECTION = Section(
-    "life",
-    "The life of a context",
-    "One cache used more than once: questions, turns, prompts in chunks, long answers, instructions. Each table is "
-    "what its command prints; bars are 95 % intervals, and points without one are hollow. Black: the full cache.",
-    life_data,
-)
-
-
 def needle_data(source: ReportSource) -> dict[str, Any] | None:
     """hash -> lengths, depths and, per metric, rows of percentages; None where no run has a length and a depth."""
-    return {folder.run.hash: _cells(folder) for folder in source.shown if is_needle(folder)} or None
-
-
-def _cells(folder: Folder) -> dict[str, Any]:
-    rows = [{**row, "metrics": row.get("metrics") or {}} for row in folder.rows]
-    found = {metric: grid(rows, metric) for metric in folder.metrics}
-    first = next(iter(found.values()))
-    return {
-        "lengths": [f"{length:g}" for length in first.columns],
-        "depths": first.attrs["depths"],
-        "cells": {metric: cells.to_numpy(dtype=float).tolist() for metric, cells in found.items()},
-    }
-
-
-NEEDLE_SECTION = Section(
-    "needle",
-    "Needle in a haystack",
-    "Mean score in percent by length of the text (tokens, across) and depth of the needle (percent, down; in "
-    "brackets the measured one, where it is another). Grey: nothing was scored there.",
-    needle_data,
-)
+    found: dict[str, Any] = {}
+    for folder in filter(is_needle, source.shown):
+        rows = [{**row, "metrics": row.get("metrics") or {}} for row in folder.rows]
+        cells = {metric: grid(rows, metric) for metric in folder.metrics}
+        first = next(iter(cells.values()))
+        lengths = [f"{length:g}" for length in first.columns]
+        values = {metric: each.to_numpy(dtype=float).tolist() for metric, each in cells.items()}
+        found[folder.run.hash] = {"lengths": lengths, "depths": first.attrs["depths"], "cells": values}
+    return found or None
 
 
 LONGEST = 4_000  # letters of one text
@@ -465,7 +381,7 @@ def samples_data(source: ReportSource) -> dict[str, Any]:
     """
     shown, per_run = source.shown, source.samples
     while True:
-        chosen = {folder.run.hash: _choose(folder, _baseline(source, folder), per_run) for folder in shown}
+        chosen = {folder.run.hash: _choose(folder, baseline_of(folder, source.folders), per_run) for folder in shown}
         texts = _texts(source, shown, chosen)
         letters = sum(len(row[part] or "") for rows in texts.values() for row in rows.values() for part in _PARTS)
         if letters <= SAMPLES_TOTAL or per_run <= 1:
@@ -477,31 +393,19 @@ def samples_data(source: ReportSource) -> dict[str, Any]:
 _PARTS = ("output", "reference")
 
 
-def _baseline(source: ReportSource, folder: Folder) -> Folder | None:
-    return baseline_of(folder, source.folders)
-
-
 def _choose(folder: Folder, baseline: Folder | None, most: int) -> dict[str, list[str]]:
     """Examples with a text: `first` in order, and `lost` most in the headline metric, the greatest loss first."""
-    written = {row["example"]: row for row in folder.rows if isinstance(row.get("output"), str)}
-    losses = _losses(folder, baseline)
-    lost = sorted((name for name in losses if name in written), key=lambda name: -losses[name])[: most // 2]
-    first = [name for name in written if name not in lost][: most - len(lost)]
-    return {"first": first, "lost": lost}
-
-
-def _losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
-    """Example -> points below the full cache, where there is a loss."""
-    if baseline is None or folder.is_baseline or not folder.metrics:
-        return {}
-    metric = folder.metrics[0]
-    sign = -1.0 if lower_is_better(metric) else 1.0
-    found = {
-        name: sign * (number(baseline.scored[name]["metrics"].get(metric)) - number(row["metrics"].get(metric)))
-        for name, row in folder.scored.items()
-        if name in baseline.scored
-    }
-    return {name: loss for name, loss in found.items() if loss > 0}
+    written = [row["example"] for row in folder.rows if isinstance(row.get("output"), str)]
+    losses: dict[str, float] = {}  # points below the full cache
+    if baseline is not None and not folder.is_baseline and folder.metrics:
+        metric = folder.metrics[0]
+        for name in written:
+            if name in folder.scored and name in baseline.scored:
+                full, own = (number(each.scored[name]["metrics"].get(metric)) for each in (baseline, folder))
+                losses[name] = own - full if lower_is_better(metric) else full - own
+    lost = [name for name, loss in losses.items() if loss > 0]
+    lost = sorted(lost, key=lambda name: -losses[name])[: most // 2]
+    return {"first": [name for name in dict.fromkeys(written) if name not in lost][: most - len(lost)], "lost": lost}
 
 
 def _texts(source: ReportSource, shown: Iterable[Folder], chosen: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
@@ -509,84 +413,113 @@ def _texts(source: ReportSource, shown: Iterable[Folder], chosen: dict[str, dict
     wanted: dict[str, set[str]] = {}
     for folder in shown:
         names = {name for group in chosen[folder.run.hash].values() for name in group}
-        wanted.setdefault(folder.run.hash, set()).update(names)
-        if baseline := _baseline(source, folder):
-            wanted.setdefault(baseline.run.hash, set()).update(names)
-    return {key: _rows(source.folders[key], names, source) for key, names in wanted.items()}
-
-
-def _rows(folder: Folder, names: set[str], source: ReportSource) -> dict[str, Any]:
-    alone = _baseline(source, folder) is None
-    return {row["example"]: _row(row, alone) for row in folder.rows if row["example"] in names}
+        for each in filter(None, (folder, baseline_of(folder, source.folders))):
+            wanted.setdefault(each.run.hash, set()).update(names)
+    found = {}
+    for key, names in wanted.items():
+        folder = source.folders[key]
+        alone = baseline_of(folder, source.folders) is None
+        found[key] = {row["example"]: _row(row, alone) for row in folder.rows if row["example"] in names}
+    return found
 
 
 def _row(row: Row, with_reference: bool) -> dict[str, Any]:
-    output, reference = (_samples_text(row.get(part)) for part in _PARTS)
-    scores = {name: number(value) for name, value in (row.get("metrics") or {}).items()}
-    kept = {"output": output, "reference": reference if with_reference else None, "metrics": scores}
-    kept |= {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
-    return kept | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
-
-
-def _samples_text(value: Any) -> str | None:
-    """Cut to LONGEST letters and one more, by which the page sees that it was cut; several references by line."""
-    if isinstance(value, list | tuple):
-        value = "\n".join(map(str, value))
-    return value[: LONGEST + 1] if isinstance(value, str) else None
-
-
-SAMPLES_SECTION = Section(
-    "samples",
-    "Sample outputs",
-    'What a run wrote beside what the full cache wrote for the same prompt, compared word by word: <del class="word">'
-    'only the full cache</del>, <ins class="word">only this run</ins>.',
-    samples_data,
-)
+    """What the page shows of a row; its texts cut to LONGEST letters and one more, by which the page sees the cut."""
+    found: dict[str, Any] = {"metrics": {name: number(value) for name, value in (row.get("metrics") or {}).items()}}
+    for part in _PARTS:
+        value = row.get(part)
+        text = "\n".join(map(str, value)) if isinstance(value, list | tuple) else value  # several references by line
+        shown = with_reference or part == "output"
+        found[part] = text[: LONGEST + 1] if shown and isinstance(text, str) else None
+    found |= {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
+    return found | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
 
 
 VERDICT = re.compile(r"99(\.9)? %\n|.* %\nof full$|95 %\ninterval$")  # heads of the columns that decide
 
 
 def verdicts_data(source: ReportSource) -> dict[str, Any]:
-    """Tables with heads and cells as the terminal prints them, and the notes below them."""
-    return {"tables": [_table(group) for group in source.groups], "notes": notes(source.frame)}
+    """Tables with heads and cells as the terminal prints them, and the notes below them.
+
+    Method and budget come first, then what became of them: a narrow window shows little more without scrolling.
+    """
+    tables = []
+    for group in source.groups:
+        verdicts = [column for column in group.columns if VERDICT.match(column.head)]
+        verdicts.sort(key=lambda column: not column.head.startswith("99"))
+        others = [column for column in group.columns if not VERDICT.match(column.head)]
+        cells = _cells_of(group.title, group.rows, [*others[:2], *verdicts, *others[2:]])
+        tables.append({"model": group.model, "task": group.task, **cells})
+    return {"tables": tables, "notes": notes(source.frame)}
 
 
-def _table(group: RunGroup) -> dict[str, Any]:
-    columns = _verdicts_first(group.columns)
-    return {"model": group.model, "task": group.task, **_cells_of(group.title, group.rows, columns)}
-
-
-def _verdicts_first(columns: Sequence[Column]) -> list[Column]:
-    """Method and budget, then what became of them: a narrow window shows little more without scrolling."""
-    verdicts = sorted(filter(_decides, columns), key=lambda column: not column.head.startswith("99"))
-    others = [column for column in columns if not _decides(column)]
-    return [*others[:2], *verdicts, *others[2:]]
-
-
-def _decides(column: Column) -> bool:
-    return VERDICT.match(column.head) is not None
-
-
-VERDICTS_SECTION = Section(
-    "verdicts",
-    "Verdicts",
-    "Whether a run reaches 99 % and 99.9 % of the full cache in every metric (MLPerf's marks), as in the terminal's "
-    "table. Choose a column's head to sort by it.",
-    verdicts_data,
-)
-
-
-SECTIONS: tuple[Section, ...] = (
-    VERDICTS_SECTION,
-    EXPLORER_SECTION,
-    DIVERGENCE_SECTION,
-    LIFE_SECTION,
-    COST_SECTION,
-    SAMPLES_SECTION,
-    KEPT_SECTION,
-    NEEDLE_SECTION,
-    ABOUT_SECTION,
+SECTIONS = (
+    Section(
+        "verdicts",
+        "Verdicts",
+        "Whether a run reaches 99 % and 99.9 % of the full cache in every metric (MLPerf's marks), as in the "
+        "terminal's table. Choose a column's head to sort by it.",
+        verdicts_data,
+    ),
+    Section(
+        "explorer",
+        "Quality against budget",
+        "Percent of the full cache's score, one line per method, with 95 % intervals (paired bootstrap). Black: the "
+        "full cache. Red dashes: the 99 % mark. Hollow points: runs that are not finished, or of too few examples for "
+        "an interval. Points of the same budget stand side by side.",
+        lambda source: {},
+    ),
+    Section(
+        "divergence",
+        "Divergence from the full cache",
+        "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
+        "the same text; lower is better. Bars are 95 % intervals over examples. Black: epsilon, within which a run "
+        "counts as equivalent; grey: known changes of the same model (docs/divergence.md).",
+        divergence_data,
+    ),
+    Section(
+        "life",
+        "The life of a context",
+        "One cache used more than once: questions, turns, prompts in chunks, long answers, instructions. Each table is "
+        "what its command prints; bars are 95 % intervals, and points without one are hollow. Black: the full cache.",
+        life_data,
+    ),
+    Section(
+        "cost",
+        "Quality against speed and memory",
+        "Up and to the left is better. The grey stairs are the Pareto front of the finished runs shown that have "
+        "enough examples, by their estimates: no other is at least as good and as cheap. Intervals are 95 %, of "
+        "quality alone.",
+        lambda source: {},
+    ),
+    Section(
+        "samples",
+        "Sample outputs",
+        'What a run and the full cache wrote for the same prompt, compared word by word: <del class="word">'
+        'only the full cache</del>, <ins class="word">only this run</ins>.',
+        samples_data,
+    ),
+    Section(
+        "kept",
+        "What was kept",
+        "The text of an example; the greener a token, the more heads hold it, struck out: none. Point at a token for "
+        "its layers. Runs made with <code>diagnose=log</code> or <code>twin</code> have such texts.",
+        kept_data,
+    ),
+    Section(
+        "needle",
+        "Needle in a haystack",
+        "Mean score in percent by length of the text (tokens, across) and depth of the needle (percent, down; in "
+        "brackets the measured one, where it is another). Grey: nothing was scored there.",
+        needle_data,
+    ),
+    Section(
+        "about",
+        "Where these numbers come from",
+        "Runs by the code and the machine that made them. Numbers of different NUMERICS are never compared; seconds "
+        "are compared only on one machine.",
+        about_data,
+    ),
 )
 BEFORE = ("dom", "filters", "panels", "diff")  # scripts the sections use
 AFTER = ("start",)
@@ -645,15 +578,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = args.file or args.outputs / "report.html"
     source = read(args.outputs, chosen_by(args), args.samples)
     text = page(source)
-    write(file, text)
-    runs = int(source.frame["status"].ne("refused").sum())
-    say(f"wrote {file}: {runs} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
-    return 0
-
-
-def write(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}; choose another file") from error
+    runs = int(source.frame["status"].ne("refused").sum())
+    say(f"wrote {file}: {runs} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
+    return 0

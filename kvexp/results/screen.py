@@ -34,12 +34,12 @@ from kvexp.results.table import (
     parts,
     plain,
     records,
-    seconds,
     shared_settings,
     short,
     size,
     telling,
     verdict_of,
+    width_of,
     without,
     without_question,
 )
@@ -78,8 +78,8 @@ def print_screen(
 ) -> None:
     """A table of one line per run for each model, task and NUMERICS, and what must be known to read it.
 
-    took: how long the command took, in words; views: names of further views of these
-    runs; explain: with a legend.
+    took: how long the command took, such as "3 min"; views: names of further views of these runs; explain: with a
+    legend.
     """
     frame = runs.frame(quality.quality_table)
     shown = frame[frame["status"] != "refused"]
@@ -87,16 +87,14 @@ def print_screen(
     several = len(list(parts(shown))) > 1
     below: dict[str, None] = dict.fromkeys(frame.attrs.get("left_out", ()))
     for title, _, part in parts(shown):
-        rows = _in_order([_with_distance(row, far.get(row["hash"]), part) for row in records(part)])
+        rows = sorted((_with_distance(row, far.get(row["hash"]), part) for row in records(part)), key=_place)
         known = {folder.run.hash: folder for folder in runs.ran}
         console.print(_title(title, rows, known, "" if several else took))
         console.print()
         _print_rows(rows, console)
         below |= dict.fromkeys(_below(rows, all(_is_greedy(known[row["hash"]]) for row in rows)))
-    told = (
-        frame if frame["n"].sum() or not far else frame[frame["status"] == "refused"]
-    )  # divergence=only makes no rows
-    lines = [*below, *_troubles(told, several), *quality.refused_line(frame)]
+    troubles = _troubles(frame, several) if frame["n"].sum() or not far else []  # divergence=only makes no rows
+    lines = [*below, *troubles, *quality.refused_line(frame)]
     if several and took:
         lines.append(f"{len(shown)} runs in {took}")
     more = f" · also: --view {', '.join(views)}" if views else ""
@@ -131,16 +129,12 @@ def _with_distance(row: Row, far: Row | None, part: pd.DataFrame) -> Record:
     return {**row, **more, "far_n": (far or {}).get("n"), "full_peak": float(full.iloc[0]) if len(full) else None}
 
 
-def _in_order(rows: list[Record]) -> list[Record]:
-    """The full cache first, the largest budget next; of one budget the nearest to the full cache first."""
-
-    def place(row: Row) -> tuple[Any, ...]:
-        of_full = f"{row['headline']}_of_full"
-        ratio, tokens, kl, score = (number(row.get(name)) for name in ("kv_ratio", "tokens", "kl", of_full))
-        each = (-ratio, -tokens, kl, -score)
-        return (not _is_full(row), *(math.inf if math.isnan(value) else value for value in each))
-
-    return sorted(rows, key=place)
+def _place(row: Row) -> tuple[Any, ...]:
+    """Sort key: the full cache first, the largest budget next; of one budget the nearest to the full cache first."""
+    of_full = f"{row['headline']}_of_full"
+    ratio, tokens, kl, score = (number(row.get(name)) for name in ("kv_ratio", "tokens", "kl", of_full))
+    each = (-ratio, -tokens, kl, -score)
+    return (not _is_full(row), *(math.inf if math.isnan(value) else value for value in each))
 
 
 def _is_full(row: Row) -> bool:
@@ -161,12 +155,10 @@ def _cache(row: Row) -> str:
     return f"{plain('tokens', '').cell(row)} tok" if not absent(row.get("tokens")) else "-"
 
 
-def _nats(value: float) -> str:
+def _nats(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
     return f"{value:.1f}" if value >= 10 else f"{value:.4f}" if 0 < value < 0.01 else f"{value:.3f}"
-
-
-def _kl(row: Row) -> str:
-    return "0" if _is_full(row) else "-" if absent(row["kl"]) else _nats(row["kl"])
 
 
 def _kl_interval(row: Row) -> str:
@@ -230,26 +222,24 @@ def _change(row: Row) -> str:
 
 def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[Column]]]:
     """(columns that name a row, columns that every console gets, groups of columns for what room is left)."""
-    metrics = [name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full")]
-    metrics = [name for name in metrics if name != "length" and any(not absent(row[name]) for row in rows)]
+    metrics, headline = quality.metrics_of(rows)
     ran = [row for row in rows if not _is_full(row)]
-    names = [Column("cache", _cache), plain("method", "method", right=False)]
+    names = [Column("cache", _cache), quality.METHOD]
     names += [column for column in quality.keys_of(rows, "kv_ratio")[2:] if column.head not in ("tokens", "n")]
     if len({row["n"] for row in rows if row["n"]}) > 1:
-        names.append(plain("n", "n"))
+        names.append(quality.N)
     always, more = [], []
     if any(not absent(row["kl"]) for row in ran):
         enough = any(not absent(row["kl_low"]) for row in ran)
         text = {str(row["text"]) for row in ran if not absent(row["kl"])}
         head = "KL over\nchoices" if text == {"choices"} else "KL to\nfull"
-        always.append(Column(head, _kl))
+        always.append(Column(head, lambda row: "0" if _is_full(row) else _nats(row["kl"])))
         always += [Column("95 %", _kl_interval, right=False)] if enough else []
         limits = {row["epsilon"] for row in ran if not absent(row["epsilon"])}
         limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
         always += [Column(limit, _kl_verdict, right=False)] if enough and text != {"choices"} else []
     task = rows[0].get("task")
-    with_percent = (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows))
-    enough, headline = False, next(with_percent, metrics[0] if metrics else None)
+    enough = False
     if headline is not None:
         enough = any(not absent(row["paired"]) and not quality.few(row) for row in ran)
         score = quality.metric_column(headline, task)
@@ -263,27 +253,21 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
             always.append(score)
         more.append([score] if enough else [])
     if any(row["status"] != "done" and not _only_distance(row) for row in rows):
-        always.append(plain("status", "status", right=False))
-    always += telling(rows, Column("KV peak", lambda row: size(row["peak_kv_bytes"])))
-    times = (Column("TTFT", lambda row: seconds(row["ttft_s"])), Column("TPOT", lambda row: seconds(row["tpot_s"])))
-    always += telling(rows, *times)
+        always.append(quality.STATUS)
+    always += telling(rows, Column("KV peak", lambda row: size(row["peak_kv_bytes"])), quality.TTFT, quality.TPOT)
     more.insert(0, [Column("vs full", _change)] if any(_change(row) for row in rows) else [])
     more += [
         [quality.metric_column(name, task) for name in metrics if name != headline],
         telling(rows, Column("n to decide\n99 / 99.9 %", quality.needed_cell)) if enough else [],
         telling(rows, numeric("same\ntop-1 %", "top1", 1, 100)),
-        telling(rows, numeric("slots", "slots", 1)),
-        telling(rows, numeric("tokens/s", "tokens_per_s", 1)),
-        telling(rows, numeric("ended\n%", "ended", 0)),
+        telling(rows, quality.SLOTS),
+        telling(rows, quality.TOKENS_PER_S),
+        telling(rows, quality.ENDED),
         telling(rows, numeric("equal\ntokens %", "same_tokens", 0, 100)),
         telling(rows, numeric("perplexity\nratio", "ppl_ratio", 3)),
-        telling(rows, plain("skipped", "skipped"), plain("prompt_cut", "prompt\ncut")),
+        telling(rows, plain("skipped", "skipped"), quality.PROMPT_CUT),
     ]
     return names, always, [group for group in more if group]
-
-
-def _width(column: Column, rows: Sequence[Row]) -> int:
-    return max(len(line) for text in (column.head, *map(column.cell, rows)) for line in text.split("\n"))
 
 
 LEAST_NAME = 16  # columns of letters that a name which folds must have
@@ -295,22 +279,23 @@ def _print_rows(rows: list[Record], console: Console) -> None:
     names, always, more = _columns(rows)
 
     def used(columns: Sequence[Column], gap: int) -> int:
-        return sum(_width(column, rows) + gap for column in columns)
+        return sum(width_of(column, rows) + gap for column in columns)
 
     room, gap = console.width, 2
     if used([*names, *always], 2) > room:
         gap = 1
     over = used([*names, *always], gap) - room
-    widest = max(names[1:], key=lambda column: _width(column, rows))
-    most = _width(widest, rows) - max(0, over)
+    widest = max(names[1:], key=lambda column: width_of(column, rows))
+    most = width_of(widest, rows) - max(0, over)
     if over > 0 and most < LEAST_NAME:
         quality.print_columns(rows, [*names, *always], len(names), console)  # ends with an empty line
         return
     columns = [*names, *always]
     for group in more:
         if used([*columns, *group], gap) <= room:
-            place = 1 + next(i for i, each in enumerate(columns) if each.head == "KV peak") if _is_change(group) else 0
-            columns[place or len(columns) : place or len(columns)] = group
+            heads = [column.head for column in columns]
+            place = heads.index("KV peak") + 1 if group[0].head == "vs full" else len(columns)
+            columns[place:place] = group
     grid = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="")
     for column in columns:
         width = most if column is widest and over > 0 else None
@@ -323,10 +308,6 @@ def _print_rows(rows: list[Record], console: Console) -> None:
         grid.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in cells), style=style)
     console.print(grid)
     console.print()
-
-
-def _is_change(group: Sequence[Column]) -> bool:
-    return group[0].head == "vs full"
 
 
 # --- what stands around the table
@@ -395,33 +376,28 @@ def _needed(rows: Sequence[Row]) -> str:
     if not each:
         return ""
     low, high = quality.count(min(each)), quality.count(max(each))
-    words = low if low == high else f"{low} to {high}"
-    return f"; {_long(str(rows[0]['headline']), rows[0].get('task'))} here needs about {words}"
+    metric = _long(str(rows[0]["headline"]), rows[0].get("task"))
+    return f"; {metric} here needs about {low if low == high else f'{low} to {high}'}"
 
 
 def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
     """A line for each thing that is wrong with runs, and the runs."""
-    named: dict[tuple[str, str], list[str]] = {}
-    for row in records(frame):
-        for note in quality.own_notes(row) if row["status"] != "refused" else ():
-            told = quality.TOO_FEW_PAIRS in note or note.startswith("also asked for as")
-            if not told:
-                title = quality.title_of(row) if several else ""
-                name = row["method"] if _is_full(row) else f"{row['method']} {_cache(row)}"
-                named.setdefault((title, note), []).append(name)
     lines = []
-    for (title, note), names in named.items():
-        names = list(dict.fromkeys(names))
-        some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        lines.append(": ".join(filter(None, [title, some, note])))
+    rows = (row for row in records(frame) if row["status"] != "refused")
+    found = quality.by_note(rows, lambda row: row["method"] if _is_full(row) else f"{row['method']} {_cache(row)}")
+    for (title, note), runs in found.items():
+        if quality.TOO_FEW_PAIRS not in note and not note.startswith("also asked for as"):
+            names = list(dict.fromkeys(runs))
+            some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+            lines.append(": ".join([*([title] if several else []), some, note]))
     return lines
 
 
-# --- one run: its answer beside the full cache's
+# --- one run: its answer and the full cache's
 
 
 def print_answers(runs: Runs, console: Console) -> None:
-    """The first answer of a run beside the full cache's; nothing where none was generated."""
+    """Print a run's first answer and the full cache's side by side; nothing where none was generated."""
     ran = [folder for folder in runs.ran if not folder.is_baseline]
     folder = ran[0] if ran else next(iter(runs.ran), None)
     if folder is None or len(ran) > 1:
@@ -439,13 +415,9 @@ def print_answers(runs: Runs, console: Console) -> None:
         words = f"{each.labels['method']} {setting or ''}".strip()
         ratio = number(each.labels.get("kv_ratio"))
         words += "" if each.is_baseline or math.isnan(ratio) else f", {100 * ratio:.3g} % of the cache"
-        grid.add_column(Text(f"{'full cache' if each.is_baseline else words}"), width=width, overflow="fold")
-    grid.add_row(*(Text(_cropped(answer_of(each.scored[names[0]]), width)) for each in sides))
+        grid.add_column(Text("full cache" if each.is_baseline else words), width=width, overflow="fold")
+    answers = [textwrap.wrap(answer_of(each.scored[names[0]]), width) or ["(empty)"] for each in sides]
+    more = [" …" if len(lines) > ANSWER_LINES else "" for lines in answers]
+    grid.add_row(*(Text("\n".join(lines[:ANSWER_LINES]) + end) for lines, end in zip(answers, more, strict=True)))
     console.print(f"answers to example {names[0]}:", highlight=False, style="dim")
     console.print(Padding(grid, (0, 0, 1, 0)))
-
-
-def _cropped(text: str, width: int) -> str:
-    """The beginning of an answer, in as many lines as are shown."""
-    lines = textwrap.wrap(text, width) or ["(empty)"]
-    return "\n".join(lines[:ANSWER_LINES]) + (" …" if len(lines) > ANSWER_LINES else "")

@@ -27,13 +27,13 @@ from kvexp.results.read import Folder, Row, number
 
 Floats: TypeAlias = NDArray[np.float64]
 
-MARKS = (99.0, 99.9)  # MLPerf inference: percent of the baseline's quality
+SUFFIX = {99.0: "99", 99.9: "999"}  # MLPerf inference: percent of the baseline's quality -> ending of its columns
 LENGTH_MARK = 90.0  # MLPerf inference: percent of the baseline's generated tokens
 LEVEL = 0.95
 POWER = 0.8
 MIN_PAIRS = 20  # a bootstrap of fewer examples knows too little about its own width
 RESAMPLES = 10_000
-PILOT_RESAMPLES = 2_000  # of `n_range`, whose ends are told to two digits
+PILOT_RESAMPLES = 2_000  # of `n_range`, whose ends are printed with two digits
 MAX_RESAMPLES = 50_000
 SEED = 95
 
@@ -119,8 +119,8 @@ def decide(low: float, high: float, mark: float) -> str:
     return "fail" if high < mark else "undecided"
 
 
-def n_needed(gap: float, sd: float, level: float = LEVEL, power: float = POWER) -> float:
-    """Examples after which the interval leaves out the mark with probability `power`, if the estimate is the truth.
+def n_needed(gap: float, sd: float, level: float = LEVEL) -> float:
+    """Examples after which the interval leaves out the mark with probability POWER, if the estimate is the truth.
 
     gap: |percent - mark|; sd: `spread`, same unit; level: of the (corrected) interval. Infinite where gap is 0.
     """
@@ -128,7 +128,7 @@ def n_needed(gap: float, sd: float, level: float = LEVEL, power: float = POWER) 
         return math.nan
     if gap == 0:
         return math.inf if sd else float(MIN_PAIRS)
-    z = normal_quantile(1 - (1 - level) / 2) + normal_quantile(power)
+    z = normal_quantile(1 - (1 - level) / 2) + normal_quantile(POWER)
     return float(max(MIN_PAIRS, math.ceil((z * sd / gap) ** 2)))
 
 
@@ -166,7 +166,7 @@ def mean_moments(values: Floats) -> Floats:
 
 
 def mean_interval(values: Floats, resampled: Floats, level: float) -> Interval:
-    """Of the mean of values [n], which may have either sign; resampled [R, 2]: means of `mean_moments`."""
+    """Interval of the mean of values [n], which may have either sign; resampled [R, 2]: means of `mean_moments`."""
     n = len(values)
     if n < 2:
         return NONE
@@ -191,7 +191,7 @@ def ratio_moments(top: Floats, bottom: Floats) -> Floats:
 
 
 def ratio_interval(top: Floats, bottom: Floats, resampled: Floats, level: float) -> Interval:
-    """Of mean(top) / mean(bottom), both >= 0 and paired [n]; resampled [R, 5]: means of `ratio_moments`.
+    """Interval of mean(top) / mean(bottom), both >= 0 and paired [n]; resampled [R, 5]: means of `ratio_moments`.
 
     bottom of ones gives the interval of a mean that cannot be negative. Where bottom scores in every resample, but so
     few examples of top are not 0 that resamples without them leave the upper end infinite, it is what top would give if
@@ -200,7 +200,9 @@ def ratio_interval(top: Floats, bottom: Floats, resampled: Floats, level: float)
     n = len(top)
     if n < 2 or not bottom.mean() > 0:
         return NONE
-    at_most = float(_share_at_most(int((top > 0).sum()), n, level) * max(top.max(), bottom.max()) / bottom.mean())
+    k = int((top > 0).sum())
+    share = 1.0 if k == n else float(betaincinv(k + 1, n - k, (1 + level) / 2))  # upper end, Clopper and Pearson
+    at_most = float(share * max(top.max(), bottom.max()) / bottom.mean())
     if not top.any():
         return 0.0, at_most
     at, error = _ratio_error(ratio_moments(top, bottom).mean(axis=0), n)
@@ -215,11 +217,6 @@ def ratio_interval(top: Floats, bottom: Floats, resampled: Floats, level: float)
     if math.isinf(high) and resampled[:, 1].min() > 0:
         high = at_most
     return _times_exp(at, -above * spread), high
-
-
-def _share_at_most(k: int, n: int, level: float) -> float:
-    """Upper end of the exact interval of a share of which k of n were seen (Clopper and Pearson 1934)."""
-    return 1.0 if k == n else float(betaincinv(k + 1, n - k, (1 + level) / 2))
 
 
 def _ratio_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
@@ -260,7 +257,7 @@ def percent_of_sums(metric: str, top: Floats, bottom: Floats) -> Interval:
 
 
 def _score_ratio(top: Floats, bottom: Floats, resampled: Floats, level: float) -> Interval:
-    """Of mean(top) / mean(bottom): that of shares where every score is all or nothing."""
+    """Interval of mean(top) / mean(bottom), that of two shares where every score is all or nothing."""
     if is_all_or_nothing(top, bottom):
         return share_ratio_interval(top, bottom, level)
     return ratio_interval(top, bottom, resampled, level)
@@ -272,7 +269,7 @@ def is_all_or_nothing(*columns: Floats) -> bool:
 
 
 def share_ratio_interval(top: Floats, bottom: Floats, level: float) -> Interval:
-    """Of share(top > 0) / share(bottom > 0), paired [n] (Bonett and Price 2006, the hybrid interval of equation 7)."""
+    """Interval of share(top > 0) / share(bottom > 0), paired [n] (Bonett and Price 2006, hybrid, equation 7)."""
     one, other = top > 0, bottom > 0
     both, n_one, n_other = int((one & other).sum()), int(one.sum()), int(other.sum())
     seen = n_one + n_other - both  # examples that either has right
@@ -291,9 +288,6 @@ def _wilson(k: int, n: int, z: float) -> Interval:
     share, more = k / n, z * z / n
     half = z * math.sqrt(share * (1 - share) / n + more / (4 * n))
     return (share + more / 2 - half) / (1 + more), (share + more / 2 + half) / (1 + more)
-
-
-SUFFIX = {99.0: "99", 99.9: "999"}  # mark -> ending of its columns
 
 
 @dataclass
@@ -338,7 +332,7 @@ def _scores(rows: Sequence[Row], metrics: Sequence[str]) -> Floats:
 
 
 def resample(comparisons: Sequence[Comparison], level: float) -> None:
-    """Bootstrap the comparisons that have enough pairs for it; those of equal size share the draws."""
+    """Bootstrap the comparisons that have enough pairs for it; equal sizes share the draws."""
     for n in {comparison.pairs for comparison in comparisons if comparison.pairs >= MIN_PAIRS}:
         same = [comparison for comparison in comparisons if comparison.pairs == n]
         columns = [_moments(each, index) for each in same for index in range(len(each.metrics))]
@@ -357,7 +351,7 @@ def _moments(comparison: Comparison, index: int) -> Floats:
 
 
 def percent_interval(comparison: Comparison, index: int, level: float) -> tuple[float, float]:
-    """Of a metric's percentage of the baseline; NaN without enough pairs.
+    """Interval of a metric's percentage of the baseline; NaN without enough pairs.
 
     From as many of the draws as the level takes: how many more a table's other runs need moves nothing.
     """
@@ -391,11 +385,12 @@ def quality(comparison: Comparison, level: float, decidable: bool) -> Row:
         needed = "needed" if mark == 99.0 else f"needed{ending}"
         row |= {needed: math.nan, f"{needed}_low": math.nan, f"{needed}_high": math.nan}
         if row[f"verdict{ending}"] == "undecided" and decidable:
-            still = [name for name, verdict in zip(comparison.metrics, verdicts, strict=True) if verdict == "undecided"]
-            wanted = {name: _needed(comparison, name, row[f"{name}_of_full"], mark, level) for name in still}
-            most = max(wanted, key=lambda name: -1.0 if math.isnan(wanted[name]) else wanted[name])
-            row[needed] = wanted[most]
-            row[f"{needed}_low"], row[f"{needed}_high"] = _range(comparison, most, mark, level)
+            open_metrics = [index for index, verdict in enumerate(verdicts) if verdict == "undecided"]
+            wanted = {index: _needed(comparison, index, mark, level) for index in open_metrics}
+            most = max(wanted, key=lambda index: -1.0 if math.isnan(wanted[index]) else wanted[index])
+            metric, scores, base = comparison.metrics[most], comparison.scores[:, most], comparison.base[:, most]
+            ends = (_more_than(comparison, end) for end in n_range(metric, scores, base, mark, level))
+            row |= dict(zip((needed, f"{needed}_low", f"{needed}_high"), (wanted[most], *ends), strict=True))
     return row
 
 
@@ -429,17 +424,12 @@ def _together(verdicts: Sequence[str], length_ok: bool) -> str:
     return "pass" if set(verdicts) == {"pass"} else "undecided"
 
 
-def _needed(comparison: Comparison, name: str, at: float, mark: float, level: float) -> float:
+def _needed(comparison: Comparison, index: int, mark: float, level: float) -> float:
+    name, scores, base = comparison.metrics[index], comparison.scores[:, index], comparison.base[:, index]
+    at = float(percent(name, scores.mean(), base.mean()))
+    return _more_than(comparison, n_needed(abs(at - mark), spread(name, scores, base), level))
+
+
+def _more_than(comparison: Comparison, wanted: float) -> float:
     """More examples than there are, even where the bootstrap is a little wider than its normal approximation."""
-    index = comparison.metrics.index(name)
-    sd = spread(name, comparison.scores[:, index], comparison.base[:, index])
-    wanted = n_needed(abs(at - mark), sd, level)
     return wanted if math.isnan(wanted) else max(wanted, comparison.pairs + 1.0)
-
-
-def _range(comparison: Comparison, name: str, mark: float, level: float) -> tuple[float, float]:
-    """What `_needed` is likely to be, by what these examples tell of gap and spread."""
-    index = comparison.metrics.index(name)
-    low, high = n_range(name, comparison.scores[:, index], comparison.base[:, index], mark, level)
-    least = comparison.pairs + 1.0
-    return (low, high) if math.isnan(low) else (max(low, least), max(high, least))

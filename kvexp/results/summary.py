@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.run.jobs import plan_jobs
 from kvexp.run.labels import check_objective_of
-from kvexp.util import ConfigError, Console, Failure, Session, check_writable, current, duration, say, typed
+from kvexp.util import ConfigError, Console, Session, check_writable, current, duration, say, typed
 
 SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
@@ -40,17 +40,12 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
             console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
     if session.failures and jobs:
         console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)
-        for why, names in _by_reason(session.failures).items():
+        jobs_by_reason: dict[str, list[str]] = {}  # reasons printed before are empty
+        for failure in session.failures:
+            jobs_by_reason.setdefault(failure.why if not failure.reported else "", []).append(failure.job)
+        for why, names in jobs_by_reason.items():
             for line in (*names, *([f"  {why}"] if why else [])):
                 console.print(f"  {line}", highlight=False, soft_wrap=True)
-
-
-def _by_reason(failures: Sequence[Failure]) -> dict[str, list[str]]:
-    """Reason -> jobs that failed for it; reasons that were told before are empty."""
-    found: dict[str, list[str]] = {}
-    for failure in failures:
-        found.setdefault(failure.why if not failure.told else "", []).append(failure.job)
-    return found
 
 
 class SweepTable(Callback):
@@ -60,9 +55,7 @@ class SweepTable(Callback):
         _stop_if_wrong(_check_log, config)
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
-        _stop_if_wrong(_check_log, config)
-        _stop_if_wrong(_check_sweep_folder, config)
-        _stop_if_wrong(_check_metric, config)
+        _stop_if_wrong(_check_sweep, config)
         if config.hydra.sweeper.get("_target_", "").rpartition(".")[2] in GRIDS:
             session = current()
             params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
@@ -81,13 +74,13 @@ class SweepTable(Callback):
     def _end(self, config: Any, *, jobs: bool) -> None:
         session = current()
         try:
-            swept = any(word.startswith("limit=") for words in session.overrides_of_jobs for word in words)
+            swept = any(each.startswith("limit=") for job in session.overrides_of_jobs for each in job)
             limit = None if swept else config.get("limit")
             print_summary(config.outputs_dir, session, jobs=jobs, limit=limit if isinstance(limit, int) else None)
             self._publish(config, session)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             say(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
-            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
+            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", reported=True)
 
     def _publish(self, config: Any, session: Session) -> None:
         if config.log.wandb and session.hashes:
@@ -123,11 +116,17 @@ def _check_log(config: Any) -> None:
         check(config.log.project, None if config.log.mode == "auto" else config.log.mode)
 
 
-def _check_metric(config: Any) -> None:
-    """Once for all jobs, where none of them chooses another task: each of a search's trials would say the same."""
-    words = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items())]
-    words += list(config.hydra.overrides.task)
-    swept = [word.partition("=")[0].partition(".")[0] for word in words if SEVERAL.search(word.partition("=")[2])]
+def _check_sweep(config: Any) -> None:
+    """ConfigError where a sweep cannot be published, its folder not written, or its objective is no metric.
+
+    The objective is checked once for all jobs where none chooses another task: each trial would say the same.
+    """
+    _check_log(config)
+    typed(config.outputs_dir, str, "outputs_dir")
+    check_writable(Path(config.hydra.sweep.dir).expanduser())
+    overrides = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items())]
+    overrides += list(config.hydra.overrides.task)
+    swept = [each.partition("=")[0].partition(".")[0] for each in overrides if SEVERAL.search(each.partition("=")[2])]
     if config.get("objective") is None or {"task", "experiment", "protocol"} & set(swept):
         return
     try:
@@ -135,9 +134,3 @@ def _check_metric(config: Any) -> None:
     except OmegaConfBaseException:  # a job's turn says what is missing
         return
     check_objective_of(node, config.objective)
-
-
-def _check_sweep_folder(config: Any) -> None:
-    """Hydra writes there before any run begins, and explains nothing."""
-    typed(config.outputs_dir, str, "outputs_dir")
-    check_writable(Path(config.hydra.sweep.dir).expanduser())

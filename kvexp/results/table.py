@@ -41,81 +41,20 @@ from kvexp.util import ConfigError, Console, visible
 Row = Mapping[str, Any]
 Record = dict[str, Any]
 
-# Means of what receipts say of retrieval.
-MEANS = ("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share", "kmeans_iterations")
-NAMES = (*MEANS, "fell_back")
-
-
-def cost(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means of what receipts say of retrieval (NaN for other methods), and the notes of rows that fell back on less."""
-    found = [(row.get("receipt") or {}).get("retrieval") or {} for row in rows]
-    result: dict[str, Any] = {}
-    for name in MEANS:
-        values = [value for value in (number(one.get(name)) for one in found) if math.isfinite(value)]
-        result[name] = sum(values) / len(values) if values else math.nan
-    told = Counter(note for one in found for note in one.get("notes", []))
-    result["fell_back"] = "; ".join(f"{count} of {len(found)} rows: {note}" for note, count in told.items())
-    return result
-
-
+MEANS = ("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share", "kmeans_iterations")  # of retrieval
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # by model.dtype
-
-
-def bytes_share(folder: Folder, baseline: Folder | None) -> float:
-    """Mean bytes at the end of the rows over the baseline's, over the examples that both scored; NaN without any.
-
-    Numbers in full precision count as 16 bits on both sides, so that codes of 4 bits weigh the same beside float32.
-    """
-    if baseline is None:
-        return math.nan
-    names = [name for name in folder.scored if name in baseline.scored]
-    mine, full = (_total(side, (side.scored[name] for name in names)) for side in (folder, baseline))
-    return mine / full if full > 0 else math.nan
-
-
-def _total(folder: Folder, rows: Iterable[Record]) -> float:
-    """Bytes at 16 bits of these rows together; NaN where one does not say, 0 for none."""
-    model = folder.run.config.get("model")
-    itemsize = ITEMSIZE.get(str(model.get("dtype")) if isinstance(model, dict) else "", math.nan)
-    return sum((_at_16(row, itemsize) for row in rows), 0.0)
-
-
-def _at_16(row: Record, itemsize: float) -> float:
-    receipt = row.get("receipt") or {}
-    known = receipt.get("kv_bytes_at_16")
-    return number(known) if known is not None else number(receipt.get("kv_bytes")) * 2 / itemsize
-
-
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
 COUNTS = (
     *("n", "questions", "skipped", "halved", "prompt_cut", "thinking_cut", "dropped_letters"),
     *("evicted", "paired", "changed"),
 )
 VERDICTS = (
-    "verdict99",
-    "verdict999",
-    *("needed", "needed_low", "needed_high"),
-    *("needed999", "needed999_low", "needed999_high"),
-    "comparisons",
-    "confidence",
-    "length_of_full",
-    "length_ok",
+    *("verdict99", "verdict999", "needed", "needed_low", "needed_high", "needed999", "needed999_low", "needed999_high"),
+    *("comparisons", "confidence", "length_of_full", "length_ok"),
 )
 COST = (
-    *(
-        "ended",
-        "slots",
-        "kv_ratio_reached",
-        "kv_bytes",
-        "bytes_share",
-        "peak_kv_bytes",
-        "ttft_s",
-        "tt2t_s",
-        "tpot_s",
-        "tokens_per_s",
-        "timed",
-    ),
-    *("batch_size", "smallest_batch", *NAMES),
+    *("ended", "slots", "kv_ratio_reached", "kv_bytes", "bytes_share", "peak_kv_bytes"),
+    *("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed", "batch_size", "smallest_batch", *MEANS, "fell_back"),
 )
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline_check", "baseline", "hash")
 
@@ -144,7 +83,10 @@ def everything_table(runs: Runs) -> pd.DataFrame:
 
 
 def _table(runs: Runs, shown: list[Folder]) -> pd.DataFrame:
-    rows = [row for family in _families(shown) for row in _judged(family, runs.known)]
+    families: dict[str, list[Folder]] = {}
+    for folder in shown:
+        families.setdefault(folder.family, []).append(folder)
+    rows = [row for family in families.values() for row in _judged(family, runs.known)]
     metrics = list(dict.fromkeys(name for folder in shown for name in folder.metrics))
     labels = {"question", *(name for folder in shown for name in folder.labels)}
     frame = _tidy(rows, labels, metrics)
@@ -152,60 +94,43 @@ def _table(runs: Runs, shown: list[Folder]) -> pd.DataFrame:
     return frame
 
 
-def _families(shown: Iterable[Folder]) -> list[list[Folder]]:
-    """The runs of each model, task and NUMERICS: those that one printed table holds beside each other."""
-    found: dict[str, list[Folder]] = {}
-    for folder in shown:
-        found.setdefault(repr([folder.labels.get(name) for name in ("model", "task", "numerics")]), []).append(folder)
-    return list(found.values())
-
-
 def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Record]:
     """Rows with verdicts at the level that these runs need to be compared together; no other run changes them."""
-    sides = [_counted(folder, baseline_of(folder, known)) for folder in family]
+    sides = []  # run and baseline with the examples that count: for some tasks those the full cache answers
+    for folder in family:
+        baseline = baseline_of(folder, known)
+        counted = folder.of_answered(folder if folder.is_baseline else baseline)
+        sides.append((counted, baseline and baseline.of_answered(baseline)))
     number_compared = sum(bool(folder.scored) and not (folder.is_baseline or folder.void) for folder, _ in sides)
     level = stats.corrected_level(number_compared)
     pairs = [compare(*side) for side in sides]
     resample([pair for pair in pairs if pair], level)
-    of_all = {"comparisons": number_compared, "confidence": level}
-    # Of all answers: those that count may be few because the full cache's were cut.
-    cut = [{"thinking_cut": sum(bool(row.get("thinking_cut")) for row in folder.scored.values())} for folder in family]
-    return [_row(*side, pair, level) | of_all | more for side, pair, more in zip(sides, pairs, cut, strict=True)]
-
-
-def _counted(folder: Folder, baseline: Folder | None) -> tuple[Folder, Folder | None]:
-    """A run and its baseline with the examples that count: for some tasks those the full cache answers."""
-    full = folder if folder.is_baseline else baseline
-    return folder.of_answered(full), baseline and baseline.of_answered(baseline)
+    rows = [_row(*side, pair, level) for side, pair in zip(sides, pairs, strict=True)]
+    for row, folder in zip(rows, family, strict=True):
+        # Of all answers: those that count may be few because the full cache's were cut.
+        cut = sum(bool(each.get("thinking_cut")) for each in folder.scored.values())
+        row |= {"comparisons": number_compared, "confidence": level, "thinking_cut": cut}
+    return rows
 
 
 def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Record:
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
-    row: Record = {
-        **folder.labels,
-        "question": folder.question,
-        **_counts(folder),
-        **_means(folder),
-        **_cost(folder),
-    }
-    row |= cost(folder.scored.values())
-    row["bytes_share"] = bytes_share(folder, folder if folder.is_baseline else baseline)
+    scored = folder.scored.values()
+    row: Record = {**folder.labels, "question": folder.question, **_counts(folder)}
+    row |= {name: _over(np.mean, (each["metrics"].get(name) for each in scored)) for name in folder.metrics}
+    row |= _cost(folder, folder if folder.is_baseline else baseline)
     fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
     if pair is not None:
         row |= quality(pair, level, decidable=not obstacle)
-    row |= {"status": folder.status, "note": "; ".join(filter(None, (obstacle or folder.problem, _uncounted(folder))))}
+    uncounted = ""
+    if folder.answers and folder.questions is None:
+        uncounted = "which questions the full cache answers is not known here: all are counted"
+    row |= {"status": folder.status, "note": "; ".join(filter(None, (obstacle or folder.problem, uncounted)))}
     row |= {"unscored": folder.reasons, "also": folder.also}
     row |= {"headline": folder.metrics[0] if folder.metrics else None, "numerics": folder.run.numerics}
     row["baseline_check"] = folder.baseline_check
     return row | {"baseline": folder.run.baseline, "hash": folder.run.hash}
-
-
-def _uncounted(folder: Folder) -> str:
-    """What to say where examples should count only if the full cache answers them, and that is not known."""
-    if not folder.answers or folder.questions is not None:
-        return ""
-    return "which questions the full cache answers is not known here: all are counted"
 
 
 def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) -> str:
@@ -250,17 +175,12 @@ def _counts(folder: Folder) -> dict[str, int | None]:
     }
 
 
-def _means(folder: Folder) -> dict[str, float]:
-    rows = folder.scored.values()
-    return {name: _over(np.mean, (row["metrics"].get(name) for row in rows)) for name in folder.metrics}
-
-
-def _cost(folder: Folder) -> dict[str, float]:
+def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     """Mean slots and bytes at the end, the highest peak, median seconds; all new tokens over all generation time.
 
     ended: percent of the generated answers that an end token or a stop string ended, before max_new_tokens did.
     Seconds are of the scored examples that hold times (`timed`): not of rows made with shared prefills. Time per token
-    is of those of them with two new tokens or more.
+    is of the timed ones with two new tokens or more. fell_back: notes of rows whose retrieval did less than asked.
 
     Per row (one prompt): slots, and over the prompt's tokens (kv_ratio_reached); kv_bytes and peak_kv_bytes, an equal
     share of the batch's, its padding included; and tokens_per_s, the tokens of one row over the seconds it ran (a batch
@@ -270,6 +190,10 @@ def _cost(folder: Folder) -> dict[str, float]:
     """
     rows = folder.scored.values()
     receipts, seconds = ([row.get(name) or {} for row in rows] for name in ("receipt", "seconds"))
+    retrieval = [receipt.get("retrieval") or {} for receipt in receipts]
+    fallen = Counter(note for each in retrieval for note in each.get("notes", []))
+    prompts = (number(row.get("prompt_tokens")) for row in rows)
+    reached = (number(of.get("slots")) / n if n > 0 else None for of, n in zip(receipts, prompts, strict=True))
     new = np.array([number(row.get("new_tokens")) for row in rows])
     ttft, tpot = (np.array([number(timed.get(name)) for timed in seconds]) for name in ("ttft", "tpot"))
     spent = ttft + np.where(new > 1, tpot * (new - 1), 0.0)  # a single token has no time per further token
@@ -279,8 +203,9 @@ def _cost(folder: Folder) -> dict[str, float]:
     return {
         "ended": 100 * reasons.count("stop") / len(reasons) if reasons else math.nan,
         "slots": _over(np.mean, (receipt.get("slots") for receipt in receipts)),
-        "kv_ratio_reached": _over(np.mean, (_reached(row) for row in rows)),
+        "kv_ratio_reached": _over(np.mean, reached),
         "kv_bytes": _over(np.mean, (receipt.get("kv_bytes") for receipt in receipts)),
+        "bytes_share": bytes_share(folder, baseline),
         "peak_kv_bytes": _over(np.max, (receipt.get("peak_kv_bytes") for receipt in receipts)),
         "ttft_s": _over(np.median, ttft),
         "tt2t_s": _over(np.median, (timed.get("tt2t") for timed in seconds)),
@@ -289,13 +214,30 @@ def _cost(folder: Folder) -> dict[str, float]:
         "timed": int(np.isfinite(ttft).sum()),
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
         "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
+        **{name: _over(lambda found: sum(found) / len(found), (of.get(name) for of in retrieval)) for name in MEANS},
+        "fell_back": "; ".join(f"{count} of {len(rows)} rows: {note}" for note, count in fallen.items()),
     }
 
 
-def _reached(row: Record) -> float:
-    """Slots that a row held per kv head at its end, over its prompt's tokens."""
-    slots, tokens = number((row.get("receipt") or {}).get("slots")), number(row.get("prompt_tokens"))
-    return slots / tokens if tokens > 0 else math.nan
+def bytes_share(folder: Folder, baseline: Folder | None) -> float:
+    """Mean bytes at the end of the rows over the baseline's, over the examples that both scored; NaN without any.
+
+    Numbers in full precision count as 16 bits on both sides, so that codes of 4 bits weigh the same as with float32.
+    """
+    if baseline is None:
+        return math.nan
+    names = [name for name in folder.scored if name in baseline.scored]
+    mine, full = (sum((_at_16(side, side.scored[name]) for name in names), 0.0) for side in (folder, baseline))
+    return mine / full if full > 0 else math.nan
+
+
+def _at_16(folder: Folder, row: Record) -> float:
+    """Bytes of a row where numbers in full precision count as 16 bits; NaN where it does not say."""
+    receipt, model = row.get("receipt") or {}, folder.run.config.get("model")
+    if receipt.get("kv_bytes_at_16") is not None:
+        return number(receipt["kv_bytes_at_16"])
+    itemsize = ITEMSIZE.get(str(model.get("dtype")) if isinstance(model, dict) else "", math.nan)
+    return number(receipt.get("kv_bytes")) * 2 / itemsize
 
 
 def _over(reduce: Callable[[Any], Any], values: Iterable[Any]) -> float:
@@ -470,8 +412,12 @@ def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], 
         frame = frame.sort_values("numerics", ascending=False, kind="stable")
     for values, part in frame.groupby(keys, sort=False, dropna=False):
         named = dict(zip(keys, values, strict=True))
-        title = " / ".join(str(named[name]) for name in ("model", "task") if not absent(named.get(name))) or "runs"
-        yield title + (f", NUMERICS {named['numerics']}" if several else ""), named, part
+        yield title_of(named) + (f", NUMERICS {named['numerics']}" if several else ""), named, part
+
+
+def title_of(row: Row, between: str = " / ") -> str:
+    """Model and task of a run."""
+    return between.join(str(row[name]) for name in ("model", "task") if not absent(row.get(name))) or "runs"
 
 
 def with_n(runs: pd.DataFrame, name: str = "n") -> pd.DataFrame:
@@ -494,11 +440,11 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
     """(overrides that every row has, the rows with their other ones): what is the same everywhere needs no column."""
     # A value may hold spaces: a setting is parted only where a new key begins.
     each = [_KEY.split(str(row.get("setting") or "")) for row in rows]
-    shared = [word for word in each[0] if word and all(word in words for words in each)]
+    shared = [override for override in each[0] if override and all(override in other for other in each)]
     if not shared:
         return [], rows
-    left = [" ".join(word for word in words if word not in shared) for words in each]
-    return shared, [{**row, "setting": words} for row, words in zip(rows, left, strict=True)]
+    left = [" ".join(override for override in other if override not in shared) for other in each]
+    return shared, [{**row, "setting": setting} for row, setting in zip(rows, left, strict=True)]
 
 
 def method_and_setting(row: Row) -> str:
@@ -523,11 +469,11 @@ def marks_of(rows: Sequence[Row]) -> dict[str, str]:
     whether eviction has seen the question.
     """
     ran = [row for row in rows if row["status"] != "refused"]
-    values = {name: {str(row.get(name)) for row in ran if not absent(row.get(name))} for name in ("weights", "chat")}
-    same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
-    same = {name: value for name, value in same.items() if all(str(row.get(name)) == value for row in ran)}
-    words = {"weights": f"{same.get('weights')} weights", "chat": "chat template"}
-    found = {name: words[name] for name, value in same.items() if value != "False"}
+    found: dict[str, str] = {}
+    for name, end in (("weights", "{} weights"), ("chat", "chat template")):
+        values = {None if absent(row.get(name)) else str(row[name]) for row in ran}
+        if len(values) == 1 and (value := values.pop()) not in (None, "False"):
+            found[name] = end.format(value)
     asked = {row.get("question") for row in ran}
     return found | ({"question": question_words(asked)} if len(asked) == 1 and question_words(asked) else {})
 
@@ -537,35 +483,33 @@ def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
     fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
     fixed |= {"code", *marks_of(rows)}
     names = list(rows[0])[: list(rows[0]).index("n")]
-    varied = [name for name in names if name not in fixed and _tells(name, rows)]
+    values = {name: {str(row[name]) for row in rows} for name in names if name not in fixed}
+    # A label is worth a column where it is not the same in all rows, or says that a revision moves.
+    varied = [name for name, found in values.items() if len(found) > 1 or (name == "revision" and MOVING in min(found))]
     if len({row.get("question") for row in rows}) > 1:
         varied = ["question", *varied]
     if any(not absent(row.get("code")) for row in rows):
         varied = ["code", *varied]
     axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
-    named = [plain("method", "method", right=False), axis, *(plain(name, name, right=False) for name in varied)]
-    return [*named, _N] if _n_differs(rows) else named
+    named = [METHOD, axis, *(plain(name, name, right=False) for name in varied)]
+    return [*named, N] if _n_differs(rows) else named
 
 
-def _tells(name: str, rows: Sequence[Row]) -> bool:
-    """Whether this label is worth a column: it is not the same in all rows, or says that a revision moves."""
-    values = {str(row[name]) for row in rows}
-    return len(values) > 1 or (name == "revision" and any(MOVING in value for value in values))
+def metrics_of(rows: Sequence[Row]) -> tuple[list[str], str | None]:
+    """Metrics of which a row has a mean, and the first of which one has a percentage (else the first, if any)."""
+    names = [name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full")]
+    metrics = [name for name in names if name != "length" and any(not absent(row[name]) for row in rows)]
+    with_percent = (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows))
+    return metrics, next(with_percent, metrics[0] if metrics else None)
 
 
 def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
     """What is said of a run behind what names it; columns without anything to say are left out."""
-    metrics = [
-        name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full") and name != "length_of_full"
-    ]
-    metrics = [name for name in metrics if any(not absent(row[name]) for row in rows)]
+    metrics, headline = metrics_of(rows)
     runs = f"({rows[0]['comparisons']} run{'s' * (rows[0]['comparisons'] != 1)})"
     task = rows[0].get("task")
     columns = [metric_column(name, task) for name in metrics]
-    if metrics:
-        headline = next(
-            (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
-        )
+    if headline is not None:
         columns += [
             Column(f"{short(headline, task)} %\nof full", lambda row: _percent(row, headline)),
             Column("95 %\ninterval", lambda row: _interval(row, headline)),
@@ -579,28 +523,23 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         Column(f"99 %\n{runs}", lambda row: verdict_of(row, "99", metrics), right=False),
         Column(f"99.9 %\n{runs}", lambda row: verdict_of(row, "999", metrics), right=False),
         Column("n to\ndecide", needed_cell),
-        *([] if _n_differs(rows) else [_N]),
+        *([] if _n_differs(rows) else [N]),
         *telling(rows, plain("questions", "of asked")),
         plain("paired", "paired"),
         *telling(
             rows,
             plain("skipped", "skip-\nped"),
-            plain("prompt_cut", "prompt\ncut"),
+            PROMPT_CUT,
             plain("thinking_cut", "cut while\nthinking"),
             plain("dropped_letters", "letters\ndropped"),
             plain("halved", "hal-\nved"),
         ),
-        *([numeric("ended\n%", "ended", 0)] if ended else []),
-        plain("status", "status", right=False),
-        numeric("slots", "slots", 1),
+        *([ENDED] if ended else []),
+        STATUS,
+        SLOTS,
         *ratio_reached(rows),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
-        *telling(
-            rows,
-            Column("TTFT", lambda row: seconds(row["ttft_s"])),
-            Column("TPOT", lambda row: seconds(row["tpot_s"])),
-            numeric("tokens/s", "tokens_per_s", 1),
-        ),
+        *telling(rows, TTFT, TPOT, TOKENS_PER_S),
         *([plain("timed", "timed")] if any(map(partly_timed, rows)) else []),
         *(telling(rows, Column("TT2T", lambda row: seconds(row["tt2t_s"]))) if moved else []),
         *([Column("moved", lambda row: size(row["moved_bytes"]))] if moved else []),
@@ -609,7 +548,16 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
     ]
 
 
-_N = Column("n", lambda row: str(row["n"]))
+N = plain("n", "n")
+METHOD = plain("method", "method", right=False)
+METHOD_AND_SETTING = Column("method", method_and_setting, right=False)
+STATUS = plain("status", "status", right=False)
+SLOTS = numeric("slots", "slots", 1)
+ENDED = numeric("ended\n%", "ended", 0)
+PROMPT_CUT = plain("prompt_cut", "prompt\ncut")
+TTFT = Column("TTFT", lambda row: seconds(row["ttft_s"]))
+TPOT = Column("TPOT", lambda row: seconds(row["tpot_s"]))
+TOKENS_PER_S = numeric("tokens/s", "tokens_per_s", 1)
 
 
 def _n_differs(rows: Sequence[Row]) -> bool:
@@ -623,7 +571,7 @@ def telling(rows: Sequence[Row], *columns: Column) -> list[Column]:
 
 
 def ratio_reached(rows: Sequence[Row]) -> list[Column]:
-    """Where a run has a threshold and no budget: the ratio that it came to."""
+    """Column of the ratio that a run came to, where one has a threshold and no budget."""
     open_ended = [absent(row["kv_ratio"]) and absent(row.get("tokens")) for row in rows]
     if not any(free and row["verdict99"] != "baseline" for free, row in zip(open_ended, rows, strict=True)):
         return []
@@ -666,17 +614,13 @@ def _percent(row: Row, metric: str) -> str:
 
 
 def needed_cell(row: Row) -> str:
+    """Least and most examples that are likely to decide 99 % and 99.9 %: 120-24k / 3k; one number where both agree."""
     if few(row):
         return TOO_FEW
     if absent(row["needed"]) and absent(row["needed999"]):
         return "-"
-    return " / ".join(_range(row, name) for name in ("needed", "needed999"))
-
-
-def _range(row: Row, name: str) -> str:
-    """From the least to the most of what is likely: 120-24k; the number alone where both are the same."""
-    low, high = count(row[f"{name}_low"]), count(row[f"{name}_high"])
-    return low if low == high else f"{low}-{high}"
+    ends = ((count(row[f"{name}_low"]), count(row[f"{name}_high"])) for name in ("needed", "needed999"))
+    return " / ".join(low if low == high else f"{low}-{high}" for low, high in ends)
 
 
 def _interval(row: Row, metric: str) -> str:
@@ -702,48 +646,34 @@ def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
         return
     ran = df[df["status"].ne("refused") & df["verdict99"].ne("baseline") & df["question"].isin(HEADS)]
     for title, _, part in parts(ran):
-        rows = _pairs(records(part))
-        if rows:
+        found: dict[str, dict[str, list[Record]]] = {}
+        for run in without_question(records(part)):
+            alike = repr([None if absent(run.get(name)) else run[name] for name in ALIKE])
+            found.setdefault(alike, {name: [] for name in HEADS})[run["question"]].append(run)
+        once = [sides for sides in found.values() if all(len(side) == 1 for side in sides.values())]
+        if once:
+            rows = [{**each[IN_PROMPT][0], "sides": {name: side[0] for name, side in each.items()}} for each in once]
             shared, rows = shared_settings(rows)
             metric = str(rows[0]["headline"])
             words = f"{title}: {short(metric, rows[0].get('task'))} in percent of full by place of the question"
-            keys = _keys(rows)
-            yield ", ".join([words, *shared]), rows, [*keys, *_columns(metric)], len(keys)
+            keys = [METHOD, plain("kv_ratio", "kv_ratio")]
+            keys += [plain("tokens", "tokens")] * any(not absent(row.get("tokens")) for row in rows)
+            keys += [plain("setting", "setting", right=False)] * any(row.get("setting") for row in rows)
+            columns = [column for side in HEADS for column in _columns_of_side(side, metric)]
+            yield ", ".join([words, *shared]), rows, [*keys, *columns], len(keys)
 
 
-def _pairs(runs: list[Record]) -> list[Record]:
-    """The runs that exist once with the question in either place."""
-    found: dict[str, dict[str, list[Record]]] = {}
-    for run in without_question(runs):
-        key = repr([None if absent(run.get(name)) else run[name] for name in ALIKE])
-        found.setdefault(key, {name: [] for name in HEADS})[run["question"]].append(run)
+def _columns_of_side(side: str, metric: str) -> list[Column]:
+    """Columns of one place of the question; a dash in a row whose run there was not paired with the full cache's."""
+
+    def column(head: str, cell: Callable[[Row], str]) -> Column:
+        return Column(head, lambda row: "-" if absent(row["sides"][side]["paired"]) else cell(row["sides"][side]))
+
     return [
-        {**sides[IN_PROMPT][0], "sides": {name: side[0] for name, side in sides.items()}}
-        for sides in found.values()
-        if all(len(side) == 1 for side in sides.values())
+        column(f"{HEADS[side]}:\n% of full", lambda run: _percent(run, metric)),
+        column("95 %\ninterval", lambda run: _interval(run, metric)),
+        column("paired", lambda run: str(run["paired"])),
     ]
-
-
-def _keys(rows: list[Record]) -> list[Column]:
-    """What names a row: method and budget, and the settings where they differ."""
-    more = ["tokens"] * any(not absent(row.get("tokens")) for row in rows)
-    more += ["setting"] * any(row.get("setting") for row in rows)
-    names = [plain(name, name, right=name == "tokens") for name in more]
-    return [plain("method", "method", right=False), plain("kv_ratio", "kv_ratio"), *names]
-
-
-def _columns(metric: str) -> list[Column]:
-    def of(side: str, cell: Callable[[Row], str]) -> Callable[[Row], str]:
-        return lambda row: "-" if absent(row["sides"][side]["paired"]) else cell(row["sides"][side])
-
-    columns = []
-    for name, head in HEADS.items():
-        columns += [
-            Column(f"{head}:\n% of full", of(name, lambda row: _percent(row, metric))),
-            Column("95 %\ninterval", of(name, lambda row: _interval(row, metric))),
-            Column("paired", of(name, lambda row: str(row["paired"]))),
-        ]
-    return columns
 
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
@@ -782,9 +712,9 @@ def print_columns(rows: Sequence[Row], columns: list[Column], keys: int, console
         console.print()
 
 
-def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
+def to_markdown(df: pd.DataFrame) -> str:
     """What `print_table` prints as GitHub-flavoured Markdown."""
-    return markdown_of((*groups(df, x), *seen_and_hidden(df)), notes(df))
+    return markdown_of((*groups(df, "kv_ratio"), *seen_and_hidden(df)), notes(df))
 
 
 def markdown_of(blocks: Iterable[Block], below: Iterable[str]) -> str:
@@ -812,23 +742,36 @@ def legend(df: pd.DataFrame) -> list[str]:
     """What the columns and verdicts of `groups` mean, as far as these runs have them."""
     lines: list[str] = []
     if set(df.loc[df["status"] != "refused", "verdict99"]) - {"baseline", "void"}:
+        levels = sorted({(int(n), float(at)) for n, at in zip(df["comparisons"], df["confidence"], strict=True) if n})
+        said = ", ".join(f"{100 * level:.4g} % for {n} run{'s' * (n != 1)}" for n, level in levels)
         lines += [
             "% of full and its 95 % interval (paired bootstrap): over the examples that a run and its baseline both "
             "scored (paired); all other numbers: over the n examples of the run itself.",
             f"99 %, 99.9 % (MLPerf): every metric at that share of full, and {stats.LENGTH_MARK:g} % of its generated "
-            f"tokens; decided by intervals corrected (Bonferroni) for the compared runs of one model and task: "
-            f"{', '.join(_levels(df))}.",
+            f"tokens; decided by intervals corrected (Bonferroni) for the compared runs of one model and task: {said}.",
         ]
-    lines += [f"baseline {check}: full cache of {models}, against published numbers." for check, models in _checks(df)]
+    checks: dict[str, dict[str, None]] = {}  # of the runs that can have a verdict: what the yardstick found, of which
+    for row in records(df):
+        if row["verdict99"] not in ("baseline", "void") and row["status"] != "refused":
+            checks.setdefault(row["baseline_check"], {})[str(row.get("model") or "this model")] = None
+    lines += [
+        f"baseline {check}: full cache of {', '.join(models)}, against published numbers."
+        for check, models in checks.items()
+    ]
     if df[["needed", "needed999"]].notna().any(axis=None):
         chance = f"{100 * stats.POWER:g} % chance"
         lines += [
             f"n to decide: examples that give an {chance} of a verdict at 99 % / 99.9 %, if the percentage stays."
         ]
+    shares: dict[str, str] = {}
+    for row in records(df):
+        if row["verdict99"] == "baseline" and not absent(row["questions"]):
+            n, asked = int(row["n"]), int(row["questions"])
+            shares.setdefault(title_of(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
     lines += [
         f"{title}: n of the questions asked count, those that the full cache answers: the reference stands in its "
         f"answer ({share})."
-        for title, share in _shares(df)
+        for title, share in shares.items()
     ]
     if df.loc[df["status"] != "refused", "numerics"].nunique() > 1:
         lines += [
@@ -841,7 +784,7 @@ def legend(df: pd.DataFrame) -> list[str]:
         ]
     if df["ttft_s"].notna().any():
         lines += [
-            "TTFT, TPOT: medians over the n examples (TPOT: those of two new tokens or more), after an untimed warm-up."
+            "TTFT, TPOT: medians over the n examples (TPOT: of two new tokens or more), after an untimed warm-up."
         ]
     if any(partly_timed(row) for row in records(df)):
         lines += ["timed: of how many of the n examples TTFT, TPOT and tokens/s are; the others shared a prefill."]
@@ -861,12 +804,18 @@ def legend(df: pd.DataFrame) -> list[str]:
 
 def missing(df: pd.DataFrame) -> list[str]:
     """The jobs that were refused, then what is missing of a run, a line for each reason with the runs it is true of."""
-    lines = refused_line(df)
-    named: dict[tuple[str, str], list[str]] = {}
-    for row in records(df):
-        for note in () if row["status"] == "refused" and not only_refused(df) else own_notes(row):
-            named.setdefault((title_of(row), note), []).append(_name(row))
-    return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
+    rows = [row for row in records(df) if row["status"] != "refused" or only_refused(df)]
+    lines = [f"{title}: {', '.join(names)}: {note}" for (title, note), names in by_note(rows, _name).items()]
+    return refused_line(df) + lines
+
+
+def by_note(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[tuple[str, str], list[str]]:
+    """Model and task, and what is missing or to be known -> names of the runs it is true of."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for note in own_notes(row):
+            found.setdefault((title_of(row), note), []).append(name(row))
+    return found
 
 
 def only_refused(df: pd.DataFrame) -> bool:
@@ -881,33 +830,6 @@ def refused_line(df: pd.DataFrame) -> list[str]:
         return []
     names = dict.fromkeys(f"{title_of(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
     return [f"refused, without rows: {', '.join(names)}; --where status=refused says why."]
-
-
-def _shares(df: pd.DataFrame) -> list[tuple[str, str]]:
-    """(title, "58 of 144, 40 %") per model and task of which the questions alone count that the full cache answers."""
-    found: dict[str, str] = {}
-    for row in records(df):
-        if row["verdict99"] == "baseline" and not absent(row["questions"]):
-            n, asked = int(row["n"]), int(row["questions"])
-            found.setdefault(title_of(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
-    return list(found.items())
-
-
-def _checks(df: pd.DataFrame) -> list[tuple[str, str]]:
-    """(what the yardstick found, the models of which it found that), of runs that can have a verdict."""
-    found: dict[str, dict[str, None]] = {}
-    for row in records(df):
-        if row["verdict99"] not in ("baseline", "void") and row["status"] != "refused":
-            found.setdefault(row["baseline_check"], {})[str(row.get("model") or "this model")] = None
-    return [(check, ", ".join(models)) for check, models in found.items()]
-
-
-def _levels(df: pd.DataFrame) -> list[str]:
-    """The level of the intervals for each number of compared runs."""
-    pairs = sorted(
-        {(int(count), float(level)) for count, level in zip(df["comparisons"], df["confidence"], strict=True)}
-    )
-    return [f"{100 * level:.4g} % for {count} run{'s' * (count != 1)}" for count, level in pairs if count]
 
 
 def own_notes(row: Row) -> Iterator[str]:
@@ -935,30 +857,22 @@ def groups(df: pd.DataFrame, x: str) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per NUMERICS, model and task; without refused jobs."""
     if x not in X_AXES:
         raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")
-    if not only_refused(df):
-        df = df[df["status"] != "refused"]
-    rows = records(df)
-    if x == "bytes":
-        rows.sort(key=lambda row: (math.isnan(row["kv_bytes"]), row["kv_bytes"]))
-    for title, _, part in parts(df):
-        hashes = set(part["hash"])
-        inside = [without(row, "code=") for row in rows if row["hash"] in hashes]
-        shared, inside = shared_settings(without_question(inside))
+    for title, _, part in parts(df if only_refused(df) else df[df["status"] != "refused"]):
+        part = part.sort_values("kv_bytes", kind="stable") if x == "bytes" else part
+        shared, inside = shared_settings(without_question([without(row, "code=") for row in records(part)]))
         keys = keys_of(inside, x)
         title = ", ".join([title, *marks_of(inside).values(), *shared])
         yield title, inside, [*keys, *columns_of(inside, x)], len(keys)
 
 
-def title_of(row: Row) -> str:
-    return " / ".join(str(row[name]) for name in ("model", "task") if not absent(row.get(name))) or "runs"
+def width_of(column: Column, rows: Sequence[Row]) -> int:
+    """Letters of the widest line of a column."""
+    return max(len(line) for text in (column.head, *map(column.cell, rows)) for line in text.split("\n"))
 
 
 def _fit(columns: list[Column], keys: int, rows: Sequence[Row], width: int) -> Iterator[list[Column]]:
     """Cut the columns into as few tables as the width allows, each beginning with the columns that name the row."""
-    wide = [
-        2 + max(len(line) for text in (column.head, *map(column.cell, rows)) for line in text.split("\n"))
-        for column in columns
-    ]
+    wide = [2 + width_of(column, rows) for column in columns]
     wide[:keys] = [min(each, 2 + width // WIDEST) for each in wide[:keys]]
     part, room = list(range(keys)), width + 1 - sum(wide[:keys])
     for index in range(keys, len(columns)):

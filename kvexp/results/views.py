@@ -22,7 +22,7 @@ import pandas as pd
 from kvexp.results import divergence, life
 from kvexp.results import table as quality
 from kvexp.results.divergence import print_compared
-from kvexp.results.life import METHOD, Columns, Point, Value
+from kvexp.results.life import Columns, Point, Value
 from kvexp.results.read import (
     AFTER_EVICTION,
     WORDS,
@@ -38,7 +38,9 @@ from kvexp.results.read import (
 )
 from kvexp.results.screen import print_screen, screen_console
 from kvexp.results.table import (
+    METHOD_AND_SETTING,
     Block,
+    N,
     Row,
     absent,
     budget_column,
@@ -57,11 +59,6 @@ from kvexp.results.table import (
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, run_name
 from kvexp.util import ConfigError, Console, say, tells_errors, tells_warnings
 
-# The tables of recorded runs, by the name that stands after `kvexp results OUTPUTS --view`.
-#
-# A `View` says which runs have it, what its rows are, which columns people see, and what a chart has of a row. One loop
-# prints, exports and draws them all. `VIEWS` has every view in the order in which the report shows those with a chart.
-
 
 @dataclass(frozen=True)
 class Side:
@@ -79,10 +76,11 @@ class View:
     """One table of runs.
 
     title: of a report's part; applies: whether a run has rows in it. table: its rows, a column each for labels and
-    numbers. heading: what the title of a printed table says behind model and task; columns: of its rows; below: lines
-    for the reader; missing: how such runs are made. by: further labels of which each value has a table of its own;
-    said: keys of settings that the heading says. blocks_of: (frame, order) -> printed tables, where they are not one
-    for each model, task and `by`; also: a view that is shown below. options: what `table` takes beside the runs.
+    numbers. heading: what the title of a printed table says behind model and task; columns: of its rows; legend: what
+    they mean; below: the lines below the tables, where they are not the legend; missing: how such runs are made. by:
+    further labels of which each value has a table of its own; said: keys of settings that the heading says; ordered:
+    the rows of one table in an `order` of the command line. blocks_of: (frame, order) -> printed tables, where they are
+    not one for each model, task and `by`; also: a view that is shown below. options: further arguments of `table`.
     x, sides, points: a chart: title of the axis, its panels, what a row has there. one_line: whether the rows of
     several runs make one line.
     """
@@ -92,9 +90,11 @@ class View:
     table: Callable[..., pd.DataFrame]
     columns: Callable[[Sequence[Row]], Columns] = lambda rows: ([], [])
     heading: Callable[[Sequence[Row]], str] = lambda rows: ""
-    below: Callable[[Runs, pd.DataFrame], list[str]] = lambda runs, frame: []
+    legend: str = ""
     missing: str = ""
+    below: Callable[[Runs, pd.DataFrame], list[str]] | None = None
     by: tuple[str, ...] = ()
+    ordered: Callable[[pd.DataFrame, str | None], pd.DataFrame] = lambda part, order: part
     said: tuple[str, ...] = ()
     blocks_of: Callable[[pd.DataFrame, str | None], Iterable[Block]] | None = None
     also: str = ""
@@ -104,6 +104,12 @@ class View:
     points: Callable[[Row], Iterator[Point]] = lambda row: iter(())
     one_line: bool = False
 
+    def lines_below(self, runs: Runs, frame: pd.DataFrame) -> list[str]:
+        """What the reader must know of the printed tables."""
+        if frame.empty:
+            return []
+        return self.below(runs, frame) if self.below is not None else [self.legend] * bool(self.legend)
+
     def blocks(self, frame: pd.DataFrame, order: str | None = None) -> Iterator[Block]:
         """The printed tables of a frame. order: of the rows, where the view has several."""
         if frame.empty:
@@ -112,14 +118,14 @@ class View:
             yield from self.blocks_of(frame, order)
             return
         for title, _, part in parts(frame, *self.by):
-            rows = [row if not self.said else without(row, *self.said) for row in without_question(records(part))]
-            shared, rows = shared_settings(rows)
+            rows = without_question(records(self.ordered(part, order)))
+            shared, rows = shared_settings([without(row, *self.said) for row in rows])
             names, others = self.columns(rows)
             title = titled(f"{title}: {self.heading(rows)}", (row.get("question") for row in rows))
             yield ", ".join([title, *shared]), rows, [*names, *others], len(names)
 
 
-# --- longbench: a row per method and budget, its data sets beside each other, their average
+# --- longbench: a row per method and budget, a column per data set, and their average
 
 
 PREFIX = "longbench/"
@@ -161,7 +167,7 @@ def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFra
 
 
 def _of_one_setting(done: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The same without the names of data files, of which each data set has its own.
+    """Rows without the names of data files in their settings, of which each data set has its own.
 
     Where a data set was run on two files under settings otherwise equal, all of them keep the names: one score must
     not take the other's place.
@@ -180,12 +186,9 @@ def _averaged(row: dict[str, Any], group: pd.DataFrame, names: Sequence[str]) ->
     scores, full = (dict(zip(group["name"], group[column], strict=True)) for column in ("score", "full"))
     missing = [name for name in names if pd.isna(scores.get(name))]
     average, of = (float(np.mean([each.get(name, np.nan) for name in names])) for each in (scores, full))
-    return (
-        row
-        | scores
-        | {"average": average, "of_full": 100 * average / of if of else np.nan, "missing": ", ".join(missing)}
-        | {"n": quality.n_words(group).removeprefix("n = ") if "n" in group else ""}
-    )
+    row |= {**scores, "average": average, "of_full": 100 * average / of if of else np.nan}
+    n = quality.n_words(group).removeprefix("n = ") if "n" in group else ""
+    return row | {"missing": ", ".join(missing), "n": n}
 
 
 def _longbench_columns(rows: Sequence[Row]) -> Columns:
@@ -212,7 +215,7 @@ BUDGETS = re.compile(r"\+?(bytes_ratio|budget\.tokens|kv_ratio)=\S+")
 def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
     """The runs that have a share of bytes: columns of the table of all runs, and for each run
 
-    bits: of keys and values, the fewer where they differ; line: method and bits in words; rest, shared: what of the
+    bits: of keys and values, the fewer where they differ; line: "method, N bits"; rest, shared: what of the
     setting is neither bits nor budget, of this run and of all; quality, quality_low, quality_high: percent of full in
     `metric` (None, "kl": each task's first); kl, kl_low, kl_high: along the full cache's own answer, NaN where none was
     measured.
@@ -242,7 +245,7 @@ def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
 
 def _bytes_columns(rows: Sequence[Row]) -> Columns:
     rest = [plain("rest", "setting", right=False)] if any(row["rest"] for row in rows) else []
-    return [plain("line", "method and bits", right=False), *rest, plain("n", "n")], [
+    return [plain("line", "method and bits", right=False), *rest, N], [
         numeric("% of full's\nbytes", "bytes_share", 1, 100),
         numeric("KL", "kl", 4),
         interval("95 %", "kl_low", "kl_high", 4),
@@ -305,7 +308,7 @@ def is_needle(folder: Folder) -> bool:
 
 def _needle_columns(rows: Sequence[Row]) -> Columns:
     lengths = sorted({str(name) for row in rows for name in row if re.fullmatch(r"[\d.e+]+", str(name))}, key=float)
-    names = [METHOD, budget_column(rows), plain("depth", "depth", right=False)]
+    names = [METHOD_AND_SETTING, budget_column(rows), plain("depth", "depth", right=False)]
     return names, [numeric(length, length, 1) for length in lengths]
 
 
@@ -357,7 +360,7 @@ def _turns(by: str, title: str, x: str) -> View:
         partial(life.turns_table, by),
         partial(life.turns_columns, by),
         partial(life.turns_heading, by),
-        lambda runs, frame: [life.TURNS_LEGEND],
+        life.TURNS_LEGEND,
         "held a conversation; run: kvexp run task=dialogue",
         by=("history",),
         said=("task.history=",),
@@ -372,7 +375,7 @@ NAMED = ("questions", "turns", "distance", "chunks", "long", "instructions", "lo
 
 
 def further_views(runs: Runs) -> list[str]:
-    """Names of the views that the runs shown have beside their tables of quality and divergence."""
+    """Names of the views that the runs shown have in addition to their tables of quality and divergence."""
     return [name for name in NAMED if any(map(VIEWS[name].applies, runs.ran))]
 
 
@@ -394,18 +397,21 @@ VIEWS: dict[str, View] = {
         "Divergence from the full cache",
         lambda folder: folder.run.baseline is not None,
         divergence.frame_of,
-        blocks_of=divergence.blocks,
+        divergence.columns_of,
+        divergence.heading,
         below=divergence.notes,
+        by=("text",),
+        ordered=divergence.ordered,
         also="choices",
         options=("epsilon_kl", "epsilon_top1"),
         missing="has a divergence; --measure measures it",
     ),
     "choices": View(
-        "Choices beside the full cache's",
+        "Choices compared with the full cache's",
         lambda folder: any(row.get("choices") for row in folder.rows[:1]),
         divergence.choice_table,
         divergence.choice_columns,
-        lambda rows: "choices beside the full cache's",
+        lambda rows: "choices compared with the full cache's",
         missing="chose among answers; run: kvexp run task=testbed_choice model=testbed_rope",
     ),
     "hidden": View(
@@ -413,7 +419,7 @@ VIEWS: dict[str, View] = {
         lambda folder: folder.question == AFTER_EVICTION,
         quality.quality_table,
         blocks_of=lambda frame, order: quality.seen_and_hidden(frame),
-        below=lambda runs, frame: [quality.NOTE],
+        legend=quality.NOTE,
         missing="was asked in the prompt and after the eviction; run: kvexp run -m task=news_qa "
         "task.question=in_prompt,after_eviction",
         x="what eviction knows of the question",
@@ -427,21 +433,21 @@ VIEWS: dict[str, View] = {
         life.questions_table,
         life.questions_columns,
         lambda rows: f"{life.metric_of(rows[0])} by number of questions asked of one evicted cache",
-        lambda runs, frame: [life.QUESTIONS_LEGEND],
+        life.QUESTIONS_LEGEND,
         "asked many questions of one cache; run: kvexp run task=news_qa questions=all",
         x="questions asked of one evicted cache",
         sides=(QUALITY, Side("% of contexts with no answer lost", level=100.0)),
         points=life.along("asked", life.percent, life.alone("none_lost")),
     ),
     "turns": _turns("turn", "Turns", "turn of the conversation, from 0"),
-    "distance": _turns("distance", "Turns by distance of the fact", "turns since the fact asked for was told"),
+    "distance": _turns("distance", "Turns by distance of the fact", "turns since the fact asked for was mentioned"),
     "chunks": View(
         "Prompts that never fit",
         lambda folder: "prefill" in folder.run.config,
         life.chunks_table,
         life.chunks_columns,
         lambda rows: f"{life.metric_of(rows[0])} and peak of keys and values by tokens per chunk",
-        lambda runs, frame: [life.CHUNKS_LEGEND],
+        life.CHUNKS_LEGEND,
         "read its prompts in chunks; run: kvexp run -m prefill=bounded prefill.chunk=128,256,512",
         x="tokens between two evictions of the prompt",
         sides=(QUALITY, Side("peak KV bytes, % of full's", level=100.0)),
@@ -454,7 +460,7 @@ VIEWS: dict[str, View] = {
         life.long_table,
         life.long_columns,
         lambda rows: "long answers",
-        lambda runs, frame: [life.LONG_LEGEND],
+        life.LONG_LEGEND,
         "wrote long answers; run: kvexp run task=long_answers budget=tokens budget.tokens=512",
         x="place of the token in the answer",
         sides=(KL,),
@@ -465,11 +471,11 @@ VIEWS: dict[str, View] = {
         lambda folder: life.task_of(folder) in (life.INSTRUCTIONS, life.LEAK),
         life.instructions_table,
         life.instructions_columns,
-        lambda rows: "followed and told, by what is spared",
-        lambda runs, frame: [life.INSTRUCTIONS_LEGEND],
+        lambda rows: "instructions followed and secrets leaked, by what is spared",
+        life.INSTRUCTIONS_LEGEND,
         "was given instructions; run: kvexp run -m task=instructions,instructions_leak keep=null,span",
         x="what is spared of the marked spans",
-        sides=(QUALITY, Side("% of answers that tell the secret when asked")),
+        sides=(QUALITY, Side("% of answers that leak the secret when asked")),
         points=life.keep_points,
         one_line=True,
     ),
@@ -479,8 +485,8 @@ VIEWS: dict[str, View] = {
         lambda runs: averages(runs.frame(quality.quality_table)),
         _longbench_columns,
         lambda rows: "LongBench",
-        _not_averaged,
-        "is a finished run of task=longbench; run: kvexp run experiment=longbench14",
+        below=_not_averaged,
+        missing="is a finished run of task=longbench; run: kvexp run experiment=longbench14",
     ),
     "needle": View(
         "Needle in a haystack",
@@ -512,7 +518,7 @@ def shown(
     """
     view = VIEWS[name]
     frame = view.table(runs, **options) if options else runs.frame(view.table)
-    blocks, below = list(view.blocks(frame, order)), [] if frame.empty else view.below(runs, frame)
+    blocks, below = list(view.blocks(frame, order)), view.lines_below(runs, frame)
     if view.also:
         more, more_blocks, lines = shown(runs, view.also)
         return more if frame.empty else frame, [*blocks, *more_blocks], [*below, *lines]
@@ -535,12 +541,12 @@ OF = {  # option: the views that have it
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
     methods: list[str] = []
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--measure" in words:  # which may need the code of a method of the user's own
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--measure" in arguments:  # which may need the code of a method of the user's own
         from kvexp.run.compose import without_method_words
 
-        methods, words = without_method_words(words)
-    return results(parser().parse_args(words), methods)
+        methods, arguments = without_method_words(arguments)
+    return results(parser().parse_args(arguments), methods)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -596,7 +602,7 @@ def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
         write(args.parquet, lambda path: frame.to_parquet(path, index=False))
         write(args.markdown, lambda path: path.write_text(markdown_of(blocks, below), encoding="utf-8"))
         if "text" in frame and (args.compare or args.alike):  # else of choices
-            print_compared(runs, frame, args.alike, console)
+            print_compared(runs, frame, blocks, below, args.alike, console)
         elif alone and args.full:
             print_full(runs, console, order=order, explain=args.explain)
         elif alone and order is None and not quality.only_refused(frame):
@@ -618,8 +624,8 @@ def print_full(runs: Runs, console: Console, *, order: str | None = None, explai
     frame, blocks, _ = shown(runs, RUNS, order)
     far, far_blocks, far_below = shown(runs, DIVERGENCE)
     if frame["n"].sum() or far.empty:  # divergence=only makes no rows
-        told = quality.legend(frame) if explain else []
-        print_blocks(blocks, [*frame.attrs["left_out"], *told, *quality.missing(frame), *more_views(runs)], console)
+        legend = quality.legend(frame) if explain else []
+        print_blocks(blocks, [*frame.attrs["left_out"], *legend, *quality.missing(frame), *more_views(runs)], console)
     print_blocks(far_blocks, far_below if explain else [], console)
 
 

@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 
 import pandas as pd
 
+from kvexp.results import stats
 from kvexp.results.divergence import frame_of
 from kvexp.results.plots import color_of
 from kvexp.results.read import add_choice, chosen_by, read_runs, titled, unmatched
-from kvexp.results.table import absent, parts, quality_table, records, with_n
+from kvexp.results.table import absent, parts, quality_table, records, title_of, with_n
 from kvexp.run.store import Run
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings
 
@@ -40,18 +41,12 @@ def check(project: object, mode: object) -> str:
         raise ConfigError(f"log.project may have 128 characters and none of {' '.join(NOT_IN_NAMES)}, got {found}")
     if mode is not None and mode not in MODES:
         raise ConfigError(f"log.mode must be one of auto, {', '.join(MODES)}, got {mode!r}")
-    mode = mode or default_mode()
+    mode = mode or os.environ.get("WANDB_MODE") or ("online" if has_account() else "offline")
     if mode not in MODES:
         raise ConfigError(f"the variable WANDB_MODE must be one of {', '.join(MODES)}, got {mode!r}: or set log.mode")
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError("log=wandb needs wandb, which is not installed; run: pip install 'kvexp[eval]'")
     return str(mode)
-
-
-def default_mode() -> str:
-    if found := os.environ.get("WANDB_MODE"):
-        return found
-    return "online" if has_account() else "offline"
 
 
 def has_account() -> bool:
@@ -64,9 +59,7 @@ def has_account() -> bool:
     return False
 
 
-SAMPLES = 20
-DataFrame = Any  # a pandas one, as `table` returns it
-MARKS = (99.0, 99.9)
+SAMPLES = 20  # rows of a run that are published as text
 DIVERGENCE = ("kl", "kl_low", "kl_high", "top1", "ppl_ratio", "verdict_kl", "verdict_top1")
 
 
@@ -74,73 +67,58 @@ def publish(
     run_paths: Iterable[str | Path],
     project: str = PROJECT,
     mode: str | None = None,
-    directory: str | Path | None = None,
-    samples: int = SAMPLES,
     experiment: str | None = None,
 ) -> list[Path]:
     """Publish these run folders, and per group one more run that holds the sweep's chart and table.
 
     mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
     experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
-    directory: where wandb makes its folder `wandb` (default: beside the run folders). Returns the folders it wrote.
-    The verdicts are those of a table of the given runs: publish a sweep at once, not run by run.
+    Returns the folders that wandb wrote, under `wandb` in the folder of the run folders. Verdicts are corrected for the
+    number of the given runs: publish a sweep at once, not run by run.
     """
     mode = check(project, mode)
     written: list[Path] = []
-    for outputs, paths in _by_parent(run_paths).items():
+    parents: dict[Path, list[Path]] = {}
+    for path in map(Path, run_paths):
+        parents.setdefault(path.parent, []).append(path)
+    for outputs, paths in parents.items():
         loaded = {run.hash: run for run in map(Run.load, paths)}
         runs = read_runs(outputs, {"hash": list(loaded)})
         df, divergence = quality_table(runs), frame_of(runs)
-        place = Path(directory) if directory is not None else outputs
-        place.mkdir(parents=True, exist_ok=True)  # wandb makes a folder `wandb` in it
         groups = [[experiment] if experiment else _groups(row) for row in records(df)]
         for row, names in zip(records(df), groups, strict=True):
             row |= summary_of(divergence, row["hash"])
-            written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode, place, samples))
+            written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode))
         for name in dict.fromkeys(name for names in groups for name in names):
             part = df[[name in names for names in groups]]
             own = divergence[divergence["hash"].isin(part["hash"])] if len(divergence) else divergence
-            written.append(_publish_sweep(name, part, own, project, mode, place))
+            written.append(_publish_sweep(name, part, own, project, mode, outputs))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
 
 def _groups(row: Mapping[str, Any]) -> list[str]:
     """The experiments that asked for this run, or else its model and task."""
-    if not _missing(row.get("experiment")) and row["experiment"]:
-        return str(row["experiment"]).split(", ")
-    return [_title(row, "/")]
+    asked = row.get("experiment")
+    return [title_of(row, "/")] if _missing(asked) or not asked else str(asked).split(", ")
 
 
-def _title(row: Mapping[str, Any], between: str) -> str:
-    return between.join(str(row[name]) for name in ("model", "task") if not _missing(row.get(name))) or "runs"
-
-
-def _by_parent(run_paths: Iterable[str | Path]) -> dict[Path, list[Path]]:
-    groups: dict[Path, list[Path]] = {}
-    for path in map(Path, run_paths):
-        groups.setdefault(path.parent, []).append(path)
-    return groups
-
-
-def _publish_run(
-    run: Run, row: Mapping[str, Any], group: str, project: str, mode: str, place: Path, samples: int
-) -> Path:
+def _publish_run(run: Run, row: Mapping[str, Any], group: str, project: str, mode: str) -> Path:
     labels = run.asked[-1]
-    parts = [labels.get(name) for name in ("task", "method", "kv_ratio")]
+    named = [labels.get(name) for name in ("task", "method", "kv_ratio")]
     record = {"hash": run.hash, "numerics": run.numerics, "baseline": run.baseline, "labels": labels, "env": run.env}
     with _started(
-        **{"project": project, "mode": mode, "dir": place, "id": run.hash, "config": {**run.config, "kvexp": record}},
-        group=group,
+        **{"project": project, "mode": mode, "dir": run.path.parent, "id": run.hash, "group": group},
+        config={**run.config, "kvexp": record},
         job_type=str(labels.get("method", "run")),
-        name=" ".join(str(part) for part in parts if part is not None),
+        name=" ".join(str(part) for part in named if part is not None),
         tags=[f"{row['status']}", f"verdict99: {row['verdict99']}"],
     ) as published:
-        published.log({"examples": _samples(run.rows()[:samples])})
-        published.summary.update(_plain(row))
+        published.log({"examples": _samples(run.rows()[:SAMPLES])})
+        published.summary.update({name: value for name, value in _plain(row).items() if value is not None})
         return Path(published.dir).parent
 
 
-def summary_of(divergence: DataFrame, key: str) -> dict[str, Any]:
+def summary_of(divergence: pd.DataFrame, key: str) -> dict[str, Any]:
     """What a run's summary says of its divergence: `divergence.own.kl` and the like, nothing where none is measured."""
     found: dict[str, Any] = {}
     for row in records(divergence[divergence["hash"] == key]) if len(divergence) else ():
@@ -148,7 +126,9 @@ def summary_of(divergence: DataFrame, key: str) -> dict[str, Any]:
     return found
 
 
-def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: str, mode: str, place: Path) -> Path:
+def _publish_sweep(
+    group: str, df: pd.DataFrame, divergence: pd.DataFrame, project: str, mode: str, place: Path
+) -> Path:
     """The table of all runs and, per model and task, quality and divergence against kv_ratio and against bytes."""
     import wandb
 
@@ -157,15 +137,15 @@ def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: st
         **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
         **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
     ) as published:
-        whole = [_plain(row, keep_missing=True) for row in records(df)]
-        columns = list(df.columns)
-        cells: list[Iterable[Any]] = [[row[name] for name in columns] for row in whole]
-        published.log({"runs": wandb.Table(columns, cells)})
+        cells: list[Iterable[Any]] = [list(_plain(row).values()) for row in records(df)]
+        published.log({"runs": wandb.Table(list(df.columns), cells)})
         for chart in charts(df, divergence):
             data = wandb.Table(["line", chart.x, chart.y], [list(point) for point in chart.points])
             line = wandb.plot.line(data, chart.x, chart.y, stroke="line", title=chart.title)
             published.log({chart.key: line})
-        published.summary.update({"n_runs": len(df), **_verdict_counts(df)})
+        counts = {name: df[name].value_counts().items() for name in ("verdict99", "verdict999")}
+        verdicts = {f"{name}.{verdict}": int(n) for name, found in counts.items() for verdict, n in found}
+        published.summary.update({"n_runs": len(df), **verdicts})
         return Path(published.dir).parent
 
 
@@ -186,7 +166,7 @@ class Chart:
 AXES = ("kv_ratio", "kv_bytes")
 
 
-def charts(df: DataFrame, divergence: DataFrame | None = None) -> list[Chart]:
+def charts(df: pd.DataFrame, divergence: pd.DataFrame | None = None) -> list[Chart]:
     """Quality and divergence against budget and bytes, by model, task, NUMERICS (and kind of text).
 
     A run without a percentage (void, failed) is in none; nor is a KL of 0 on its log axis.
@@ -209,7 +189,7 @@ def charts(df: DataFrame, divergence: DataFrame | None = None) -> list[Chart]:
     return made
 
 
-def _panels(frame: DataFrame | None, *by: str) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+def _panels(frame: pd.DataFrame | None, *by: str) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     """(title, labels, rows) of each printed table of a frame; the setting says where a run has fewer examples."""
     for title, labels, part in parts(frame, *by) if frame is not None and len(frame) else ():
         filled = part.assign(setting=part["setting"].fillna("") if "setting" in part else "")
@@ -223,7 +203,7 @@ def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[I
     """
     points = sorted(_along(rows, axis, f"{metric}_of_full"), key=lambda point: point[1])
     ends = [points[0][1], points[-1][1]] if points else []
-    return points + [[f"{mark:g} % mark", end, mark] for mark in MARKS for end in ends]
+    return points + [[f"{mark:g} % mark", end, mark] for mark in stats.SUFFIX for end in ends]
 
 
 def _along(rows: Sequence[Mapping[str, Any]], axis: str, value: str) -> list[Any]:
@@ -231,11 +211,6 @@ def _along(rows: Sequence[Mapping[str, Any]], axis: str, value: str) -> list[Any
     names = [[str(row[name]) for name in ("method", "setting") if row.get(name)] for row in rows]
     points = [[" ".join(name), row.get(axis), row[value]] for name, row in zip(names, rows, strict=True)]
     return [point for point in points if isinstance(point[1], int | float) and math.isfinite(point[1])]
-
-
-def _verdict_counts(df: DataFrame) -> dict[str, int]:
-    names = ("verdict99", "verdict999")
-    return {f"{name}.{verdict}": int(n) for name in names for verdict, n in df[name].value_counts().items()}
 
 
 def _samples(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -269,16 +244,15 @@ def _started(**settings: Any) -> Iterator[Any]:
         yield run
 
 
-def _plain(row: Mapping[str, Any], keep_missing: bool = False) -> dict[str, Any]:
-    """Python values; what is missing is left out, or None."""
-    values = {
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Python values; None for what is missing."""
+    return {
         name: None if _missing(value) else getattr(value, "item", lambda v=value: v)() for name, value in row.items()
     }
-    return {name: value for name, value in values.items() if keep_missing or value is not None}
 
 
 def _missing(value: Any) -> bool:
-    return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and not math.isfinite(value))
+    return absent(value) or (isinstance(value, float) and not math.isfinite(value))
 
 
 DESCRIPTION = """Replays recorded runs into Weights & Biases: kvexp log outputs/ [--project P] [--online].
@@ -343,7 +317,7 @@ def spec(frame: pd.DataFrame, divergence: pd.DataFrame | None = None) -> dict[st
 
 
 def _lines(found: Sequence[Chart], kind: str) -> list[dict[str, str]]:
-    """The charts whose key begins with `kind`, those of divergence where they have a point."""
+    """Panels of the charts whose key begins with `kind`; a chart of divergence without a point has none."""
     return [
         {"kind": "lines", "key": chart.key, "x": chart.x, "y": chart.y}
         for chart in found

@@ -66,16 +66,16 @@ def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] 
 
 @contextlib.contextmanager
 def keys_named(keys: Mapping[str, str], where: str = "") -> Iterator[None]:
-    """A ConfigError of the block names settings as they are typed: `num_beams` as `generation.num_beams`.
+    """Make a ConfigError of the block name settings as they are typed: `num_beams` as `generation.num_beams`.
 
     keys: a constructor's name for a setting -> its dotted key; where: the group, said of an error that names no key.
     """
     try:
         yield
     except ConfigError as error:
-        told = with_keys(str(error), keys)
-        names_one = any(key in told for key in keys.values())
-        raise ConfigError(told if names_one or not where else f"{where}: {told}") from error
+        message = with_keys(str(error), keys)
+        names_one = any(key in message for key in keys.values())
+        raise ConfigError(message if names_one or not where else f"{where}: {message}") from error
 
 
 def with_keys(message: str, keys: Mapping[str, str]) -> str:
@@ -100,7 +100,7 @@ def build_cache(
     select: Mapping[str, Any] = types.MappingProxyType({}),
     **given: Any,
 ) -> CacheConfig:
-    """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE.
+    """Make a cache's configuration: a method, its budget and the group `cache`, whose missing keys are CACHE's.
 
     select: the group of that name, checked always and left alone by a method that evicts nothing; given: further fields
     of CacheConfig.
@@ -111,7 +111,6 @@ def build_cache(
         if name not in CACHE:
             raise ConfigError(f"cache.{name} is not a setting of cache; it has: {', '.join(CACHE)}")
     known = {**CACHE, **node}
-    every = typed(known["evict_every"], int | None, "cache.evict_every")
     at_prefill = typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill")
     given["beyond_context"] = typed(known["beyond_context"], bool, "cache.beyond_context")
     given |= {name: known[name] for name in ("mode", "positions", "observe", "graph")}
@@ -119,24 +118,23 @@ def build_cache(
     if method.evicts:
         given["select"] = chosen
     with keys_named(CACHE_KEYS):
-        return CacheConfig(method, budget, Cadence(at_prefill, every), quantization=quantization_of(known), **given)
+        return CacheConfig(
+            method, budget, Cadence(at_prefill, known["evict_every"]), quantization=quantization_of(known), **given
+        )
 
 
 def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
-    """What the keys of STORAGE in the group `cache` say, where missing its defaults; None: nothing is quantised.
+    """Quantisation by the keys of STORAGE in the group `cache`, defaults where missing; None: nothing is quantised.
 
     ConfigError names the key.
     """
     from kvexp.core import Quantization
-    from kvexp.core.quantized import BITS, FULL_BITS
+    from kvexp.core.quantized import FULL_BITS, Bits
 
     known = {**CACHE, **node}
-    for name in ("bits", "key_bits", "value_bits"):
-        value = known[name]
-        if not (value is None and name != "bits") and (isinstance(value, bool) or value not in BITS):
-            null = "" if name == "bits" else " or null for cache.bits"
-            raise ConfigError(f"cache.{name} must be one of {', '.join(map(str, BITS))}{null}, got {value!r}")
-    bits = [known["bits"] if known[name] is None else known[name] for name in ("key_bits", "value_bits")]
+    both = typed(known["bits"], Bits, "cache.bits")
+    each = (typed(known[name], Bits | None, f"cache.{name}") for name in ("key_bits", "value_bits"))
+    bits = [both if own is None else own for own in each]
     if bits == [FULL_BITS, FULL_BITS]:
         return None
     rest = {name: known[name] for name in ("key_axis", "value_axis", "group", "residual", "symmetric")}

@@ -23,7 +23,7 @@ from kvexp.hf.calibrate import (
 )
 from kvexp.methods import KVzipPlus
 from kvexp.run.calibrated import model_digest
-from kvexp.run.compose import parted, told
+from kvexp.run.compose import hydra_errors_shown, split_model_words
 from kvexp.run.jobs import INTERRUPTED, composed_model
 from kvexp.run.model_spec import ModelSpec, load, max_positions, tokenizer_of
 from kvexp.tasks.articles import articles, articles_digest, training_articles
@@ -32,7 +32,7 @@ from kvexp.util import CacheError, ConfigError, Progress, path_of, say, tells_er
 CALIBRATE_DOC = """kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods and
 budgets that need them.
 
-The model reads texts once, at full attention. Settings are those of `kvexp run` for a model, and:
+The model reads texts once, at full attention. Settings: as `kvexp run` has for a model, and
   data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
                  without it, the articles that come with kvexp
   tokens=2048    tokens of a sequence: the texts are joined and cut into sequences (fewer where the model holds fewer)
@@ -43,7 +43,7 @@ of heads (budget.heads=duo; not of models without RoPE). They replace older ones
 KVZAP_DOC = """kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a model, for method=kvzap.
 
 The model reads each text, and once more to repeat it; what KVzip+ scores then is predicted, layer by layer and kv head
-by kv head, from what the attention layers got the first time. Settings are those of `kvexp run` for a model, and:
+by kv head, from what the attention layers got the first time. Settings: as `kvexp run` has for a model, and
   data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
                  without it, the last twelve articles that come with kvexp, about which method=kvzap is then not asked
   tokens=1250    tokens of a prompt at most (fewer where the model holds fewer)
@@ -55,7 +55,7 @@ EVERY = 4  # the last of so many prompts is held out
 
 
 def calibrate_main(argv: Sequence[str] | None = None) -> int:
-    """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
+    """Run the command; returns 0, 2 for what cannot be done, which is printed, or 130 if it was interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["kvzap"]:
         return _command(
@@ -87,11 +87,11 @@ def _command(
     _, words = parser.parse_known_args(words)
     defaults = {"data": "", **{size: str(default) for size, default in sizes.items()}}
     try:
-        model_words, own = parted(words, defaults, f"{name} takes")
+        model_words, own = split_model_words(words, defaults, f"{name} takes")
         for size in sizes:
             if not own[size].isdecimal() or int(own[size]) < 1:
                 raise ConfigError(f"{size} must be a whole number of at least 1, got {own[size]!r}")
-        with told(model_words):
+        with hydra_errors_shown(model_words):
             tokens, count = (int(own[size]) for size in sizes)
             make(model_words, own["data"], tokens, count)
     except KeyboardInterrupt:
@@ -190,22 +190,20 @@ def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> Non
         "r2": made.r2,
     }
     file = SURROGATES.write(made.surrogate, model_digest(spec), about)
-    if made.r2 is None:
-        told = f"nothing was held out ({EVERY} prompts are needed)"
-    else:
-        low, high = min(made.r2), max(made.r2)
-        told = (
+    quality = f"nothing was held out ({EVERY} prompts are needed)"
+    if made.r2 is not None:
+        quality = (
             f"R2 on {made.held_out_tokens} held-out tokens {fmean(made.r2):.3f} (mean of {len(made.r2)} layers, "
-            f"{low:.3f} to {high:.3f})"
+            f"{min(made.r2):.3f} to {max(made.r2):.3f})"
         )
     say(
         f"{name} was trained on {made.fitted_tokens} tokens of {texts.name} in {time.monotonic() - start:.0f} s; "
-        f"{told}; digest {made.surrogate.digest}, kept in {file}"
+        f"{quality}; digest {made.surrogate.digest}, kept in {file}"
     )
 
 
 def _about(texts: CalibrationTexts, spec: ModelSpec) -> dict[str, Any]:
-    """What a file says of the texts and of the machine that it was made with."""
+    """Facts that a file keeps of the texts and the machine that it was made with."""
     made = {"dtype": spec.dtype, "device": spec.resolved_device().split(":")[0], "numerics": kvexp.NUMERICS}
     return {"data": texts.name, "data_digest": texts.digest, **made}
 

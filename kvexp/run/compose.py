@@ -53,13 +53,13 @@ def roots() -> set[str]:
 
 
 def options(group: str) -> list[str]:
-    """The names of a group's options, without those of users' methods."""
+    """The names of a group's options, without users' methods."""
     return sorted({path.stem for path in (CONF / group).glob("*.yaml")} | listed(group).keys())
 
 
 @functools.cache
 def option(group: str, name: str) -> dict[str, Any]:
-    """What an option sets within its group; nothing where there is no such option, or it sets keys of the root."""
+    """Settings of an option within its group; none where there is no such option, or it sets keys of the root."""
     file = CONF / group / f"{name}.yaml"
     if name in listed(group):
         return {} if group in OF_THE_ROOT else listed(group)[name]
@@ -72,7 +72,7 @@ def option(group: str, name: str) -> dict[str, Any]:
 
 @functools.cache
 def listed(group: str) -> dict[str, dict[str, Any]]:
-    """Name -> what it sets, of a group's options that stand together in one file of conf/."""
+    """Name -> settings, of a group's options that stand together in one file of conf/."""
     if group == "task":
         from kvexp.tasks import defaults_of
 
@@ -90,7 +90,7 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
 
 class _Unmade(dict[str, Any]):
-    """What an option sets, made a configuration when Hydra copies it to compose: to make all takes half a second."""
+    """Settings of an option, made a configuration when Hydra copies it to compose: to make all takes half a second."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return OmegaConf.create(dict(self))
@@ -154,12 +154,13 @@ def _read(path: Path) -> dict[str, Any]:
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set, errors keep their tracebacks
 
 
-def parted(words: Sequence[str], defaults: Mapping[str, str], takes: str) -> tuple[list[str], dict[str, str]]:
-    """Split a command's words KEY=VALUE into those that choose a model and the values of `defaults`' settings.
+def split_model_words(words: Sequence[str], known: Mapping[str, str], takes: str) -> tuple[list[str], dict[str, str]]:
+    """Split a command's words KEY=VALUE into those that choose a model and the values of its own settings.
 
-    ConfigError for any other word, which lists what there is; takes: how that sentence begins.
+    known: the own settings with their defaults. ConfigError for any other word, which lists what there is; takes: how
+    that sentence begins.
     """
-    own, model_words = dict(defaults), []
+    own, model_words = dict(known), list[str]()
     for word in words:
         key, equals, value = word.partition("=")
         if key in own and equals:
@@ -172,8 +173,8 @@ def parted(words: Sequence[str], defaults: Mapping[str, str], takes: str) -> tup
 
 
 @contextlib.contextmanager
-def told(words: Sequence[str]) -> Iterator[None]:
-    """In the block, an error of Hydra's is a line on stderr and exit code 1; with HYDRA_FULL_ERROR=1 it is raised."""
+def hydra_errors_shown(words: Sequence[str]) -> Iterator[None]:
+    """Show an error of Hydra's in the block as a line on stderr, exit code 1; HYDRA_FULL_ERROR=1: it is raised."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -183,7 +184,7 @@ def told(words: Sequence[str]) -> Iterator[None]:
 
 
 def explained(error: Exception, words: Sequence[str]) -> str:
-    """An error of Hydra's in a line or two, with what was probably meant. words: the command line."""
+    """Say an error of Hydra's in a line or two, with what was probably meant. words: the command line."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
@@ -211,7 +212,7 @@ def explained(error: Exception, words: Sequence[str]) -> str:
 
 
 def unknown(key: str, chosen: Mapping[str, Any]) -> str:
-    """Why there is no such setting, and which was probably meant. chosen: group -> its option, where one is known."""
+    """Explain that there is no such setting, and which was probably meant. chosen: group -> its option, if known."""
     group, _, name = key.partition(".")
     taken, known = chosen.get(group), settings()
     if having := known.get(key):
@@ -240,7 +241,7 @@ def meant(word: str, candidates: Collection[str]) -> str:
 
 
 def mistaken_option(word: str, known: Collection[str]) -> str:
-    """Why there is no such word with dashes in front, and what was probably meant."""
+    """Explain that there is no such word with dashes in front, and what was probably meant."""
     name, equals, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")
     if key.partition(".")[0] in roots():
@@ -249,7 +250,7 @@ def mistaken_option(word: str, known: Collection[str]) -> str:
 
 
 def _unreadable(override: str) -> str:
-    """A word that is no KEY=VALUE, or one whose value Hydra's grammar does not take."""
+    """Explain a word that is no KEY=VALUE, or whose value Hydra's grammar does not take."""
     key, equals, value = override.partition("=")
     if not equals:
         known = [f"{key}=VALUE"] if key in roots() else [f"{each}={key}" for each in defaults() if key in options(each)]
@@ -279,7 +280,7 @@ def is_method_word(word: str) -> bool:
 
 
 def without_method_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line of run folders as (the words that name a user's method, the others).
+    """Split a command line of run folders into the words that name a user's method and the others.
 
     What follows --where is a label to look for, and chooses nothing.
     """
@@ -289,7 +290,7 @@ def without_method_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def with_user_methods(words: Sequence[str]) -> list[str]:
-    """The command line with each method file as the option that it became, and every user's method in it admitted.
+    """Admit every user's method of a command line; returns the words with method files replaced by their options.
 
     ConfigError where a method cannot be loaded, or where two have one name.
     """
@@ -299,6 +300,27 @@ def with_user_methods(words: Sequence[str]) -> list[str]:
         raise ConfigError(f"{' and '.join(chosen)} each name the method; write -m method={each} for a run of each")
     known: dict[str, AdmittedMethod] = {}
     return [_translated(word, known) if word in chosen else word for word in words]
+
+
+def with_model_places(words: Sequence[str]) -> list[str]:
+    """The command line with model=FOLDER (a folder, GGUF file or hub id) as model=local model.path=FOLDER.
+
+    ConfigError for names and places in one word.
+    """
+    found = []
+    for word in words:
+        key, _, value = word.partition("=")
+        values = [] if key != "model" or word.startswith("model=[") else value.split(",")
+        places = [each for each in values if is_model_place(each)]
+        if places and len(places) < len(values):
+            raise ConfigError(f"{word} names models and places: sweep model=A,B and model=FOLDER in two commands")
+        found += ["model=local", f"model.path={value}"] if places else [word]
+    return found
+
+
+def is_model_place(name: str) -> bool:
+    """Whether a model is named by where it lies: a folder, a GGUF file, a wheel (pypi:NAME) or a hub id (ORG/NAME)."""
+    return name not in options("model") and ("/" in name or ":" in name or Path(name).exists())
 
 
 def make_option(method: AdmittedMethod) -> str:
@@ -318,7 +340,7 @@ def _translated(word: str, known: dict[str, AdmittedMethod]) -> str:
         return f"method={','.join(_option(name, known) for name in names)}"
     for name in _typed_names(word):
         if name in options("method"):
-            installed_methods(options("method"))  # a package that offers a method of this name too is told
+            installed_methods(options("method"))  # refuses a package that offers a method of this name too
         elif (made := _option(name, known)) != name:
             value = value.replace(name, made)
     return f"{key}={value}"

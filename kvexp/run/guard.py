@@ -35,7 +35,7 @@ TRUST = {
 
 
 class CheckedLoader(ConfigLoaderImpl):
-    """Hydra's loader of configurations: nothing that breaks a rule leaves it, of a command and of each of its jobs."""
+    """Hydra's loader of configurations, which checks what it composes, for a command and for each of its jobs."""
 
     def load_configuration(self, *given: Any, **named: Any) -> Any:
         composed = super().load_configuration(*given, **named)
@@ -44,8 +44,9 @@ class CheckedLoader(ConfigLoaderImpl):
         for part in ("callbacks", "launcher", "sweeper"):  # what Hydra makes of them, it makes of resolved values
             inner = composed.hydra[part]
             node[part] = OmegaConf.to_container(inner, resolve=True) if OmegaConf.is_config(inner) else inner
-        kinds = {"launcher": Launcher, "sweeper": Sweeper}
-        known = {kind: Plugins.instance().discover(base) for kind, base in kinds.items()}
+        known = {
+            kind: Plugins.instance().discover(base) for kind, base in (("launcher", Launcher), ("sweeper", Sweeper))
+        }
         names = {kind: {f"{one.__module__}.{one.__qualname__}" for one in each} for kind, each in known.items()}
         check_hydra(node, names, current().typed_keys or ())
         check_targets(plain)
@@ -83,7 +84,7 @@ def check(config: Mapping[str, Any], typed: Collection[str] | None) -> None:
 
 
 def check_stored(config: Mapping[str, Any]) -> None:
-    """`check` of a configuration out of a run folder, which anybody may have written: what was not typed is refused."""
+    """`check` a configuration of a run folder, which anybody may have written: what was not typed is refused."""
     check(config, current().typed_keys or ())
 
 
@@ -93,10 +94,10 @@ def check_hydra(node: Mapping[str, Any], plugins: Mapping[str, Collection[str]],
     node: `hydra` of the composed configuration; plugins: the launchers and sweepers that Hydra knows, by their full
     names; typed: the keys of the command line.
     """
-    listed = {"hydra.callbacks.table": [TABLE], **{f"hydra.{kind}": names for kind, names in plugins.items()}}
+    allowed = {"hydra.callbacks.table": [TABLE], **{f"hydra.{kind}": names for kind, names in plugins.items()}}
     for place, target in _targets(node, "hydra"):
-        if target not in listed.get(place, ()):
-            which = f"must be one of {', '.join(sorted(listed[place]))}" if place in listed else "may not be there"
+        if target not in allowed.get(place, ()):
+            which = f"must be one of {', '.join(sorted(allowed[place]))}" if place in allowed else "may not be there"
             raise ConfigError(f"{place}._target_ {which}, got {target!r:.200}; nothing was run")
     for key in LOGGING:
         if node.get(key) not in _logging():
@@ -184,7 +185,7 @@ def _loaded(file: Path) -> Any:
 
 
 def _leaves(node: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """("hydra.launcher.init.address", value) for every value that is no group; an empty group is one."""
+    """Yield ("hydra.launcher.init.address", value) for every value that is no group; an empty group is a value."""
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _leaves(value, f"{place}.{key}")

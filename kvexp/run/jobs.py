@@ -37,6 +37,7 @@ from kvexp.run.labels import (
     check_values,
     decided,
     labels_from_overrides,
+    model_label,
     objective,
     request_key,
 )
@@ -307,13 +308,13 @@ def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
     """Say on stderr why a job failed, once for all jobs that failed alike, and note it for the end."""
     text = error_text(error)
     alike = RUN_FOLDER.sub("", text)
-    if any(failure.told and RUN_FOLDER.sub("", failure.why) == alike for failure in session.failures):
+    if any(failure.reported and RUN_FOLDER.sub("", failure.why) == alike for failure in session.failures):
         say(f"error: {job.name}: as before", file=sys.stderr, flush=True)
     elif is_user_error(error):
         say(f"error: {text}", file=sys.stderr, flush=True)
     else:
         traceback.print_exc()
-    session.add_failure(job.name, text, told=True)
+    session.add_failure(job.name, text, reported=True)
 
 
 def is_user_error(error: Exception) -> bool:
@@ -473,4 +474,4 @@ def composed_model(words: Sequence[str]) -> tuple[str, ModelSpec]:
     choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option is not None}
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     (run,) = runs_of(HydraJob(plain, [*words, *own], choices, None), session)
-    return run.model.label(choices.get("model", "")), run.model
+    return model_label(choices.get("model", ""), run.model.path), run.model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -44,15 +43,9 @@ FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same 
 MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
 
 
-@functools.cache
-def of_option(group: str, choice: str, key: str) -> Any:
-    """What the option says of this key; None where there is no such option, or it says nothing."""
-    return option(group, choice).get(key)
-
-
 def model_label(choice: str, path: str | None) -> str:
-    """The name of a model: its configuration's; the name of its folder or file where another path was given."""
-    known = of_option("model", choice, "path")
+    """Name of a model: its option, or its folder or file where another path was given."""
+    known = option("model", choice).get("path")
     if path is None or (choice and known is None) or path in (known, str(CONF.parent.parent / str(known))):
         return choice
     name = Path(path).name
@@ -60,7 +53,7 @@ def model_label(choice: str, path: str | None) -> str:
 
 
 def override_label(overrides: Sequence[str]) -> str:
-    """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
+    """The overrides that no other label shows, sorted."""
     words = [word.lstrip("+~") for word in overrides]
     shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
     shown = [word for word in shown if not word.startswith(("log.", "diagnose.")) and word not in DEFAULT_OPTIONS]
@@ -68,41 +61,32 @@ def override_label(overrides: Sequence[str]) -> str:
     return " ".join(sorted(f"{key}={Path(v.strip(QUOTES)).name}" if key in FILES else word for word, key, v in named))
 
 
-def labels_of(
-    choices: Mapping[str, str],
-    overrides: Sequence[str],
-    *,
-    model: str,
-    task: str,
-    method: str,
-    budget: Any,
-    revision: str | None,
-    weights: str | None = None,
-    chat: bool = False,
-    quantised: bool = False,
-) -> dict[str, Any]:
-    """The labels of a run. choices: group -> the option taken; budget: a Budget or None, whose ratio is the x axis.
-
-    weights: the quantisation of a GGUF file; chat: whether prompts go through a chat template; quantised: whether keys
-    and values are stored in fewer bits.
-    """
-    shown = choices.get("method", method)
+def labels_of(settings: Settings, choices: Mapping[str, str], overrides: Sequence[str]) -> dict[str, Any]:
+    """The labels of a run. choices: group -> the option taken; overrides: what was set by hand."""
+    task, model, budget = settings.task, settings.model, settings.budget
+    method = choices.get("method", settings.method.name)
     if budget is None:  # of a method that evicts nothing
         overrides = [word for word in overrides if not word.lstrip("+").startswith("bytes_ratio=")]
     labels = {
-        "model": model,
-        "task": choices.get("task", task),
-        "method": QUANTISED_FULL if quantised and shown == FULL else shown,
+        "model": model_label(choices.get("model", ""), model.path),
+        "task": task.label(choices.get("task", task.name)),
+        "method": QUANTISED_FULL if method == FULL and settings.cache.quantization is not None else method,
         "kv_ratio": budget.kv_ratio if budget is not None else None,
         "tokens": budget.tokens if budget is not None else None,
         "setting": override_label(overrides),
     }
-    some = {"revision": revision, "weights": weights, "chat": chat}
+    source = task.source
+    moves = source.data_files is None and source.hub_id and source.revision is None
+    some = {
+        "revision": ", ".join(filter(None, [model.shown_revision(), f"data {MOVING}" if moves else None])),
+        "weights": model.gguf[1] if model.gguf else None,
+        "chat": model.chat and task.uses_chat_template,
+    }
     return labels | _experiment(choices) | {name: value for name, value in some.items() if value}
 
 
 def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with full attention, which knows no method, budget, cache options or (unless it samples) seed."""
+    """Labels of a run's baseline, which knows no method, budget, cache options or (unless it samples) seed."""
     own = [w for w in labels["setting"].split() if not w.startswith(OF_EVICTION)]
     return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
 
@@ -121,7 +105,7 @@ def labels_from_overrides(
 
 
 def request_key(overrides: Sequence[str]) -> list[str]:
-    """The overrides that say what is asked for, without those that change no number."""
+    """The overrides that identify what is asked for: those that change no number are left out, the others sorted."""
     asked = (word for word in overrides if not word.startswith(("log.", "diagnose.")))
     return sorted(word for word in asked if word.partition("=")[0] not in EXECUTION_KEYS)
 
@@ -132,7 +116,7 @@ def _experiment(choices: Mapping[str, str]) -> dict[str, str]:
 
 # The settings at the root of a configuration: their values, a run's share of the examples, a search's objective.
 #
-# Checked by themselves: a mistake is told before torch is imported.
+# Checked by themselves: a mistake is reported before torch is imported.
 
 
 ROOT: dict[str, Any] = {
@@ -142,17 +126,15 @@ ROOT: dict[str, Any] = {
     "batch_size": Annotated[int, AtLeast(1)],
     "timeout_s": Annotated[float, Range(0, above=True)] | None,
     "retry": bool,
-}
-ROOT_LATER: dict[str, Any] = {  # keys that a run of before has not recorded
     "bytes_ratio": Annotated[float, Range(0, 1, above=True)] | None,
     "questions": Literal["each", "all"],
 }
 
 
 def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """ConfigError in the words of the command line. choices: group -> the option taken."""
-    for name, kind in (ROOT | ROOT_LATER).items():
-        if name in ROOT or name in config:
+    """ConfigError that names the key. choices: group -> the option taken. Older runs have not recorded all keys."""
+    for name, kind in ROOT.items():
+        if name in config:
             typed(config[name], kind, name)
     budget = config.get("budget")
     if isinstance(budget, Mapping):
@@ -214,16 +196,17 @@ def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -
     if ratio is None:
         return
     name = "kv_ratio" if ratio == at_root else "budget.kv_ratio"
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigError(f"{name} must be a number in (0, 1], got {ratio!r}")
-    if not 0 < ratio <= 1:
-        percent = f"; {ratio:g} % is {name}={ratio / 100:g}" if 2 <= ratio <= 100 else ""
-        raise ConfigError(f"{name} must be in (0, 1], got {ratio:g}{percent}")
+    try:
+        typed(ratio, Annotated[float, Range(0, 1, above=True)], name)
+    except ConfigError as error:
+        if isinstance(ratio, int | float) and 2 <= ratio <= 100:
+            raise ConfigError(f"{error}; {ratio:g} % is {name}={ratio / 100:g}") from error
+        raise
 
 
 @dataclass(frozen=True)
 class Shard:
-    """index: from 0 to of - 1. Neighbouring examples stay together, since they may ask about one context."""
+    """Part `index` (from 0) of `of` of a run's examples; neighbours, which may ask about one context, stay together."""
 
     index: int = 0
     of: int = 1
@@ -244,7 +227,7 @@ class Shard:
 
     @property
     def name(self) -> str | None:
-        """Of its claim; None for all examples."""
+        """The name of its claim; None for all examples."""
         return None if self.whole else f"{self.index}-of-{self.of}"
 
     def takes(self, total: int) -> range:
@@ -253,8 +236,13 @@ class Shard:
 
 
 def objective(made: Sequence[Run], metric: str | None) -> float | None:
-    """Of a job's runs, each counting once; None where nothing has a score. metric: None is the first one of rows."""
-    means = [mean for run in made if (mean := _mean(run, metric)) is not None]
+    """Mean score of a job's runs, each counting once; None without scores. metric: None is the first one of rows."""
+    means = []
+    for run in made:
+        scores = [row["metrics"] for row in _counting(run) if row.get("metrics") and not row.get("skipped")]
+        name = metric or next(iter(scores[0]), None) if scores else None
+        if values := [score[name] for score in scores if name in score]:
+            means.append(fmean(values))
     return fmean(means) if means else None
 
 
@@ -273,21 +261,12 @@ def check_objective(task: Task, metric: Any) -> None:
 
 
 def check_objective_of(node: Mapping[str, Any], metric: Any) -> None:
-    """`check_objective`, of the task that a resolved configuration's node makes."""
+    """`check_objective` for the task of a resolved configuration's node."""
     check_objective(build(node, "task", within="kvexp.tasks"), metric)
 
 
-def _mean(run: Run, metric: str | None) -> float | None:
-    scored = [row["metrics"] for row in _counting(run) if row.get("metrics") and not row.get("skipped")]
-    if not scored:
-        return None
-    name = metric or next(iter(scored[0]))
-    values = [metrics[name] for metrics in scored if name in metrics]
-    return fmean(values) if values else None
-
-
 def _counting(run: Run) -> list[dict[str, Any]]:
-    """The rows; of a task that counts the questions alone that the full cache answers, those of such questions."""
+    """Rows that count: all, or, where the task says so, only rows whose question the full cache answers."""
     rows = run.rows()
     if run.baseline is None or all(row.get("answered") is None for row in rows):
         return rows
@@ -303,14 +282,14 @@ AUTO, ONLY, BOTH = "auto", "only", "both"
 
 @dataclass(frozen=True)
 class DivergenceOptions:
-    """texts: the kinds of text that are forced, none where nothing is measured. only: no answers are generated."""
+    """Measured divergence. texts: kinds of text that are forced, none for no divergence; only: no answers are made."""
 
     texts: tuple[str, ...] = ()
     only: bool = False
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DivergenceOptions:
-        """Of a composed configuration; ConfigError names the key. Configurations of before know no divergence.
+        """Read a composed configuration, which of older runs has none; ConfigError names the key.
 
         "auto" is true here: whoever knows that a run is no part of a sweep has put `decided` in its place.
         """
@@ -338,7 +317,7 @@ def decided(config: Mapping[str, Any], overrides: Sequence[str], *, sweep: bool)
 
 
 def refusal(settings: Settings) -> str | None:
-    """Why a run has no divergence, in the user's words; None if it has one."""
+    """Why a run has no divergence, as the user is to read it; None if it has one."""
     from kvexp.hf.load import one_row_per_forward
 
     if one_row_per_forward(settings.model.dtype, settings.model.resolved_device()):

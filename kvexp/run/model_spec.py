@@ -9,10 +9,10 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvexp.run.build import CACHE_KEYS, keys_named
-from kvexp.run.labels import MOVING, model_label
+from kvexp.run.labels import MOVING
 from kvexp.util import ConfigError, field_types, file_digest, path_of, typed
 
 if TYPE_CHECKING:
@@ -27,7 +27,15 @@ READ = (
     "additional_chat_templates/*.jinja",
 )
 CODE = ("**/*.py",)  # run with trust_remote_code alone
-AUTO = "auto"  # of model.chat and model.strip_thinking: as the tokenizer's chat template has it
+SETTINGS = {  # kind -> the keys of its `model` node
+    "both": {"kind", "dtype", "device", "chat", "pack_linear", "weights"},
+    "random": {"family", "seed", "config"},
+    "pretrained": {
+        *("path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"),
+        *("template_args", "strip_thinking"),
+    },
+}
+AUTO: Literal["auto"] = "auto"  # of model.chat and model.strip_thinking: as the tokenizer's chat template has it
 
 
 @dataclass(frozen=True)
@@ -36,14 +44,13 @@ class ModelSpec:
 
     chat: whether prompts go through the tokenizer's chat template; `of` resolves "auto". template_args: JSON of the
     arguments it is given; strip_thinking: whether answers are scored without the thinking in front of them
-    (`Settings.thinking`). pack_linear: whether linear
-    layers are packed for oneDNN after loading (`kvexp.hf.pack_linear`). weights: what they are rounded to after
-    loading (`kvexp.hf.cpu_linear`), None for nothing. contents: digests of the folders or GGUF files that path
-    and tokenizer are, None where one is none. What is loaded has them. gguf: digest and quantisation of the GGUF file
-    that the weights come from, None for other weights.
+    (`Settings.thinking`). pack_linear: whether linear layers are packed for oneDNN after loading
+    (`kvexp.hf.pack_linear`). weights: what they are rounded to after loading (`kvexp.hf.cpu_linear`), None for nothing.
+    contents: digests of the folders or GGUF files that path and tokenizer name, None where one is none; what is loaded
+    has them. gguf: digest and quantisation of the GGUF file that the weights come from, None for other weights.
     """
 
-    kind: str
+    kind: Literal["pretrained", "random"]
     path: str | None = None
     family: str | None = None
     seed: int = 0
@@ -57,7 +64,7 @@ class ModelSpec:
     allow_pickle: bool = False
     chat: bool = False
     template_args: str = "{}"
-    strip_thinking: bool | str = AUTO
+    strip_thinking: bool | Literal["auto"] = "auto"
     pack_linear: bool = True
     weights: str | None = None
     contents: tuple[str | None, str | None] = (None, None)
@@ -73,37 +80,16 @@ class ModelSpec:
         from kvexp.hf.fetch import located
         from kvexp.hf.load import check_device, check_device_map, check_source, parse_dtype
 
-        node = dict(node)
-        node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
-        kind = node.get("kind")
-        allowed = {
-            "pretrained": {
-                *("path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"),
-                *("template_args", "strip_thinking"),
-            },
-            "random": {"family", "seed", "config"},
-        }
-        if not isinstance(kind, str) or kind not in allowed:
-            raise ConfigError(f"model.kind must be pretrained or random, got {kind!r}")
-        for name in node:
-            if name not in allowed[kind] | {"kind", "dtype", "device", "chat", "pack_linear", "weights"}:
-                raise ConfigError(f"model.{name} is not a setting of a {kind} model")
-        if "config" in node:
-            if not isinstance(node["config"], dict):
-                raise ConfigError(f"model.config must be a group of settings, got {node['config']!r}")
-            node["config"] = json.dumps(node["config"], sort_keys=True)
-        chat = node.pop("chat", False)
-        for name, value in (("chat", chat), ("strip_thinking", node.get("strip_thinking", AUTO))):
-            if value != AUTO and not isinstance(value, bool):
-                raise ConfigError(f"model.{name} must be true, false or auto, got {value!r}")
-        given = node.pop("template_args", None) or {}
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"model.template_args must be arguments of the chat template, as in {{enable_thinking: false}}, got "
-                f"{given!r}"
-            )
-        node["template_args"] = json.dumps(given, sort_keys=True)
+        node = {name: value for name, value in node.items() if name != "batch_size"}  # which is a setting of its own
         hints = field_types(ModelSpec)
+        kind = typed(node.get("kind"), hints["kind"], "model.kind")
+        for name in node:
+            if name not in SETTINGS[kind] | SETTINGS["both"]:
+                raise ConfigError(f"model.{name} is not a setting of a {kind} model")
+        chat = typed(node.pop("chat", False), hints["strip_thinking"], "model.chat")
+        given = typed(node.pop("template_args", None) or {}, dict, "model.template_args")
+        groups = {"template_args": given, "config": typed(node.pop("config", {}), dict, "model.config")}
+        node |= {name: json.dumps(group, sort_keys=True) for name, group in groups.items()}
         spec = cls(**{name: typed(value, hints[name], f"model.{name}") for name, value in node.items()})
         if kind == "pretrained" and not spec.path:
             raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
@@ -156,11 +142,11 @@ class ModelSpec:
         base = base_of(place) if option == "model.path" else place
         if base == place:
             return own
-        under = self._digest(base, option) or base  # of an adapter that has no weights beside it
+        under = self._digest(base, option) or base  # of an adapter that has no weights in its folder
         return hashlib.sha256(f"{own} {under}".encode()).hexdigest()[:16]
 
     def _templated(self) -> bool:
-        """Whether the tokenizer has a chat template. One that cannot be loaded is told where prompts are made."""
+        """Whether the tokenizer has a chat template. Loading it may fail here: making prompts then says why."""
         if self.kind != "pretrained":
             return False
         try:
@@ -169,7 +155,7 @@ class ModelSpec:
             return False
 
     def identity(self) -> dict[str, Any]:
-        """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
+        """Everything of the model that can change a number. A folder is known by its content, wherever it lies."""
         known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents", "gguf")}
         known["device"] = self.resolved_device().split(":")[0]
         if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):
@@ -184,10 +170,6 @@ class ModelSpec:
         for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
             known[name] = digest or known[name]
         return known
-
-    def label(self, choice: str) -> str:
-        """Its name in tables (`model_label`)."""
-        return model_label(choice, self.path)
 
     def shown_revision(self) -> str | None:
         """The revision of a hub model as the configuration gives it; None where there is no hub."""
@@ -232,7 +214,7 @@ def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
 
 
 def prepare_for_fork(model: Model) -> None:
-    """Before the process is forked: make now, once, what every copy would make of the weights for itself."""
+    """Pack the weights now, before the process is forked: each copy would pack them for itself."""
     import torch
 
     from kvexp.hf.cpu_linear import refresh_packed_weights
@@ -247,7 +229,7 @@ def tokenizer_of(spec: ModelSpec) -> Tokenizer:
 
 
 def facts_of_template(spec: ModelSpec) -> TemplateFacts:
-    """What the tokenizer's chat template tells of itself; nothing where it cannot be loaded, which is told later."""
+    """Facts of the tokenizer's chat template; none where it cannot be loaded, which making prompts reports."""
     from kvexp.hf.chat_template import TemplateFacts
 
     try:
@@ -293,7 +275,7 @@ def max_positions(spec: ModelSpec) -> int:
 def moving_rope(spec: ModelSpec) -> MovingRope | None:
     """The model's RoPE if its frequencies go by the longest row of a forward; its configuration alone is read.
 
-    None also where that cannot be read, which is told where the model is needed.
+    None also where that cannot be read, which loading the model reports.
     """
     from kvexp.hf.moving_rope import MovingRope
 
@@ -305,7 +287,7 @@ def moving_rope(spec: ModelSpec) -> MovingRope | None:
 
 @functools.lru_cache(maxsize=16)
 def stretches_context(spec: ModelSpec) -> bool:
-    """Whether a factor of the model's RoPE makes it hold more tokens than its config's limit; False as above."""
+    """Whether a factor of the model's RoPE raises its config's limit of tokens; False where that cannot be read."""
     from kvexp.hf import patch as families
 
     try:
@@ -347,7 +329,7 @@ def config_of_spec(spec: ModelSpec) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def generation_config_of(spec: ModelSpec) -> Any:
-    """The Hugging Face generation settings, without weights; those of no model where loading it will fail."""
+    """The Hugging Face generation settings, without weights; empty ones where loading the model will fail."""
     from kvexp.hf.load import generation_config_from, load_generation_config
 
     try:
@@ -365,7 +347,7 @@ def hub_commit(model: Model) -> str | None:
 
 
 def folder_digest(folder: Path, *, code: bool) -> str:
-    """16 hex digits of names and contents, wherever the folder lies."""
+    """16 hex digits of the names and contents of a folder's files, wherever it lies."""
     files = sorted(_files(folder, code))
     try:
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as readers:  # hashing lets other threads run

@@ -1,4 +1,4 @@
-"""What a command would do, `kvexp run --dry-run`: its runs, what they lack, tokens, bytes, time. Loads no weights."""
+"""What a command would do, `kvexp run --dry-run`: its runs, what they lack, tokens, bytes, time; loads no weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -81,21 +80,18 @@ def model_shape(spec: ModelSpec) -> ModelSize | None:
     return None if config is None else shape_of(config)
 
 
-class Workloads:
-    """The workloads of a plan's runs, each looked up once for all runs that differ in method and budget alone."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, ModelSpec, int | None], Workload] = {}
-
-    def of(self, settings: Settings) -> Workload:
-        """The workload of one run; reads local data as the run would (ConfigError for a bad row), the hub's from its
-        cache alone.
-        """
-        same = [settings.identity[name] for name in ("task", "data", "generation")]
-        place = json.dumps(same, sort_keys=True, default=str), settings.model, settings.limit
-        if place not in self._known:
-            self._known[place] = _workload(settings)
-        return self._known[place]
+def workload_of(settings: Settings, known: dict[Any, Workload]) -> Workload:
+    """The workload of one run; reads local data as the run would (ConfigError for a bad row), the hub's from its cache
+    alone. known: workloads of runs so far, which those share that differ in method and budget alone.
+    """
+    same = [settings.identity[name] for name in ("task", "data", "generation")]
+    key = json.dumps(same, sort_keys=True, default=str), settings.model, settings.limit
+    if key not in known:
+        task = settings.task
+        local = task.generated and not isinstance(task, LMEval)
+        at_hand = local or task.data_files is not None or getattr(task, "data_dir", None)
+        known[key] = _sampled(settings) if at_hand else _published(settings)
+    return known[key]
 
 
 def check_workload(settings: Settings, work: Workload) -> None:
@@ -112,11 +108,9 @@ def check_workload(settings: Settings, work: Workload) -> None:
     check_beforehand(settings, Prompts(settings, work.asked))
 
 
-def _workload(settings: Settings) -> Workload:
+def _sampled(settings: Settings) -> Workload:
+    """The workload by the task's own examples, some of which are tokenised."""
     task = settings.task
-    local = task.generated and not isinstance(task, LMEval)
-    if not (local or task.data_files is not None or getattr(task, "data_dir", None)):
-        return _published(settings)
     task.check()
     examples = list(task.examples())
     step = max(1, len(examples) // SAMPLED)
@@ -180,7 +174,7 @@ def _published(settings: Settings) -> Workload:
 
 
 # Sizes of the models and data sets the configurations name, for plans made where neither can be asked. Models: fields
-# of the config.json beside the weights. Data: rows of the split and mean tokens of a prompt, from the data sets' papers
+# of the model's config.json. Data: rows of the split and mean tokens of a prompt, from the data sets' papers
 # and cards (words times 1.3); good for a plan, and for nothing else.
 def _like_llama(
     width: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, positions: int, **more: int
@@ -246,25 +240,15 @@ DATA: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 
 
-LISTED = 40  # runs shown one by one; more are told in groups
+LISTED = 40  # runs shown one by one; more are shown in groups
 
 
 def dry_run(main: Callable[[], None], option: str, session: Session, time_of: TimeOf | None = None) -> int:
-    """The exit code of run.py: 1 where the option or a job is wrong, which is told; time_of: as of `show_plan`."""
-    try:
-        plan(main, option, session, time_of)
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 1
-    return session.exit_code
-
-
-def plan(main: Callable[[], None], option: str, session: Session, time_of: TimeOf | None = None) -> list[PlannedGroup]:
-    """Let Hydra compose the jobs of sys.argv without running one, print their plan and return it.
+    """Let Hydra compose the jobs of sys.argv without running one and print their plan; returns the exit code.
 
     option: --dry-run, or --dry-run=NAME of another machine (`MACHINES`); time_of: as of `show_plan`. Nothing is
     written: Hydra's own notes on a sweep go to a folder that is removed. Whatever the launcher, jobs are composed here,
-    one after the other.
+    one after the other. ConfigError for an option that cannot be planned.
     """
     name = option.partition("=")[2] or None
     if name not in (None, *MACHINES):
@@ -284,26 +268,27 @@ def plan(main: Callable[[], None], option: str, session: Session, time_of: TimeO
         finally:
             jobs = session.collected_jobs()
     swept = any(job.number is not None for job in jobs)
-    return show_plan(jobs, name, session, shares=swept and not basic, time_of=time_of)
+    show_plan(jobs, name, session, shares=swept and not basic, time_of=time_of)
+    return session.exit_code
 
 
 def show_plan(
     jobs: Sequence[HydraJob], machine: str | None, session: Session, *, shares: bool, time_of: TimeOf | None = None
 ) -> list[PlannedGroup]:
-    """Print the plan of these jobs and return it. Jobs that cannot run are told as their turn would tell them.
+    """Print the plan of these jobs and return it. Jobs that cannot run are reported as their turn would report them.
 
     shares: the launcher lets runs share prefills. time_of: seconds of a group and where they are from, else from rows
     of the same model and machine, else an estimate.
     """
     wanted: dict[str, Settings] = {}
-    workloads = Workloads()
+    workloads: dict[Any, Workload] = {}
     for job in jobs:
         try:
             for settings in runs_of(job, session):
                 config, _ = model_config(settings.model)
                 if config is not None and not settings.is_baseline:
                     check_cache_fits_model(settings.model, settings.cache, config)
-                check_workload(settings, workloads.of(settings))
+                check_workload(settings, workload_of(settings, workloads))
                 for one in (settings if settings.is_baseline else settings.baseline(), settings):
                     wanted.setdefault(identity(one.identity), one)
         except Exception as error:
@@ -316,12 +301,12 @@ def show_plan(
     planned = []
     for group in [*together, *alone]:
         try:
-            made = PlannedGroup([_planned(settings, workloads.of(settings)) for settings in group])
+            made = PlannedGroup([_planned(settings, workload_of(settings, workloads)) for settings in group])
             seconds, basis = (time_of or functools.partial(seconds_of, machine=machine))(made)
             planned.append(replace(made, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
-            session.add_failure(name_of(group[0]), str(error), told=True)
+            session.add_failure(name_of(group[0]), str(error), reported=True)
     print_plan(planned, len(jobs))
     return planned
 
@@ -365,7 +350,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Runs that share prefills, or one alone. seconds: None where unknown; basis: where they are from."""
+    """Runs that share prefills, or one alone. seconds: None where unknown; basis: their source."""
 
     runs: list[Planned]
     seconds: float | None = None
@@ -389,32 +374,22 @@ class PlannedGroup:
         return max(run.prefills(shared=len(self.runs) > 1) for run in self.runs)
 
 
-TimeOf = Callable[[PlannedGroup], tuple[float | None, str]]  # seconds of a group, and where they are from
+TimeOf = Callable[[PlannedGroup], tuple[float | None, str]]  # seconds of a group, and their source
 
 
 def _planned(settings: Settings, work: Workload) -> Planned:
-    """What a run lacks, as far as its folder tells; changes nothing there."""
-    path = settings.outputs_dir / identity(settings.identity)
-    done, forced, skipped = _done(path)
+    """Rows and texts that a run lacks, as far as its folder shows; changes nothing there."""
+    path, rows, lines = settings.outputs_dir / identity(settings.identity), list[Any](), list[tuple[str, str]]()
+    if (path / "config.json").exists():
+        run = Run.load(path)
+        rows, lines = list(run.rows()), list(run.divergence())
+    done = {row["example"] for row in rows}
     known = [example for example in work.examples if example is not None]
     left = sum(example not in done for example in known) if known else max(0, len(work.examples) - len(done))
+    possible = len(work.examples) - len({row["example"] for row in rows if row.get("skipped")})
     texts = settings.divergence.texts if refusal(settings) is None else ()
-    possible = len(work.examples) - len(skipped)
-    lacking = {kind: max(0, possible - sum(text == kind for _, text in forced)) for kind in texts}
+    lacking = {kind: max(0, possible - sum(text == kind for _, text in lines)) for kind in texts}
     return Planned(settings, work, 0 if settings.divergence.only else left, lacking)
-
-
-def _done(path: Path) -> tuple[set[str], set[tuple[str, str]], set[str]]:
-    """(examples with a row, (example, kind of text) that were forced, examples that were skipped) in a run folder."""
-    if not (path / "config.json").exists():
-        return set(), set(), set()
-    run = Run.load(path)
-    rows = list(run.rows())
-    return (
-        {row["example"] for row in rows},
-        set(run.divergence()),
-        {row["example"] for row in rows if row.get("skipped")},
-    )
 
 
 # How long a group takes: from rows of the same model and machine, else an estimate from data sheets.
@@ -441,7 +416,7 @@ MACHINES = {
 
 
 def seconds_of(group: PlannedGroup, machine: str | None = None) -> tuple[float | None, str]:
-    """(seconds, where they are from) of a group on a machine of `MACHINES`; None: this one, by its own rows if any."""
+    """(seconds, their source) of a group on a machine of `MACHINES`; None: this one, by its own rows if any."""
     device = environment()["device"]
     if machine is None and (measured := _from_rows(group, device)):
         return measured
@@ -452,7 +427,7 @@ def seconds_of(group: PlannedGroup, machine: str | None = None) -> tuple[float |
 
 
 def _from_rows(group: PlannedGroup, device: str) -> tuple[float, str] | None:
-    """By timed rows of this model on this device under outputs_dir; rows of shared prefills hold no times."""
+    """Seconds by timed rows of this model on this device under outputs_dir; rows of shared prefills hold no times."""
     if not group.lead.outputs_dir.is_dir():
         return None
     first: list[tuple[float, int]] = []  # seconds of a row's share of its batch until its first token, prompt tokens
@@ -532,7 +507,7 @@ def machine_here(device: str) -> Machine:
     return fitting[0] if fitting else MACHINES["a100"]
 
 
-# The plan in words.
+# What is printed of a plan.
 
 
 def print_plan(planned: list[PlannedGroup], jobs: int) -> None:
@@ -560,8 +535,8 @@ def print_plan(planned: list[PlannedGroup], jobs: int) -> None:
     states = [run.state for run in all_runs]
     say(
         f"total: {states.count('done')} done, {states.count('partly')} partly, {states.count('to do')} to do; "
-        f"{tokens(sum(group.prefills * group.work.prompt_tokens for group in planned))} prompt tokens, "
-        f"at most {tokens(_new_tokens(planned))} new tokens, about {_time(planned)}"
+        f"{scaled(sum(group.prefills * group.work.prompt_tokens for group in planned))} prompt tokens, "
+        f"at most {scaled(_new_tokens(planned))} new tokens, about {_time(planned)}"
     )
 
 
@@ -573,10 +548,10 @@ def _print_part(groups: list[PlannedGroup]) -> None:
     memory = "memory not known"
     if shape is not None:
         kv = max(kv_bytes(shape, [run.settings for run in group.runs], work.prompt_tokens) for group in groups)
-        memory = f"weights {gigabytes(shape.weight_bytes(lead.model.dtype))} + KV {gigabytes(kv)}"
+        memory = f"weights {scaled(shape.weight_bytes(lead.model.dtype), 'B')} + KV {scaled(kv, 'B')}"
     say(
         f"{_title(lead)}: {count} runs{sharing}; {sum(group.prefills for group in groups)} prefills of "
-        f"{work.prompt_tokens:.0f} tokens ({work.source}), {tokens(_new_tokens(groups))} new tokens"
+        f"{work.prompt_tokens:.0f} tokens ({work.source}), {scaled(_new_tokens(groups))} new tokens"
         f"{f', {texts} texts forced' if texts else ''}; {memory}; about {_time(groups)}"
     )
 
@@ -586,14 +561,13 @@ def _new_tokens(groups: Sequence[PlannedGroup]) -> float:
 
 
 def _time(groups: Sequence[PlannedGroup]) -> str:
-    """Seconds of these groups together, in words."""
     more = " and what is not known" if any(group.seconds is None for group in groups) else ""
     return duration(total_seconds(groups)) + more
 
 
 def total_seconds(groups: Sequence[PlannedGroup]) -> float:
     """Seconds of these groups together, as far as known."""
-    return sum(group.seconds for group in groups if group.seconds is not None)
+    return sum(group.seconds or 0.0 for group in groups)
 
 
 def _title(settings: Settings) -> str:
@@ -601,24 +575,16 @@ def _title(settings: Settings) -> str:
 
 
 def name_of(settings: Settings) -> str:
-    """A run in the words of its labels."""
+    """The name of a run: its labels."""
     labels = settings.labels
     ratio = f"kv_ratio={labels['kv_ratio']:g}" if labels.get("kv_ratio") is not None else ""
     words = (labels["model"], labels["task"], labels["method"], ratio, labels["setting"])
     return " ".join(str(word) for word in words if word)
 
 
-def gigabytes(count: float) -> str:
-    """A number of bytes in words."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+def scaled(count: float, unit: str = "") -> str:
+    """A number with its prefix and unit: 13.5 GB, 12 k, 300."""
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"
-
-
-def tokens(count: float) -> str:
-    """A number of tokens in words."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f}"
+            return f"{count / size:.3g} {prefix}{unit}"
+    return f"{count:.0f} {unit}".strip()

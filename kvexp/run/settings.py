@@ -17,16 +17,15 @@ from kvexp.hf.load import batch_size_identifies_run, beside_weights
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import CUR, Full
 from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, made, quantization_of
-from kvexp.run.calibrated import calibration_for, head_scores_for, surrogate_for
+from kvexp.run.calibrated import calibrated
+from kvexp.run.compose import option
 from kvexp.run.labels import (
-    MOVING,
     DivergenceOptions,
     Shard,
     check_values,
     generates,
     labels_of,
     labels_of_baseline,
-    of_option,
     refusal,
 )
 from kvexp.run.model_spec import (
@@ -52,7 +51,7 @@ from kvexp.util import ConfigError, Rule, field_types, path_of, refuse, typed
 
 
 def writes_text(settings: Settings) -> bool:
-    """Whether the run's answers are generated, those of lm-eval's tasks included."""
+    """Whether the run's answers are generated, also by a task of lm-eval's."""
     if isinstance(settings.task, LMEval):
         return any(written_after(name) is not None for name in settings.task.tasks)
     return generates(settings)
@@ -89,27 +88,19 @@ def _model_changes_logits(settings: Settings) -> bool:
     return bool(set_fields(own, MODEL_PROCESSORS)) or bool(own.stop_strings and not settings.decoding.stop_strings)
 
 
-def _moving_rope(settings: Settings) -> bool:
-    """Rows of a batch, of a shared prefill and of the runs before chose each other's RoPE frequencies."""
-    return moving_rope(settings.model) is not None
-
-
-def _rope_context(settings: Settings) -> bool:
-    """Prompts were cut to, or skipped by, the length that the model had before its RoPE was stretched."""
-    return stretches_context(settings.model)
-
-
 # Name of the correction -> whether it can move a row of a run with these settings. No model is loaded for the answer.
 CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
     "stop_in_prompt": _stop_begins_in_prompt,
     "generation_config": _model_changes_logits,
-    "moving_rope": _moving_rope,
-    "rope_context": _rope_context,
+    # Rows of a batch, of a shared prefill and of the runs before chose each other's RoPE frequencies.
+    "moving_rope": lambda settings: moving_rope(settings.model) is not None,
+    # Prompts were cut to, or skipped by, the length that the model had before its RoPE was stretched.
+    "rope_context": lambda settings: stretches_context(settings.model),
     # Chat templates that wrote the day's date are given one date for ever.
     "template_clock": lambda settings: settings.templated and facts_of_template(settings.model).changes,
     # Answers are scored without the thinking before them, where the chat template has tags for it.
     "thinking": lambda settings: settings.thinking is not None,
-    # A LoRA adapter beside the weights is merged into them, where it was left out.
+    # A LoRA adapter in the weights' folder is merged into them, where it was left out.
     "adapter": lambda settings: settings.model.kind == "pretrained" and beside_weights(settings.model.path),
     # Depths, answers and words go by the scripts of the texts, which were taken for English.
     "needle_depth": lambda settings: _known(_stands_elsewhere, settings.task),
@@ -124,7 +115,7 @@ _FOUND: dict[tuple[Callable[[Task], bool], str, str], bool] = {}
 
 
 def _known(holds: Callable[[Task], bool], task: Task) -> bool:
-    """Whether it holds of a task, whose texts are read once for all runs of a sweep, whatever their `limit`."""
+    """Whether `holds` is true of the task, whose texts are read once for all runs of a sweep, whatever the `limit`."""
     if not isinstance(task, ContextQA | Needle | Perplexity | Stories):
         return False
     task = dataclasses.replace(task, limit=None, sample="first")
@@ -138,7 +129,7 @@ def _known(holds: Callable[[Task], bool], task: Task) -> bool:
 
 
 def _stands_elsewhere(task: Task) -> bool:
-    """Whether needles went by the ends of English sentences in a text that has no, or not only, such ends."""
+    """Whether the text, in which needles once stood at ends of English sentences, has no, or not only, such ends."""
     if not isinstance(task, Needle):
         return False
     longest = max((length for length in task.lengths if isinstance(length, int)), default=0)
@@ -147,21 +138,21 @@ def _stands_elsewhere(task: Task) -> bool:
 
 
 def _has_answers_beyond_ascii(task: Task) -> bool:
-    """Whether answers were compared by SQuAD's normalisation, which knows ASCII alone, and are not any more."""
+    """Whether answers have letters that SQuAD's normalisation, by which they once were compared, does not know."""
     if isinstance(task, Needle):
         return task.beyond_ascii
     return isinstance(task, ContextQA) and _in_rows(task, lambda row: "words" in task.example(row, "").info)
 
 
 def _has_unspaced_texts(task: Task) -> bool:
-    """Whether the words of a text went by white space that its script does not have."""
+    """Whether a text is of a script without spaces, at which its words once were split."""
     if not isinstance(task, Stories | Perplexity):
         return False
     return _in_rows(task, lambda row: is_unspaced(str(row.get(task.text_field))))
 
 
 def _in_rows(task: Task, holds: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether it holds of a row of the task's files. Of the hub the task's own data set is known: of none there."""
+    """Whether `holds` is true of a row of the task's files; of the hub, whether it is not the task's own data set."""
     if task.data_files is None:
         return task.hub_id != type(task).hub_id
     return any(holds(row) for _, row in task.rows())
@@ -261,8 +252,8 @@ REFUSED: tuple[Rule[Settings], ...] = (
             and (c.decoding.num_beams > 1 or c.decoding.stop_strings or generation_config_of(c.model).stop_strings)
         ),
         "task={c.task.name} goes on behind an answer token by token, which generation.num_beams above 1 and "
-        "generation.stop_strings (or those of the model's generation_config.json) do not leave at its end: set "
-        "generation=greedy, and use a model without stop_strings",
+        "generation.stop_strings (or the stop_strings of the model's generation_config.json) do not leave at "
+        "its end: set generation=greedy, and use a model without stop_strings",
     ),
     (
         lambda c: c.task.has_turns and c.budget and c.budget.of == "sequence",
@@ -275,14 +266,9 @@ REFUSED: tuple[Rule[Settings], ...] = (
         "model.chat=true or task.chat_frame=null",
     ),
     (
-        lambda c: getattr(c.task, "chat_wrap", None) is True and not c.model.chat,
-        "task.chat_wrap=true puts a chat template around prompts, and model.chat=false: set model.chat=true or "
-        "task.chat_wrap=false",
-    ),
-    (
-        lambda c: getattr(c.task, "chat_wrap", None) == "always" and not c.model.chat,
-        "task.chat_wrap=always puts a chat template around prompts, and model.chat=false: set model.chat=true or "
-        "task.chat_wrap=official",
+        lambda c: getattr(c.task, "chat_wrap", None) in (True, "always") and not c.model.chat,
+        "task.chat_wrap={c.task.chat_wrap} puts a chat template around prompts, and model.chat=false: set "
+        "model.chat=true or leave task.chat_wrap out",
     ),
 )
 
@@ -303,19 +289,17 @@ def check_together(settings: Settings) -> None:
 
 
 def batch_cache(settings: Settings, lengths: Sequence[int]) -> CacheConfig:
-    """What the cache of a batch of prompts of so many tokens does: the run's, with the batch's budget."""
+    """The cache's configuration for a batch of prompts of these lengths: the run's, with the batch's budget."""
     return dataclasses.replace(settings.cache, budget=batch_budget(settings, lengths))
 
 
 def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
-    """The budget of a batch of prompts of so many tokens.
+    """The budget of a batch of prompts of these lengths.
 
-    Keyformer's release pads every prompt on the left and takes its ratio of the whole. With task.pad_to the budget is a
-    number of slots, the ratio of the padded prompt (floored, as everywhere). The pads themselves are left out: a pad is
-    seen by nothing and is the first to go, so it could only hold memory that no token needs. Of the release
-    (summarize.py, padding="max_length") this keeps budget and recent window, which are of the padded prompt; it leaves
-    out the constant that padded query rows add to the scores of all real prompt tokens, and StreamingLLM's pads that
-    serve as sinks (tests/reference_check.py reproduces both).
+    With task.pad_to it is a number of slots, the ratio of the padded prompt (floored): Keyformer's release
+    (summarize.py, padding="max_length") pads every prompt on the left and takes its ratio of the whole. Pads are not
+    fed: nothing sees them and they are the first to go. This leaves out what pads do in the release: a constant added
+    to the scores of all real prompt tokens, and sinks of StreamingLLM (tests/reference_check.py reproduces both).
     """
     budget, pad_to = settings.budget, settings.task.pad_to
     if budget is None or pad_to is None or budget.kv_ratio is None:
@@ -334,10 +318,10 @@ def check_item_settings(settings: Settings) -> None:
 
     task, plain = settings.task, GenerationParams(max_new_tokens=settings.task.max_new_tokens)
     assert isinstance(task, LMEval)
-    for option in dataclasses.fields(GenerationParams):
-        if getattr(settings.decoding, option.name) != getattr(plain, option.name):
+    for each in dataclasses.fields(GenerationParams):
+        if getattr(settings.decoding, each.name) != getattr(plain, each.name):
             raise ConfigError(
-                f"generation.{option.name} does not reach lm-eval's tasks, which say themselves how they are answered: "
+                f"generation.{each.name} does not reach lm-eval's tasks, which say themselves how they are answered: "
                 "leave the group generation at greedy"
             )
     if task.measured.mode == "row_mask":
@@ -347,11 +331,9 @@ def check_item_settings(settings: Settings) -> None:
 def bounded_chunk(config: Mapping[str, Any]) -> int | None:
     """Tokens per chunk of a bounded prefill, None where prompts are read whole; of a resolved configuration.
 
-    Configurations of before have no group `prefill`. ConfigError names the key.
+    Older configurations have no group `prefill`. ConfigError names the key.
     """
-    node = config.get("prefill", {"chunk": None})
-    if not isinstance(node, Mapping):
-        raise ConfigError(f"prefill must be a group of settings, got {node!r}")
+    node = typed(config.get("prefill", {}), dict, "prefill")
     for name in node:
         if name != "chunk":
             raise ConfigError(f"prefill.{name} is not a setting of prefill; it has: chunk")
@@ -399,7 +381,7 @@ class Settings:
     """Everything one run needs. `identity` holds all that can change a number and nothing else.
 
     command: what `settings_of` made it from (config, choices, overrides), to make it again from a run's folder.
-    divergence: what is measured of it beside its rows, no part of its identity.
+    divergence: what is measured of it besides its rows, no part of its identity.
     """
 
     model: ModelSpec
@@ -445,7 +427,7 @@ class Settings:
         return not self.method.evicts and self.cache.quantization is None
 
     def baseline(self) -> Settings:
-        """The same run with full attention: what this one is measured against."""
+        """Settings of the run with full attention that this one is measured against."""
         kept = {name: getattr(self.cache, name) for name in ("observe", "beyond_context", "graph")}
         cache = CacheConfig(Full(), **kept)
         return dataclasses.replace(self, cache=cache).identified(labels_of_baseline(self.labels))
@@ -511,15 +493,21 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     """
     groups = ("cache", "task", "method", "budget", "generation", "model")
     for group in (*groups, "select") if "select" in config else groups:  # older rows have no select
-        if not isinstance(config.get(group), dict):
-            raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
+        typed(config.get(group), dict, group)
     check_values(config, choices)
-    _check_protocol(config.get("protocol"), choices.get("task", ""))
+    protocol, chosen = config.get("protocol"), choices.get("task", "")
+    if protocol is not None and chosen not in protocol["tasks"]:  # it would be half a preset
+        raise ConfigError(
+            f"protocol={protocol['paper']} has no settings for task={chosen}; it has for {', '.join(protocol['tasks'])}"
+        )
     for name, words in (("limit", "limit=N"), ("shared_context", "questions=all")):
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     own = {target: one.cls for target, one in admitted().items()}
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
+    # Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it.
+    users = [one for one in admitted().values() if one.cls is type(method)]
+    found = {"method_found_as": users[0].reference} if users else {}
     for name in CACHE:
         if name not in config["cache"] and name not in ADDED_LATER:
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
@@ -542,9 +530,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         budget,
         config["cache"],
         config.get("select", {}),
-        calibration=calibration_for(method, model, choices, overrides),
-        head_scores=head_scores_for(budget, model, choices, overrides),
-        surrogate=surrogate_for(method, model, task, choices, overrides),
+        **calibrated(method, budget, model, task, choices, overrides),
         bounded_chunk=bounded_chunk(config) if method.evicts else None,
         keep=config.get("keep") if method.evicts else None,
     )
@@ -557,16 +543,16 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         limit=config["limit"],
         batch_size=1 if rows_alone(model) else config["batch_size"],
         shard=Shard.read(config.get("shard")),
-        timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
+        timeout_s=config["timeout_s"],
         retry=config["retry"],
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
-        command={"config": config, "choices": choices, "overrides": list(overrides), **_reference_of(method)},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **found},
         divergence=DivergenceOptions.read(config),
     )
     check_together(settings)
-    settings = settings.identified(_labels(settings, choices, overrides))
+    settings = settings.identified(labels_of(settings, choices, overrides))
     return settings.baseline() if settings.is_baseline else settings
 
 
@@ -574,7 +560,7 @@ def _check_targets_of_options(config: dict[str, Any], choices: dict[str, str]) -
     """ConfigError for a method or task that another class stands in for: it would be shown under the option's name."""
     for group in ("method", "task"):
         choice, target = choices.get(group, ""), config[group]["_target_"]
-        if of_option(group, choice, "_target_") not in (None, target):
+        if option(group, choice).get("_target_") not in (None, target):
             raise ConfigError(
                 f"{group}._target_={target} makes it another {group} than {group}={choice}, under whose name its rows "
                 f"would be shown: leave it out and choose {group}=NAME"
@@ -582,7 +568,7 @@ def _check_targets_of_options(config: dict[str, Any], choices: dict[str, str]) -
 
 
 def _located(node: dict[str, Any], option: str) -> dict[str, Any]:
-    """The node with a path that is found from any folder, where `option` names something that comes with kvexp."""
+    """Make a relative path of packaged files absolute, so that runs may start in any folder."""
     key = option.rpartition(".")[2]
     path = node.get(key)
     if isinstance(path, str) and not path_of(path, option).exists() and (ROOT / path).exists():
@@ -600,41 +586,8 @@ def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
     return decoding
 
 
-def _check_protocol(protocol: Any, task: str) -> None:
-    """A paper's preset sets the switches of the paper's tasks: on another one it would be half a preset."""
-    if protocol is not None and task not in protocol["tasks"]:
-        raise ConfigError(
-            f"protocol={protocol['paper']} has no settings for task={task}; it has for {', '.join(protocol['tasks'])}"
-        )
-
-
-def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str]) -> dict[str, Any]:
-    source = settings.task.source
-    revisions = [settings.model.shown_revision()]
-    if source.data_files is None and source.hub_id and source.revision is None:
-        revisions.append(f"data {MOVING}")
-    return labels_of(
-        {**choices, "task": settings.task.label(choices.get("task", settings.task.name))},
-        overrides,
-        model=settings.model.label(choices.get("model", "")),
-        task=settings.task.name,
-        method=settings.method.name,
-        budget=settings.budget,
-        revision=", ".join(revision for revision in revisions if revision) or None,
-        weights=settings.model.gguf[1] if settings.model.gguf else None,
-        chat=settings.model.chat and settings.task.uses_chat_template,
-        quantised=settings.cache.quantization is not None,
-    )
-
-
-def _reference_of(method: Method) -> dict[str, Any]:
-    """Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it."""
-    found = [one for one in admitted().values() if one.cls is type(method)]
-    return {"method_found_as": found[0].reference} if found else {}
-
-
 def _budget_identity(budget: Any) -> dict[str, Any]:
-    """A budget's settings; those that came later only where they do anything, so that older runs keep their hashes."""
+    """Settings of a budget; newer ones only where they do something, so that older runs keep their hashes."""
     later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
     plain = _plain(budget, without=later)
     if budget.threshold is not None:

@@ -67,7 +67,7 @@ def admitted() -> dict[str, AdmittedMethod]:
 
 
 def source_of(cls: type[Any]) -> dict[str, Any] | None:
-    """What identifies the code of a method class; None for kvexp's own, which NUMERICS stands for.
+    """Identity of a method class's code (`AdmittedMethod.source`); None for kvexp's own, which NUMERICS covers.
 
     ConfigError for a class of somebody else's that was never admitted.
     """
@@ -105,7 +105,7 @@ def package_of(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
-# -- the code of a method: the files of its module and of what that imports beside it ----------------------------------
+# -- the code of a method: the files of its module and of what that imports from its folder or package -----------------
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ModulePlace:
 
     @property
     def root(self) -> Path:
-        """The folder in which the first name lies."""
+        """The folder that holds the module or its outermost package."""
         return self.file.parents[self.name.count(".") + (self.file.name == "__init__.py")]
 
 
@@ -156,7 +156,7 @@ def source_files(place: ModulePlace) -> dict[str, str]:
 
 
 def _imported_files(file: Path, text: bytes, place: ModulePlace) -> Iterator[Path]:
-    """What a file's import statements may mean within the root, and the packages around it, which run first."""
+    """Yield the files that import statements may mean within the root, and the packages around it, which run first."""
     root = place.root
     yield from (folder / "__init__.py" for folder in file.parents if root in folder.parents)
     try:
@@ -323,7 +323,7 @@ _IMPORTED: set[str] = set()  # first names of the modules that were imported her
 
 
 def _import_anew(place: ModulePlace) -> tuple[ModuleType, dict[str, str]]:
-    """The module, and its `source_files` as they were imported. ConfigError names the user's line where that fails."""
+    """Import a module as its files are now; returns it and its `source_files`. ConfigError names the user's line."""
     import torch  # noqa: F401  # first: the methods' own imports of it are not the user's lines
 
     top, files = place.name.partition(".")[0], source_files(place)
@@ -360,7 +360,7 @@ def _import_anew(place: ModulePlace) -> tuple[ModuleType, dict[str, str]]:
 
 
 def user_line(error: BaseException, root: Path) -> str:
-    """ "keydiff.py line 7: NameError: name 'torhc' is not defined": the last line of the user's on the way to it."""
+    """ "keydiff.py line 7: NameError: name 'torhc' is not defined": an error with the user's last line in its trace."""
     words = f"{type(error).__name__}: {error}".strip().split("\n")[0]
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name} line {error.lineno}: {type(error).__name__}: {error.msg}"
@@ -377,7 +377,7 @@ def user_line(error: BaseException, root: Path) -> str:
 def class_method(cls: type[Any]) -> AdmittedMethod:
     """Find the file of a class; a class of a module is imported anew, so that its file is what will run.
 
-    ConfigError for a class that stands in no file, by whose digest its rows could be told from its next version's.
+    ConfigError for a class that stands in no file, by whose digest its rows differ from its next version's.
     """
     if "." in cls.__qualname__:
         raise ConfigError(f"{cls.__qualname__} stands within something else; put it at the top level")

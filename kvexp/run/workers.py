@@ -243,7 +243,7 @@ def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: S
         if isinstance(outcome, BatchResult):
             session.add_runs(*outcome.hashes)
             for failure in outcome.failures:  # told where its worker ran, which nobody may be looking at
-                session.add_failure(failure.job, failure.why, told=False)
+                session.add_failure(failure.job, failure.why, reported=False)
             for why, names in outcome.unmeasured.items():
                 for name in names:
                     session.add_unmeasured(name, why)
@@ -318,7 +318,7 @@ def _lost(shipment: JobBatch, error: BaseException, session: Session) -> None:
                 session.add_runs(run.baseline, run.hash)
             if run is None or not run.finished:
                 why = f"its worker ended ({type(error).__name__}: {error}); the same command goes on from its rows"
-                session.add_failure(job.name, why, told=False)
+                session.add_failure(job.name, why, reported=False)
 
 
 def _number(job: HydraJob) -> int:

@@ -105,7 +105,7 @@ def test_rows_and_the_table(tmp_path: Any) -> None:
     ("given", "words"),
     [
         (["cache.bits=3"], "cache.bits must be one of 16, 8, 4, 2, got 3"),
-        (["cache.key_bits=5"], "cache.key_bits must be one of 16, 8, 4, 2 or null for cache.bits, got 5"),
+        (["cache.key_bits=5"], "cache.key_bits must be one of 16, 8, 4, 2 or null, got 5"),
         (["cache.bits=4", "cache.group=0"], "cache.group must be at least 1, got 0"),
         (["cache.bits=4", "cache.residual=none"], "cache.residual must be a whole number, got 'none'"),
         (["cache.bits=4", "cache.key_axis=head"], "cache.key_axis must be one of channel, token, got 'head'"),

@@ -544,7 +544,7 @@ def test_a_chat_template_is_used_where_there_is_one(llama, tmp_path, tokenizer):
     assert settings(llama[0], "model.chat=false").model.chat is False
     bare = write(tmp_path / "bare.gguf", llama[1], tokenizer, template=None)
     assert settings(bare).model.chat is False and "chat" not in settings(bare).labels
-    with pytest.raises(ConfigError, match=r"model\.chat must be true, false or auto, got 'yes, please'"):
+    with pytest.raises(ConfigError, match=r"model\.chat must be .*, got 'yes, please'"):
         settings(llama[0], "model.chat='yes, please'")
 
 

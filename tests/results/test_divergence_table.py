@@ -12,15 +12,15 @@ import pytest
 from kvexp.results.divergence import (
     NO_END,
     PerExample,
-    _holm,
     answer_changes,
     choice_changes,
     choice_kl,
     compared,
+    compared_means,
     decide,
     divergence_table,
-    first_difference,
     frame_of,
+    holm_corrected,
     share_interval,
     write_scale,
 )
@@ -57,7 +57,9 @@ def test_numbers_by_hand(tmp_path):
     """The first token, which the prefill predicts, is left out; means are over tokens, not over examples."""
     lines = [line(0, [0.5, 0.1, 0.3]), line(1, [0.7, 0.2], same_top1=[1, 0], logprob=[-1.0, -1.0])]
     made(tmp_path, "h2o", lines)
-    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
+    made(tmp_path, "after_a_question", [line(0, [0.5, 0.1], first=False)])
+    row, after = divergence_table(folders(tmp_path)).sort_values("n", ascending=False).to_dict("records")
+    assert after["kl"] == pytest.approx(0.3) and math.isnan(after["first_kl"]), "there the first token counts"
     assert (row["n"], row["tokens"]) == (2, 3)
     assert row["kl"] == pytest.approx(0.6 / 3) and row["first_kl"] == pytest.approx(0.6)
     assert row["kl_max"] == 0.3 and row["kl_p50"] == 0.2
@@ -66,12 +68,6 @@ def test_numbers_by_hand(tmp_path):
     assert row["dlogprob_rms"] == pytest.approx(math.sqrt(0.5 / 3))
     assert row["ppl_ratio"] == pytest.approx(math.exp(1 / 3))
     assert math.isnan(row["kl_low"]) and row["verdict_kl"] == "undecided", "two examples decide nothing"
-
-
-def test_after_a_question_the_first_token_counts(tmp_path):
-    made(tmp_path, "h2o", [line(0, [0.5, 0.1], first=False)])
-    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
-    assert row["kl"] == pytest.approx(0.3) and math.isnan(row["first_kl"])
 
 
 def test_answers_of_one_token_have_nothing_to_tell(tmp_path):
@@ -113,10 +109,12 @@ def test_only_runs_that_share_labels_are_compared(tmp_path, capsys):
 
 def test_holm_by_the_book():
     """p = .01, .04, .03, .005 of four: .005*4, .01*3, .03*2, and .04*1, which may not fall below .06 (Holm 1979)."""
-    frame = pd.DataFrame({"one": list("abcd"), "other": list("wxyz"), "difference": [-1.0, -1, 1, 1]})
-    found = _holm(frame.assign(p=[0.01, 0.04, 0.03, 0.005]))
-    assert found["holm"].tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert found["better"].tolist() == ["a", "", "", "z"]
+    corrected = holm_corrected(np.array([0.01, 0.04, 0.03, 0.005, math.nan]))
+    assert corrected.tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02, math.nan], nan_ok=True)
+    rng, levels = np.random.default_rng(3), {"a": 1, "b": 2, "c": 2}
+    found = {name: {f"e{i}": level * rng.gamma(4, 0.25) for i in range(40)} for name, level in levels.items()}
+    pairs = compared_means(found).set_index(["one", "other"])
+    assert pairs["better"].tolist() == ["a", "a", ""] and (pairs["holm"] >= pairs["p"]).all()
 
 
 def test_a_file_that_was_edited_or_cut_off(tmp_path):
@@ -148,12 +146,6 @@ def test_false_verdicts_on_skewed_clustered_divergences(n):
     slack = 2 * math.sqrt(0.025 * 0.975 / rounds)
     assert worse / rounds <= 0.025 + slack
     assert equivalent / rounds <= 0.025 + slack, equivalent / rounds
-
-
-def test_per_example_counts_tokens_of_every_answer():
-    found = PerExample.of([line(1, [0.0, 0.2]), line(0, [0.0, 0.1, 0.3])])
-    assert found.names == ["e0", "e1"] and found.tokens.tolist() == [2, 1]
-    assert found.kl.tolist() == pytest.approx([0.4, 0.2])
 
 
 # --- the command
@@ -274,19 +266,14 @@ def pair(outputs, full, other, method="h2o"):
     return found[run.hash], found[base.hash]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "place"),
-    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 9, 3], 2), ([1, 2], [1, 2, 3], 3), ([1, 2, 3], [1, 2], 3)],
-)
-def test_first_difference(one, other, place):
-    assert first_difference(one, other) == place
-
-
 def test_answers(tmp_path):
-    full = [{"output_tokens": [1, 2, 3, 4]}, {"output_tokens": [5, 6]}, {"output_tokens": [7]}, {"output_tokens": []}]
-    other = [{"output_tokens": [1, 2, 9, 4]}, {"output_tokens": [5, 6]}, {"output_tokens": [8, 7]}, {}]
-    found = answer_changes(*pair(tmp_path, full, other))
-    assert found == pytest.approx({"same_answers": 1 / 3, "same_tokens": (3 / 4 + 1 + 0) / 3, "parts_at": 2.0})
+    """An answer that ends earlier parts at the first place that only the other one has."""
+    full = [[1, 2, 3, 4], [5, 6], [7], [], [1, 2, 3], [1, 2]]
+    other = [[1, 2, 9, 4], [5, 6], [8, 7], None, [1, 2], [1, 2, 3]]
+    rows = ([{"output_tokens": tokens} for tokens in each] for each in (full, other))
+    found = answer_changes(*pair(tmp_path, *rows))
+    shares = (3 / 4 + 1 + 0 + 2 / 3 + 2 / 3) / 5
+    assert found == pytest.approx({"same_answers": 1 / 5, "same_tokens": shares, "parts_at": 3.0})
 
 
 def test_rows_of_before_hold_no_tokens(tmp_path):

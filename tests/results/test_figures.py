@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from report_runs import write
 from test_bytes import settings
 from turns import in_turn
 
@@ -22,9 +23,6 @@ from kvexp.results.views import bytes_table, grid, main
 from kvexp.run.batches import evaluate_run
 from kvexp.run.store import Run
 from kvexp.util import ConfigError
-
-# The figure of divergence and quality against bytes, and the share of bytes it stands on.
-
 
 GIVEN = ("task.max_new_tokens=3", "task.nll=false", "limit=2", "cache.group=8", "cache.residual=8")
 
@@ -255,18 +253,10 @@ def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
 
 
 def test_a_picture_of_runs_in_a_new_folder(tmp_path, capsys):
-    receipt = {"first_eviction_step": 0, "slots": 4.0, "kv_bytes": 8, "peak_kv_bytes": 8, "batch_size": 1}
-    labels = {"model": "tiny", "task": "xsum", "method": "full", "setting": ""}
-    known = {"skipped": None, "new_tokens": 4, "seconds": {"ttft": 0.1, "tpot": 0.1}}
-    base = None
-    for method, ratio in (("full", None), ("h2o", 0.2), ("h2o", 0.5)):
-        labels |= {"method": method, "kv_ratio": ratio}
-        run = Run.open(tmp_path / "out", dict(labels), dict(labels), {}, baseline=base)
-        for number in range(20):
-            given = receipt if base else {"first_eviction_step": None}
-            run.append({"example": str(number), "metrics": {"rouge1": 50.0 + number % 3}, "receipt": given, **known})
-        run.finish(20)
-        base = base or run.hash
+    scores = [50.0 + number % 3 for number in range(20)]
+    base = write(tmp_path / "out", "full", scores, kv_ratio=None)
+    for ratio in (0.2, 0.5):
+        write(tmp_path / "out", "h2o", scores, base.hash, kv_ratio=ratio)
     picture = tmp_path / "new" / "quality.png"
     assert main([str(tmp_path / "out"), "--plot", str(picture), "--metric", "rouge1"]) == 0, capsys.readouterr().err
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -5,31 +5,18 @@ from __future__ import annotations
 import io
 
 import pytest
+from report_runs import write
 from rich.console import Console
 
 from kvexp.results.table import print_table, table, to_markdown
-from kvexp.run.store import Run, refuse
+from kvexp.run.store import refuse
 from kvexp.util import ConfigError
 
 
 def record(folder, method, setting, kv_ratio=0.5, baseline=None, slots=8.0, **more):
-    labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": setting, **more}
-    run = Run.open(folder, {"method": method, "kv_ratio": kv_ratio, "setting": setting}, labels, {}, baseline=baseline)
-    receipt = {"slots": slots, "kv_bytes": 10, "peak_kv_bytes": 20, "evicted": True, "batch_size": 1}
-    for number in range(6):
-        run.append(
-            {
-                "example": str(number),
-                "metrics": {"rouge1": 50.0 + number, "rouge2": 40.0, "rougeL": 40.0},
-                "seconds": {"ttft": 0.1, "tpot": 0.1},
-                "receipt": receipt,
-                "new_tokens": 4,
-                "finish_reason": "length",
-                "skipped": None,
-            }
-        )
-    run.finish(6)
-    return run.hash
+    scores = [{"rouge1": 50.0 + number, "rouge2": 40.0, "rougeL": 40.0} for number in range(6)]
+    changes = {"receipt": {"slots": slots, "batch_size": 1}, "finish_reason": "length"}
+    return write(folder, method, scores, baseline, changes=changes, kv_ratio=kv_ratio, setting=setting, **more).hash
 
 
 def printed(folder, width):
@@ -97,7 +84,7 @@ def test_long_settings_fold_and_leave_room_for_numbers(tmp_path, width):
     text = printed(tmp_path, width)
     parts = text.count("method ")
     assert parts <= (4 if width == 80 else 3), text
-    tables = text.partition("TTFT, TPOT: ")[0]  # notes fold on a terminal alone
+    tables = text.partition("% of full and its")[0]  # notes fold on a terminal alone
     assert max(len(line) for line in tables.splitlines() if not line.startswith("tiny / xsum:")) <= width
     assert "cache.some_long_option_3=2" in text  # folds between overrides, not inside one
 

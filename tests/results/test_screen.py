@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
+from report_runs import write
 
 from kvexp.results.read import read_runs
 from kvexp.results.screen import print_answers, print_screen
 from kvexp.results.views import main
-from kvexp.run.store import EPSILON_KL, OWN, Run
+from kvexp.run.store import EPSILON_KL, OWN
 from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
 
 AROUND = 6  # lines, the empty ones not counted
@@ -18,33 +18,22 @@ AROUND = 6  # lines, the empty ones not counted
 
 def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=None, evicts=True, timed=False, **labels):
     """A run whose scores and divergences differ a little from example to example."""
-    named = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": "", **labels}
-    config = {"method": {"name": method}, "kv_ratio": kv_ratio, "generation": {"max_new_tokens": 8, "num_beams": 1}}
-    run = Run.open(folder, config, named, {}, baseline=baseline)
-    receipt = {"slots": 50.0, "kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
+    receipt = {"kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
     receipt["first_eviction_step"] = 0 if evicts and baseline else None
-    for index in range(n):
-        run.append(
-            {
-                "example": str(index),
-                "index": index,
-                "metrics": {"rouge1": score + index % 5, "rouge2": score / 2},
-                "output": f"{method} says {index} " + "and more of it " * 60,
-                "seconds": {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None},
-                "receipt": receipt,
-                "new_tokens": 8,
-                "prompt_tokens": 100,
-                "finish_reason": "length",
-                "skipped": None,
-            }
+    seconds = {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None}
+    more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": "length"}
+    scores = [{"rouge1": score + index % 5, "rouge2": score / 2} for index in range(n)]
+    generation = {"generation": {"max_new_tokens": 8, "num_beams": 1}}
+    changes = {"receipt": receipt, "seconds": seconds, **more}
+    labels = {"kv_ratio": kv_ratio, "setting": "", **labels}
+    run = write(folder, method, scores, baseline, changes=changes, config=generation, **labels)
+    if kl is not None:
+        each = [[kl * (1 + index % 3 / 10)] * 4 for index in range(n)]
+        same = {"text": OWN, "same_top1": [1] * 4, "logprob": [-1.0] * 4, "full_logprob": [-1.0] * 4}
+        same |= {"first_by_prefill": False, "tokens": [1] * 4}
+        run.append_divergence(
+            [{"example": f"e{index}", "index": index, "kl": line, **same} for index, line in enumerate(each)]
         )
-        if kl is not None:
-            each = [kl * (1 + index % 3 / 10)] * 4
-            line = {"example": str(index), "index": index, "text": OWN, "kl": each, "same_top1": [1] * 4}
-            line |= {"logprob": [-1.0] * 4, "full_logprob": [-1.0] * 4, "first_by_prefill": False, "tokens": [1] * 4}
-            with open(run.path / "divergence.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-    run.finish(n)
     return run.hash
 
 
@@ -90,32 +79,36 @@ def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep
     assert max(map(len, narrow.partition("no verdict:")[0].splitlines())) <= 60
 
 
-def test_of_few_examples_there_are_no_verdicts_and_one_line_says_so(tmp_path):
-    full = record(tmp_path, "full", n=4)
-    record(tmp_path, "h2o", 0.5, n=4, score=20.0, kl=0.3, baseline=full)
+@pytest.mark.parametrize(
+    ("full", "run", "present", "missing"),
+    [
+        (
+            {"n": 4},
+            {"n": 4, "score": 20.0, "kl": 0.3},
+            ("4 examples: a first look, no verdicts, 20 needed (limit=20)", "0.323", "21.50"),
+            ("99 %?", "vs 0.05", "95 %", "too few"),
+        ),
+        (
+            {},
+            {"evicts": False},
+            ("h2o 50 %: void: no example evicted", "KL to the full cache was not measured: divergence=true"),
+            ("TTFT",),
+        ),
+        ({"timed": True}, {"kl": 0.3, "timed": True}, ("TTFT", "100 ms", "10 ms"), ("Speed was not measured",)),
+    ],
+    ids=["few examples", "void", "timed"],
+)
+def test_what_the_lines_around_a_table_say(tmp_path, full, run, present, missing):
+    record(tmp_path, "h2o", 0.5, baseline=record(tmp_path, "full", **full), **run)
     text = shown(tmp_path)
-    assert "4 examples: a first look, no verdicts, 20 needed (limit=20)" in text
-    for head in ("99 %?", "vs 0.05", "95 %", "too few"):
-        assert head not in text
-    assert "0.323" in text and "21.50" in text
+    assert all(words in text for words in present) and not any(words in text for words in missing), text
+    assert max(len(line.rstrip()) for line in text.splitlines()[:-1] if line[:4] != "h2o ") <= 100
 
 
-def test_what_is_wrong_stays_on_the_screen(tmp_path):
-    full = record(tmp_path, "full")
-    record(tmp_path, "h2o", 1.0, baseline=full, evicts=False)
-    unfinished = record(tmp_path, "tova", 0.5, score=30.0, baseline=full)
+def test_an_unfinished_run_stays_on_the_screen(tmp_path):
+    unfinished = record(tmp_path, "tova", 0.5, score=30.0, baseline=record(tmp_path, "full"))
     (tmp_path / unfinished / "done.json").unlink()
-    text = shown(tmp_path)
-    assert "h2o 100 %: void: no example evicted anything" in text and "tova 50 %: partial" in text
-    assert "KL to the full cache was not measured: divergence=true" in text
-
-
-def test_times_appear_where_they_were_measured(tmp_path):
-    full = record(tmp_path, "full", timed=True)
-    record(tmp_path, "h2o", 0.5, kl=0.3, baseline=full, timed=True)
-    text = shown(tmp_path)
-    assert "TTFT" in text and "100 ms" in text and "10 ms" in text and "Speed was not measured" not in text
-    assert max(len(line.rstrip()) for line in text.splitlines()[:-1]) <= 100
+    assert "tova 50 %: partial" in shown(tmp_path)
 
 
 def test_the_command_prints_the_screen_and_more_on_request(sweep, capsys, monkeypatch):
@@ -139,8 +132,8 @@ def test_a_single_run_shows_both_answers_cut_short(tmp_path):
     out = io.StringIO()
     print_answers(read_runs(tmp_path), Console(file=out, width=100, markup=False))
     first, head, answers, *rest = out.getvalue().splitlines()
-    assert first == "answers to example 0:" and "full cache" in head and "h2o, 50 % of the cache" in head
-    assert "full says 0" in answers and "h2o says 0" in answers
+    assert first == "answers to example e0:" and "full cache" in head and "h2o, 50 % of the cache" in head
+    assert "full says it" in answers and "h2o says it" in answers
     assert len([line for line in rest if line.strip()]) < 10 and "…" in rest[-2] + rest[-3]
 
 

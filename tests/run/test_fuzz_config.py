@@ -22,25 +22,8 @@ from kvexp.util import ConfigError, Session
 
 TASKS = ("sample", "testbed_qa", "testbed_choice", "cnn_dailymail", "longbench", "gsm8k_cot", "perplexity", "lm_eval")
 WORDS = st.one_of(
-    st.sampled_from(
-        [
-            "",
-            " ",
-            "auto",
-            "full",
-            "null",
-            "1e400",
-            "-1",
-            "0/2",
-            "/",
-            "..",
-            "~",
-            "{}",
-            "{prompt}",
-            "é\u202e\x00",
-            "x" * 5000,
-        ]
-    ),
+    st.sampled_from(["", " ", "auto", "full", "null", "1e400", "-1", "0/2", "/", "..", "~", "{}", "{prompt}"]),
+    st.sampled_from(["é\u202e\x00", "x" * 5000]),
     st.text(max_size=12),
 )
 SCALARS = st.one_of(
@@ -88,12 +71,8 @@ def jobs(draw, values, tasks=TASKS):
                 OmegaConf.update(config, place, value, merge=False, force_add=True)
             except ValueError:  # a place inside of what has become a list: no command line can name it
                 reject()
-    return HydraJob(
-        config,
-        [f"{place}={value!r}" for place, value in changed],
-        {"model": "tiny", "method": method, "task": task},
-        None,
-    )
+    words = [f"{place}={value!r}" for place, value in changed]
+    return HydraJob(config, words, {"model": "tiny", "method": method, "task": task}, None)
 
 
 def refusal(job):
@@ -154,7 +133,7 @@ def test_five_hundred_overrides_carried_out(job, tmp_path_factory, capsys):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("model.kind", [], "model.kind must be pretrained or random"),
+        ("model.kind", [], "model.kind must be one of pretrained, random"),
         ("model.config", None, "model.config must be a group of settings, got None"),
         (
             "model.config.num_key_value_heads",

@@ -1,4 +1,4 @@
-"""What is typed wrong: told once, in a line or two, before torch is imported, with what was probably meant."""
+"""What is typed wrong: one message of a line or two, before torch is imported, with what was probably meant."""
 
 from __future__ import annotations
 
@@ -29,14 +29,8 @@ TYPED = [  # words, what stderr holds
     (["method.alpha=0.5"], "method.alpha is a setting of method=a2sf,caote,keyformer_a2sf, not of method=h2o"),
     (["method.recent_rato=0.5"], "there is no setting method.recent_rato; did you mean method.recent_ratio?"),
     (["task=testbed_summary", "task.nosuch=1"], "there is no setting task.nosuch; task=testbed_summary has split, "),
-    (
-        ["+max_new_tokens=32"],
-        "no setting max_new_tokens; did you mean task.max_new_tokens or generation.max_new_tokens?",
-    ),
-    (
-        ["max_new_tokens=32"],
-        "no setting max_new_tokens; did you mean task.max_new_tokens or generation.max_new_tokens?",
-    ),
+    (["+max_new_tokens=32"], "did you mean task.max_new_tokens or generation.max_new_tokens?"),
+    (["max_new_tokens=32"], "did you mean task.max_new_tokens or generation.max_new_tokens?"),
     (["+methods=h2o"], "there is no setting methods; did you mean method?"),
     (["+log.wandbs=true"], "there is no setting log.wandbs; did you mean log.wandb?"),
     (["method=h2o,a2sf"], "method=h2o,a2sf is several values: add -m for a run of each"),
@@ -49,16 +43,13 @@ TYPED = [  # words, what stderr holds
     (["--limit=3"], "--limit=3: settings have no dashes, write limit=3"),
     (["--dry-rn"], "there is no option --dry-rn; did you mean --dry-run"),
     (["kv_ratio=20"], "kv_ratio must be in (0, 1], got 20; 20 % is kv_ratio=0.2"),
-    (["kv_ratio=abc"], "kv_ratio must be a number in (0, 1], got 'abc'"),
+    (["kv_ratio=abc"], "kv_ratio must be a number, got 'abc'"),
     (["budget.kv_ratio=50"], "budget.kv_ratio must be in (0, 1], got 50; 50 % is budget.kv_ratio=0.5"),
     (["limit=abc"], "error: limit must be a whole number or null, got 'abc'"),
     (["budget.tokens=128"], "budget.tokens=128 needs budget=tokens"),
     (["budget=tokens", "budget.kv_ratio=0.2"], "budget=tokens takes no ratio, got budget.kv_ratio=0.2"),
     (["budget=tokens", "kv_ratio=0.2"], "kv_ratio has no effect with budget=tokens; leave out kv_ratio=0.2, or take"),
-    (
-        ["budget=threshold", "budget.threshold=0.1", "kv_ratio=0.2"],
-        "leave out kv_ratio=0.2, or take budget=ratio instead of budget.threshold=0.1",
-    ),
+    (["budget=threshold", "budget.threshold=0.1", "kv_ratio=0.2"], "leave out kv_ratio=0.2, or take budget=ratio"),
     (["budget=tokens", "budget.of=padded"], "budget.of has no effect with budget=tokens"),
     (["device=cpu"], "there is no setting device; did you mean model.device?"),
     (["dtype=int8"], "there is no setting dtype; did you mean model.dtype?"),
@@ -69,7 +60,7 @@ TYPED = [  # words, what stderr holds
 
 
 @pytest.mark.parametrize(("typed", "said"), TYPED, ids=[" ".join(typed) for typed, _ in TYPED])
-def test_a_mistake_is_told_once_and_shortly(monkeypatch, capsys, tmp_path, typed, said):
+def test_a_mistake_is_one_short_message(monkeypatch, capsys, tmp_path, typed, said):
     code, out, err = run_py(monkeypatch, capsys, *typed, f"outputs_dir={tmp_path}")
     assert code == 1 and said in err and err.count("error: ") == 1
     assert len(err.splitlines()) <= 2 and out == "" and not list(runs(tmp_path))
@@ -77,10 +68,9 @@ def test_a_mistake_is_told_once_and_shortly(monkeypatch, capsys, tmp_path, typed
 
 def test_torch_is_not_imported_for_it(tmp_path):
     for words in ("kv_ratio=20", "+max_new_tokens=32", "method=h20"):
-        code = f"import runpy, sys; sys.argv = ['run.py', {words!r}, 'outputs_dir={tmp_path}']\n"
-        code += (
-            "try: runpy.run_path('run.py', run_name='__main__')\nfinally: print({'torch', 'pandas'} & set(sys.modules))"
-        )
+        code = f"""import runpy, sys; sys.argv = ['run.py', {words!r}, 'outputs_dir={tmp_path}']
+try: runpy.run_path('run.py', run_name='__main__')
+finally: print({{'torch', 'pandas'}} & set(sys.modules))"""
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1 and done.stdout == "set()\n", done.stderr
 
@@ -104,33 +94,15 @@ def test_keys_of_an_experiment_are_known_too(monkeypatch, capsys, tmp_path):
 TESTBED = ("model=testbed_rope", "task=testbed_summary")
 KEYS = [  # key and value typed, what is said once torch is there
     (["generation.num_beams=0"], "error: generation.num_beams must be at least 1, got 0"),
-    (
-        ["generation=sampling", "generation.num_beams=2"],
-        "error: sampling with beams is not offered: set generation.sample",
-    ),
+    (["generation=sampling", "generation.num_beams=2"], "error: sampling with beams is not offered: set generation."),
     (["task.max_new_tokens=0"], "error: task.max_new_tokens must be at least 1, got 0"),
-    (
-        ["method=full", "budget.heads=adaptiv"],
-        "error: budget.heads must be one of uniform, union, ",
-    ),
+    (["method=full", "budget.heads=adaptiv"], "error: budget.heads must be one of uniform, union, "),
     (["method=full", "select.by=chunks"], "error: select.by must be one of token, chunk, got 'chunks'"),
-    (["cache.mode=drop"], "error: cache.mode must be one of overwrite, compact, mask, auto, got 'drop'"),
-    (
-        ["cache.evict_at_prefill=false", "cache.evict_every=null"],
-        "set cache.evict_at_prefill=true or cache.evict_every",
-    ),
-    (
-        ["method=ideal", "cache.mode=overwrite"],
-        "error: method ideal with these settings simulates and drops nothing: set cache.mode=mask",
-    ),
-    (["method=a2sf", "method.alpha=3"], "error: method.alpha must be in [0, 1], got 3"),
+    (["cache.evict_at_prefill=false", "cache.evict_every=null"], "set cache.evict_at_prefill=true or cache.evict_e"),
+    (["method=ideal", "cache.mode=overwrite"], "error: method ideal with these settings simulates and drops"),
     (["method=keyformer", "method.tau_init=0"], "error: method.tau_init must be above 0, got 0"),
-    (["budget=tokens", "budget.tokens=0"], "error: budget.tokens must be at least 1 or null, got 0"),
     (["model.dtype=int8"], "error: model.dtype must be one of float32, bfloat16, float16, got 'int8'"),
-    (
-        ["objective=rouge9"],
-        "error: objective must be one of rouge1, rouge2, rougeL, rougeLsum (the metrics of task=testbed",
-    ),
+    (["objective=rouge9"], "error: objective must be one of rouge1, rouge2, rougeL, rougeLsum (the metrics of task="),
 ]
 
 
@@ -162,12 +134,9 @@ def test_every_key_of_the_defaults_is_known():
     ("name", "value", "said"),
     [
         ("limit", 0, "limit must be at least 1 or null, got 0"),
-        ("limit", 1.5, "limit must be a whole number or null, got 1.5"),
         ("seed", -1, "seed must be at least 0, got -1"),
-        ("batch_size", 0, "batch_size must be at least 1, got 0"),
         ("timeout_s", float("inf"), "timeout_s must be above 0 or null, got inf"),
         ("retry", "yes", "retry must be true or false, got 'yes'"),
-        ("outputs_dir", 3, "outputs_dir must be a text, got 3"),
         ("budget", {"kv_ratio": 120}, r"budget.kv_ratio must be in \(0, 1\], got 120$"),
         ("budget", {"kv_ratio": True}, "budget.kv_ratio must be a number"),
     ],
@@ -199,7 +168,7 @@ def test_a_folder_that_looks_like_markup_is_printed_as_it_is(capsys, monkeypatch
 
 @pytest.mark.parametrize("lines", [20, 5000])
 def test_output_that_nobody_reads_ends_the_command_quietly(lines):
-    """Told while it prints, or at the end, where what was buffered is written."""
+    """The pipe breaks while it prints, or at the end, where what was buffered is written."""
     code = "from kvexp.util import watch_pipes; watch_pipes()\nimport sys; sys.stdin.read()\n"
     code += f"for _ in range({lines}): print('x' * 40)"
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from commands import run_py
 from omegaconf import OmegaConf
 from small import small
@@ -67,12 +68,9 @@ def test_every_target_of_the_configurations_is_kvexps_own():
 
 
 def test_yaml_tags_are_not_obeyed(tmp_path):
-    import yaml
-
-    file = tmp_path / "evil.yaml"
-    file.write_text("a: !!python/object/apply:os.mkdir [called]\n")
+    (tmp_path / "evil.yaml").write_text("a: !!python/object/apply:os.mkdir [called]\n")
     with pytest.raises(yaml.YAMLError):
-        OmegaConf.load(file)
+        OmegaConf.load(tmp_path / "evil.yaml")
 
 
 def names(node):
@@ -160,6 +158,7 @@ def test_the_key_of_an_account_is_written_nowhere(command, tmp_path, monkeypatch
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, KEY)
+    before = set(os.environ)
     code, out, err = command("-m", "log=wandb", "log.mode=offline", "kv_ratio=0.3,1.5", *FEW[:-1])
     assert code == 1, "one job is wrong, so that a refusal is written too"
     assert "wandb: " in out, out + err
@@ -168,12 +167,7 @@ def test_the_key_of_an_account_is_written_nowhere(command, tmp_path, monkeypatch
     assert any("wandb" in path.parts for path in files) and len(files) > 10
     for path in files:
         assert KEY.encode() not in path.read_bytes(), path
-
-
-def test_the_environment_is_not_recorded(command, tmp_path, monkeypatch):
-    assert command(*FEW)[0] == 0
-    for run in runs(tmp_path / "out"):
-        assert not set(run.env) & set(os.environ)
+    assert not any(set(run.env) & before for run in runs(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +176,6 @@ def test_the_environment_is_not_recorded(command, tmp_path, monkeypatch):
         ("requests.exceptions.ConnectionError: api.osv.dev", 1, (0, "audit: skipped, the advisory service")),
         ("Found 1 known vulnerability in 1 package", 1, (1, "Found 1 known vulnerability")),
         ("No known vulnerabilities found", 0, (0, "No known vulnerabilities")),
-        ("No module named pip_audit", 1, (1, "No module named pip_audit")),
     ],
 )
 def test_the_audit_skips_only_where_nobody_can_be_asked(tmp_path, says, status, expected):

@@ -109,10 +109,10 @@ def test_a_frame_makes_a_template_unnecessary(tmp_path, monkeypatch):
     ("overrides", "words"),
     [
         ([*LONG, "task.chat_frame='[INST]{prompt}[/INST]'"], "set model.chat=true or task.chat_frame=null"),
-        ([*LONG, "task.chat_wrap=always"], "set model.chat=true or task.chat_wrap=official"),
+        ([*LONG, "task.chat_wrap=always"], "set model.chat=true"),
         (
             ["task=gsm8k_cot", f"task.data_files={FIXTURES}/gsm8k.jsonl", "task.chat_wrap=true"],
-            "set model.chat=true or task.chat_wrap=false",
+            "set model.chat=true",
         ),
     ],
 )

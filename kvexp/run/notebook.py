@@ -1,0 +1,111 @@
+"""Python for a notebook: a model by its name, and the answer to a text under an eviction method."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvexp.run import model_spec
+from kvexp.run.compose import is_model_place, meant, option, options
+from kvexp.run.user_methods import load_method
+from kvexp.util import ConfigError
+
+if TYPE_CHECKING:
+    from kvexp.core import Budget, CacheConfig, Method
+    from kvexp.generate import Generation
+    from kvexp.hf.load import Model, Tokenizer
+
+MODEL = "smollm2_135m"  # as conf/config.yaml has it
+ROOT = Path(__file__).resolve().parents[2]  # paths in conf/ begin here
+
+
+@functools.lru_cache(maxsize=1)
+def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
+    """Load a model that attends through kvexp, and its tokenizer; kept until another is asked for.
+
+    name: one of `kvexp models`, a folder, a GGUF file or a hub id. settings: those of `model` on the command line, as
+    in dtype="bfloat16", device="cuda". Returns (model, tokenizer). ConfigError for what cannot be loaded.
+    """
+    if name in options("model"):
+        node = dict(option("model", name))
+        if node.get("path") == "???":
+            raise ConfigError(f"{name!r} stands for a folder or hub id of your own: give that in its place")
+    elif is_model_place(name):
+        node = {**option("model", "local"), "path": name}
+    else:
+        near = meant(name, options("model"))
+        raise ConfigError(
+            f"there is no model {name!r}{near or '; `kvexp models` lists them'} (or give a folder or hub id)"
+        )
+    path = node.get("path")
+    if path and not Path(path).exists() and (ROOT / path).exists():  # comes with kvexp
+        node["path"] = str(ROOT / path)
+    return model_spec.load(model_spec.ModelSpec.of({**node, **settings}))
+
+
+def generate(
+    prompt: Any,
+    model: Model | str = MODEL,
+    method: Method | CacheConfig | str = "h2o",
+    budget: Budget | None = None,
+    *,
+    kv_ratio: float | None = None,
+    tokens: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = 64,
+    **options: Any,
+) -> Generation:
+    """Answer a text, a chat or token ids, or a list of these, while a method evicts from the KV cache.
+
+    prompt: a text, a list of messages with role and content (through the chat template), token ids, or a batch of one
+        of these; also what a tokenizer returned.
+    model: a loaded model, or what `load` takes (the tokenizer then comes with it).
+    method: a method object, its name, or a user's MODULE.CLASS or FILE.py.
+    kv_ratio or tokens: how much of the cache stays (default: half of the prompt's tokens), or a whole `budget`.
+    options: of the cache (`CacheConfig`) and of transformers' generate(): do_sample, num_beams and so on.
+
+    Returns a Generation; its `text` is the answer, `texts` are those of a batch. ConfigError for what cannot be done.
+    """
+    from kvexp.core import CacheConfig, Method
+    from kvexp.generate.loop import generate as generate_ids
+
+    if hasattr(prompt, "generate"):  # in the order of kvexp.generate.generate: model, prompts
+        prompt, model = model, prompt
+    if isinstance(model, str):
+        loaded, own = load(model)
+        model, tokenizer = loaded, tokenizer or own
+    if isinstance(method, str):
+        method = method_of(method)
+    elif isinstance(method, type) and issubclass(method, Method):
+        method = method()
+    if not isinstance(method, Method | CacheConfig):
+        raise ConfigError(f"method must be a name or a method object, as in method='h2o', got {method!r}")
+    if isinstance(method, Method) and not method.evicts:
+        kv_ratio = tokens = None  # so that "full" may stand in a loop over methods
+    elif isinstance(method, Method) and (budget, kv_ratio, tokens) == (None, None, None):
+        kv_ratio = 0.5
+    return generate_ids(
+        model,
+        prompt,
+        method,
+        budget,
+        kv_ratio=kv_ratio,
+        tokens=tokens,
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        **options,
+    )
+
+
+def method_of(name: str) -> Method:
+    """The method of this name with its defaults: one of `kvexp methods`, MODULE.CLASS or FILE.py."""
+    from kvexp.run.build import build
+
+    if name in options("method"):
+        method: Method = build(option("method", name), "method", within=("kvexp.methods", "kvexp.retrieval"))
+        return method
+    if (own := load_method(name)) is None:
+        raise ConfigError(f"there is no method {name!r}{meant(name, options('method'))}; `kvexp methods` lists them")
+    method = own.cls()
+    return method
