@@ -33,7 +33,7 @@ def one_layer(model: Any, length: int, options: argparse.Namespace) -> dict[str,
     taken = []
     for _ in range(4):
         start = time.perf_counter()
-        OffloadedKV(keys, keys, [length], OffloadConfig(32, [32], length)).settle()
+        OffloadedKV(keys, keys, [length], OffloadConfig(32, [32], length)).flush()
         taken.append(time.perf_counter() - start)
     clustering = clustering_seconds(length, heads * 2, dim // 2, 64, 10, "cpu", repeats=1)
     return {

@@ -52,7 +52,7 @@ from kvexp.retrieval import infllm as infllm_blocks
 from kvexp.retrieval.index import CostModel, init_rows
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer
 from kvexp.retrieval.method import Retrieval, RetrievalQuery, Selection, reduce_group
-from kvexp.retrieval.offload import make_policy
+from kvexp.retrieval.offload import BlockPolicy
 from kvexp.retrieval.pqcache import dots
 from kvexp.util import ConfigError, say, watch_pipes
 
@@ -96,17 +96,14 @@ class Report:
     def exact(self, name: str, ours: Any, theirs: Any) -> None:
         """Equal in every element; shapes too."""
         ours, theirs = np.asarray(ours), np.asarray(theirs)
-        if ours.shape != theirs.shape:
-            self.lines.append((name, False, f"shape {ours.shape} instead of {theirs.shape}"))
-            return
-        wrong = int((ours != theirs).sum())
-        self.lines.append((name, wrong == 0, f"{wrong} of {theirs.size} differ"))
+        if self._same_shape(name, ours, theirs):
+            wrong = int((ours != theirs).sum())
+            self.lines.append((name, wrong == 0, f"{wrong} of {theirs.size} differ"))
 
     def close(self, name: str, ours: Any, theirs: Any, atol: float = 1e-4, rtol: float = 1e-5) -> None:
         """Within atol + rtol relative wherever `theirs` is a number; elsewhere ours must not be one either."""
         ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-        if ours.shape != theirs.shape:
-            self.lines.append((name, False, f"shape {ours.shape} instead of {theirs.shape}"))
+        if not self._same_shape(name, ours, theirs):
             return
         same_gaps = bool((np.isnan(ours) == np.isnan(theirs)).all())
         number = ~np.isnan(theirs)
@@ -118,11 +115,15 @@ class Report:
     def overlap(self, name: str, ours: Any, theirs: Any, least: float) -> None:
         """Share of the larger of two sets that is in both; for half-precision recordings."""
         ours, theirs = np.asarray(ours, bool), np.asarray(theirs, bool)
+        if self._same_shape(name, ours, theirs):
+            share = float((ours & theirs).sum() / max(1, ours.sum(), theirs.sum()))
+            self.lines.append((name, share >= least, f"overlap {share:.4f}, least {least}"))
+
+    def _same_shape(self, name: str, ours: np.ndarray, theirs: np.ndarray) -> bool:
+        """Whether both have one shape; else the field fails."""
         if ours.shape != theirs.shape:
             self.lines.append((name, False, f"shape {ours.shape} instead of {theirs.shape}"))
-            return
-        share = float((ours & theirs).sum() / max(1, ours.sum(), theirs.sum()))
-        self.lines.append((name, share >= least, f"overlap {share:.4f}, least {least}"))
+        return ours.shape == theirs.shape
 
     def skip(self, name: str, why: str) -> None:
         """A field that was looked at and not compared."""
@@ -250,14 +251,13 @@ class Streams:
     prompt: int
     rope: RoPE | None = None
 
-    def run(self, method: Method, tokens: int, seen: Callable[[Any, int], None] | None = None) -> np.ndarray:
-        """Outputs [L, T, H * G, D] under a budget of so many tokens; `seen` gets (state, layer) after every forward."""
+    def run(self, config: CacheConfig, seen: Callable[[Any, int], None]) -> np.ndarray:
+        """Outputs [L, T, H * G, D] under a configuration; `seen` gets (state, layer) after every forward."""
         outs = []
         params = AttentionParams(self.q.shape[-1] ** -0.5, rope=self.rope)
         for layer in range(self.q.shape[0]):
             time = SequenceState(prompt_columns=self.prompt)
-            config = CacheConfig(method, Budget(tokens=tokens), positions="original")
-            retrieves = isinstance(method, Retrieval)
+            retrieves = isinstance(config.method, Retrieval)
             state: Any = (
                 RetrievalLayer(config, 0, 1, time, MemoryTracker(1), LayerGroup())
                 if retrieves
@@ -267,10 +267,14 @@ class Streams:
             for rows in (slice(0, self.prompt), *(slice(t, t + 1) for t in range(self.prompt, total))):
                 q, k, v = (x[layer, :, :, rows] for x in (self.q, self.k, self.v))
                 out.append(state.forward(q, k, v, params, None)[0])
-                if seen is not None:
-                    seen(state, layer)
+                seen(state, layer)
             outs.append(torch.cat(out, dim=1).transpose(0, 1).float().numpy())
         return np.stack(outs)
+
+
+def of_tokens(method: Method, tokens: int) -> CacheConfig:
+    """A cache of so many slots at original positions."""
+    return CacheConfig(method, Budget(tokens=tokens), positions="original")
 
 
 def streams(archive: Recording, names: str = "q k v", dtype: torch.dtype = torch.float32) -> Streams:
@@ -312,7 +316,7 @@ def check(archive: Recording, report: Report) -> None:
         sink, count = int(archive["sink"]), int(archive["oracle_budget"])
         kept: list[np.ndarray] = []
         method = Oracle(n_sinks=sink, recent_ratio=int(archive["oracle_local"]) / count)
-        out = whole.run(method, sink + count, lambda state, _: kept.append(_attended(state, whole)))
+        out = whole.run(of_tokens(method, sink + count), lambda state, _: kept.append(_attended(state, whole)))
         _compare(archive, report, "oracle", whole, out, _by_layer(kept, whole))
     if "h2o_out" in archive:
         _check_h2o(archive, report, whole)
@@ -326,7 +330,7 @@ def _check_sparq(archive: Recording, report: Report, whole: Streams, name: str) 
     sink = 0 if official else int(archive["sink"])
     count = int(archive["prompt"] * archive["ratio"])
     method = _RecordedSelections(r=int(r[1:]), mean_value=mean == "mv1", n_sinks=sink, noted=noted)
-    out = whole.run(method, sink + count + 1, lambda state, _: kept.append(_attended(state, whole)))
+    out = whole.run(of_tokens(method, sink + count + 1), lambda state, _: kept.append(_attended(state, whole)))
     masks = _by_layer(kept, whole)
     if not official:
         width = whole.q.shape[3]
@@ -363,7 +367,7 @@ def _check_h2o(archive: Recording, report: Report, whole: Streams) -> None:
             mask[head, held] = True
         kept.append(mask)
 
-    out = whole.run(method, sink + heavy + recent + 1, note)
+    out = whole.run(of_tokens(method, sink + heavy + recent + 1), note)
     steps = total - whole.prompt
     masks = np.stack(kept).reshape(-1, steps + 1, *kept[0].shape)[:, :-1]
     masks[:, np.arange(steps), :, np.arange(steps) + whole.prompt] = True
@@ -502,6 +506,19 @@ def recorded_noise(archive: Recording, padding: int, *, by_slot: bool) -> Record
     return RecordedNoise(table=torch.from_numpy(table), padding=padding, by_slot=by_slot)
 
 
+def recorded_keyformer(archive: Recording, padding: int, *, by_slot: bool, frozen: bool) -> RecordedKeyformer:
+    """The file's Keyformer; frozen: as released, without its off-by-one mended."""
+    c = archive.config
+    return RecordedKeyformer(
+        recent_ratio=c["recent"] / 100,
+        tau_init=c["tau_init"],
+        tau_end=c["tau_init"] + int(c["T"]) * c["tau_delta"],
+        key_window="release_frozen" if frozen else "paper",
+        score_batch="sum_all",
+        zeta=recorded_noise(archive, padding, by_slot=by_slot),
+    )
+
+
 # Run a model step by step over recorded tokens and note, after each forward, what the cache holds.
 
 
@@ -597,14 +614,7 @@ def setting(archive: Recording) -> tuple[Method, dict[str, Any], tuple[str, ...]
     frozen = not real_drop and not _keeps_leaving_token(archive)
     if real_drop:
         modes = ("overwrite", "compact")  # the recorded noise goes by slot, and mask mode keeps all slots
-    method = RecordedKeyformer(
-        recent_ratio=c["recent"] / 100,
-        tau_init=c["tau_init"],
-        tau_end=c["tau_init"] + steps * c["tau_delta"],
-        key_window="release_frozen" if frozen else "paper",
-        score_batch="sum_all",
-        zeta=recorded_noise(archive, padding, by_slot=real_drop),
-    )
+    method = recorded_keyformer(archive, padding, by_slot=real_drop, frozen=frozen)
     options: dict[str, Any] = {"budget": Budget(kv_ratio=c["kv_cache"] / 100, of="padded", counts_self=not real_drop)}
     options["max_new_tokens"] = steps
     if real_drop:
@@ -743,14 +753,7 @@ def beam_check(archive: Recording, report: Report) -> None:
     """Sequences, their scores, the beam order of every step, logits, scores and masks."""
     c, model = archive.config, archive.model()
     ids, steps = archive.tensor("input_ids").long(), int(c["T"])
-    method = RecordedKeyformer(
-        recent_ratio=c["recent"] / 100,
-        tau_init=c["tau_init"],
-        tau_end=c["tau_init"] + steps * c["tau_delta"],
-        key_window="release_frozen",
-        score_batch="sum_all",
-        zeta=recorded_noise(archive, 0, by_slot=False),
-    )
+    method = recorded_keyformer(archive, 0, by_slot=False, frozen=True)
     for mode in ("overwrite", "compact", "mask"):
         cache = _Watched(
             model,
@@ -804,7 +807,7 @@ def check_policies(archive: Recording, report: Report) -> None:
     """Batches of insertions: what was there before each, and which block is where after it."""
     count, limit = int(archive["n_blocks"]), int(archive["limit"])
     for name in ("lfu", "lru"):
-        policy = make_policy(name, limit)
+        policy = BlockPolicy(name, limit)
         hits, places = [], []
         for batch in archive["batches"].tolist():
             hits.append([int(block in policy.slots) for block in batch])
@@ -898,7 +901,7 @@ def _check(archive: Recording, report: Report, whole: Streams, prefix: str, choi
         )
 
     with _BlockTap() as tap:
-        out = whole.run(method, sinks + granted, note)
+        out = whole.run(of_tokens(method, sinks + granted), note)
     theirs = archive[f"{prefix}_selected_blocks"]
     ours = np.full(theirs.shape, -1)
     for layer, steps in enumerate(chosen):
@@ -1024,7 +1027,7 @@ def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
         def keep(state: Any, _: int, ends: list[Any] = ends) -> None:
             ends.append(state)
 
-        outs.append(one.run(method, sink + recent + count + 1, keep)[0])
+        outs.append(one.run(of_tokens(method, sink + recent + count + 1), keep)[0])
         noted.append({name: np.stack(values) for name, values in method.notes.items()})
         indexed.append(ends[-1].kv_index)
     _compare_pq(archive, report, prefix, noted, indexed, half)
@@ -1277,7 +1280,7 @@ def check_decode(archive: Recording, report: Report) -> None:
         for mode in ("overwrite", "compact", "mask"):
             budget = Budget(tokens=count, counts_self=False)
             config = CacheConfig(method, budget, mode=mode, positions="original")
-            out, kept, score = _run(archive, config, prompt)
+            out, kept, score = _run(streams(archive), config)
             report.close(f"{mode}: {prefix}_out", out, archive[f"{prefix}_out"], _TIGHT)
             if prefix.startswith("drop"):
                 report.exact(f"{mode}: {prefix}_kept", kept, archive[f"{prefix}_kept"])
@@ -1303,30 +1306,19 @@ def _decode_method(archive: Recording, prefix: str, count: int) -> Method:
     return A2SF(alpha=alpha_of(name), protect_recent=protect)
 
 
-def _run(archive: Recording, config: CacheConfig, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _run(whole: Streams, config: CacheConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every layer's prompt and decode steps: out [L, T, H, D]; kept ids and scores [L, steps + 1, H, N]."""
-    outs, kepts, scores = [], [], []
-    for layer in range(archive["q"].shape[0]):
-        q, k, v = (archive.tensor(name)[layer] for name in "qkv")
-        state = EvictionLayer(config, 0, CacheState(config, 1, SequenceState(prompt_columns=prompt)))
-        params = AttentionParams(q.shape[-1] ** -0.5)
-        rows = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, q.shape[2]))]
-        out, kept, score = [], [], []
-        for r in rows:
-            out.append(state.forward(q[:, :, r], k[:, :, r], v[:, :, r], params, None)[0])
-            held = state.kept_positions()[0]
-            kept.append(held)
-            slots = state.slots
-            assert slots is not None
-            table = [
-                dict(zip(ps, vs, strict=True))
-                for ps, vs in zip(slots.positions[0].tolist(), slots.score[0].tolist(), strict=True)
-            ]
-            score.append([[table[h][p] for p in ids] for h, ids in enumerate(held)])
-        outs.append(torch.cat(out, dim=1).transpose(0, 1).numpy())
-        kepts.append(np.asarray(kept))
-        scores.append(np.asarray(score))
-    return np.stack(outs), np.stack(kepts), np.stack(scores)
+    kept: list[list[list[int]]] = []
+    score: list[list[list[float]]] = []
+
+    def note(state: Any, _: int) -> None:
+        slots, held = state.slots, state.kept_positions()[0]
+        (table,) = by_position(slots.positions[:, :, : slots.length], slots.score[:, :, : slots.length])
+        kept.append(held)
+        score.append([[table[h][p] for p in ids] for h, ids in enumerate(held)])
+
+    out = whole.run(config, note)
+    return out, *(np.asarray(one).reshape(len(out), -1, *np.shape(one)[1:]) for one in (kept, score))  # type: ignore[return-value]
 
 
 def check_head(archive: Recording, report: Report) -> None:
@@ -1383,11 +1375,7 @@ def _recent(archive: Recording, names: list[str], tokens: int) -> int:
 
 def _selection(selected: np.ndarray, tokens: int) -> np.ndarray:
     """Recorded choices, ids or a mask, as a bool mask [..., tokens]."""
-    if selected.dtype == bool:
-        return selected
-    mask = np.zeros((*selected.shape[:-1], tokens), bool)
-    np.put_along_axis(mask, np.sort(selected.astype(np.int64), -1), True, -1)
-    return mask
+    return selected if selected.dtype == bool else _mask(selected, tokens)
 
 
 # Which check fits a file, by its fields.

@@ -174,9 +174,9 @@ class StreamChecker(TorchDispatchMode):
         else:
             return False
         hosts = [x for x in sides if not isinstance(x, Placed)]
-        return len(hosts) == 1 and not (late and self._is_pinned(hosts[0]))
+        return len(hosts) == 1 and not (late and self.is_pinned(hosts[0]))
 
-    def _is_pinned(self, x: Tensor) -> bool:
+    def is_pinned(self, x: Tensor) -> bool:
         return any(x.untyped_storage()._cdata == other.untyped_storage()._cdata for other in self.pinned)
 
     @staticmethod
@@ -284,6 +284,7 @@ def checked_streams(monkeypatch: Any, luck: Callable[[], bool] = lambda: True) -
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)  # which naming the device would call
     monkeypatch.setattr(torch, "empty", pinning)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: checker.is_pinned(x))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(checker, next(names)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: checker.stack[-1])
     monkeypatch.setattr(torch.cuda, "stream", on_stream)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -36,8 +37,8 @@ from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, qk_matmul
 from kvexp.core.backends import RecordingBackend, SlotsBefore
 from kvexp.diagnose.case import Case, cases, chosen, rows_of, run_at, short_title, with_method
-from kvexp.diagnose.options import check, nothing_to_log
-from kvexp.diagnose.replay import CLASSES, MEASURED, REMOVALS, SPAN, TOKEN, classes_of, read_parquet
+from kvexp.diagnose.options import check_diagnosable, nothing_to_log
+from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.diagnose.show import RUN, carried_out
 from kvexp.diagnose.twin import check_picture, save
 from kvexp.generate import forward_last
@@ -64,8 +65,9 @@ from kvexp.util import CacheError, ConfigError, Console, Progress, explained, lo
 #                         NAME.methods.parquet      one row per score, and one per score and layer
 #                         NAME.causal.json          the plan, and what the effects are over; written last
 
-SCORES, METHODS = "causal.parquet", "methods.parquet"
-LAYER, HEAD = "layer", "head"  # kinds of removals, as TOKEN and SPAN
+REMOVALS, SCORES, METHODS = "removals.parquet", "causal.parquet", "methods.parquet"
+MEASURED = "causal.json"
+TOKEN, SPAN, LAYER, HEAD = "token", "span", "layer", "head"  # kinds of removals
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,15 @@ def write(run: Run, example: str, ending: str, data: pd.DataFrame | CausalExampl
 def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
     """None where it is not there; ConfigError where it cannot be read."""
     file = _file(run, example, ending)
-    return read_parquet(file) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        return pd.read_parquet(file)
+    except (OSError, pa.ArrowException) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"cannot read {file}: {why}; remove it and run python -m experiments.studies.causal again"
+        ) from error
 
 
 def read_measured(run: Run, example: str) -> CausalExample | None:
@@ -1050,7 +1060,7 @@ class CausalOptions:
 def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
     """The measurements of the asked examples, made where they are missing; each is written once complete."""
     settings = settings_at(run)
-    check(settings)
+    check_diagnosable(settings)
     methods = method_settings(settings, options.methods)
     rows = _wanted(rows_of(run), options)
     if not rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -497,10 +498,8 @@ class SlotBytes:
     def of(self, slots: int) -> int:
         """Bytes of so many slots, all of which hold a token; it never falls as slots grow."""
         how = self.quantization
-        sides = ((how.keys, self.key_dim), (how.values, self.value_dim)) if how is not None else ()
-        if how is None:
-            return slots * (self.key_dim + self.value_dim) * self.itemsize
-        return sum(self._of_side(codec, width, slots) for codec, width in sides)
+        keys, values = (None, None) if how is None else (how.keys, how.values)
+        return self._of_side(keys, self.key_dim, slots) + self._of_side(values, self.value_dim, slots)
 
     def _of_side(self, codec: Codec | None, width: int, slots: int) -> int:
         """Bytes of keys, or of values, with `width` channels."""
@@ -517,13 +516,7 @@ class SlotBytes:
 
     def most_slots(self, limit: float) -> int:
         """The largest number of slots whose bytes are at most `limit`; 0 where one slot takes more."""
-        low, high = 0, 1
-        while self.of(high) <= limit:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.of(middle) <= limit else (low, middle)
-        return low
+        return bisect_right(range(1, int(limit) + 2), limit, key=self.of)  # a slot takes a byte at least
 
 
 class QuantizedSlots(Slots):

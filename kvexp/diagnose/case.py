@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from kvexp.core import CacheConfig
 from kvexp.core.sequence import Span
 from kvexp.generate import (
@@ -15,7 +17,6 @@ from kvexp.generate import (
     GenerationParams,
     PrefilledContext,
     decode,
-    generate,
     generate_from_context,
     prefill,
 )
@@ -68,7 +69,7 @@ def run_at(words: str) -> Run:
 
 
 def baseline_of(run: Run) -> Run:
-    """The full-attention run beside a run, with the same model, task and examples."""
+    """The full-attention run of the same model, task and examples as a run."""
     if run.baseline is None:
         raise ConfigError(f"{run.path} is a run of full attention: there is nothing to compare it with")
     return Run.load(run.path.parent / run.baseline)
@@ -97,6 +98,14 @@ def chosen(rows: Mapping[str, Row], name: str) -> Row:
         what = "no example" if not found else f"{len(found)} examples"
         raise ConfigError(f"{what} of the run named {name!r}; it has {len(rows)}: {some}, ...")
     return found[0]
+
+
+def plain_table(*heads: str, caption: str | None = None) -> Table:
+    """Empty table without lines: the first column is text, the others are numbers."""
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), caption=caption)
+    for head in heads:
+        table.add_column(head, justify="left" if head == heads[0] else "right", no_wrap=head != heads[0])
+    return table
 
 
 def headline(row: Row) -> float:
@@ -136,7 +145,7 @@ def with_method(settings: Settings, name: str) -> Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One example of a run: enough to generate it again, watched, beside the full cache, or with evictions undone.
+    """One example of a run: enough to generate it again, watched, along with the full cache, or with evictions undone.
 
     prompt, question: token ids; the question is fed after the eviction (or empty). seed: of noise inside the method.
     `decoding` must be greedy. spans: of the prompt, what `keep` spares.
@@ -160,36 +169,22 @@ class Case:
         return self.ahead or len(self.question) + self.decoding.max_new_tokens
 
     def full(self) -> Case:
-        """The same example under full attention."""
+        """This example under full attention."""
         return dataclasses.replace(self, cache=CacheConfig(Full(), beyond_context=self.cache.beyond_context))
 
     def generate_again(self, prepare: Callable[[EvictionCache], object] | None = None) -> Generation:
         """The generation of the run, alone in its batch; prepare: is called with the cache before anything is fed."""
-        if self.ahead is not None:
-            return self.answer(self.prefill_prompt(prepare))
-        return generate(
-            self.model,
-            [self.prompt],
-            self.cache,
-            attention_mask=[[1] * len(self.prompt)],
-            questions=[self.question] if self.question else None,
-            decoding=self.decoding,
-            tokenizer=self.tokenizer,
-            seeds=[self.seed],
-            prepare=prepare,
-            spans=[self.spans],
-        )
+        return self.answer(self.prefill_prompt(prepare))
 
     def answer(self, context: PrefilledContext) -> Generation:
         """The answers from a context of the prompt, of one row or of copies of it; uses the context up."""
         rows = len(context.ids)
-        seeds = [self.seed] * rows
+        seeds, questions = [self.seed] * rows, [self.question] * rows
         if self.question and self.ahead is None:
-            questions = [self.question] * rows
             options = {"decoding": self.decoding, "tokenizer": self.tokenizer}
             return generate_from_context(self.model, context, questions, seeds=seeds, **options)
         if self.question:
-            read_questions(self.model, [context], [self.question] * rows)
+            read_questions(self.model, [context], questions)
         return decode(self.model, [context], self.decoding, seeds, self.tokenizer, start=0.0)[0]
 
     def prefill_prompt(
@@ -253,19 +248,11 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
 # The prompt of a row as it was fed to the model, made again from the run's data and tokenizer.
 
 
-@dataclass(frozen=True)
-class FedPrompt:
-    """A prompt as it was fed.
+def fed_prompt(run: Run, row: Row) -> tuple[str, str]:
+    """The text of all tokens fed before a row's answer, special ones included; their number and digest as a sentence.
 
-    text: of all tokens fed before the answer, special ones included; told: their number and digest, as a sentence.
+    ConfigError where data, chat template or tokenizer do not give the row's tokens any more.
     """
-
-    text: str
-    told: str
-
-
-def fed_prompt(run: Run, row: Row) -> FedPrompt:
-    """The prompt of a row; ConfigError where data, chat template or tokenizer do not give the row's tokens any more."""
     if row.get("prompt_digest") is None:
         raise ConfigError(f"{run.path}: the row of {row['example']} has no digest of its prompt: run it again")
     settings = settings_at(run)
@@ -284,4 +271,4 @@ def fed_prompt(run: Run, row: Row) -> FedPrompt:
     fed = [*prompt.ids, *prompt.question_ids]
     after = f", the last {len(prompt.question_ids)} after the eviction" if prompt.question_ids else ""
     text = tokenizer.decode(fed, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return FedPrompt(text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}")
+    return text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}"

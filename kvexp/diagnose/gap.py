@@ -15,13 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvexp.diagnose import case
-from kvexp.diagnose.case import headline, rows_of, short_title, with_method
+from kvexp.diagnose.case import headline, plain_table, rows_of, short_title, with_method
 from kvexp.diagnose.options import ensure_diagnosed
 from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.results import stats
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
 from kvexp.results.table import TOO_FEW, absent
-from kvexp.run.batches import Row, evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
+from kvexp.run.batches import evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
 from kvexp.run.evictions import EVICTIONS, ExampleLog, has, read_table, require_example_log
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, check_same_prompts
@@ -56,8 +56,8 @@ def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: st
             rows.append(row)
     if not rows:
         raise ConfigError(
-            f"no run under {outputs} has an ideal one beside it: run the same sweep with method=ideal at the same "
-            "kv_ratio"
+            f"no run under {outputs} has an ideal run to compare with: run the same sweep with method=ideal at the "
+            "same kv_ratio"
         )
     frame = pd.DataFrame(rows).sort_values(["model", "task", "kv_ratio", "tokens", "score"], ignore_index=True)
     frame.attrs["missing"] = sorted({f"{each.labels['method']} {each.labels.get('kv_ratio')}" for each in missing})
@@ -111,14 +111,13 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
 
 
 def show(frame: pd.DataFrame, console: Console) -> None:
-    """One table per model and task."""
+    """Print one table per model and task of what `gaps` returns."""
     for (model, task), part in frame.groupby(["model", "task"], sort=False):
         points = f"points of {part['metric'].iloc[0]} (n = {part['n'].min()})"
         title = f"{titled(f'{model} / {task}', part['question'])}: {points}"
         console.print(title, style="bold", highlight=False, markup=False)
-        table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-        for head in ("method", "budget", "full", "ideal", "score", "lost to\nthe budget", "lost to\nselection"):
-            table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+        lost = "lost to\nthe budget", "lost to\nselection"
+        table = plain_table("method", "budget", "full", "ideal", "score", *lost)
         each: Any
         for each in part.itertuples():
             means = (f"{value:.1f}" for value in (each.full, each.ideal, each.score))
@@ -180,7 +179,7 @@ def _bars(axis: Any, part: pd.DataFrame) -> None:
 
 
 def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> None:
-    """Run method=ideal at the model, task, budget and examples of every run that has no such run beside it."""
+    """Run method=ideal at the model, task, budget and examples of every run that lacks such a run."""
     wanted: dict[str, Settings] = {}
     for folder, _, ideal in _with_ideal(outputs, where):
         if ideal is not None:
@@ -218,21 +217,21 @@ class HeldCounts:
     by_text: Counter[str] = field(default_factory=Counter)
     there: Counter[str] = field(default_factory=Counter)
 
-    def add(self, told: ExampleLog, positions: Sequence[int]) -> None:
+    def add(self, log: ExampleLog, positions: Sequence[int]) -> None:
         """positions: of prompt tokens, one for each head."""
-        count, kinds = told.prompt_tokens, classes_of(told.texts[: told.prompt_tokens])
+        count, kinds = log.prompt_tokens, classes_of(log.texts[: log.prompt_tokens])
         deciles = [DECILES[10 * place // count] for place in range(count)]
         for name in (*kinds, *deciles):
-            self.there[name] += sum(told.heads)
+            self.there[name] += sum(log.heads)
         for place, times in Counter(positions).items():
             self.by_class[kinds[place]] += times
             self.by_decile[deciles[place]] += times
-            self.by_text[told.texts[place].strip() or repr(told.texts[place])] += times
+            self.by_text[log.texts[place].strip() or repr(log.texts[place])] += times
 
 
 @dataclass(frozen=True)
 class PairedOutcome:
-    """Examples by who is right: as good as the full cache, which scores more than nothing, in the first metric."""
+    """Examples by which run is right: as good in the first metric as the full cache, which scores more than nothing."""
 
     both: list[str]
     only_a: list[str]
@@ -241,49 +240,46 @@ class PairedOutcome:
 
 
 def outcome(a: Run, b: Run) -> PairedOutcome:
-    """The examples of two runs by who is right; ConfigError for runs that cannot be compared."""
+    """The examples of two runs by which one is right; ConfigError for runs that cannot be compared."""
     if a.baseline is None or a.baseline != b.baseline:
         raise ConfigError(
             f"{a.path} and {b.path} are not measured against the same full-attention run: compare runs of one model, "
             "task and generation"
         )
-    full, rows_a, rows_b = (rows_of(run) for run in (case.baseline_of(a), a, b))
+    baseline = case.baseline_of(a)
+    full, rows_a, rows_b = (rows_of(run) for run in (baseline, a, b))
     check_same_prompts(a.path, rows_a, b.path, rows_b)
-    check_same_prompts(a.path, rows_a, case.baseline_of(a).path, full)
-    result = PairedOutcome([], [], [], [])
+    check_same_prompts(a.path, rows_a, baseline.path, full)
+    found: dict[tuple[bool, ...], list[str]] = {}
     for name in (name for name in rows_a if name in rows_b and name in full):
-        if not _solvable(full[name]):
-            continue
-        right = headline(rows_a[name]) >= headline(full[name]), headline(rows_b[name]) >= headline(full[name])
-        places = {(True, True): result.both, (True, False): result.only_a, (False, True): result.only_b}
-        places.get(right, result.neither).append(name)
-    return result
-
-
-def _solvable(row: Row) -> bool:
-    value = headline(row)
-    return value > 0 or value < 0  # a negative log-likelihood has no zero to be wrong at
+        wanted = headline(full[name])
+        if wanted > 0 or wanted < 0:  # a negative log-likelihood has no zero to be wrong at
+            right = tuple(headline(rows[name]) >= wanted for rows in (rows_a, rows_b))
+            found.setdefault(right, []).append(name)
+    return PairedOutcome(
+        *(found.get(right, []) for right in ((True, True), (True, False), (False, True), (False, False)))
+    )
 
 
 def differences(a: Run, b: Run, names: Sequence[str], step: int = 0) -> tuple[HeldCounts, HeldCounts]:
     """What A held and B did not, and what B did, of the prompt after this step (or the last, where it comes first)."""
     only_a, only_b = HeldCounts(), HeldCounts()
     for name in names:
-        told = require_example_log(a, name)
-        if require_example_log(b, name).ids[: told.prompt_tokens] != told.ids[: told.prompt_tokens]:
+        log = require_example_log(a, name)
+        if require_example_log(b, name).ids[: log.prompt_tokens] != log.ids[: log.prompt_tokens]:
             raise ConfigError(f"example {name} has other tokens in {a.path} than in {b.path}")
-        gone_a, gone_b = (_gone(run, name, told, step) for run in (a, b))
-        only_a.add(told, (np.setdiff1d(gone_b, gone_a) % told.prompt_tokens).tolist())
-        only_b.add(told, (np.setdiff1d(gone_a, gone_b) % told.prompt_tokens).tolist())
+        gone_a, gone_b = (_gone(run, name, log, step) for run in (a, b))
+        only_a.add(log, (np.setdiff1d(gone_b, gone_a) % log.prompt_tokens).tolist())
+        only_b.add(log, (np.setdiff1d(gone_a, gone_b) % log.prompt_tokens).tolist())
     return only_a, only_b
 
 
-def _gone(run: Run, name: str, told: ExampleLog, step: int) -> np.ndarray:
+def _gone(run: Run, name: str, log: ExampleLog, step: int) -> np.ndarray:
     """A number for each (layer, head, prompt position) that was evicted by then."""
     frame = read_table(run, name, EVICTIONS)
-    frame = frame[(frame["step"] <= step) & (frame["position"] < told.prompt_tokens)]
-    place = frame["layer"].to_numpy(dtype=np.int64) * max(told.heads) + frame["head"].to_numpy()
-    return np.asarray(place * told.prompt_tokens + frame["position"].to_numpy())
+    frame = frame[(frame["step"] <= step) & (frame["position"] < log.prompt_tokens)]
+    places = [frame[column].to_numpy(dtype=np.int64) for column in ("layer", "head", "position")]
+    return np.ravel_multi_index(places, (len(log.heads), max(log.heads), log.prompt_tokens), mode="clip")
 
 
 def diff(a: Run, b: Run, step: int, console: Console) -> None:
@@ -299,11 +295,11 @@ def diff(a: Run, b: Run, step: int, console: Console) -> None:
         highlight=False,
     )
     for side, names in (("A", found.only_a), ("B", found.only_b)):
-        for line in _told(a, b, side, names, step):
+        for line in _lines(a, b, side, names, step):
             console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
 
 
-def _told(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[str | Table]:
+def _lines(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[str | Table]:
     if not names:
         return
     yield f"\nonly {side} is right: {escape(', '.join(names[:8]))}{', ...' if len(names) > 8 else ''}"
@@ -322,19 +318,13 @@ def _told(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[st
         ("token", CLASSES, tuple(each.by_class for each in kept)),
         ("position", DECILES, tuple(each.by_decile for each in kept)),
     ):
-        yield _table(title, keys, counters, kept[0].there)
+        table = plain_table(title, "there", "A held, B not", "B held, A not")
+        for key in keys:
+            if there := kept[0].there[key]:
+                shares = (f"{counter[key]} ({100 * counter[key] / there:.1f} %)" for counter in counters)
+                table.add_row(key, str(there), *shares)
+        yield table
     for name, mine, other in (("A", kept[0], kept[1]), ("B", kept[1], kept[0])):
         most = (mine.by_text - other.by_text).most_common(WORDS)
         words = ", ".join(f"{escape(text)} {count}" for text, count in most)
         yield f"most where {name} kept more, less what the other did: {words}"
-
-
-def _table(title: str, keys: Sequence[str], counters: tuple[Counter[str], ...], there: Counter[str]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for head in (title, "there", "A held, B not", "B held, A not"):
-        table.add_column(head, justify="left" if head == title else "right", no_wrap=True)
-    for key in keys:
-        if there[key]:
-            shares = (f"{counter[key]} ({100 * counter[key] / there[key]:.1f} %)" for counter in counters)
-            table.add_row(key, str(there[key]), *shares)
-    return table

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,42 +15,49 @@ from kvexp.core.topk import keep_order
 from kvexp.hf import EvictionCache
 
 
-@dataclass
-class EvictionRecord:
-    """Every eviction of one generation, in the order of layers and steps; each column is one flat tensor per call.
+class ColumnRecord:
+    """A table that grows by some rows per call; each column is one flat tensor per call."""
+
+    kinds: ClassVar[dict[str, torch.dtype]]  # of the columns
+    order: ClassVar[tuple[str, ...]] = ()  # columns to sort by, the most significant last; none: as added
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Tensor]] = {
+            name: [torch.zeros(0, dtype=kind)] for name, kind in self.kinds.items()
+        }
+
+    def add(self, **columns: Tensor) -> None:
+        for name, values in columns.items():
+            self.columns[name].append(values.cpu().to(self.kinds[name]))
+
+    def table(self) -> dict[str, np.ndarray]:
+        """Column -> one value per row."""
+        whole = {name: torch.cat(parts) for name, parts in self.columns.items()}
+        index = torch.arange(len(next(iter(whole.values()))))
+        for name in self.order:
+            index = index[whole[name][index].argsort(stable=True)]
+        return {name: values[index].numpy() for name, values in whole.items()}
+
+
+class EvictionRecord(ColumnRecord):
+    """Every eviction of one generation, sorted by step, layer, head and position.
 
     step: decode tokens seen (0: the end of the prompt). score: the method's priority, which for most is what they have
     accumulated. rank: place in that order, 1 kept longest, protected slots before all others; of: how many slots there
     were. threshold: the lowest score that was kept without protection, NaN where there was none.
     """
 
-    columns: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, **columns: Tensor) -> None:
-        for name, values in columns.items():
-            self.columns.setdefault(name, []).append(values.cpu())
-
-    def table(self) -> dict[str, Tensor]:
-        """Column -> one value per eviction, sorted by step, layer, head and position."""
-        if not self.columns:
-            return {name: torch.zeros(0, dtype=kind) for name, kind in COLUMNS.items()}
-        whole = {name: torch.cat(self.columns[name]).to(kind) for name, kind in COLUMNS.items()}
-        index = torch.arange(len(whole["step"]))
-        for name in ("position", "head", "layer", "step"):
-            index = index[whole[name][index].argsort(stable=True)]
-        return {name: values[index] for name, values in whole.items()}
-
-
-COLUMNS = {
-    "step": torch.int32,
-    "layer": torch.int16,
-    "head": torch.int16,
-    "position": torch.int32,
-    "score": torch.float32,
-    "rank": torch.int32,
-    "of": torch.int32,
-    "threshold": torch.float32,
-}
+    kinds: ClassVar[dict[str, torch.dtype]] = {
+        "step": torch.int32,
+        "layer": torch.int16,
+        "head": torch.int16,
+        "position": torch.int32,
+        "score": torch.float32,
+        "rank": torch.int32,
+        "of": torch.int32,
+        "threshold": torch.float32,
+    }
+    order: ClassVar[tuple[str, ...]] = ("position", "head", "layer", "step")
 
 
 def watch(cache: EvictionCache, into: EvictionRecord) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from kvexp.core import EvictionLayer
 from kvexp.diagnose.case import Case, cases, short_title
@@ -23,37 +23,35 @@ from kvexp.run.model_spec import moving_rope
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run
 from kvexp.tasks import LMEval, Task
-from kvexp.util import ConfigError, Progress, say
+from kvexp.util import AtLeast, ConfigError, Progress, Rule, check_fields, refuse, say
+
+ELSE = "or diagnose=none"
+REFUSED: tuple[Rule[Settings], ...] = (
+    (
+        lambda s: s.decoding.num_beams > 1,
+        f"diagnose follows one path of tokens, generation.num_beams follows several: set generation=greedy, {ELSE}",
+    ),
+    (
+        lambda s: s.decoding.sample,
+        f"with generation.sample=true chance changes answers as evictions do: set generation=greedy, {ELSE}",
+    ),
+    (
+        lambda s: s.cache.bounded_chunk is not None,
+        f"diagnose logs evictions from the prompt's end on, prefill=bounded evicts before: set prefill=whole, {ELSE}",
+    ),
+    (
+        lambda s: isinstance(s.task, LMEval) or s.task.only_nll or type(s.task).score_choices is not Task.score_choices,
+        "diagnose needs answers that are generated, task={c.task.name} compares probabilities of given texts: "
+        "set diagnose=none",
+    ),
+)
 
 
-def check(settings: Settings) -> None:
+def check_diagnosable(settings: Settings) -> None:
     """ConfigError for runs whose answers are not one greedy path of tokens."""
-    decoding, task = settings.decoding, settings.task
-    if decoding.num_beams > 1:
-        raise ConfigError(
-            f"diagnose follows one path of tokens, generation.num_beams={decoding.num_beams} follows several that take "
-            "over one another's caches: set generation=greedy, or diagnose=none"
-        )
-    if decoding.sample:
-        raise ConfigError(
-            "diagnose asks which eviction changed an answer; with generation.sample=true chance changes it too: set "
-            "generation=greedy, or diagnose=none"
-        )
-    if settings.cache.bounded_chunk is not None:
-        raise ConfigError(
-            "diagnose logs evictions from the prompt's end on, prefill=bounded evicts before: set prefill=whole, or "
-            "diagnose=none"
-        )
+    refuse(settings, REFUSED)
     if (moving := moving_rope(settings.model)) is not None:
-        raise ConfigError(
-            f"diagnose feeds answers in one forward, and {moving.why}: set diagnose=none, or take another model"
-        )
-    chooses = type(task).score_choices is not Task.score_choices
-    if isinstance(task, LMEval) or task.only_nll or chooses:
-        raise ConfigError(
-            f"diagnose needs answers that are generated, task={task.name} compares probabilities of given texts: set "
-            "diagnose=none"
-        )
+        raise ConfigError(f"diagnose feeds answers in one forward, and {moving.why}: take another model, {ELSE}")
 
 
 def nothing_to_log(settings: Settings) -> str | None:
@@ -73,17 +71,16 @@ class Log:
     Costs one more generation per example, alone in its batch.
     """
 
-    examples: int | None = None
+    examples: Annotated[int, AtLeast(1)] | None = None
 
     parts: ClassVar[tuple[str, ...]] = (EVICTIONS,)
 
     def __post_init__(self) -> None:
-        if self.examples is not None and self.examples < 1:
-            raise ConfigError(f"examples must be at least 1 or null for all, got {self.examples}")
+        check_fields(self)
 
     def check(self, settings: Settings) -> None:
         """ConfigError, before any model loads, for a run that cannot be diagnosed."""
-        check(settings)
+        check_diagnosable(settings)
 
     def run_after(self, settings: Settings, run: Run) -> None:
         """Write what the run's folder lacks; for a run that evicts nothing, print a line that says so."""
@@ -112,14 +109,14 @@ class Log:
         title = _title(settings)
         with Progress(title, len(rows), len(rows) - len(todo)) as progress:
             for row, case, _ in cases(settings, todo):
-                told, tables = self.diagnose_row(case, row)
+                log, tables = self.diagnose_row(case, row)
                 for ending, columns in tables.items():
-                    write_table(run, told.example, ending, columns, told.texts if ending == EVICTIONS else None)
-                write_example_log(run, told)
-                if not told.same_output:
+                    write_table(run, log.example, ending, columns, log.texts if ending == EVICTIONS else None)
+                write_example_log(run, log)
+                if not log.same_output:
                     why = "alone it writes another answer than in the batch of its row, where sums round otherwise"
                     say(f"{title}: example {row['example']}: {why}")
-                elif not told.same:
+                elif not log.same:
                     say(f"{title}: example {row['example']}: kept other slots than its row")
                 progress.advance()
 
@@ -127,8 +124,7 @@ class Log:
         """The log of one example, and its tables as columns by the ending of their files."""
         seen = EvictionRecord()
         made = case.generate_again(lambda cache: watch(cache, seen))
-        evictions = {name: values.numpy() for name, values in seen.table().items()}
-        return example_log(case, made, row), {EVICTIONS: evictions}
+        return example_log(case, made, row), {EVICTIONS: seen.table()}
 
 
 @dataclass(frozen=True)
@@ -149,11 +145,10 @@ class Twin(Log):
         return None if measurable else super().obstacle(settings)
 
     def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
-        told, tables = super().diagnose_row(case, row)
-        answer = told.ids[told.prompt_tokens + told.question_tokens :]
+        log, tables = super().diagnose_row(case, row)
+        answer = log.ids[log.prompt_tokens + log.question_tokens :]
         losses, agrees = twin(case, answer)
-        columns = {name: values.numpy() for name, values in losses.table().items()}
-        return replace(told, agrees=agrees), {**tables, TWIN: columns}
+        return replace(log, agrees=agrees), {**tables, TWIN: losses.table()}
 
 
 def _title(settings: Settings) -> str:

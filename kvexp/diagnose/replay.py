@@ -20,10 +20,8 @@ from statistics import median
 from typing import Any, TypeVar
 
 import pandas as pd
-import pyarrow as pa
 import torch
 from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 from kvexp.core import CacheConfig, EvictionLayer, SequenceState
@@ -31,7 +29,7 @@ from kvexp.core.backends import Mask, held_slots
 from kvexp.core.budget_resolution import LayerSlots
 from kvexp.core.ranking import RankedSlots
 from kvexp.core.slots import Slots
-from kvexp.diagnose.case import Case, baseline_of, cases, headline, rows_of, short_title, title_of
+from kvexp.diagnose.case import Case, baseline_of, cases, headline, plain_table, rows_of, short_title, title_of
 from kvexp.diagnose.options import ensure_diagnosed, nothing_to_log
 from kvexp.generate import PrefilledContext
 from kvexp.generate.kl import compare, read_questions
@@ -55,6 +53,9 @@ class UndoneEvictions:
     places: tuple[Place, ...]
     first: int
     last: int
+
+
+NOTHING_UNDONE = UndoneEvictions((), (), 0, 0)
 
 
 def check_undoing(cache: CacheConfig) -> None:
@@ -124,20 +125,17 @@ class Replay:
         self.case, self.size, self.progress = case, size, progress
         self.trials = 0
         check_undoing(case.cache)
-        self.context = case.prefill_prompt(prepare=_make_undoable, cache=dataclasses.replace(case.cache, mode="mask"))
+        masked = dataclasses.replace(case.cache, mode="mask")
+        self.context = case.prefill_prompt(prepare=_make_undoable, cache=masked)
 
     @property
     def everything(self) -> UndoneEvictions:
         """The undoing of every possible eviction, which is full attention."""
-        heads = [
-            state.require_slots().keys.shape[1]
-            for state in self.context.cache.layer_states
-            if isinstance(state, EvictionLayer)
-        ]
+        states = self.context.cache.layer_states
+        heads = [state.require_slots().keys.shape[1] for state in states if isinstance(state, EvictionLayer)]
         places = tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
-        return UndoneEvictions(
-            tuple(range(len(self.case.prompt) + self.case.max_tokens_to_come)), places, 0, self.case.max_tokens_to_come
-        )
+        new = self.case.max_tokens_to_come
+        return UndoneEvictions(tuple(range(len(self.case.prompt) + new)), places, 0, new)
 
     def answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
         """New tokens of each trial."""
@@ -150,17 +148,15 @@ class Replay:
         return made
 
     def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
-        case = self.case
+        return self.case.answer(self.fork(trials)).tokens
+
+    def fork(self, trials: Sequence[UndoneEvictions]) -> PrefilledContext:
+        """A copy of the prompt's context of one row per trial, in which row i undoes trials[i] from now on."""
         context: PrefilledContext = self.context.fork([0] * len(trials))
-        undo_in(context, trials, len(case.prompt) + case.max_tokens_to_come)
-        return case.answer(context).tokens
-
-
-def undo_in(context: PrefilledContext, trials: Sequence[UndoneEvictions], columns: int) -> None:
-    """From now on row i of a replay's context undoes trials[i]. columns: all tokens to come, the prompt's included."""
-    for state in context.cache.layer_states:
-        assert isinstance(state, EvictionLayer) and isinstance(state.backend, UndoMask)
-        state.backend.undo(state.require_slots(), trials, columns)
+        for state in context.cache.layer_states:
+            assert isinstance(state, EvictionLayer) and isinstance(state.backend, UndoMask)
+            state.backend.undo(state.require_slots(), trials, len(self.case.prompt) + self.case.max_tokens_to_come)
+        return context
 
 
 def _make_undoable(cache: EvictionCache) -> None:
@@ -168,45 +164,6 @@ def _make_undoable(cache: EvictionCache) -> None:
     for layer, state in enumerate(cache.layer_states):
         assert isinstance(state, EvictionLayer)
         state.backend = UndoMask(layer, cache.sequence)
-
-
-# In which order a search tries positions, where `python -m experiments.studies.causal` has measured the effects of
-# removing them: the largest first. It leaves MEASURED in the run's folder last.
-
-REMOVALS, MEASURED = "removals.parquet", "causal.json"
-TOKEN, SPAN = "token", "span"  # kinds of removals
-
-
-def search_order(run: Run, example: str, positions: Sequence[int]) -> list[int] | None:
-    """All of `positions`, those of largest effect first; None where the example has no causal measurement.
-
-    A token that was not removed by itself has its share of its span's effect; positions behind the prompt come last.
-    """
-    start = stem(run, example)
-    measured, removals = (start.with_name(f"{start.name}.{part}") for part in (MEASURED, REMOVALS))
-    return ordered_by_effect(read_parquet(removals), positions) if measured.exists() and removals.exists() else None
-
-
-def read_parquet(file: Path) -> pd.DataFrame:
-    """A table of a causal measurement; ConfigError where it cannot be read."""
-    try:
-        return pd.read_parquet(file)
-    except (OSError, pa.ArrowException) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(
-            f"cannot read {file}: {why}; remove it and run python -m experiments.studies.causal again"
-        ) from error
-
-
-def ordered_by_effect(removals: pd.DataFrame, positions: Sequence[int]) -> list[int]:
-    """The order of `search_order` by these removals."""
-    effect: dict[int, float] = {}
-    for span in removals[removals["kind"] == SPAN].itertuples():
-        first, length = int(str(span.position)), int(str(span.length))
-        effect |= dict.fromkeys(range(first, first + length), float(str(span.kl)) / length)
-    for token in removals[removals["kind"] == TOKEN].itertuples():
-        effect[int(str(token.position))] = float(str(token.kl))
-    return sorted(positions, key=lambda position: (-effect.get(position, -1.0), position))
 
 
 # The smallest set of evictions whose undoing brings an answer back: spans, then layers, heads and steps.
@@ -230,6 +187,11 @@ class Cause:
     whole: bool
 
     @property
+    def cost(self) -> str:
+        """The number of trials, and whether they were enough, for messages."""
+        return f"({self.trials} trials{'' if self.whole else '; the trials ran out, there may be less in it'})"
+
+    @property
     def spans(self) -> list[list[int]]:
         """The positions of the cause, in groups of neighbours (at most TOGETHER apart)."""
         return neighbours(self.undone.positions if self.undone else (), TOGETHER)
@@ -246,16 +208,10 @@ def neighbours(numbers: Iterable[int], apart: int) -> list[list[int]]:
     return groups
 
 
-def cause(
-    replay: Replay,
-    right: Callable[[list[int]], bool],
-    trials: int = 1000,
-    order: Sequence[int] | None = None,
-) -> Cause:
+def cause(replay: Replay, right: Callable[[list[int]], bool], trials: int = 1000) -> Cause:
     """Search, given that nothing undone is not `right` (of the new tokens). About log(tokens) trials per span lost.
 
-    First the interval of positions: the shortest beginning of the prompt that is enough, of it the shortest end; where
-    all positions are given in an `order`, the likeliest causes first, the shortest beginning of that instead. In it
+    First the interval of positions: the shortest beginning of the prompt that is enough, of it the shortest end. In it
     the tokens that are needed (delta debugging: Zeller and Hildebrandt 2002, in chunks of halves, quarters, ...), then
     likewise layers, heads within them, and the window of steps; at last positions once more. What is found works, and
     of its tokens, then of its layers and heads, none can be left out alone; a smaller set may exist elsewhere. The log
@@ -282,17 +238,14 @@ def cause(
         return dataclasses.replace(best, places=tuple(some))
 
     def of_layers(some: Sequence[int]) -> UndoneEvictions:
-        return dataclasses.replace(best, places=tuple(place for place in best.places if place[0] in some))
+        return of_places([place for place in best.places if place[0] in some])
 
     def of_steps(some: Sequence[int]) -> UndoneEvictions:
         return dataclasses.replace(best, first=min(some), last=max(some))
 
     if not works(of_positions)([list(best.positions)])[0]:
         return Cause(None, replay.trials - start, True)
-    if order is None:
-        best = of_positions(interval(list(best.positions), works(of_positions), replay.size))
-    else:
-        best = of_positions(sorted(beginning(list(order), works(of_positions), replay.size)))
+    best = of_positions(interval(list(best.positions), works(of_positions), replay.size))
     best = of_positions(smallest(list(best.positions), works(of_positions)))
     best = of_layers(smallest(sorted({layer for layer, _ in best.places}), works(of_layers)))
     best = of_places(smallest(list(best.places), works(of_places)))
@@ -305,25 +258,6 @@ def interval(items: list[T], works: Works[T], ways: int) -> list[T]:
     """The shortest beginning of items that works, of it the shortest end; all of them do. `ways` trials at a time."""
     begin = items[: _cut(len(items), lambda counts: works([items[:count] for count in counts]), ways)]
     return begin[len(begin) - _cut(len(begin), lambda n: works([begin[len(begin) - count :] for count in n]), ways) :]
-
-
-def beginning(items: list[T], works: Works[T], ways: int) -> list[T]:
-    """The shortest beginning of items that works, given that all of them do: 1, 2, 4, ... of them first.
-
-    `ways` trials at a time; where what is needed stands far ahead, fewer trials are made than `interval` makes.
-    """
-    counts = [1 << power for power in range(len(items).bit_length()) if 1 << power < len(items)]
-    fails, good = 0, len(items)
-    for start in range(0, len(counts), ways):
-        some = counts[start : start + ways]
-        fine = works([items[:count] for count in some])
-        if any(fine):
-            place = start + fine.index(True)
-            fails, good = counts[place - 1] if place else 0, counts[place]
-            break
-        fails = some[-1]
-    least = _cut(good - fails, lambda more: works([items[: fails + count] for count in more]), ways)
-    return items[: fails + least]
 
 
 def _cut(count: int, works: Callable[[list[int]], list[bool]], ways: int) -> int:
@@ -363,11 +297,24 @@ SHOWN = 3  # spans that are named one by one
 
 
 @dataclass(frozen=True)
+class Options:
+    """The options of a search.
+
+    until: output or score; trials: at most so many per example; again: search even where a result is saved.
+    """
+
+    until: str = "output"
+    trials: int = 1000
+    again: bool = False
+
+
+@dataclass(frozen=True)
 class FoundCause:
     """The cause of a lost example, as a search found it; saved as JSON.
 
     until: what had to come back, the full cache's output or its score. answer, full, back: outputs of the method, of
-    the full cache, and with the evictions of `cause` undone. spans: texts of its spans; phrase: the cause in words.
+    the full cache, and with the evictions of `cause` undone. spans: texts of its spans; phrase: a sentence on the
+    cause.
     """
 
     example: str
@@ -380,53 +327,44 @@ class FoundCause:
     phrase: str
 
 
-def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, until: str, trials: int) -> FoundCause:
-    """Search for the evictions that changed one row's answer; replay: of its case; trials: at most so many.
-
-    Where the example's causal measurement is there, tokens of large effect are tried first.
+def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, options: Options) -> FoundCause:
+    """Search for the evictions that changed one row's answer; replay: of its case.
 
     CacheError where the rows' answers do not come again, so that nothing could be concluded.
     """
-    told = require_example_log(run, row["example"])
+    log = require_example_log(run, row["example"])
     case = replay.case
-    answer, full = replay.answers([UndoneEvictions((), (), 0, 0)])[0], case.full().generate_again().tokens[0]
+    answer, full = replay.answers([NOTHING_UNDONE])[0], case.full().generate_again().tokens[0]
 
     def output(tokens: list[int]) -> str:
         return str(case.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    if output(answer) != row["output"]:
-        raise CacheError(
-            f"example {row['example']} is answered otherwise here ({output(answer)!r}) than in its row "
-            f"({row['output']!r}): sums round otherwise in another batch or mode, and nothing can be concluded"
-        )
-    right = _right(case, output, full, task, example, until)
-    order = search_order(run, row["example"], replay.everything.positions)
-    found = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, trials, order)
-    back = [] if found.undone is None else replay.answers([found.undone])[0]
-    if found.undone is not None and not right(back):
-        raise CacheError(
-            f"example {row['example']}: what brought the answer back among other trials does not alone, because sums "
-            "round otherwise in another batch: nothing can be concluded"
-        )
-    spans = [span_text(told.texts, span) for span in found.spans]
-    phrase = "" if found.undone is None else phrase_of(found.undone, spans, told.heads)
-    return FoundCause(row["example"], until, output(answer), output(full), output(back), found, spans, phrase)
-
-
-def _right(
-    case: Case, output: Callable[[list[int]], str], full: list[int], task: Task, example: Example, until: str
-) -> Callable[[list[int]], bool]:
-    """A function that tells whether new tokens are the full cache's output, or score as much (`until`)."""
-    if until == "output":
-        return lambda tokens: output(tokens) == output(full)
 
     def score(tokens: list[int]) -> float:
         thinking = case.decoding.thinking
         words = output(tokens) if thinking is None else thinking.part(tokens, case.tokenizer).text
         return task.score(words, example.reference, example)[task.metrics[0]]
 
-    wanted = score(full)
-    return lambda tokens: score(tokens) >= wanted
+    if output(answer) != row["output"]:
+        raise CacheError(
+            f"example {row['example']} is answered otherwise here ({output(answer)!r}) than in its row "
+            f"({row['output']!r}): sums round otherwise in another batch or mode, and nothing can be concluded"
+        )
+
+    def right(tokens: list[int]) -> bool:
+        return output(tokens) == output(full) if options.until == "output" else score(tokens) >= score(full)
+
+    found = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, options.trials)
+    back, spans, phrase = list[int](), list[str](), ""
+    if found.undone is not None:
+        (back,) = replay.answers([found.undone])
+        if not right(back):
+            raise CacheError(
+                f"example {row['example']}: what brought the answer back among other trials does not alone, because "
+                "sums round otherwise in another batch: nothing can be concluded"
+            )
+        spans = [span_text(log.texts, span) for span in found.spans]
+        phrase = phrase_of(found.undone, spans, log.heads)
+    return FoundCause(row["example"], options.until, output(answer), output(full), output(back), found, spans, phrase)
 
 
 def span_text(texts: Sequence[str], positions: Sequence[int]) -> str:
@@ -439,7 +377,7 @@ def span_text(texts: Sequence[str], positions: Sequence[int]) -> str:
 
 
 def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], what: str = "flipped the answer") -> str:
-    """The undone evictions in words, as "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer".
+    """The undone evictions as a phrase: "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer".
 
     what: what losing them did.
     """
@@ -452,7 +390,7 @@ def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], what:
 
 
 def text_of_places(places: Iterable[Place], heads: list[int]) -> str:
-    """Layers and heads in words: "layers 1-2" where all heads are meant, else "layer 1 head 0, layer 3 heads 1, 2"."""
+    """Layers and heads as text: "layers 1-2" where all heads are meant, else "layer 1 head 0, layer 3 heads 1, 2"."""
     by_layer: dict[int, list[int]] = defaultdict(list)
     for layer, head in sorted(places):
         by_layer[layer].append(head)
@@ -470,11 +408,11 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
-def evidence(evictions: pd.DataFrame, undone: UndoneEvictions) -> pd.DataFrame:
-    """The rows of the log that were undone: how the method scored those tokens, and what it would have taken."""
-    places = set(undone.places)
-    mine = [place in places for place in zip(evictions["layer"], evictions["head"], strict=True)]
-    rows = evictions[pd.Series(mine, index=evictions.index) & evictions["position"].isin(undone.positions)]
+def evidence(run: Run, example: str, undone: UndoneEvictions) -> pd.DataFrame:
+    """Rows of the example's log that were undone: how the method scored those tokens, and what it would have taken."""
+    evictions = read_table(run, example, EVICTIONS)
+    places = pd.MultiIndex.from_frame(evictions[["layer", "head"]]).isin(undone.places)
+    rows = evictions[places & evictions["position"].isin(undone.positions)]
     return rows[rows["step"].between(undone.first, undone.last)]
 
 
@@ -503,21 +441,6 @@ def _file(run: Run, example: str, until: str) -> Path:
     return start.with_name(f"{start.name}.replay-{until}.json")
 
 
-NOTHING = "not even with every eviction undone does the full cache's answer come back"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a search.
-
-    until: output or score; trials: at most so many per example; again: search even where a result is saved.
-    """
-
-    until: str = "output"
-    trials: int = 1000
-    again: bool = False
-
-
 def lost(run: Run) -> list[Row]:
     """The rows that score less than the full cache's of the same example, in the order of the task."""
     full, rows = rows_of(baseline_of(run)), rows_of(run)
@@ -527,31 +450,28 @@ def lost(run: Run) -> list[Row]:
 
 
 def find_causes(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
-    """The cause of every row, or why there is none; each is saved once found."""
-    known = {row["example"]: _known(run, row, options) for row in rows}
-    todo = [row for row in rows if known[row["example"]] is None]
-    made = _made(run, todo, options) if todo else iter(())
+    """The cause of every row, or why there is none; each is saved once found.
+
+    A saved cause is taken unless more trials may find a smaller one than the earlier search, which ran out of them.
+    """
+    known = {row["example"]: None if options.again else saved(run, row["example"], options.until) for row in rows}
+    for name, found in known.items():
+        if found is not None and not found.cause.whole and found.cause.trials < options.trials:
+            known[name] = None
+    made = _search(run, [row for row in rows if known[row["example"]] is None], options)
     for row in rows:
         yield known[row["example"]] or next(made)
 
 
-def _known(run: Run, row: Row, options: Options) -> FoundCause | None:
-    """The saved cause; None where more trials may find a smaller one than an earlier search that ran out of them."""
-    found = None if options.again else saved(run, row["example"], options.until)
-    unfinished = found is not None and not found.cause.whole and found.cause.trials < options.trials
-    return None if unfinished else found
-
-
-def _made(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
+def _search(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
     settings = settings_at(run)
     alone = len(rows) == 1
     total, what = (options.trials, "trials at most") if alone else (len(rows), "examples")
     with Progress(f"replay {short_title(run)}", total, 0, what) as progress:
-        size = settings.batch_size
         for row, case, example in cases(settings, rows):
-            replay = Replay(case, size, progress.advance if alone else None)
+            replay = Replay(case, settings.batch_size, progress.advance if alone else None)
             try:
-                found = replayed(run, row, replay, example, settings.task, options.until, options.trials)
+                found = replayed(run, row, replay, example, settings.task, options)
             except CacheError as error:
                 yield str(error)
             else:
@@ -565,8 +485,8 @@ def _say(console: Console, line: str, style: str | None = None) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True, style=style)
 
 
-def tell(run: Run, row: Row, options: Options, console: Console) -> None:
-    """One example in words, and how the method scored what it lost."""
+def show_cause(run: Run, row: Row, options: Options, console: Console) -> None:
+    """Print the cause of one example, and how the method scored what it lost."""
     (found,) = find_causes(run, [row], options)
     _say(console, f"{title_of(run)}: {row['example']}")
     if isinstance(found, str):
@@ -576,48 +496,29 @@ def tell(run: Run, row: Row, options: Options, console: Console) -> None:
         _say(console, f"{name + ':':12}{output.strip()}")
     undone = found.cause.undone
     if undone is None:
-        why = (
-            "not even with every eviction undone does it come back" if found.answer != found.full else "nothing to find"
-        )
-        _say(console, f"{why} ({found.cause.trials} trials)")
+        same = found.answer == found.full
+        why = "nothing to find" if same else "not even with every eviction undone does it come back"
+        _say(console, f"{why} {found.cause.cost}")
         return
     _say(console, f"\n{found.phrase}.", "bold")
-    slots = len(evidence(read_table(run, row["example"], EVICTIONS), undone))
-    few = "" if found.cause.whole else "; the trials ran out, there may be less in it"
-    console.print(
-        f"With {slots} evictions of {len(undone.positions)} tokens undone it answers: {found.back.strip()} "
-        f"({found.cause.trials} trials{few})\n",
-        highlight=False,
-        markup=False,
-    )
-    console.print(_scores(run, row, found))
-
-
-def _scores(run: Run, row: Row, found: FoundCause) -> Table:
-    assert found.cause.undone is not None
-    table = Table(box=None, header_style="bold", caption="rank: place among the slots there, 1 is kept longest")
-    for name in ("token", "position", "layer", "head", "step", "score", "least score kept", "rank"):
-        table.add_column(name, justify="left" if name == "token" else "right")
-    rows = evidence(read_table(run, row["example"], EVICTIONS), found.cause.undone)
+    rows = evidence(run, row["example"], undone)
+    line = f"With {len(rows)} evictions of {len(undone.positions)} tokens undone it answers: {found.back.strip()} "
+    console.print(f"{line}{found.cause.cost}\n", highlight=False, markup=False)
+    heads = ("token", "position", "layer", "head", "step", "score", "least score kept", "rank")
+    table = plain_table(*heads, caption="rank: place among the slots there, 1 is kept longest")
     for each in list(rows.itertuples())[:40]:
-        table.add_row(
-            escape(repr(each.text)),
-            *(str(value) for value in (each.position, each.layer, each.head, each.step)),
-            f"{each.score:.3g}",
-            f"{each.threshold:.3g}",
-            f"{each.rank} of {each.of}",
-        )
+        numbers = (str(value) for value in (each.position, each.layer, each.head, each.step))
+        scores = f"{each.score:.3g}", f"{each.threshold:.3g}", f"{each.rank} of {each.of}"
+        table.add_row(escape(repr(each.text)), *numbers, *scores)
     if len(rows) > 40:
         table.add_row(f"... and {len(rows) - 40} more")
-    return table
+    console.print(table)
 
 
 def explain(runs: list[Run], options: Options, first: int | None, console: Console) -> None:
-    """How often one span explains a loss, per run."""
-    table = Table(box=None, header_style="bold")
+    """Print per run how often one span explains a loss, and the cause of every lost example."""
     heads = ("run", "lost", "explained", "one span", "two", "more", "tokens", "evictions", "step 0", "trials")
-    for name in heads:
-        table.add_column(name, justify="left" if name == "run" else "right")
+    table = plain_table(*heads)
     for run in runs:
         rows = lost(run)
         logged = [row for row in rows if has(run, row["example"], EVICTIONS)]
@@ -626,13 +527,12 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
             ensure_diagnosed(run, logged)
         asked, name = logged[:first], short_title(run)
         made = list(find_causes(run, asked, options))
-        table.add_row(escape(name), *_counts(run, made, len(rows)))
+        table.add_row(escape(name), str(len(rows)), *_counts(run, made))
         for row, found in zip(asked, made, strict=True):
-            what = found if isinstance(found, str) else found.phrase or NOTHING
-            what += (
-                "" if isinstance(found, str) or found.cause.whole else " (the trials ran out: there may be less in it)"
-            )
-            _say(console, f"{name}: {row['example']}: {what}")
+            if not isinstance(found, str):
+                why = found.phrase or "not even with every eviction undone does the full cache's answer come back"
+                found = f"{why} {found.cause.cost}"
+            _say(console, f"{name}: {row['example']}: {found}")
         if len(logged) < len(rows):
             _say(console, f"{name}: {len(rows) - len(logged)} lost examples have no log")
     console.print(table)
@@ -640,29 +540,17 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
     console.print("searched; one span, two, more, step 0: of those; tokens, evictions, trials: their medians.")
 
 
-def _counts(run: Run, made: list[FoundCause | str], lost: int) -> list[str]:
-    done = [found for found in made if not isinstance(found, str) and found.cause.undone is not None]
-    spans = [len(found.cause.spans) for found in done]
-    undone = [found.cause.undone for found in done if found.cause.undone is not None]
-    sizes = [
-        len(evidence(read_table(run, found.example, EVICTIONS), found.cause.undone))
-        for found in done
-        if found.cause.undone is not None
-    ]
-    middle = [
-        f"{median(values):g}" if values else "-"
-        for values in ([len(each.positions) for each in undone], sizes, [found.cause.trials for found in done])
-    ]
-    return [
-        str(lost),
-        f"{len(done)} of {len(made)}",
-        str(spans.count(1)),
-        str(spans.count(2)),
-        str(sum(count > 2 for count in spans)),
-        *middle[:2],
-        str(sum(each.last == 0 for each in undone)),
-        middle[2],
-    ]
+def _counts(run: Run, made: list[FoundCause | str]) -> list[str]:
+    """Cells of the table of `explain`, from "explained" on."""
+    done = [(each, each.cause.undone) for each in made if not isinstance(each, str) and each.cause.undone is not None]
+    spans = [len(found.cause.spans) for found, _ in done]
+    tokens = [len(undone.positions) for _, undone in done]
+    evictions = [len(evidence(run, found.example, undone)) for found, undone in done]
+    trials = [found.cause.trials for found, _ in done]
+    middle = [f"{median(values):g}" if values else "-" for values in (tokens, evictions, trials)]
+    how_many = [str(count) for count in (spans.count(1), spans.count(2), sum(count > 2 for count in spans))]
+    at_prompt = sum(undone.last == 0 for _, undone in done)
+    return [f"{len(done)} of {len(made)}", *how_many, *middle[:2], str(at_prompt), middle[2]]
 
 
 CLOSE = 0.05  # of the recorded KL, and nats: more is no rounding of another batch and mode
@@ -679,7 +567,7 @@ class Worst:
 
 
 def worst_tokens(run: Run, text: str = OWN) -> list[Worst]:
-    """Of every measured example, the largest first; a token that the prefill predicts is none."""
+    """One of every measured example, the largest KL first; tokens that the prefill predicts do not count."""
     found = []
     for (_, kind), line in run.divergence().items():
         skip = int(line["first_by_prefill"])
@@ -704,10 +592,7 @@ class ForcedReplay(Replay):
         self.kl: list[float] = []
 
     def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
-        context: PrefilledContext = self.context.fork([0] * len(trials))
-        undo_in(context, trials, len(self.case.prompt) + self.case.max_tokens_to_come)
-        token = self.full.argmax(-1)
-        self.kl = compare(self.full, self._forced(context), token)[0].tolist()
+        self.kl = compare(self.full, self._forced(self.fork(trials)), self.full.argmax(-1))[0].tolist()
         return [[int(kl <= self.epsilon)] for kl in self.kl]
 
     @torch.no_grad()
@@ -744,7 +629,7 @@ def explain_worst(run: Run, options: Options, first: int | None, console: Consol
 def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options: Options, console: Console) -> None:
     tokens = worst.line["tokens"]
     replay = ForcedReplay(case, tokens[: worst.place], epsilon)
-    replay.answers([UndoneEvictions((), (), 0, 0)])
+    replay.answers([NOTHING_UNDONE])
     again = replay.kl[0]
     if abs(again - worst.kl) > CLOSE + CLOSE * worst.kl:
         raise CacheError(
@@ -752,16 +637,14 @@ def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options:
             "line: sums round otherwise in another batch or mode, and nothing can be concluded"
         )
 
-    def said(ids: Sequence[int]) -> str:
+    def text(ids: Sequence[int]) -> str:
         return str(case.tokenizer.decode(list(ids)))
 
-    texts = [said([token]) for token in [*case.prompt, *case.question, *tokens]]
-    order = search_order(run, row["example"], replay.everything.positions)
-    found: Cause = cause(replay, lambda answer: answer == [1], options.trials, order)
+    texts = [text([token]) for token in [*case.prompt, *case.question, *tokens]]
+    found = cause(replay, lambda answer: answer == [1], options.trials)
     _say(console, f"{short_title(run)}: {row['example']}: token {worst.place + 1} of {len(tokens)}")
-    before = said(tokens[max(0, worst.place - BEFORE) : worst.place])
-    line = f"{before!r} then {said([tokens[worst.place]])!r}: KL {worst.kl:.3f} nats"
-    _say(console, line)
+    before = text(tokens[max(0, worst.place - BEFORE) : worst.place])
+    _say(console, f"{before!r} then {text([tokens[worst.place]])!r}: KL {worst.kl:.3f} nats")
     if found.undone is None:
         _say(console, f"not even with every eviction undone is KL there within {epsilon:g}")
         return
@@ -769,10 +652,9 @@ def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options:
     places = replay.everything.places
     heads = [sum(place[0] == layer for place in places) for layer in range(1 + max(layer for layer, _ in places))]
     words = phrase_of(found.undone, [span_text(texts, span) for span in found.spans], heads, what="is behind it")
-    few = "" if found.whole else "; the trials ran out, there may be less in it"
     count = len(found.undone.positions)
     undone = f"with {count} token{'s' * (count != 1)} undone"
-    line = f"{words}: {undone} KL is {replay.kl[0]:.3f} ({found.trials} trials{few})"
+    line = f"{words}: {undone} KL is {replay.kl[0]:.3f} {found.cost}"
     _say(console, line, "bold")
 
 
@@ -792,9 +674,9 @@ def classes_of(texts: Sequence[str]) -> list[str]:
     digits: a word with a digit in it, or a number from zero to ten written out. names: a capital that starts no
     sentence, or a name of the testbed's language.
     """
-    words, where = _words(texts)
+    found, where = _words(texts)
     kinds, starts = [], True
-    for word in words:
+    for word in found:
         kinds.append(_kind(word, starts))
         if word.strip():
             starts = word.strip()[-1] in ".!?:\u3002" or "\n" in word

@@ -36,7 +36,7 @@ def style(count: int, heads: int) -> str:
 
 def show(view: View, console: Console) -> None:
     """Print the text, and under every token its mark; what is to come at this step has none."""
-    told, heads = view.told, view.heads
+    told, heads = view.log, view.heads
     where = "all layers" if view.layer is None else f"layer {view.layer}"
     when = "the end of the prompt" if view.step == 0 else f"{view.step} decode tokens"
     console.print(f"{told.example}: kept after {when}, {where} ({heads} heads a token)", highlight=False, markup=False)
@@ -57,7 +57,7 @@ def show(view: View, console: Console) -> None:
 def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
     """Text and marks, broken between tokens."""
     words, marks = Text(), Text()
-    for place, text in enumerate(view.told.texts):
+    for place, text in enumerate(view.log.texts):
         pieces = text.replace("\t", " ").replace("\r", "").split("\n")
         for number, piece in enumerate(pieces):
             shown = visible(piece) + ("\u21b5" if number < len(pieces) - 1 else "")
@@ -76,8 +76,8 @@ def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
 
 
 def page(view: View, title: str) -> str:
-    """The same text as a whole document: HTML without a script, hovering over a token tells the heads of each layer."""
-    told, title = view.told, visible(title)
+    """HTML document of the same text without a script: hovering over a token shows the heads of each layer."""
+    told, title = view.log, visible(title)
     when = "at the end of the prompt" if view.step == 0 else f"after {view.step} decode tokens"
     layer = "" if view.layer is None else f", shaded by layer {view.layer}"
     head = f"{told.example} {when}{layer}: the greener, the more of {view.heads} heads keep a token; struck out: none"
@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @tells_errors(ConfigError, CacheError, OSError)
-def carried_out(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """Do what `parser`'s arguments say: its `command` gets them and a console. 0, or 2 for an error, which is told."""
-    trusted = [word for word in words if TRUSTED.fullmatch(word)]
-    methods, others = without_method_words([word for word in words if word not in trusted])
+def carried_out(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    """Do what `parser`'s arguments say: its `command` gets them and a console. 0, or 2 after printing an error."""
+    trusted = [each for each in arguments if TRUSTED.fullmatch(each)]
+    methods, others = without_method_words([each for each in arguments if each not in trusted])
     args = parser.parse_args(others)
     with active(Session(typed_keys=keys_of(trusted))):
         with_user_methods(methods)
@@ -185,12 +185,12 @@ def _wrote(console: Console, file: Path) -> None:
 
 
 def _prompt(args: argparse.Namespace, console: Console) -> None:
-    found = fed_prompt(*opened(args.run, args.example))
-    say(found.told, file=sys.stderr)
+    text, summary = fed_prompt(*opened(args.run, args.example))
+    say(summary, file=sys.stderr)
     if sys.stdout.isatty():
-        say(found.text)
+        say(text)
     else:
-        print(found.text)  # into a file or a pipe: the prompt to the letter
+        print(text)  # into a file or a pipe: the prompt to the letter
 
 
 def _draw(args: argparse.Namespace, console: Console) -> None:
@@ -214,7 +214,7 @@ def _replay(args: argparse.Namespace, console: Console) -> None:
     replay.check_undoing(settings_at(run).cache)  # before a log is made, which loads the model
     row = chosen(rows_of(run), args.example)
     ensure_diagnosed(run, [row])
-    replay.tell(run, row, replay.Options(args.until, args.trials, args.again), console)
+    replay.show_cause(run, row, replay.Options(args.until, args.trials, args.again), console)
 
 
 def _explain(args: argparse.Namespace, console: Console) -> None:

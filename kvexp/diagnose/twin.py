@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -20,6 +20,7 @@ from kvexp.core.attention import AttentionInputs, apply_probs
 from kvexp.core.eviction import LayerCache
 from kvexp.core.topk import keep_order
 from kvexp.diagnose.case import Case, rows_of
+from kvexp.diagnose.log import ColumnRecord
 from kvexp.generate.inputs import RowProcessors, eos_ids
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import MultiMethodCache
@@ -29,7 +30,7 @@ from kvexp.run.evictions import TWIN, has, read_table
 from kvexp.run.store import Run
 from kvexp.util import ConfigError
 
-# The method beside the full cache, on the same tokens: what each head lost at each step, and what that did.
+# The method and the full cache on the same tokens: what each head lost at each step, and what that did.
 #
 # Both caches are rows of one batch and take every token together. Of a step nothing is kept but one number per head, so
 # memory is that of the two caches: linear in length.
@@ -38,8 +39,7 @@ from kvexp.util import ConfigError
 MEASURES = ("lost", "lost_ideal", "overlap", "error", "error_here")
 
 
-@dataclass
-class Losses:
+class Losses(ColumnRecord):
     """One row per step, layer and kv head; a step is the number of decode tokens fed, its query's own included.
 
     kept: slots that the query could see in this head, itself included; of a retrieval method those that it attended to
@@ -54,19 +54,10 @@ class Losses:
     Where survivors are renumbered, `error` holds what that does too.
     """
 
-    columns: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, **columns: Tensor) -> None:
-        for name, values in columns.items():
-            self.columns.setdefault(name, []).append(values.cpu())
-
-    def table(self) -> dict[str, Tensor]:
-        names = {"step": torch.int32, "layer": torch.int16, "head": torch.int16, "kept": torch.int32}
-        kinds = names | dict.fromkeys(MEASURES, torch.float32)
-        return {
-            name: torch.cat(self.columns[name]).to(kind) if self.columns else torch.zeros(0, dtype=kind)
-            for name, kind in kinds.items()
-        }
+    kinds: ClassVar[dict[str, torch.dtype]] = {
+        **{"step": torch.int32, "layer": torch.int16, "head": torch.int16, "kept": torch.int32},
+        **dict.fromkeys(MEASURES, torch.float32),
+    }
 
 
 class TwinLayer:
@@ -200,8 +191,8 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
     cache = MultiMethodCache([method.cache, full.cache], 1)
     into = Losses()
     for layer, part in enumerate(cache.layers):
-        beside: LayerCache = TwinLayer(part.state, layer, into)
-        part.state = beside
+        joined: LayerCache = TwinLayer(part.state, layer, into)
+        part.state = joined
     written: list[int] = []
     logits, position = full.logits, len(case.prompt)
     fed = [*case.question, *answer]
@@ -232,15 +223,12 @@ SHOWN = {
     "error": ("output error, layers below included", None, "magma_r"),
     "error_here": ("output error of this head alone", None, "magma_r"),
 }
-KINDS = (".png", ".svg", ".pdf")
 CURVES = ("lost", "overlap", "error", "error_here")
 
 
 def losses(run: Run, examples: Sequence[str] | None = None) -> pd.DataFrame:
     """The twin rows of these examples (None: of all that have some), with a column `example`."""
-    names = list(rows_of(run)) if examples is None else list(examples)
-    if examples is None:
-        names = [name for name in names if has(run, name, TWIN)]
+    names = [name for name in rows_of(run) if has(run, name, TWIN)] if examples is None else list(examples)
     if not names:
         raise ConfigError(f"{run.path} has no twin: run the same command again with diagnose=twin (its rows stay)")
     frame = pd.concat([read_table(run, name, TWIN).assign(example=name) for name in names], ignore_index=True)
@@ -311,8 +299,8 @@ def curves(frame: pd.DataFrame, title: str) -> Figure:
 
 def check_picture(file: Path) -> None:
     """ConfigError for a kind of picture there is not."""
-    if file.suffix not in KINDS:
-        raise ConfigError(f"{file} must end in {', '.join(KINDS)}")
+    if file.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"{file} must end in .png, .svg or .pdf")
 
 
 def save(figure: Figure, file: Path) -> None:

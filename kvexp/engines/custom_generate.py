@@ -1,8 +1,8 @@
 """kvexp's eviction for `model.generate(custom_generate=FOLDER)` of transformers: a folder made of kvexp's modules.
 
-transformers copies nothing but files that lie beside `generate.py`. So, starting from one module, every module of kvexp
-that it imports, however deep, becomes a file named after its dotted name (kvexp.core.slots: core_slots.py), and imports
-of kvexp become relative ones. Nothing else of a source is touched.
+transformers copies nothing but files in the folder of `generate.py`. So, starting from one module, every module of
+kvexp that it imports, however deep, becomes a file named after its dotted name (kvexp.core.slots: core_slots.py), and
+imports of kvexp become relative ones. Nothing else of a source is touched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -20,22 +19,13 @@ from kvexp.util import ConfigError, say, tells_errors
 
 ENTRY, ENTRY_FILE = "kvexp.engines.custom_generate_entry", "generate"
 ROOT = Path(__file__).resolve().parents[2]
-# Names under which a patched model is known. The folder has its own, so that it works beside an installed kvexp.
+# Names under which a patched model is known. The folder has its own, so that it works where kvexp is installed too.
 OWN_NAMES = {
     'ATTN_IMPLEMENTATION = "kvexp"': 'ATTN_IMPLEMENTATION = "kvexp_custom_generate"',
     '_RECORD = "_kvexp_patch"': '_RECORD = "_kvexp_custom_generate_patch"',
 }
-LEFT_OUT = ("triton",)  # packages whose modules are left out: not everywhere, and imported only when asked for
-
-
-@dataclass(frozen=True)
-class Import:
-    """An import of kvexp's in a source: the lines it takes (from 1), its indent, and what stands there instead."""
-
-    first: int
-    last: int
-    text: str
-    modules: tuple[str, ...]
+# Modules that import this at their top are left out: it is not everywhere, and they are imported only when asked for.
+LEFT_OUT = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
 
 
 def flat_name(module: str) -> str:
@@ -50,80 +40,62 @@ def source_of_module(module: str) -> str | None:
     return found[0].read_text("utf-8") if found else None
 
 
-def flattened(entry: str = ENTRY) -> dict[str, str]:
+def flattened() -> dict[str, str]:
     """File name -> text of the entry module and of everything of kvexp that it imports."""
     made: dict[str, str] = {}
-    todo, known = [entry], {entry}
+    todo = [ENTRY]
     while todo:
         module = todo.pop()
-        text = source_of_module(module)
-        if text is None:
-            raise ConfigError(f"kvexp has no module {module}")
-        found = imports_of(module, text)
-        made[f"{flat_name(module)}.py"] = rewritten(text, found)
-        for each in found:
-            new = [one for one in each.modules if one not in known]
-            known.update(new)
-            todo += new
+        name = f"{flat_name(module)}.py"
+        if name not in made:
+            text = source_of_module(module)
+            assert text is not None
+            made[name], imported = relative(module, text)
+            todo += imported
     return dict(sorted(made.items()))
 
 
-def imports_of(module: str, text: str) -> list[Import]:
-    """The imports of kvexp in a module's source, in order."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvexp":
-            found.append(_rewritten_import(node))
-        elif isinstance(node, ast.ImportFrom) and node.level:
+def relative(module: str, text: str) -> tuple[str, list[str]]:
+    """The source of a module with relative imports of kvexp and the folder's own names; the modules it imports."""
+    lines, modules = text.split("\n"), list[str]()
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in sorted(found, key=lambda node: -node.lineno):
+        if isinstance(node, ast.Import):
+            if any(alias.name.split(".")[0] == "kvexp" for alias in node.names):
+                raise ConfigError(f"{module}: write from kvexp... import ..., which can be made relative")
+        elif node.level:
             raise ConfigError(f"{module}: a relative import, which kvexp has none of")
-        elif isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "kvexp" for alias in node.names):
-            raise ConfigError(f"{module}: write from kvexp... import ..., which can be made relative")
-    return sorted(found, key=lambda each: each.first)
+        elif (node.module or "").split(".")[0] == "kvexp":
+            lines[node.lineno - 1 : node.end_lineno], imported = _relative_import(node)
+            modules += imported
+    text = "\n".join(lines)
+    for old, new in OWN_NAMES.items():
+        text = text.replace(old, new)
+    return text, modules
 
 
-def _rewritten_import(node: ast.ImportFrom) -> Import:
-    """`from kvexp.a import x, y` as relative imports: of modules by their own file, of names from the package's."""
+def _relative_import(node: ast.ImportFrom) -> tuple[list[str], list[str]]:
+    """Lines in place of `from kvexp.a import x, y`, modules from files of their own; the modules they import."""
     assert node.module is not None
     pad = " " * node.col_offset
     lines, modules, names = [], [], []
     for alias in node.names:
         full = f"{node.module}.{alias.name}"
-        called = alias.asname or alias.name
         source = source_of_module(full)
         if source is None:
             names.append(alias.name if alias.asname is None else f"{alias.name} as {alias.asname}")
-        elif _needs_left_out(source):
+        elif LEFT_OUT.search(source):
             lines.append(f'{pad}raise ImportError("{full} is not part of this folder: install kvexp")')
         else:
             flat = flat_name(full)
             # The first line is what transformers looks for when it copies files.
-            lines += [f"{pad}from .{flat} import __name__ as _", f"{pad}from . import {flat} as {called}"]
+            lines.append(f"{pad}from .{flat} import __name__ as _")
+            lines.append(f"{pad}from . import {flat} as {alias.asname or alias.name}")
             modules.append(full)
     if names:
         lines.insert(0, f"{pad}from .{flat_name(node.module)} import {', '.join(names)}")
         modules.append(node.module)
-    return Import(node.lineno, node.end_lineno or node.lineno, "\n".join(lines), tuple(modules))
-
-
-def _needs_left_out(source: str) -> bool:
-    """Whether a module imports, at its top, a package that is left out."""
-    for node in ast.parse(source).body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        if any(name.split(".")[0] in LEFT_OUT for name in names):
-            return True
-    return False
-
-
-def rewritten(text: str, found: list[Import]) -> str:
-    """A source with its imports of kvexp replaced, and with the folder's own names."""
-    lines = text.split("\n")
-    for each in reversed(found):
-        lines[each.first - 1 : each.last] = each.text.split("\n")
-    text = "\n".join(lines)
-    for old, new in OWN_NAMES.items():
-        text = text.replace(old, new)
-    return text
+    return lines, modules
 
 
 def requirements() -> str:

@@ -30,10 +30,10 @@ from kvexp.core.budget_resolution import LayerSlots
 from kvexp.core.ranking import RankedSlots
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
-from kvexp.engines.trace_check import PROFILES, VERSION
+from kvexp.engines.trace_check import PROFILES, VERSION, check_rules, chosen
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
-from kvexp.util import CacheError, ConfigError, say, tells_errors
+from kvexp.util import CacheError, ConfigError, Rule, refuse, say, tells_errors
 
 TRACE_DOC = """kvexp export trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
 follow."""
@@ -47,20 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def made(args: argparse.Namespace) -> str:
-    """Write the trace that was asked for; returns what was written in words."""
-    from kvexp.diagnose.case import cases, chosen, rows_of, run_at
-    from kvexp.diagnose.options import check
-    from kvexp.engines.trace_check import check_rules
+    """Write the trace that was asked for; returns a sentence on what was written."""
+    from kvexp.diagnose.case import cases, opened
+    from kvexp.diagnose.options import check_diagnosable
     from kvexp.run.batches import settings_at
 
     if args.new_tokens < 1:
         raise ConfigError(f"--new-tokens must be at least 1, got {args.new_tokens}")
     if args.out.suffix != ".npz":
         raise ConfigError(f"--out must end in .npz, got {args.out}")
-    run = run_at(args.run)
-    row = chosen(rows_of(run), args.example)
+    run, row = opened(args.run, args.example)
     settings = settings_at(run)
-    check(settings)
+    check_diagnosable(settings)
     profiled(settings.cache, args.profile)
     ((_, case, _),) = cases(settings, [row])
     known = {"name": settings.labels["model"], "family": case.model.config.model_type}
@@ -121,52 +119,47 @@ class LayerTrace:
 def _profiled_priority(profile: str, priority: Tensor, held: Tensor) -> Tensor:
     """The priority [B, H, S] that a profile evicts by, -inf where nothing is held."""
     shared = priority.masked_fill(~held, -torch.inf)
-    if profile in ("union", "paged"):  # the heads of a layer hold the same tokens in the same slots
+    if profile == "union":  # the heads of a layer hold the same tokens in the same slots
         shared = shared.double().mean(1, keepdim=True).float().expand_as(shared)
     return shared
 
 
 class Paged(Mask):
-    """Mode mask with whole pages of BLOCK positions dropped: for one row, its heads of one priority.
-
-    At most keep // BLOCK pages stay, or those with a protected token where they are more; the mean priority of its
-    tokens is a page's.
-    """
+    """Mode mask with whole pages of BLOCK positions dropped, by the rule of `trace_check.chosen`; for one row."""
 
     def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
-        held = held_slots(slots)[0, 0]
-        page = slots.positions[0, 0, : slots.length] // BLOCK
-        order = []
-        for number in sorted(set(page[held].tolist())):
-            mine = held & (page == number)
-            mean = float(ranked.priority[0, 0, mine].double().mean().float())
-            order.append((not bool(ranked.protected[0, 0, mine].any()), -mean, -number))
-        needed = sum(not free for free, _, _ in order)
-        stay = [-number for _, _, number in sorted(order)[: max(allowed.kept[0] // BLOCK, needed)]]
-        keep = held & torch.isin(page, torch.tensor(stay, device=page.device))
         assert slots.visible is not None
+        positions = slots.positions[0, :, : slots.length].masked_fill(~held_slots(slots)[0], -1)
+        scores, places, protected = (x.cpu().numpy() for x in (ranked.priority[0], positions, ranked.protected[0]))
+        rule = chosen(scores, places, protected, allowed.kept[0], "paged", BLOCK)
+        keep = torch.tensor(rule, device=positions.device)
         slots.visible[0, :, : slots.length] = keep
         slots.score[0, :, : slots.length].masked_fill_(~keep, -torch.inf)
 
 
+REFUSED: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: not c.method.evicts or c.method.per_query or c.method.full_cache,
+        "method {c.method.name} evicts nothing: there is no eviction to trace",
+    ),
+    (
+        lambda c: c.method.simulation_only or (c.method.score_spec is not None and c.method.score_spec.over == "full"),
+        "method {c.method.name} exists as a simulation only, which no engine could follow",
+    ),
+    (lambda c: c.renumbered, "traces are of original positions: set cache.positions=original"),
+)
+
+
 def profiled(config: CacheConfig, profile: str) -> CacheConfig:
     """The configuration of a cache as the profile needs it; ConfigError for a method that cannot be traced."""
-    if profile not in PROFILES:
-        raise ConfigError(f"--profile must be one of {', '.join(PROFILES)}, got {profile!r}")
-    method = config.method
-    if not method.evicts or method.per_query or method.full_cache:
-        raise ConfigError(f"method {method.name} evicts nothing: there is no eviction to trace")
-    if method.simulation_only or (method.score_spec is not None and method.score_spec.over == "full"):
-        raise ConfigError(f"method {method.name} exists as a simulation only, which no engine could follow")
+    refuse(config, REFUSED)
     if config.is_ragged:
         assert config.budget is not None
         remedy = f"{config.budget.heads_remedy}{' or union' if config.budget.threshold is None else ''}"
         raise ConfigError(f"heads with budgets of their own have no profile yet: {remedy}")
-    if config.renumbered:
-        raise ConfigError("traces are of original positions: set cache.positions=original")
     if profile == "paged":
         return dataclasses.replace(config, mode="mask")
-    if profile == "append_only" and method.evicts_while_decoding:
+    if profile == "append_only" and config.method.evicts_while_decoding:
         return dataclasses.replace(config, mode="compact", cadence=Cadence(at_prefill=True, every=None))
     return dataclasses.replace(config, mode="compact" if profile == "append_only" else "overwrite")
 

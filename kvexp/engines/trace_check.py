@@ -150,7 +150,7 @@ def check_rules(trace: Trace) -> list[str]:
 
 
 def differences(reference: Trace, other: Trace, score_rtol: float = 1e-3, logprob_atol: float = 1e-2) -> list[str]:
-    """Where an engine differs from the reference, the earliest first, a line each; empty: it conforms.
+    """Differences of an engine from the reference, the earliest first, a line each; empty: it conforms.
 
     A token kept in place of one whose score is as near as score_rtol (relative) is no difference: floating-point sums
     differ between engines. Steps after such a swap are compared only up to the tokens swapped. TraceError for a trace
@@ -226,13 +226,13 @@ def _logprobs(reference: Trace, other: Trace, atol: float) -> list[str]:
 SHOWN = 20  # differences that are printed
 
 
-def main(words: list[str]) -> int:
+def main(files: list[str]) -> int:
     """0: conforms, 1: differs (each difference a line, up to SHOWN), 2: cannot be checked."""
-    if len(words) not in (1, 2) or words[0].startswith("-"):
+    if len(files) not in (1, 2) or files[0].startswith("-"):
         print("usage: trace_check.py REFERENCE.npz [ENGINE.npz]", file=sys.stderr)
         return 2
     try:
-        traces = [read_trace(word) for word in words]
+        traces = [read_trace(each) for each in files]
         found = check_rules(traces[0]) if len(traces) == 1 else differences(traces[0], traces[1])
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -244,7 +244,7 @@ def main(words: list[str]) -> int:
     header = traces[0]["header"]
     what = "follows its own rules" if len(traces) == 1 else "keeps what the reference keeps"
     sizes = f"{header.get('prompt_tokens')} prompt tokens, {header.get('steps')} steps, profile {header.get('profile')}"
-    print(f"{words[-1]}: {f'{len(found)} differences' if found else what} ({sizes})")
+    print(f"{files[-1]}: {f'{len(found)} differences' if found else what} ({sizes})")
     return 1 if found else 0
 
 

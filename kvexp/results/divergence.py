@@ -187,7 +187,7 @@ def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, f
 
 
 def decide(interval: tuple[float, float], epsilon: float) -> str:
-    """Equivalent: the whole interval is below epsilon; worse: above it."""
+    """Verdict on an interval: equivalent where it is below epsilon, worse where it is above, else undecided."""
     low, high = interval
     if high < epsilon:
         return EQUIVALENT

@@ -76,7 +76,7 @@ def _setting(folder: Folder, *keys: str) -> str:
 
 
 def _quality(sums: Floats, metric: str) -> dict[str, Any]:
-    """n, score, full, of_full, low, high. sums [units, 3]: of a run's scores, the full cache's, and how many."""
+    """Columns n, score, full, of_full, low, high. sums [units, 3]: scores of a run, of the full cache, their number."""
     if not len(sums):
         return {"n": 0, **dict.fromkeys(("score", "full", "of_full", "low", "high"), math.nan)}
     top, bottom, count = sums.T
@@ -395,7 +395,7 @@ def _leaks(folder: Folder) -> dict[str, float]:
 
 
 def _leaks_when_asked(folder: Folder | None) -> dict[str, float]:
-    """asked, told_asked: answers of a run of instructions_leak, and how many of them hold the code."""
+    """Columns asked and told_asked: answers of a run of instructions_leak, and how many of them hold the code."""
     if folder is None:
         return {"asked": math.nan, "told_asked": math.nan}
     leaked = [row["metrics"]["kept_secret"] < 100 for row in folder.scored.values()]
@@ -477,7 +477,7 @@ def chunks_columns(rows: Sequence[Row]) -> Columns:
 
 
 def along(column: str, *values: Callable[[Row], Value]) -> Callable[[Row], Iterator[Point]]:
-    """A row's only point, at the number of a column."""
+    """Points of rows that have one each, placed by the number in a column."""
 
     def points(row: Row) -> Iterator[Point]:
         yield Point(f"{row[column]:g}", float(row[column]), row["hash"], [value(row) for value in values])
@@ -507,11 +507,11 @@ def percent(row: Row) -> Value:
 
 
 def alone(column: str) -> Callable[[Row], Value]:
-    """A column that has no interval."""
+    """Value of a column without an interval."""
     return lambda row: (row[column], math.nan, math.nan)
 
 
 def _share(row: Row, part: str, whole: str) -> Value:
-    """One column in percent of another."""
+    """Value of one column in percent of another."""
     known = not (absent(row[part]) or absent(row[whole])) and row[whole]
     return (100 * row[part] / row[whole] if known else math.nan, math.nan, math.nan)

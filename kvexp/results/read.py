@@ -32,7 +32,7 @@ INSTRUCTED = ("cnn_dailymail", "govreport", "news", "soda", "testbed_dialogue", 
 
 
 def question_of(identity: Mapping[str, Any]) -> str | None:
-    """in_prompt or after_eviction, by the identity of a run; None for a task that asks nothing."""
+    """Place of the question by a run's identity: in_prompt or after_eviction; None for a task that asks nothing."""
     task = identity.get("task")
     if not isinstance(task, Mapping):
         return None
@@ -129,7 +129,7 @@ class Folder:
 
     @property
     def question(self) -> str | None:
-        """in_prompt or after_eviction: whether eviction has seen what is asked; None where nothing is asked."""
+        """Place of the question, which says whether eviction has seen it; None where nothing is asked."""
         return question_of(self.run.config)
 
     @property
@@ -139,12 +139,12 @@ class Folder:
 
     @property
     def own(self) -> dict[str, Any]:
-        """What it can be chosen by in addition to its labels."""
+        """Further values, with its labels, that `where` can choose a run by."""
         return {"hash": self.run.hash, "status": self.status, "question": self.question}
 
     @property
     def refused(self) -> bool:
-        """Whether it never had a folder: it has no rows to compare and will have none."""
+        """Whether the job was refused before it had a folder: it has no rows and will have none."""
         return self.status == "refused"
 
     @property
@@ -180,7 +180,7 @@ class Folder:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """In the order in which the task wrote them: the first one is the headline."""
+        """Names of the metrics in the order in which the task wrote them: the first one is the headline."""
         return list(dict.fromkeys(name for row in self.scored.values() for name in row["metrics"]))
 
     @property
@@ -249,11 +249,16 @@ class Runs:
 
 
 def read_runs(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> Runs:
-    """The runs under a folder; where: label -> value or values, as `chosen` takes them.
+    """The runs under a folder, or one run by its own folder; where: label -> value or values, as `chosen` takes them.
 
     first: with the rows of the task's first examples alone. ConfigError without such a folder, or for a label that no
     run has.
     """
+    if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
+        outputs_dir, where = (
+            Path(outputs_dir).resolve().parent,
+            {**(where or {}), "hash": [Path(outputs_dir).resolve().name]},
+        )
     found = folders(outputs_dir)
     if first is not None:
         rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]
@@ -369,7 +374,7 @@ def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
 
 
 def _current(found: list[Folder], everything: list[Folder]) -> tuple[list[Folder], list[str]]:
-    """Without runs of a user's method by other code than it has now, and runs that a correction of kvexp replaced.
+    """Runs without those by older code of a user's method or replaced by a correction of kvexp; lines that say so.
 
     The code it has now is what its file holds; where that cannot be found, or has not run, what ran last. everything:
     all runs of the folder, for whichever ran last may be hidden by a `where`.
@@ -483,12 +488,12 @@ def _short(value: Any) -> str:
 
 
 def size_or_words(value: Any) -> tuple[int, float, str]:
-    """By which values of a label are sorted: numbers by their size, all else behind them by its words."""
+    """Sort key of a value of a label: numbers by their size, all else behind them as text."""
     return (0, value, "") if isinstance(value, int | float) else (1, 0, str(value))
 
 
 def in_order(folders: Iterable[Folder]) -> list[Folder]:
-    """As a table shows them: by model and task, the full cache first, then by method and budget; numbers by size."""
+    """Runs in a table's order: by model and task, the full cache first, then method and budget; numbers by size."""
 
     def place(folder: Folder) -> list[Any]:
         each = [size_or_words(folder.labels.get(name)) for name in ORDER]
@@ -519,7 +524,7 @@ def _matches(labels: Mapping[str, Any], name: str, wanted: Any) -> bool:
 
 
 def _same(found: Any, wanted: Any) -> bool:
-    """Equal as numbers if both are numbers (0.5 is 0.50), else as text; null and none are None."""
+    """Whether two values are equal: as numbers if both are (0.5 is 0.50), else as text; null and none are None."""
     if found is None or wanted is None:
         return str(found).lower() == str(wanted).lower().replace("null", "none")
     try:
@@ -551,7 +556,7 @@ def chosen_by(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def where(pairs: Sequence[str]) -> dict[str, Any]:
-    """["method=h2o,tova"] -> {"method": ["h2o", "tova"]}."""
+    """Words after --where as a mapping: ["method=h2o,tova"] -> {"method": ["h2o", "tova"]}."""
     result: dict[str, Any] = {}
     for pair in pairs:
         name, equals, values = pair.partition("=")

@@ -54,7 +54,7 @@ from kvexp.results.read import (
 from kvexp.results.stats import lower_is_better
 from kvexp.results.table import Block, Column, absent, called, few, groups, metrics_of, notes, quality_table
 from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
-from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
+from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
 from kvexp.run.store import TEXTS
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings, visible
 
@@ -119,11 +119,6 @@ class ReportSource:
     runs: Runs
     frame: pd.DataFrame
     samples: int
-
-    @property
-    def folders(self) -> dict[str, Folder]:
-        """By hash, baselines that are not shown included."""
-        return self.runs.known
 
     @property
     def shown(self) -> list[Folder]:
@@ -214,7 +209,7 @@ def _percentages(row: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def _where(source: ReportSource, key: str) -> dict[str, str]:
     """The commit that made the rows, and what their seconds depend on."""
-    env = source.folders[key].run.env if key in source.folders else {}
+    env = source.runs.known[key].run.env if key in source.runs.known else {}
     place = [str(env.get("device", "")), f"{env['threads']} threads" if "threads" in env else ""]
     place += [f"torch {env['torch']}" if "torch" in env else ""]
     return {"commit": str(env.get("commit") or ""), "place": ", ".join(word for word in place if word)}
@@ -305,7 +300,7 @@ def _text(folder: Folder, example: str) -> dict[str, Any] | None:
     try:
         log = require_example_log(folder.run, example)
         evictions = read_table(folder.run, example, EVICTIONS)
-        views = [made(log, evictions, step) for step in sorted({0, log.steps})]
+        views = [view_of(log, evictions, step) for step in sorted({0, log.steps})]
     except ConfigError:
         return None
     return {
@@ -381,7 +376,7 @@ def samples_data(source: ReportSource) -> dict[str, Any]:
     """
     shown, per_run = source.shown, source.samples
     while True:
-        chosen = {folder.run.hash: _choose(folder, baseline_of(folder, source.folders), per_run) for folder in shown}
+        chosen = {folder.run.hash: _choose(folder, baseline_of(folder, source.runs.known), per_run) for folder in shown}
         texts = _texts(source, shown, chosen)
         letters = sum(len(row[part] or "") for rows in texts.values() for row in rows.values() for part in _PARTS)
         if letters <= SAMPLES_TOTAL or per_run <= 1:
@@ -413,12 +408,12 @@ def _texts(source: ReportSource, shown: Iterable[Folder], chosen: dict[str, dict
     wanted: dict[str, set[str]] = {}
     for folder in shown:
         names = {name for group in chosen[folder.run.hash].values() for name in group}
-        for each in filter(None, (folder, baseline_of(folder, source.folders))):
+        for each in filter(None, (folder, baseline_of(folder, source.runs.known))):
             wanted.setdefault(each.run.hash, set()).update(names)
     found = {}
     for key, names in wanted.items():
-        folder = source.folders[key]
-        alone = baseline_of(folder, source.folders) is None
+        folder = source.runs.known[key]
+        alone = baseline_of(folder, source.runs.known) is None
         found[key] = {row["example"]: _row(row, alone) for row in folder.rows if row["example"] in names}
     return found
 
@@ -568,7 +563,7 @@ REPORT_DOC = """kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever h
 @tells_warnings
 @tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 where there is nothing to show or no place to put it."""
+    """Run `kvexp report`; exit code 0, or 2 where there is nothing to show or no place to put it."""
     parser = argparse.ArgumentParser(prog="kvexp report", description=REPORT_DOC)
     parser.add_argument("outputs", nargs="?", type=Path, default=Path("outputs"), help="the folder of the runs")
     parser.add_argument("file", nargs="?", type=Path, help="what to write (default: report.html in that folder)")

@@ -179,39 +179,33 @@ def _kl_verdict(row: Row) -> str:
     return NO_VERDICT if verdict == divergence.UNDECIDED else str(verdict)
 
 
-def _quality_verdict(metrics: Sequence[str]) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        if _is_full(row):
-            return ""
-        if quality.few(row):
-            return TOO_FEW
-        return verdict_of(row, "99", metrics).replace("undecided", NO_VERDICT)
-
-    return cell
-
-
 def _long(metric: str, task: Any) -> str:
     """The metric's name in a head of two lines."""
     return short(metric, task).replace("R-", "ROUGE-")
 
 
-def _percent(metric: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        if _is_full(row):
-            return "100" if not absent(row[metric]) else "-"
-        return TOO_FEW if quality.few(row) else fixed(row[f"{metric}_of_full"], 1)
+def _quality_columns(metrics: Sequence[str], headline: str, task: Any) -> list[Column]:
+    """Percent of the full cache's score, its interval and the verdict at 99 %; the full cache's row has its score."""
+    score, low, high = quality.metric_column(headline, task).cell, f"{headline}_low", f"{headline}_high"
 
-    return cell
+    def column(head: str, full: Callable[[Row], str], few: str, cell: Callable[[Row], str], right: bool) -> Column:
+        return Column(head, lambda row: full(row) if _is_full(row) else few if quality.few(row) else cell(row), right)
 
+    def percent(row: Row) -> str:
+        return fixed(row[f"{headline}_of_full"], 1)
 
-def _percent_interval(metric: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        if _is_full(row):
-            return f"({quality.metric_column(metric, row.get('task')).cell(row)})"
-        low, high = row[f"{metric}_low"], row[f"{metric}_high"]
-        return "-" if quality.few(row) or absent(low) else f"{low:.1f} - {high:.1f}"
+    def interval(row: Row) -> str:
+        return "-" if absent(row[low]) else f"{row[low]:.1f} - {row[high]:.1f}"
 
-    return cell
+    def verdict(row: Row) -> str:
+        return verdict_of(row, "99", metrics).replace("undecided", NO_VERDICT)
+
+    head = f"{_long(headline, task)}\n% of full"
+    return [
+        column(head, lambda row: "-" if absent(row[headline]) else "100", TOO_FEW, percent, right=True),
+        column("95 %", lambda row: f"({score(row)})", "-", interval, right=False),
+        column("99 %?", lambda row: "", TOO_FEW, verdict, right=False),
+    ]
 
 
 def _change(row: Row) -> str:
@@ -243,14 +237,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
     if headline is not None:
         enough = any(not absent(row["paired"]) and not quality.few(row) for row in ran)
         score = quality.metric_column(headline, task)
-        if enough:
-            always += [
-                Column(f"{_long(headline, task)}\n% of full", _percent(headline)),
-                Column("95 %", _percent_interval(headline), right=False),
-                Column("99 %?", _quality_verdict(metrics), right=False),
-            ]
-        else:
-            always.append(score)
+        always += _quality_columns(metrics, headline, task) if enough else [score]
         more.append([score] if enough else [])
     if any(row["status"] != "done" and not _only_distance(row) for row in rows):
         always.append(quality.STATUS)

@@ -69,7 +69,7 @@ def normal_quantile(p: float) -> float:
 
 
 def t_quantile(p: float, df: int) -> float:
-    """Student's t with df degrees of freedom."""
+    """Quantile of Student's t with df degrees of freedom."""
     return float(stdtrit(df, p))
 
 
@@ -113,7 +113,7 @@ def corrected_level(comparisons: int, level: float = LEVEL) -> float:
 
 
 def decide(low: float, high: float, mark: float) -> str:
-    """pass, fail, or undecided where the interval straddles the mark (or there is none)."""
+    """Verdict on an interval: pass, fail, or undecided where it straddles the mark (or there is none)."""
     if low >= mark:
         return "pass"
     return "fail" if high < mark else "undecided"
@@ -312,7 +312,7 @@ class Comparison:
 
 
 def compare(folder: Folder, baseline: Folder | None) -> Comparison | None:
-    """Pair by example id; None where there is nothing to compare with, or nothing to compare (void)."""
+    """Scores of a run and its baseline, paired by example; None where one of them has none to compare (void)."""
     if folder.is_baseline or folder.void or baseline is None or baseline.run.numerics != folder.run.numerics:
         return None
     metrics = [name for name in folder.metrics if name in baseline.metrics]
@@ -431,5 +431,5 @@ def _needed(comparison: Comparison, index: int, mark: float, level: float) -> fl
 
 
 def _more_than(comparison: Comparison, wanted: float) -> float:
-    """More examples than there are, even where the bootstrap is a little wider than its normal approximation."""
+    """At least one example more than there are, also where the bootstrap is wider than its normal approximation."""
     return wanted if math.isnan(wanted) else max(wanted, comparison.pairs + 1.0)

@@ -68,7 +68,7 @@ def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first
 
 
 def quality_table(runs: Runs) -> pd.DataFrame:
-    """One row per run shown.
+    """Table of the runs shown, a row each.
 
     A baseline is found also where it is not shown. The verdicts are corrected for the number of compared runs of the
     same model, task and NUMERICS in this table: choosing runs by their results, with a narrower `where`, takes that
@@ -264,7 +264,7 @@ def _tidy(rows: list[Record], labels: set[str], metrics: list[str]) -> pd.DataFr
 
 
 def _label(column: pd.Series[Any]) -> pd.Series[Any]:
-    """Numbers stay numbers if all are; anything mixed or nested becomes text, so that it sorts and fits parquet."""
+    """Column of a label: numbers if all are, else text, so that it sorts and fits parquet."""
     present = [value for value in column if value is not None and value == value]
     if all(isinstance(value, bool) for value in present) and len(present) == len(column):
         return column
@@ -290,18 +290,18 @@ def fixed(value: Any, digits: int) -> str:
 
 
 def called(metric: str, task: Any) -> str:
-    """What a metric is called for people: rows of CONTAINS say `exact` of an answer that holds the reference."""
+    """Name of a metric for people: rows of CONTAINS say `exact` of an answer that holds the reference."""
     return "contains" if metric == "exact" and str(task).split(" ")[0] in CONTAINS else metric
 
 
 def short(metric: str, task: Any = None) -> str:
-    """`called`, as narrow as a column."""
+    """Name of a metric for people, abbreviated for a column."""
     name = called(metric, task)
     return name.replace("rouge", "R-") if name.startswith("rouge") else name
 
 
 def count(value: float) -> str:
-    """1234 -> 1234, 56789 -> 57k, 3.4e6 -> 3.4M; never more than five characters."""
+    """Number in at most five characters: 1234 -> 1234, 56789 -> 57k, 3.4e6 -> 3.4M."""
     if absent(value):
         return "-"
     if math.isinf(value) or value >= 1e9:
@@ -349,7 +349,7 @@ Block = tuple[str, list[Record], list[Column], int]
 
 
 def plain(name: str, head: str, right: bool = True) -> Column:
-    """The value as it is."""
+    """Column of a value as it is; a dash where there is none."""
 
     def cell(row: Row) -> str:
         value = row.get(name)
@@ -359,7 +359,7 @@ def plain(name: str, head: str, right: bool = True) -> Column:
 
 
 def numeric(head: str, name: str, digits: int, times: int = 1) -> Column:
-    """The number with so many digits behind the point; times: 100 for a share that is shown in percent."""
+    """Column of a number with so many digits behind the point; times: 100 for a share that is shown in percent."""
 
     def cell(row: Row) -> str:
         value: Any = row.get(name)
@@ -371,7 +371,7 @@ def numeric(head: str, name: str, digits: int, times: int = 1) -> Column:
 def interval(
     head: str, low: str, high: str, digits: int, times: int = 1, most: float = math.inf, of: str | None = None
 ) -> Column:
-    """Both ends; TOO_FEW without. most: an upper end beyond is no number; of: without this number a dash."""
+    """Column of both ends; TOO_FEW without. most: an upper end beyond is no number; of: a dash without this number."""
 
     def cell(row: Row) -> str:
         if of is not None and absent(row.get(of)):
@@ -385,13 +385,13 @@ def interval(
 
 
 def budget_column(rows: Sequence[Row]) -> Column:
-    """kv_ratio where a row has one, else tokens."""
+    """Column of kv_ratio where a row has one, else of tokens."""
     name = "kv_ratio" if any(not absent(row.get("kv_ratio")) for row in rows) else "tokens"
     return plain(name, name)
 
 
 def question_column(rows: Sequence[Row]) -> list[Column]:
-    """Whether eviction has seen the question, where that is not the same in all rows."""
+    """Column of the place of the question, where it is not the same in all rows."""
     same = len({row.get("question") for row in rows}) < 2
     return [] if same else [plain("question", "question", right=False)]
 
@@ -594,7 +594,7 @@ def metric_column(name: str, task: Any) -> Column:
 
 
 def verdict_of(row: Row, ending: str, metrics: Sequence[str]) -> str:
-    """A failure that the headline does not show names its cause."""
+    """Verdict of a row; a failure that the headline metric does not show names its cause."""
     verdict = "-" if row["status"] == "refused" else str(row[f"verdict{ending}"])
     if verdict != "fail":
         return verdict

@@ -539,7 +539,7 @@ OF = {  # option: the views that have it
 @tells_warnings
 @tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
+    """Run `kvexp results`; exit code 0 if there was something to show, 1 if nothing matched, 2 for a wrong request."""
     methods: list[str] = []
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--measure" in arguments:  # which may need the code of a method of the user's own
@@ -639,7 +639,7 @@ def measured(runs: Runs, methods: Sequence[str], texts: Sequence[str]) -> dict[s
 
 
 def write(path: Path | None, writer: Callable[[Path], Any]) -> None:
-    """Have a file written that was asked for; ConfigError where it cannot be."""
+    """Write a file that was asked for (None: none); ConfigError where it cannot be written."""
     if path is None:
         return
     try:

@@ -245,7 +245,7 @@ def _started(**settings: Any) -> Iterator[Any]:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Python values; None for what is missing."""
+    """Row with plain Python values, None for what is missing."""
     return {
         name: None if _missing(value) else getattr(value, "item", lambda v=value: v)() for name, value in row.items()
     }
@@ -264,7 +264,7 @@ is its hash: published again, it is the same run there."""
 @tells_warnings
 @tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, 1 where no run was chosen, 2 where the request cannot work."""
+    """Run `kvexp log`; exit code 0, 1 where no run was chosen, 2 for a wrong request."""
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
@@ -334,9 +334,6 @@ def _spec_points(frame: pd.DataFrame, metrics: list[str], axes: tuple[str, ...])
     ]
 
 
-NAME = "kvexp"
-
-
 def workspace(spec: dict[str, Any], entity: str, project: str) -> Any:
     """A saved view of the project: the run list with verdicts, one section per section of the spec."""
     import wandb_workspaces.workspaces as ws
@@ -351,7 +348,7 @@ def workspace(spec: dict[str, Any], entity: str, project: str) -> Any:
     )
     settings = ws.WorkspaceSettings(max_runs=100)
     return ws.Workspace(
-        entity=entity, project=project, name=NAME, sections=sections, runset_settings=runs, settings=settings
+        entity=entity, project=project, name=PROJECT, sections=sections, runset_settings=runs, settings=settings
     )
 
 
@@ -365,7 +362,7 @@ def report(spec: dict[str, Any], entity: str, project: str) -> Any:
         runs = wr.Runset(entity=entity, project=project, name="runs", run_settings=colors)
         panels = [panel(each, place) for place, each in enumerate(section["panels"])]
         blocks += [wr.H1(section["name"]), wr.PanelGrid(runsets=[runs], panels=panels)]
-    return wr.Report(entity=entity, project=project, title=NAME, blocks=blocks, width="fluid")
+    return wr.Report(entity=entity, project=project, title=PROJECT, blocks=blocks, width="fluid")
 
 
 def panel(described: dict[str, str], place: int = 0) -> Any:
@@ -398,7 +395,7 @@ heat-maps are not among them: what kvexp.results.wandb_log publishes has no such
 @tells_warnings
 @tells_errors(ConfigError)
 def dashboards(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 with one line that says why not."""
+    """Run `kvexp log dashboards`; exit code 0, or 2 with one line that says why not."""
     parser = argparse.ArgumentParser(prog="kvexp log dashboards", description=DASHBOARDS_DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,6 @@ class KVIndex:
         self.copy_streams: CopyStreams | None = None  # set once it is known where the prompt is
         self.entries: dict[str, _Entry] = {}
         self.notes: dict[str, list[Any]] = {}  # what a row of results should say, per batch row
-        self.pinned = True  # False: no memory was left to pin for something that is shipped
         self._in_flight: dict[str, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._pending_writes: list[tuple[str, list[int], Tensor, torch.cuda.Event | None]] = []
         self._read_by: dict[str, torch.cuda.Event | None] = {}  # the last copy to the device that reads a tensor
@@ -49,12 +48,12 @@ class KVIndex:
         """Add a tensor [B, ...] to the index.
 
         per: axis 2 has one entry per so many positions and grows with them (0: it does not grow). home: the device to
-        keep it on (pinned CPU memory beside a GPU), from which it is copied over at every step; None: it is on the
-        computing device, or is moved there at its first use, so that a job on the host waits for no computation.
+        keep it on (pinned CPU memory where the model is on a GPU), from which it is copied over at every step; None: it
+        is on the computing device, or is moved there at its first use, so that a job on the host waits for no
+        computation.
         """
         if home is not None and self.copy_streams is not None and self.copy_streams.device != home:
-            kept, fine = empty_host(tuple(tensor.shape), tensor, home, pinned=True)
-            tensor, self.pinned = kept.copy_(tensor), self.pinned and fine
+            tensor = empty_host(tuple(tensor.shape), tensor, home, pinned=True).copy_(tensor)
         self.entries[name] = _Entry(tensor, per, home is not None)
 
     def __contains__(self, name: str) -> bool:
@@ -86,11 +85,11 @@ class KVIndex:
         if copy_streams is None or not self._is_remote(entry):
             entry.tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = value
             return
-        part, _ = empty_host(tuple(value.shape), value, entry.tensor.device, pinned=True)
-        copy_streams.record_read(value)
-        with copy_streams.d2h():
+        part = empty_host(tuple(value.shape), value, entry.tensor.device, pinned=True)
+        copy_streams.hold("d2h", value)
+        with copy_streams.copying("d2h"):
             part.copy_(value, non_blocking=True)
-        self._pending_writes.append((name, entries, part, copy_streams.record_d2h()))
+        self._pending_writes.append((name, entries, part, copy_streams.record("d2h")))
 
     def flush(self) -> None:
         """Wait for pending copies to the host and store them in their tensors, which nothing may read meanwhile."""
@@ -109,44 +108,42 @@ class KVIndex:
             if not entry.per or positions <= old.shape[2] * entry.per:
                 continue
             shape = (*old.shape[:2], -(-(positions + 63) // entry.per), *old.shape[3:])
-            new, fine = empty_host(shape, old, old.device, pinned=self._is_remote(entry) and self.pinned)
-            new[:, :, : old.shape[2]] = old
-            new[:, :, old.shape[2] :] = 0
-            entry.tensor, self.pinned = new, self.pinned and fine
+            entry.tensor = empty_host(shape, old, old.device, pinned=self._is_remote(entry))
+            entry.tensor[:, :, : old.shape[2]] = old
+            entry.tensor[:, :, old.shape[2] :] = 0
             self._in_flight.pop(name, None)  # too short by now
 
     # -- shipping -----------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start copying the offloaded tensors to the device, beside the computation of the previous layer."""
+        """Start copying the offloaded tensors to the device, during the computation of the previous layer."""
         if self._pending_writes:
             self.flush()
             self._in_flight.clear()  # prefetched copies that the last step did not use lack the newest tokens
         for name, entry in self.entries.items():
             if self._is_remote(entry) and name not in self._in_flight:
                 assert self.copy_streams is not None
-                with self.copy_streams.h2d():
+                with self.copy_streams.copying("h2d"):
                     arriving = entry.tensor.to(self.copy_streams.device, non_blocking=True)
-                self._read_by[name] = self.copy_streams.record_h2d()
+                self._read_by[name] = self.copy_streams.record("h2d")
                 self._in_flight[name] = (arriving, self._read_by[name])
 
     def _is_remote(self, entry: _Entry) -> bool:
         """Whether the tensor is offloaded to another device than the computing one."""
         return entry.ship and self.copy_streams is not None and entry.tensor.device != self.copy_streams.device
 
+    @property
+    def pinned(self) -> bool:
+        """Whether all tensors that are copied to another device are in pinned memory."""
+        return all(entry.tensor.is_pinned() for entry in self.entries.values() if self._is_remote(entry))
+
+    def tensors(self, *, ship: bool) -> list[Tensor]:
+        """The offloaded tensors (ship), or those on the device."""
+        return [entry.tensor for entry in self.entries.values() if entry.ship == ship]
+
     def nbytes(self, *, ship: bool) -> int:
-        """Bytes of the offloaded tensors (ship), or of those on the device."""
-        return sum(entry.tensor.nbytes for entry in self.entries.values() if entry.ship == ship)
-
-    @property
-    def on_device(self) -> list[Tensor]:
-        """The tensors that are not offloaded."""
-        return [entry.tensor for entry in self.entries.values() if not entry.ship]
-
-    @property
-    def on_host(self) -> list[Tensor]:
-        """The offloaded tensors."""
-        return [entry.tensor for entry in self.entries.values() if entry.ship]
+        """Bytes of `tensors`."""
+        return sum(tensor.nbytes for tensor in self.tensors(ship=ship))
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -155,10 +152,10 @@ class KVIndex:
         self.flush()
         other = copy.copy(self)
         other._in_flight, other._pending_writes, other._read_by = {}, [], {}
-        other.entries = {}
-        for name, entry in self.entries.items():
-            tensor, fine = index_select_host(entry.tensor, rows, pinned=self._is_remote(entry) and self.pinned)
-            other.entries[name], other.pinned = _Entry(tensor, entry.per, entry.ship), other.pinned and fine
+        other.entries = {
+            name: replace(entry, tensor=index_select_host(entry.tensor, rows, pinned=self._is_remote(entry)))
+            for name, entry in self.entries.items()
+        }
         other.notes = {name: [values[i] for i in rows.tolist()] for name, values in self.notes.items()}
         return other
 
@@ -228,15 +225,9 @@ def _select(x: Tensor, problems: Tensor) -> Tensor:
 def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest centroid [N, n] of points [N, n, d], and the squared distance to it less the point's squared norm."""
     half = centroids.square().sum(-1) / 2
-    if points.shape[1] <= _points_per_tile(centroids):
-        closeness, label = torch.baddbmm(-half[:, None], points, centroids.transpose(1, 2)).max(-1)
-        return label, -2 * closeness
-    labels, gaps = [], []
-    for part in points.split(_points_per_tile(centroids), dim=1):
-        closeness, label = torch.baddbmm(-half[:, None], part, centroids.transpose(1, 2)).max(-1)
-        labels.append(label)
-        gaps.append(-2 * closeness)
-    return torch.cat(labels, dim=1), torch.cat(gaps, dim=1)
+    tiles = points.split(_points_per_tile(centroids), dim=1)
+    found = [torch.baddbmm(-half[:, None], tile, centroids.transpose(1, 2)).max(-1) for tile in tiles]
+    return torch.cat([each.indices for each in found], dim=1), -2 * torch.cat([each.values for each in found], dim=1)
 
 
 def _update_centroids(points: Tensor, labels: Tensor, gaps: Tensor, centroids: Tensor) -> Tensor:
@@ -262,9 +253,8 @@ def _cluster_sums_by_product(points: Tensor, labels: Tensor, centroids: Tensor) 
     """`_cluster_sums` by matrix products: on a GPU scattered additions come in another order every time."""
     n, clusters = centroids.shape[:2]
     sums, counts = torch.zeros_like(centroids), points.new_zeros(n, clusters)
-    for part, label in zip(
-        points.split(_points_per_tile(centroids), dim=1), labels.split(_points_per_tile(centroids), dim=1), strict=True
-    ):
+    tile = _points_per_tile(centroids)
+    for part, label in zip(points.split(tile, dim=1), labels.split(tile, dim=1), strict=True):
         member = torch.nn.functional.one_hot(label, clusters).to(points.dtype)
         sums = sums + torch.bmm(member.transpose(1, 2), part)
         counts = counts + member.sum(1)
@@ -308,36 +298,23 @@ class CostModel:
     base: tuple[float, ...]
     per_iteration: tuple[float, ...]
 
-    def iterations(self, tokens: int, *, share: float = 1.0, least: int = MIN_ITERATIONS, most: int = 300) -> int:
-        """int((share * compute - base) / per_iteration + MIN_ITERATIONS), within [least, most].
+    def iterations(self, tokens: int, *, share: float = 1.0, most: int = 300) -> int:
+        """int((share * compute - base) / per_iteration + MIN_ITERATIONS), within [MIN_ITERATIONS, most].
 
         Source: PQCache, arXiv:2407.12820, section 3.3, which leaves the formula open; this is that of its code, with
-        coefficients measured here instead of one card's. Defaults are those of the SIGMOD version; the first release
-        has share=0.5 (it clusters while two layers compute) and most=10.
+        coefficients measured here instead of one card's. Defaults are the SIGMOD version's; the first release has
+        share=0.5 (it clusters while two layers compute) and most=10.
         """
-        spare = share * polyval(self.compute, tokens) - polyval(self.base, tokens)
-        slope = polyval(self.per_iteration, tokens)
+        spare = share * np.polyval(self.compute, tokens) - np.polyval(self.base, tokens)
+        slope = np.polyval(self.per_iteration, tokens)
         wanted = spare / slope + MIN_ITERATIONS if slope > 0 else float(most)
-        return max(least, min(most, int(wanted)))
+        return max(MIN_ITERATIONS, min(most, int(wanted)))
 
 
-def polyval(polynomial: Sequence[float], x: float) -> float:
-    """The value of a polynomial, highest power first, at x."""
-    value = 0.0
-    for coefficient in polynomial:
-        value = value * x + coefficient
-    return value
-
-
-def polyfit(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> tuple[float, ...]:
+def fitted(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> tuple[float, ...]:
     """Polynomial fitted by least squares, highest power first; errors are relative, so that short prompts fit too."""
-    x, y = (torch.tensor(values, dtype=torch.float64) for values in (lengths, seconds))
-    degree = min(degree, len(set(lengths)) - 1)
-    scale = x.max()
-    powers = torch.stack([(x / scale) ** p for p in range(degree, -1, -1)], dim=1)
-    found = torch.linalg.lstsq(powers / y[:, None], torch.ones_like(y)[:, None]).solution[:, 0]
-    scales = torch.stack([scale**p for p in range(degree, -1, -1)])
-    return tuple((found / scales).tolist())
+    weights = 1 / np.asarray(seconds)
+    return tuple(np.polyfit(lengths, seconds, min(degree, len(set(lengths)) - 1), w=weights).tolist())
 
 
 def profile_kmeans(
@@ -358,7 +335,7 @@ def profile_kmeans(
         slopes.append(max(1e-9, (more - few[-1]) / (TIMED_ITERATIONS - MIN_ITERATIONS)))
         if time.perf_counter() - start > MAX_SECONDS:
             break
-    return CostModel(polyfit(known, compute, 2), polyfit(known, few, 1), polyfit(known, slopes, 1))
+    return CostModel(fitted(known, compute, 2), fitted(known, few, 1), fitted(known, slopes, 1))
 
 
 def clustering_seconds(

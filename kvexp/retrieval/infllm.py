@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Protocol, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -13,35 +13,11 @@ from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, 
 from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.topk import topk_slots
 from kvexp.retrieval.index import KVIndex
-from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, StoredPrompt
+from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, StoredPrompt, left_aligned
 from kvexp.retrieval.offload import BlockCacheConfig
 from kvexp.util import AtLeast, ConfigError
 
 # InfLLM's arithmetic: block representatives, positions clamped at the window's edge, blockwise prefill.
-
-
-class BlockSettings(Protocol):
-    """What of the method's settings its arithmetic goes by, in tokens: see `kvexp.retrieval.infllm.InfLLM`."""
-
-    @property
-    def n_sinks(self) -> int: ...
-
-    @property
-    def block(self) -> int: ...
-
-    @property
-    def repr_tokens(self) -> int: ...
-
-    @property
-    def chunk(self) -> int: ...
-
-    @property
-    def choice(self) -> str:
-        """Which heads select together: shared (all of a layer), kv_head or query_head."""
-
-    @property
-    def clamps_positions(self) -> bool:
-        """Whether what is farther than the window stands at its edge."""
 
 
 def clamped_query(query: Tensor, positions: Tensor, edge: Tensor, params: AttentionParams) -> Tensor:
@@ -59,7 +35,7 @@ def clamped_keys(keys: Tensor, positions: Tensor, params: AttentionParams) -> Te
 
 
 def clamped_inputs(inputs: AttentionInputs, edge: Tensor) -> AttentionInputs:
-    """The same inputs with every key edge [B] positions away from every query."""
+    """Copy of the inputs with every key edge [B] positions away from every query."""
     positions = inputs.positions.expand(inputs.keys.shape[:3])
     zero = torch.zeros_like(positions)
     query_positions = edge[:, None, None].expand(-1, inputs.keys.shape[1], inputs.query.shape[3])
@@ -93,7 +69,7 @@ def window_attention_masses(inputs: AttentionInputs, windows: Sequence[list[int]
 
 
 def representatives(
-    method: BlockSettings, keys: Tensor, received: Tensor, start: int, params: AttentionParams
+    method: InfLLM, keys: Tensor, received: Tensor, start: int, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """The representatives of n blocks from position `start`: keys [B, H, n, G, D], positions [B, H, n, G].
 
@@ -113,7 +89,7 @@ def representatives(
 
 
 def blockwise_prefill(
-    method: BlockSettings, inputs: AttentionInputs, local: list[int], counts: list[int]
+    method: InfLLM, inputs: AttentionInputs, local: list[int], counts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Prefill in chunks, row by row: output [B, H, G, Q, Dv] and the attention [B, H, S, G] received by each column.
 
@@ -138,7 +114,7 @@ def blockwise_prefill(
 
 
 def block_scores(
-    method: BlockSettings,
+    method: InfLLM,
     query: Tensor,
     query_positions: Tensor,
     keys: Tensor,
@@ -158,9 +134,7 @@ def block_scores(
     return x.sum(1, keepdim=True).expand_as(x) if method.choice == "shared" else x
 
 
-def _one_row(
-    method: BlockSettings, inputs: AttentionInputs, local: int, count: int, out: Tensor, received: Tensor
-) -> None:
+def _one_row(method: InfLLM, inputs: AttentionInputs, local: int, count: int, out: Tensor, received: Tensor) -> None:
     """Blockwise prefill of one unpadded row; writes out [1, H, G, T, Dv] and received [1, H, T, G].
 
     local: past tokens of the recent window; count: slots to select.
@@ -193,7 +167,7 @@ def _one_row(
 
 
 def distant_slots(
-    method: BlockSettings, inputs: AttentionInputs, rows: slice, blocks: int, count: int, received: Tensor, edge: Tensor
+    method: InfLLM, inputs: AttentionInputs, rows: slice, blocks: int, count: int, received: Tensor, edge: Tensor
 ) -> Tensor:
     """Slots [1, H, N] that a chunk sees beyond its window: sinks, selected blocks, and tokens in no complete block.
 
@@ -232,9 +206,6 @@ def _part(inputs: AttentionInputs, rows: slice, slots: Tensor) -> AttentionInput
         in_column_order=False,
         padded=True,
     )
-
-
-# InfLLM: blocks of the past, each known by its representative tokens; whole blocks are chosen.
 
 
 @dataclass(frozen=True)
@@ -321,7 +292,7 @@ class InfLLM(Retrieval):
                 prompt.index.register("received", received)
 
     def build(self, index: KVIndex, prompt: PrefillKV) -> None:
-        received = prompt.left_aligned(index["received"])
+        received = left_aligned(index["received"], prompt.lengths)
         blocks = max(0, max(prompt.lengths) - self.n_sinks) // self.block
         inside = slice(self.n_sinks, self.n_sinks + blocks * self.block)
         own = prompt.keys[:, :, inside], received[:, :, inside]

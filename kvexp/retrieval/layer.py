@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,13 +108,19 @@ class RetrievalLayer:
         """Drop everything held; the next forward starts a prompt."""
         self.slots: Slots | None = None  # the prompt, until it ends
         self.memory: OffloadedKV | None = None
-        self.kv_index: KVIndex | None = KVIndex()
+        self.kv_index = KVIndex()
         self.layer_slots: LayerSlots | None = None
-        self.selection_stats: SelectionStats | None = None
+        self.selection_stats = SelectionStats(0)
         self.seq_len = 0
         self.first_eviction: list[int | None] = []  # per row: decode tokens seen when a token was first not attended to
         self.index_job: BackgroundTask | None = None
         self.memory_tracker.set_resident(self.index, 0)
+
+    def require_memory(self) -> OffloadedKV:
+        """The tokens held; CacheError before the prompt has ended."""
+        if self.memory is None:
+            raise CacheError("this layer has not seen a prompt yet")
+        return self.memory
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
@@ -125,7 +131,7 @@ class RetrievalLayer:
         if sequence.in_prompt:
             prompt = self._store(query, key, value, params, positions)
             out = self.method.attend_prompt(prompt.inputs, prompt.index, prompt.local, prompt.counts)
-            self._end_prompt(prompt.inputs)
+            self._finish_prefill(prompt.inputs)
         else:
             if self.index == 0 and padding is not None and not bool(padding[:, -key.shape[2] :].all()):
                 raise CacheError("a new token is masked out: every row takes a real token at every step")
@@ -148,7 +154,7 @@ class RetrievalLayer:
 
     def index_prompt(self, prompt: StoredPrompt) -> None:
         """Index a prompt that has been stored and observed."""
-        self._end_prompt(prompt.inputs)
+        self._finish_prefill(prompt.inputs)
         self._report()
         self.sequence.layer_done()
 
@@ -165,7 +171,7 @@ class RetrievalLayer:
 
     def _report(self) -> None:
         """Tell the memory tracker the bytes on the device and offloaded."""
-        if self.memory is None or self.kv_index is None:
+        if self.memory is None:
             assert self.slots is not None
             self.memory_tracker.set_resident(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
             return
@@ -181,13 +187,12 @@ class RetrievalLayer:
 
         Codes and other whole numbers of the index count as they are, as in `MemoryTracker`.
         """
-        if self.memory is None or self.kv_index is None:
+        if self.memory is None:
             return None
         half = self.memory.keys.element_size() / 2
-        held, index = self.memory.resident_bytes, self.countable_index
-        tensors = index.on_device
+        held, tensors = self.memory.resident_bytes, self.countable_index.tensors(ship=False)
         if not self.method.offload:
-            held, tensors = held + self.memory.host_bytes, [*tensors, *index.on_host]
+            held, tensors = held + self.memory.host_bytes, [*tensors, *self.countable_index.tensors(ship=True)]
         return round(held / half) + bytes_at_16(*tensors)
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
@@ -223,15 +228,9 @@ class RetrievalLayer:
             in_column_order=True,
             padded=sequence.padded or not sequence.prompt_complete,
         )
-        assert self.kv_index is not None
         allowed = self.layer_slots
         local, counts = ([], []) if allowed is None else (allowed.recent, self._num_to_select())
         return StoredPrompt(inputs, self.kv_index, local, counts)
-
-    def _end_prompt(self, inputs: AttentionInputs) -> None:
-        """Index the prompt if it has ended."""
-        if self.sequence.prompt_complete:
-            self._finish_prefill(inputs, list(self.sequence.prompt_lengths))
 
     def _num_to_select(self) -> list[int]:
         """How many slots the method selects, per row: the budget without sinks, window and current token."""
@@ -239,10 +238,12 @@ class RetrievalLayer:
         pairs = zip(self.layer_slots.kept, self.layer_slots.recent, strict=True)
         return [max(0, kept - recent - self.method.n_sinks) for kept, recent in pairs]
 
-    def _finish_prefill(self, inputs: AttentionInputs, lengths: list[int]) -> None:
-        """Offload the prompt, which has ended, and index it. lengths: real tokens per row."""
-        sequence, method = self.sequence, self.method
-        assert self.layer_slots is not None and self.slots is not None and self.kv_index is not None
+    def _finish_prefill(self, inputs: AttentionInputs) -> None:
+        """Offload the prompt and index it, if it has ended."""
+        sequence, method, lengths = self.sequence, self.method, list(self.sequence.prompt_lengths)
+        if not sequence.prompt_complete:
+            return
+        assert self.layer_slots is not None and self.slots is not None
         room = max(lengths) + (sequence.max_new_tokens or 0)
         layout = OffloadConfig(method.n_sinks, self.layer_slots.recent, room, method.offload, method.cache)
         memory = OffloadedKV(inputs.keys, inputs.values, lengths, layout)
@@ -261,7 +262,8 @@ class RetrievalLayer:
             beams=sequence.num_beams,
             calibration=self.group.calibration,
         )
-        kv_index, kv_index.copy_streams = self.kv_index, memory.copy_streams
+        kv_index = self.kv_index
+        kv_index.copy_streams = memory.copy_streams
 
         def build() -> None:
             if on_host:
@@ -278,15 +280,10 @@ class RetrievalLayer:
 
     def _step(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, positions: Tensor) -> Tensor:
         """One new token: query [B, H, G, 1, D], key [B, H, 1, D], positions [B, 1] -> [B, H, G, 1, Dv]."""
-        memory, method, kv_index = self.memory, self.method, self.wait_for_index()
-        assert (
-            memory is not None
-            and kv_index is not None
-            and self.layer_slots is not None
-            and self.selection_stats is not None
-        )
+        memory, method, kv_index = self.require_memory(), self.method, self.wait_for_index()
+        assert self.layer_slots is not None
         following = self.group.states[(self.index + 1) % self.layers]
-        if following.index_job is not None and following.index_job.done and following.kv_index is not None:
+        if following.index_job is not None and following.index_job.done:
             following.kv_index.prefetch()
         new_positions = list(memory.lengths)
         memory.add(key, value)
@@ -296,19 +293,8 @@ class RetrievalLayer:
         )
         everything = retrieval_query.all_candidates()
         chosen = method.select(retrieval_query) if everything is None else Selection(everything)
-        inputs = self._inputs(query, positions, params, chosen.slots)
-        out = method.attend(inputs, retrieval_query, chosen)
-        self.selection_stats.update(inputs, retrieval_query, method.n_sinks, out)
-        self.first_eviction = self.sequence.first_eviction_steps(
-            self.first_eviction, [k + 1 for k in self.layer_slots.kept]
-        )
-        return out
-
-    def _inputs(self, query: Tensor, positions: Tensor, params: AttentionParams, slots: Tensor) -> AttentionInputs:
-        """The inputs of a new token's attention: sinks, the selected slots [B, H, N], window and the token itself."""
-        assert self.memory is not None
-        keys, values, attended, complete = self.memory.read(slots)
-        return AttentionInputs(
+        keys, values, attended, complete = memory.read(chosen.slots)
+        inputs = AttentionInputs(
             query=query,
             keys=keys,
             values=values,
@@ -317,13 +303,19 @@ class RetrievalLayer:
             params=params,
             all_visible=complete and params.sliding_window is None,
         )
+        out = method.attend(inputs, retrieval_query, chosen)
+        self.selection_stats.update(inputs, retrieval_query, method.n_sinks, out)
+        self.first_eviction = self.sequence.first_eviction_steps(
+            self.first_eviction, [k + 1 for k in self.layer_slots.kept]
+        )
+        return out
 
     @property
     def countable_index(self) -> KVIndex:
         """The index, or an empty one while another thread may still build it, so that byte counts are deterministic."""
-        return self.kv_index if self.kv_index and (self.index_job is None or self.index_job.joined) else KVIndex()
+        return self.kv_index if self.index_job is None or self.index_job.joined else KVIndex()
 
-    def wait_for_index(self) -> KVIndex | None:
+    def wait_for_index(self) -> KVIndex:
         """The index, after waiting until it is built."""
         if self.index_job is not None:
             self.index_job.wait()
@@ -341,7 +333,7 @@ class RetrievalLayer:
         """Copy the tokens and index of batch rows `rows` [n] from another layer, which stays as it is."""
         self.slots = other.slots.index_rows(rows) if other.slots is not None else None
         self.memory = other.memory.index_rows(rows) if other.memory is not None else None
-        self.kv_index = other.kv_index.index_rows(rows) if other.kv_index is not None else None
+        self.kv_index = other.kv_index.index_rows(rows)
         self._report()
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
@@ -349,30 +341,27 @@ class RetrievalLayer:
         chosen = rows.tolist()
         if self.slots is not None:
             self.slots.select_rows(rows)
-        if self.memory is not None and self.kv_index is not None and chosen != list(range(len(self.memory.lengths))):
+        if self.memory is not None and chosen != list(range(len(self.memory.lengths))):
             self.wait_for_index()
             self.memory, self.kv_index = self.memory.index_rows(rows), self.kv_index.index_rows(rows)
             self._report()
         if self.layer_slots is not None:
             self.layer_slots.select_rows(rows, same_prompts=same_prompts)
-        if self.selection_stats is not None:
-            self.selection_stats.select_rows(rows, same_prompts=same_prompts)
+        self.selection_stats.select_rows(rows, same_prompts=same_prompts)
         if not same_prompts:
             self.first_eviction = [self.first_eviction[i] for i in chosen] if self.first_eviction else []
 
     @property
     def retained_attention(self) -> Tensor | None:
         """As of `SelectionStats`, [B]; None before the first new token."""
-        return self.selection_stats.retained_attention if self.selection_stats is not None else None
+        return self.selection_stats.retained_attention
 
     def kept_positions(self, rows: slice = slice(None)) -> list[list[list[int]]]:
         """Position ids that the newest token attended to, per batch row and kv head, ascending.
 
         Before the first new token: all positions of the prompt.
         """
-        if self.memory is None or self.selection_stats is None:
-            raise CacheError("this layer has not seen a prompt yet")
-        return self.selection_stats.positions(self.memory)[rows]
+        return self.selection_stats.positions(self.require_memory())[rows]
 
 
 def share_prompt(
@@ -406,56 +395,36 @@ def retrieval_stats(states: Sequence[Any], rows: Sequence[int]) -> dict[str, Any
     component). cache_hit_rate: of the (kv head, token) pairs chosen, those found in the block cache. kmeans_iterations:
     mean. notes: fallbacks in plain words.
     """
-    found = [_Layer.of(state) for state in states if isinstance(state, RetrievalLayer)]
-    layers = [layer for layer in found if layer is not None]
+    layers = [state for state in states if isinstance(state, RetrievalLayer) and state.memory is not None]
     if not layers:
         return None
-    memory, method = layers[0].memory, layers[0].method
-    traffic = [layer.memory.traffic[row] for layer in layers for row in rows]
+    memories, method = [layer.require_memory() for layer in layers], layers[0].method
+    dim = memories[0].keys.shape[3]
+    traffic = [memory.traffic[row] for memory in memories for row in rows]
     steps = sum(layer.selection_stats.steps for layer in layers) * len(rows)
     near = sum(layer.selection_stats.num_resident[row] for layer in layers for row in rows)
     asked, hits = sum(t.lookups for t in traffic), sum(t.hits for t in traffic)
-    away = sum(layer.memory.host_bytes + layer.index.nbytes(ship=True) for layer in layers) if method.offload else 0
+    away = sum(memory.host_bytes for memory in memories)
+    away += sum(layer.countable_index.nbytes(ship=True) for layer in layers)
     iterations = _noted(layers, "kmeans_iterations", rows)
-    return {
-        "attended": (near + asked / memory.keys.shape[1]) / steps if steps else None,
-        "offloaded_bytes": away * len(rows) // len(memory.lengths),
-        "moved_bytes": sum(t.d2h + t.h2d for t in traffic),
-        "fetched_bytes": sum(t.h2d for t in traffic),
-        "search_share": method.index_bits_per_token(memory.keys.shape[3]) / (16 * memory.keys.shape[3]),
-        "cache_hit_rate": hits / asked if asked and memory.cache is not None else None,
-        "kmeans_iterations": sum(iterations) / len(iterations) if iterations else None,
-        "notes": _notes(layers, rows),
-    }
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """The parts of a layer whose prompt has ended."""
-
-    memory: OffloadedKV
-    index: KVIndex
-    selection_stats: SelectionStats
-    method: Retrieval
-
-    @classmethod
-    def of(cls, state: RetrievalLayer) -> _Layer | None:
-        if state.memory is None or state.selection_stats is None:
-            return None
-        return cls(state.memory, state.countable_index, state.selection_stats, state.method)
-
-
-def _noted(layers: list[_Layer], name: str, rows: Iterable[int]) -> list[Any]:
-    """The notes called `name` of these batch rows in all layers' indices, as one list."""
-    notes = [layer.index.notes.get(name) for layer in layers]
-    return [values[row] for values in notes if values is not None for row in rows]
-
-
-def _notes(layers: list[_Layer], rows: Sequence[int]) -> list[str]:
-    """Sentences on where these batch rows were not searched or stored as configured."""
     notes = []
     if any(_noted(layers, "exact", rows)):
         notes.append("no more tokens to cluster than centroids: searched exactly")
-    if any(not (layer.memory.pinned and layer.index.pinned) for layer in layers):
+    if not all(layer.require_memory().pinned and layer.countable_index.pinned for layer in layers):
         notes.append("no more memory could be pinned: ordinary memory was used, copies wait for each other")
-    return notes
+    return {
+        "attended": (near + asked / memories[0].keys.shape[1]) / steps if steps else None,
+        "offloaded_bytes": away * len(rows) // len(memories[0].lengths) if method.offload else 0,
+        "moved_bytes": sum(t.d2h + t.h2d for t in traffic),
+        "fetched_bytes": sum(t.h2d for t in traffic),
+        "search_share": method.index_bits_per_token(dim) / (16 * dim),
+        "cache_hit_rate": hits / asked if asked and memories[0].cache is not None else None,
+        "kmeans_iterations": sum(iterations) / len(iterations) if iterations else None,
+        "notes": notes,
+    }
+
+
+def _noted(layers: list[RetrievalLayer], name: str, rows: Sequence[int]) -> list[Any]:
+    """The notes called `name` of these batch rows in all layers' indices, as one list."""
+    notes = [layer.countable_index.notes.get(name) for layer in layers]
+    return [values[row] for values in notes if values is not None for row in rows]

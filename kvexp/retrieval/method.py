@@ -17,9 +17,6 @@ from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.offload import BlockCacheConfig, OffloadedKV, step_layout
 from kvexp.util import AtLeast, Range
 
-# The query of one decode step, with all that a retrieval method may use to select slots for it.
-
-
 Combine = Literal["softmax_sum", "raw_sum", "max"]  # of the logits of a kv head's query heads
 
 
@@ -55,8 +52,7 @@ class RetrievalQuery:
         query [B, H, G, D]; positions [B]; most: how many slots to select in each row, if there are as many candidates.
         """
         sinks = memory.config.sinks
-        ends = [length - 1 - local for length, local in zip(memory.lengths, memory.config.local, strict=True)]
-        counts = [min(count, max(0, end - sinks)) for count, end in zip(most, ends, strict=True)]
+        counts = [min(count, there) for count, there in zip(most, memory.candidate_counts, strict=True)]
         candidates = step_layout(memory.lengths, memory.config.local, sinks, query.device).candidates
         if params.sliding_window is not None:
             slots = torch.arange(memory.length, device=query.device)
@@ -70,10 +66,9 @@ class RetrievalQuery:
 
     def all_candidates(self) -> Tensor | None:
         """All candidates as `Selection.slots` [B, H, N], where every row may select all of them; else None."""
-        sinks, local = self.memory.config.sinks, self.memory.config.local
-        pairs = zip(self.counts, self.memory.lengths, local, strict=True)
-        if any(count < length - 1 - past - sinks for count, length, past in pairs):
+        if self.counts != self.memory.candidate_counts:
             return None
+        sinks = self.memory.config.sinks
         slots = torch.arange(self.memory.length, device=self.query.device).expand(*self.query.shape[:2], -1)
         return slots.masked_fill(~self.candidates, -1)[:, :, sinks : sinks + self.max_k]
 
@@ -83,8 +78,6 @@ class RetrievalQuery:
         past: everything up to the query itself is left unmasked, not only the candidates.
         """
         x = dots.float() * self.params.scale
-        if self.params.alibi is None and not past:
-            return x.masked_fill_(~self.candidates[:, :, None], -torch.inf)
         slots = torch.arange(x.shape[-1], device=x.device)
         if self.params.alibi is not None:
             slopes = self.params.alibi.to(x.device).view(1, *x.shape[1:3], 1)
@@ -158,10 +151,6 @@ class PrefillKV:
     beams: int = 1
     calibration: Any = None
 
-    def left_aligned(self, x: Tensor) -> Tensor:
-        """x [B, H, S, *], padded on the left, moved to slot = position, as `keys` and `values` are."""
-        return left_aligned(x, self.lengths)
-
     def real(self) -> Tensor:
         """The slots that hold a token: [B, S] bool."""
         ends = torch.tensor(self.lengths, device=self.device)
@@ -228,7 +217,7 @@ class Retrieval(Method):
         raise NotImplementedError
 
     def select(self, retrieval_query: RetrievalQuery) -> Selection:
-        """The slots to attend to besides sinks, window and current token: by default those of highest relevance."""
+        """The slots to attend to in addition to sinks, window and current token: by default the most relevant ones."""
         return Selection(retrieval_query.topk(self.relevance(retrieval_query)))
 
     # -- what a method may do differently -----------------------------------------------------------------------------
@@ -264,7 +253,7 @@ class Retrieval(Method):
 
     @property
     def indexes_on_host(self) -> bool:
-        """Whether `build` runs on the CPU beside a GPU's computation; it is waited for at the first new token."""
+        """Whether `build` runs on the CPU during a GPU's computation; the first new token waits for it."""
         return False
 
     @property

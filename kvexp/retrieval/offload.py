@@ -18,21 +18,17 @@ from kvexp.util import AtLeast, ConfigError, check_fields
 # Where the sinks, candidates and window of a decode step lie: the same in every layer, so it is made once a step.
 
 
-HELD = 64  # layouts kept: one per cache that decodes in the same steps
-
-
 @dataclass(frozen=True)
 class StepLayout:
     """The positions of one decode step. Tensors are shared by layers and caches: nothing may write to them.
 
-    first [B, n]: of the sinks; last [B, W]: of the recent window and the newest token, ascending; -1: none. candidates
-    [B, 1, S] bool: slots in between; hidden [B, 1, S] bool: the others.
+    first [B, 1, n]: of the sinks; last [B, 1, W]: of the recent window and the newest token, ascending; -1: none.
+    candidates [B, 1, S] bool: slots in between.
     """
 
     first: Tensor
     last: Tensor
     candidates: Tensor
-    hidden: Tensor
 
 
 def step_layout(lengths: list[int], local: list[int], sinks: int, device: torch.device) -> StepLayout:
@@ -43,59 +39,48 @@ def step_layout(lengths: list[int], local: list[int], sinks: int, device: torch.
     return _step_layout(tuple(lengths), tuple(local), sinks, device, torch.is_inference_mode_enabled())
 
 
-@lru_cache(maxsize=HELD)
+@lru_cache(maxsize=64)  # one per cache that decodes in the same steps
 def _step_layout(
     lengths: tuple[int, ...], local: tuple[int, ...], sinks: int, device: torch.device, inference: bool
 ) -> StepLayout:
     """As `step_layout`; inference: torch's mode, since a tensor made in it is of no use to autograd."""
     width = max(local) + 1
-    ends = torch.tensor(lengths, device=device)[:, None]
-    oldest = ends - 1 - torch.tensor(local, device=device)[:, None]
-    first = torch.arange(sinks, device=device).expand(len(lengths), -1)
+    ends = torch.tensor(lengths, device=device)[:, None, None]
+    oldest = ends - 1 - torch.tensor(local, device=device)[:, None, None]
+    first = torch.arange(sinks, device=device).expand(len(lengths), 1, -1)
     last = ends - width + torch.arange(width, device=device)
     slots = torch.arange(max(lengths), device=device)
-    candidates = ((slots >= sinks) & (slots < oldest))[:, None]
     return StepLayout(
         first=first.masked_fill(first >= ends, -1),
         last=last.masked_fill((last < oldest) | (last < sinks), -1),
-        candidates=candidates,
-        hidden=~candidates,
+        candidates=(slots >= sinks) & (slots < oldest),
     )
 
 
-# CUDA streams for copies between a GPU and the CPU beside the computation; on a CPU the same calls copy at once.
+# CUDA streams for copies between a GPU and the CPU during the computation; on a CPU the same calls copy at once.
+
+Way = Literal["d2h", "h2d"]  # from the device to the host, from the host to the device
 
 
 class CopyStreams:
-    """One copy stream from the device to the host and one back; without streams, copies are synchronous."""
+    """One copy stream for each `Way`; without streams, copies are synchronous and there are no events."""
 
     def __init__(self, device: torch.device, *, streams: bool) -> None:
         self.device = device
-        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if streams else None
+        ways: tuple[Way, ...] = ("d2h", "h2d")
+        self.streams = {way: torch.cuda.Stream(device) for way in ways} if streams else {}
 
-    def _on(self, which: int) -> Any:
-        """Context in which copies run on stream `which` (0: to host, 1: to device), after what was issued so far."""
-        if self.streams is None:
+    def copying(self, way: Way) -> Any:
+        """Context for copies; they start after everything issued so far."""
+        if way not in self.streams:
             return contextlib.nullcontext()
         # What is copied was computed on the stream in progress, and what is overwritten may still be read there.
-        self.streams[which].wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.streams[which])
+        self.streams[way].wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.streams[way])
 
-    def d2h(self) -> Any:
-        """Context for copies from the device to the host; they start after everything issued so far."""
-        return self._on(0)
-
-    def h2d(self) -> Any:
-        """Context for copies from the host to the device; they start after everything issued so far."""
-        return self._on(1)
-
-    def record_d2h(self) -> torch.cuda.Event | None:
-        """An event that is reached when all device-to-host copies so far have arrived; None without streams."""
-        return self.streams[0].record_event() if self.streams is not None else None
-
-    def record_h2d(self) -> torch.cuda.Event | None:
-        """An event that is reached when all host-to-device copies so far have arrived; None without streams."""
-        return self.streams[1].record_event() if self.streams is not None else None
+    def record(self, way: Way) -> torch.cuda.Event | None:
+        """An event that is reached when all copies of this way so far have arrived; None without streams."""
+        return self.streams[way].record_event() if self.streams else None
 
     def wait(self, event: torch.cuda.Event | None, *arrived: Tensor) -> None:
         """Let the computation's stream wait for `event`.
@@ -109,19 +94,11 @@ class CopyStreams:
         for tensor in arrived:
             tensor.record_stream(current)
 
-    def record_read(self, *tensors: Tensor) -> None:
-        """Keep the memory of tensors that device-to-host copies read until these copies are done."""
-        self._used(0, tensors)
-
-    def record_write(self, *tensors: Tensor) -> None:
-        """Keep the memory of tensors that host-to-device copies write until these copies are done."""
-        self._used(1, tensors)
-
-    def _used(self, which: int, tensors: tuple[Tensor, ...]) -> None:
-        """Tell torch that stream `which` uses these tensors, so that their memory is not reused before it is done."""
-        if self.streams is not None:
+    def hold(self, way: Way, *tensors: Tensor) -> None:
+        """Keep the device memory of tensors that copies of this way use until these copies are done."""
+        if self.streams:
             for tensor in tensors:
-                tensor.record_stream(self.streams[which])
+                tensor.record_stream(self.streams[way])
 
 
 @lru_cache(maxsize=16)
@@ -130,123 +107,51 @@ def get_streams(device: torch.device, offloaded: bool) -> CopyStreams:
     return CopyStreams(device, streams=offloaded)
 
 
-def empty_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pinned: bool) -> tuple[Tensor, bool]:
-    """An empty tensor of `like`'s dtype on `device`, in pinned memory if asked for; and whether it is where asked.
+def empty_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pinned: bool) -> Tensor:
+    """An empty tensor of `like`'s dtype on `device`, in pinned memory if asked for.
 
-    Where no more memory can be pinned, ordinary memory is used: copies are then slower and wait for each other.
+    Where no more memory can be pinned, it is ordinary memory: copies are then slower and wait for each other.
     """
-    if pinned:
-        try:
-            return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=True), True
-        except RuntimeError:
-            return torch.empty(shape, dtype=like.dtype, device=device), False
-    return torch.empty(shape, dtype=like.dtype, device=device), True
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=pinned)
+    return torch.empty(shape, dtype=like.dtype, device=device)
 
 
-def index_select_host(x: Tensor, rows: Tensor, *, pinned: bool) -> tuple[Tensor, bool]:
-    """Batch rows `rows` [n] of a host tensor as a new host tensor; and whether that is pinned, if asked for.
-
-    As of `empty_host`.
-    """
-    made, fine = empty_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
-    return torch.index_select(x, 0, rows.to(x.device), out=made), fine
-
-
-# Replacement policies of the block cache: least frequently used, least recently used.
-
-
-class Policy:
-    """A set of at most `limit` cached blocks. slots: block number -> cache slot 0..limit-1."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.slots: dict[int, int] = {}
-
-    def insert(self, block: int) -> None:
-        """Count a use of the block; a block not cached is inserted, in place of another one where the cache is full."""
-        if block in self.slots:
-            self._touch(block)
-            return
-        room = len(self.slots) < self.limit
-        self.slots[block] = len(self.slots) if room else self.slots.pop(self._evict())
-        self._insert(block)
-
-    def _touch(self, block: int) -> None:
-        """Record a use of a cached block."""
-        raise NotImplementedError
-
-    def _insert(self, block: int) -> None:
-        """Record a block that has just been cached."""
-        raise NotImplementedError
-
-    def _evict(self) -> int:
-        """Choose the block to evict and remove it from the policy's own records."""
-        raise NotImplementedError
-
-
-class LFU(Policy):
-    """Evicts the least frequently used block, among equals the one that reached its count first. Counts never age.
-
-    As the block cache of PQCache's release (arXiv:2407.12820, section 3.4).
-    """
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(limit)
-        self.counts: dict[int, int] = {}
-        self.by_count: dict[int, dict[int, None]] = {}  # count -> blocks, in the order in which they came to it
-
-    def _touch(self, block: int) -> None:
-        self._remove(block)
-        self._note(block, self.counts[block] + 1)
-
-    def _insert(self, block: int) -> None:
-        self._note(block, 1)
-
-    def _evict(self) -> int:
-        block = next(iter(self.by_count[min(self.by_count)]))
-        self._remove(block)
-        del self.counts[block]
-        return block
-
-    def _note(self, block: int, count: int) -> None:
-        """Record that the block has been used `count` times."""
-        self.counts[block] = count
-        self.by_count.setdefault(count, {})[block] = None
-
-    def _remove(self, block: int) -> None:
-        """Take the block out of the blocks of its count."""
-        peers = self.by_count[self.counts[block]]
-        del peers[block]
-        if not peers:
-            del self.by_count[self.counts[block]]
-
-
-class LRU(Policy):
-    """Evicts the least recently used block. Not in PQCache's release; its Fig. 10d compares both."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(limit)
-        self.order: dict[int, None] = {}
-
-    def _touch(self, block: int) -> None:
-        del self.order[block]
-        self.order[block] = None
-
-    def _insert(self, block: int) -> None:
-        self.order[block] = None
-
-    def _evict(self) -> int:
-        block = next(iter(self.order))
-        del self.order[block]
-        return block
-
-
-def make_policy(name: Literal["lfu", "lru"], limit: int) -> Policy:
-    """The policy called lfu or lru."""
-    return LFU(limit) if name == "lfu" else LRU(limit)
+def index_select_host(x: Tensor, rows: Tensor, *, pinned: bool) -> Tensor:
+    """Batch rows `rows` [n] of a host tensor as a new host tensor; pinned: as of `empty_host`."""
+    made = empty_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
+    return torch.index_select(x, 0, rows.to(x.device), out=made)
 
 
 # The block cache of offloaded keys and values: the most used blocks stay on the device.
+
+
+class BlockPolicy:
+    """A set of at most `limit` cached blocks, and the rule by which a new block takes the slot of another.
+
+    lfu: the least frequently used block goes, among equals the one that reached its count first. Counts never age. As
+    the block cache of PQCache's release (arXiv:2407.12820, section 3.4). lru: the least recently used block goes. Not
+    in the release; the paper's Fig. 10d compares both. slots: block number -> cache slot 0..limit-1.
+    """
+
+    def __init__(self, name: Literal["lfu", "lru"], limit: int) -> None:
+        self.name, self.limit = name, limit
+        self.slots: dict[int, int] = {}
+        self.uses: dict[int, tuple[int, int]] = {}  # block -> (its count, always 0 under lru; time of its last use)
+        self.time = 0
+
+    def insert(self, block: int) -> None:
+        """Count a use of the block; a block not cached is inserted, in place of another one where the cache is full."""
+        if block not in self.slots:
+            slot = len(self.slots)
+            if slot == self.limit:
+                least = min(self.uses, key=self.uses.__getitem__)
+                del self.uses[least]
+                slot = self.slots.pop(least)
+            self.slots[block] = slot
+        count, _ = self.uses.get(block, (0, 0))
+        self.time += 1
+        self.uses[block] = (count + (self.name == "lfu"), self.time)
 
 
 @dataclass(frozen=True)
@@ -274,10 +179,10 @@ class BlockCacheConfig:
 class BlockCache:
     """Cached blocks on the device: keys [B, H, n * block, D], values [B, H, n * block, Dv] of n cache slots.
 
-    block_table [B, blocks] on the host: the cache slot of each block, -1 where it is not cached. Block j holds the
-    `config.block` positions from first + j * block on, the same for all kv heads of a row; each row has a policy of its
-    own, so no row depends on its neighbours. Only blocks whose tokens can no longer change are cached. (A departure
-    from PQCache's release, where the last, half filled block may enter and its later tokens are then missing.)
+    Block j holds the `config.block` positions from first + j * block on, the same for all kv heads of a row; each row
+    has a policy of its own, so no row depends on its neighbours. Only blocks whose tokens can no longer change are
+    cached. (A departure from PQCache's release, where the last, half filled block may enter and its later tokens are
+    then missing.)
     """
 
     def __init__(
@@ -289,8 +194,7 @@ class BlockCache:
         """
         self.config, self.first = config, first
         limit = config.tokens // config.block
-        self.policies: list[Policy] = [make_policy(config.policy, limit) for _ in range(keys.shape[0])]
-        self.block_table = torch.full((keys.shape[0], 0), -1, dtype=torch.int64)
+        self.policies = [BlockPolicy(config.policy, limit) for _ in range(keys.shape[0])]
         self.keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3], device=device) for x in (keys, values))
         self.ready: torch.cuda.Event | None = None
 
@@ -304,26 +208,18 @@ class BlockCache:
 
         slots: on the host.
         """
-        b, h = self.keys.shape[:2]
-        if not self.block_table.shape[1] or not self.keys.shape[2]:
-            return torch.full_like(slots, -1)
+        b, h, width = self.keys.shape[:3]
+        known = 1 + max((block for policy in self.policies for block in policy.slots), default=-1)
+        # The cache slot of each block; the last column stands for all later blocks.
+        table = [[-1] * (known + 1) for _ in self.policies]
+        for row, policy in zip(table, self.policies, strict=True):
+            for number, at in policy.slots.items():
+                row[number] = at
         offset = slots - self.first
-        block = offset // self.config.block
-        known = block.clamp(min=0, max=self.block_table.shape[1] - 1)
-        place = self.block_table.gather(1, known.flatten(1)).view_as(slots)
-        place = place.masked_fill((slots < self.first) | (block != known), -1)
-        head = torch.arange(b * h).view(b, h, 1) * self.keys.shape[2]
+        block = (offset // self.config.block).clamp(min=0, max=known)
+        place = torch.tensor(table).gather(1, block.flatten(1)).view_as(slots).masked_fill(slots < self.first, -1)
+        head = torch.arange(b * h).view(b, h, 1) * width
         return torch.where(place >= 0, head + place * self.config.block + offset % self.config.block, -1)
-
-    def update(
-        self, slots: Tensor, fixed: list[int], keys: Tensor, values: Tensor, copy_streams: CopyStreams
-    ) -> list[int]:
-        """Cache the blocks that hold most of the selected slots [B, H, N] (host); returns the number copied, per row.
-
-        fixed: per row the first position that may still change or lies in the recent window. keys, values: all tokens'
-        in CPU memory. On CUDA the copies run on a stream of their own and are waited for at the next lookup.
-        """
-        return self.insert(self.count(slots), fixed, keys, values, copy_streams)
 
     def count(self, slots: Tensor) -> list[list[int]]:
         """How many of the slots [B, H, N] (host; -1: none) lie in each block: per row, one number per block."""
@@ -338,34 +234,36 @@ class BlockCache:
     def insert(
         self, counts: list[list[int]], fixed: list[int], keys: Tensor, values: Tensor, copy_streams: CopyStreams
     ) -> list[int]:
-        """As `update`, for slots that have been counted (`count`)."""
+        """Cache the blocks that hold most of the slots counted (`count`); returns the number copied, per row.
+
+        fixed: per row the first position that may still change or lies in the recent window. keys, values: all tokens'
+        in CPU memory. On CUDA the copies run on a stream of their own and are waited for at the next lookup.
+        """
         came = []
         for row, counted in enumerate(counts):
             complete = max(0, (fixed[row] - self.first) // self.config.block)
             used = [block for block, n in enumerate(counted[:complete]) if n]
             # Among equals the newer block first, as everywhere.
             used.sort(key=lambda block: (-counted[block], -block))
-            came.append(self._insert(row, used[: self.config.per_step], complete, keys, values, copy_streams))
-        self.ready = copy_streams.record_h2d()
-        copy_streams.record_write(self.keys, self.values)
+            came.append(self._insert(row, used[: self.config.per_step], keys, values, copy_streams))
+        self.ready = copy_streams.record("h2d")
+        copy_streams.hold("h2d", self.keys, self.values)
         return came
 
-    def _insert(
-        self, row: int, chosen: list[int], blocks: int, keys: Tensor, values: Tensor, copy_streams: CopyStreams
-    ) -> int:
+    def _insert(self, row: int, chosen: list[int], keys: Tensor, values: Tensor, copy_streams: CopyStreams) -> int:
         """Cache the blocks `chosen` of one row, by its policy; returns the number of blocks copied to the device.
 
-        blocks: number of blocks of the row; keys, values: all tokens' in CPU memory.
+        keys, values: all tokens' in CPU memory.
         """
         policy, size = self.policies[row], self.config.block
         before = dict(policy.slots)
         for block in chosen:
             policy.insert(block)
         new = [(block, place) for block, place in policy.slots.items() if before.get(block) != place]
-        self._reserve(max((place for _, place in new), default=-1) + 1, blocks, copy_streams)
         if not new:
             return 0
-        with copy_streams.h2d():
+        self._reserve(max(place for _, place in new) + 1, copy_streams)
+        with copy_streams.copying("h2d"):
             for block, place in new:
                 start, at = self.first + block * size, place * size
                 for source, target in ((keys, self.keys), (values, self.values)):
@@ -373,21 +271,14 @@ class BlockCache:
                         target[row, head, at : at + size].copy_(
                             source[row, head, start : start + size], non_blocking=True
                         )
-        self.block_table[row] = -1
-        self.block_table[row, list(policy.slots)] = torch.tensor(list(policy.slots.values()), dtype=torch.int64)
         return len(new)
 
-    def _reserve(self, places: int, blocks: int, copy_streams: CopyStreams) -> None:
-        """Grow to `places` cache slots on the device and `blocks` blocks in the table."""
-        if blocks > self.block_table.shape[1]:
-            self.block_table = torch.nn.functional.pad(
-                self.block_table, (0, blocks - self.block_table.shape[1]), value=-1
-            )
+    def _reserve(self, places: int, copy_streams: CopyStreams) -> None:
+        """Grow to `places` cache slots on the device."""
         have = self.keys.shape[2] // self.config.block
         if places > have:
-            copy_streams.wait(
-                copy_streams.record_h2d()
-            )  # what came for the rows before is still on its way into the old buffers
+            # What came for the rows before is still on its way into the old buffers.
+            copy_streams.wait(copy_streams.record("h2d"))
             places = min(max(places, 2 * have), self.config.tokens // self.config.block)
             for name in ("keys", "values"):
                 old: Tensor = getattr(self, name)
@@ -401,13 +292,9 @@ class BlockCache:
         other = copy.copy(self)
         other.ready = None
         other.policies = [copy.deepcopy(self.policies[i]) for i in rows.tolist()]
-        other.block_table = self.block_table[rows]
         place = rows.to(self.keys.device)
         other.keys, other.values = self.keys.index_select(0, place), self.values.index_select(0, place)
         return other
-
-
-# Configuration of offloading for one layer, and counters of the bytes it moves.
 
 
 @dataclass
@@ -415,7 +302,7 @@ class TransferStats:
     """Transfers between device and CPU memory for one batch row; on a CPU, those that a GPU would make.
 
     d2h: bytes of keys and values offloaded; h2d: bytes fetched (selected tokens, cached blocks, offloaded index);
-    lookups: (kv head, token) pairs selected; hits: those of them found in the block cache.
+    lookups: (kv head, token) pairs selected; hits: how many of them the block cache held.
     """
 
     d2h: int = 0
@@ -439,66 +326,47 @@ class OffloadConfig:
     cache: BlockCacheConfig | None = None
 
 
-def should_offload(config: OffloadConfig, device: torch.device) -> bool:
-    """Whether tokens are moved from `device` to CPU memory."""
-    return config.offload and device.type == "cuda"
+class ResidentPart:
+    """Sinks [B, H, n, D] of one layer's keys or values, and a ring buffer [B, H, W, D] of the newest tokens.
 
-
-# The keys and values that stay on the device: sinks and the recent window.
-
-
-class ResidentKV:
-    """Sinks [B, H, n, *] and a ring buffer [B, H, W, *] of the newest tokens, each as a pair of keys and values.
-
-    Position p of a row is at p % W of its ring. recent_lens: past tokens of the recent window, per row; W is the
-    largest of them plus 1 for the newest token.
+    Position p of a row is at p % W of its ring; W is the largest recent window and 1 for the newest token.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], sinks: int, recent_lens: list[int]) -> None:
-        """Take the sinks and the recent window out of a prompt.
+    def __init__(self, prompt: Tensor, lengths: list[int], config: OffloadConfig) -> None:
+        """Take the sinks and the recent window out of a prompt [B, H, S, D], padded on the left.
 
-        keys [B, H, S, D], values [B, H, S, Dv]: of the prompt, padded on the left; lengths: real tokens per row.
+        lengths: real tokens per row.
         """
-        self.recent_lens, width = recent_lens, max(recent_lens) + 1
-        ends = torch.tensor(lengths, device=keys.device)[:, None]
-        place = torch.arange(width, device=keys.device)
+        width = max(config.local) + 1
+        ends = torch.tensor(lengths, device=prompt.device)[:, None]
+        place = torch.arange(width, device=prompt.device)
         newest = ends - 1 - (ends - 1 - place) % width  # the newest position that belongs at each place
-        first = torch.arange(sinks, device=keys.device).expand(len(lengths), -1)
-        pads = keys.shape[2] - ends
-        self.sinks = _gather_positions(keys, pads + first), _gather_positions(values, pads + first)
-        self.recent_ring = _gather_positions(keys, pads + newest), _gather_positions(values, pads + newest)
+        first = torch.arange(config.sinks, device=prompt.device).expand(len(lengths), -1)
+        pads = prompt.shape[2] - ends
+        self.sinks, self.ring = _gather_positions(prompt, pads + first), _gather_positions(prompt, pads + newest)
 
     @property
     def nbytes(self) -> int:
         """Bytes of sinks and ring."""
-        return sum(x.nbytes for x in (*self.sinks, *self.recent_ring))
+        return self.sinks.nbytes + self.ring.nbytes
 
-    def add(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
-        """Write the token at positions[i] of every row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
-        width = self.recent_ring[0].shape[2]
-        for ring, sinks, new in zip(self.recent_ring, self.sinks, (key, value), strict=True):
-            write_token(ring, [p % width for p in positions], new[:, :, 0])
-            for row, p in enumerate(positions):
-                if p < sinks.shape[2]:
-                    sinks[row, :, p] = new[row, :, 0]
+    def add(self, new: Tensor, positions: list[int]) -> None:
+        """Write the token at positions[i] of every row i: new [B, H, 1, D]."""
+        write_token(self.ring, [p % self.ring.shape[2] for p in positions], new[:, :, 0])
+        for row, p in enumerate(positions):
+            if p < self.sinks.shape[2]:
+                self.sinks[row, :, p] = new[row, :, 0]
 
-    def read(self, lengths: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """(Keys, values, positions) of the sinks, then of the window in order of position.
+    def window(self, lengths: list[int]) -> Tensor:
+        """The recent window [B, H, W, D] in order of position. lengths: tokens per row."""
+        device, width = self.ring.device, self.ring.shape[2]
+        places = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
+        return _gather_positions(self.ring, places % width)
 
-        lengths: tokens per row; positions [B, n], -1: none.
-        """
-        device, width, sinks = self.recent_ring[0].device, self.recent_ring[0].shape[2], self.sinks[0].shape[2]
-        window = torch.tensor(lengths, device=device)[:, None] - width + torch.arange(width, device=device)
-        keys, values = (_gather_positions(x, window % width) for x in self.recent_ring)
-        layout = step_layout(lengths, self.recent_lens, sinks, device)
-        return (*self.sinks, layout.first), (keys, values, layout.last)
-
-    def index_rows(self, rows: Tensor) -> ResidentKV:
+    def index_rows(self, rows: Tensor) -> ResidentPart:
         """A copy for batch rows `rows` [n], which may repeat."""
-        other, chosen = copy.copy(self), rows.to(self.recent_ring[0].device)
-        other.recent_lens = [self.recent_lens[i] for i in rows.tolist()]
-        other.sinks = self.sinks[0].index_select(0, chosen), self.sinks[1].index_select(0, chosen)
-        other.recent_ring = self.recent_ring[0].index_select(0, chosen), self.recent_ring[1].index_select(0, chosen)
+        other, chosen = copy.copy(self), rows.to(self.ring.device)
+        other.sinks, other.ring = self.sinks.index_select(0, chosen), self.ring.index_select(0, chosen)
         return other
 
 
@@ -517,9 +385,6 @@ def _gather_positions(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-# Offloaded keys and values: all tokens in CPU memory beside a GPU; sinks and recent window on the device as well.
-
-
 GROWTH = 64  # positions added at a time where the final length is not known
 
 
@@ -528,8 +393,7 @@ class OffloadedKV:
 
     keys [B, H, C, D], values [B, H, C, Dv]: every token, in CPU memory (offloaded), or on the device on a CPU or with
     offload=False; on a CPU `read` takes all from there, to the same numbers and counts. lengths: tokens held, per row.
-    resident: sinks and recent window on the device. traffic: bytes moved, per row. pinned: whether all CPU memory could
-    be pinned.
+    resident: sinks and recent window on the device, of keys and of values. traffic: bytes moved, per row.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], config: OffloadConfig) -> None:
@@ -538,23 +402,23 @@ class OffloadedKV:
         On CUDA this returns before copies are done.
         """
         self.config, self.lengths = config, list(lengths)
-        self.offloaded = should_offload(config, keys.device)
+        self.offloaded = config.offload and keys.device.type == "cuda"
         self.copy_streams = get_streams(keys.device, self.offloaded)
         self.device = self.copy_streams.device
         home, room = torch.device("cpu") if self.offloaded else keys.device, max(config.room, max(lengths))
-        self.keys, pinned = empty_host((*keys.shape[:2], room, keys.shape[3]), keys, home, pinned=self.offloaded)
-        self.values, also = empty_host((*values.shape[:2], room, values.shape[3]), values, home, pinned=self.offloaded)
-        self.pinned = pinned and also
-        self.resident = ResidentKV(keys, values, lengths, config.sinks, config.local)
-        self.copy_streams.record_read(keys, values)
-        with self.copy_streams.d2h():
+        self.keys, self.values = (
+            empty_host((*x.shape[:2], room, x.shape[3]), x, home, pinned=self.offloaded) for x in (keys, values)
+        )
+        self.resident = [ResidentPart(x, lengths, config) for x in (keys, values)]
+        self.copy_streams.hold("d2h", keys, values)
+        with self.copy_streams.copying("d2h"):
             for target, source in ((self.keys, keys), (self.values, values)):
                 for row, length in enumerate(lengths):
                     for head in range(source.shape[1]):  # contiguous pieces: only those are copied asynchronously
                         target[row, head, :length].copy_(source[row, head, -length:], non_blocking=True)
-        self._offloaded = self.copy_streams.record_d2h()
+        self._offloaded = self.copy_streams.record("d2h")
         self._in_flight: list[tuple[torch.cuda.Event | None, Tensor, Tensor, list[int]]] = []
-        self.traffic = [TransferStats(d2h=length * self._token * keys.shape[1] * config.offload) for length in lengths]
+        self.traffic = [TransferStats(d2h=length * self._token * keys.shape[1]) for length in lengths]
         self.cache: BlockCache | None = None
         if config.cache is not None and config.offload:
             self.cache = BlockCache(config.cache, config.sinks, self.keys, self.values, self.device)
@@ -567,9 +431,20 @@ class OffloadedKV:
         return max(self.lengths)
 
     @property
+    def candidate_counts(self) -> list[int]:
+        """How many tokens of every row are neither sinks nor in the recent window nor the newest one."""
+        pairs = zip(self.lengths, self.config.local, strict=True)
+        return [max(0, length - 1 - local - self.config.sinks) for length, local in pairs]
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all CPU memory that should be pinned is."""
+        return not self.offloaded or (self.keys.is_pinned() and self.values.is_pinned())
+
+    @property
     def _token(self) -> int:
-        """Bytes of one token's key and value in one kv head."""
-        return (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
+        """Bytes that moving one token's key and value of one kv head takes; 0 where nothing leaves the device."""
+        return (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size() * self.config.offload
 
     @property
     def host_bytes(self) -> int:
@@ -579,7 +454,7 @@ class OffloadedKV:
     @property
     def resident_bytes(self) -> int:
         """Bytes on the device: sinks, recent window, cached blocks."""
-        return self.resident.nbytes + (self.cache.nbytes if self.cache is not None else 0)
+        return sum(part.nbytes for part in self.resident) + (self.cache.nbytes if self.cache is not None else 0)
 
     # -- tokens coming in ---------------------------------------------------------------------------------------------
 
@@ -587,23 +462,24 @@ class OffloadedKV:
         """Append one token to every row: key [B, H, 1, D], value [B, H, 1, Dv]."""
         positions = list(self.lengths)
         self._grow(max(positions) + 1)
-        self.resident.add(key, value, positions)
+        for part, new in zip(self.resident, (key, value), strict=True):
+            part.add(new, positions)
         if self.offloaded:
             self._copy_out_async(key, value, positions)
         else:
             self._write(key, value, positions)
         self.lengths = [p + 1 for p in positions]
         for row in self.traffic:
-            row.d2h += self._token * key.shape[1] * self.config.offload
+            row.d2h += self._token * key.shape[1]
 
     def _copy_out_async(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
         """Start copying one token per row to the host; `flush` stores it at positions[i] of row i."""
-        self.copy_streams.record_read(key, value)
-        parts = [empty_host(tuple(x.shape), x, self.keys.device, pinned=self.pinned)[0] for x in (key, value)]
-        with self.copy_streams.d2h():
+        self.copy_streams.hold("d2h", key, value)
+        parts = [empty_host(tuple(x.shape), x, self.keys.device, pinned=True) for x in (key, value)]
+        with self.copy_streams.copying("d2h"):
             for part, source in zip(parts, (key, value), strict=True):
                 part.copy_(source, non_blocking=True)
-        self._in_flight.append((self.copy_streams.record_d2h(), parts[0], parts[1], positions))
+        self._in_flight.append((self.copy_streams.record("d2h"), parts[0], parts[1], positions))
 
     def _write(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
         """Store one token per row at positions[i] of row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
@@ -629,9 +505,8 @@ class OffloadedKV:
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             shape = (*old.shape[:2], need + GROWTH, old.shape[3])
-            new, fine = empty_host(shape, old, old.device, pinned=self.offloaded and self.pinned)
+            new = empty_host(shape, old, old.device, pinned=self.offloaded)
             new[:, :, : old.shape[2]] = old
-            self.pinned = self.pinned and fine
             setattr(self, name, new)
 
     # -- tokens going out ---------------------------------------------------------------------------------------------
@@ -642,20 +517,13 @@ class OffloadedKV:
         Last, whether it is known that every position holds a token. On a CPU all are gathered at once from where all
         tokens are, and what a GPU would move is counted.
         """
-        if self.device.type == "cpu" and not self.offloaded:
-            return self._read_at_once(slots)
-        first, last = self.resident.read(self.lengths)
-        middle = (*self.fetch(slots), slots)
-        places = [p if p.ndim == 3 else p[:, None].expand(-1, slots.shape[1], -1) for *_, p in (first, middle, last)]
-        keys, values = (torch.cat([first[i], middle[i], last[i]], dim=2) for i in (0, 1))
-        return keys, values, torch.cat(places, dim=2), False
-
-    def _read_at_once(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """`read` on a CPU: one gather of whole rows for keys, one for values."""
         b, h, capacity = self.keys.shape[:3]
         layout = step_layout(self.lengths, self.config.local, self.config.sinks, slots.device)
-        near = [part[:, None].expand(-1, h, -1) for part in (layout.first, layout.last)]
-        positions = torch.cat([near[0], slots, near[1]], dim=2)
+        positions = torch.cat([layout.first.expand(-1, h, -1), slots, layout.last.expand(-1, h, -1)], dim=2)
+        if self.offloaded or self.device.type != "cpu":
+            pairs = zip(self.resident, self.fetch(slots), strict=True)
+            keys, values = (torch.cat([near.sinks, far, near.window(self.lengths)], dim=2) for near, far in pairs)
+            return keys, values, positions, False
         complete = int(positions.amin()) >= 0
         rows = positions if complete else positions.clamp(min=0)
         rows = (rows + torch.arange(0, b * h * capacity, capacity).view(b, h, 1)).flatten()
@@ -667,7 +535,10 @@ class OffloadedKV:
         return keys, values, positions, complete
 
     def _count_fetch(self, slots: Tensor, complete: bool) -> None:
-        """Count as fetched the slots [B, H, N] (-1: none; complete: there is no such) that no cached block holds."""
+        """Count as fetched the slots [B, H, N] (-1: none) that no cached block holds, and update the block cache.
+
+        complete: whether no slot is -1.
+        """
         whole = [slots.shape[1] * slots.shape[2]] * len(slots)
         asked = whole if complete else (slots >= 0).sum((1, 2)).tolist()
         counts = self.cache.count(slots) if self.cache is not None else []
@@ -675,9 +546,12 @@ class OffloadedKV:
         for row, pairs, hit in zip(self.traffic, asked, hits, strict=True):
             row.lookups += pairs
             row.hits += hit
-            row.h2d += (pairs - hit) * self._token * self.config.offload
+            row.h2d += (pairs - hit) * self._token
         if self.cache is not None:
-            self._note(self.cache, counts)
+            fixed = [length - 1 - local for length, local in zip(self.lengths, self.config.local, strict=True)]
+            came = self.cache.insert(counts, fixed, self.keys, self.values, self.copy_streams)
+            for row, blocks in zip(self.traffic, came, strict=True):
+                row.h2d += blocks * self.cache.config.block * self.keys.shape[1] * self._token
 
     def fetch(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, N, D] and values of the slots [B, H, N] (-1: zeros), from the block cache or CPU memory.
@@ -688,7 +562,6 @@ class OffloadedKV:
         self.flush()
         out = tuple(x.new_zeros(*slots.shape, x.shape[3], device=self.device) for x in (self.keys, self.values))
         missing = wanted >= 0
-        asked = missing.sum((1, 2)).tolist()
         if self.cache is not None:
             self.copy_streams.wait(self.cache.ready)
             held = self.cache.lookup(wanted)
@@ -697,12 +570,7 @@ class OffloadedKV:
         b, h, p = self.keys.shape[:3]
         head = torch.arange(b * h, device=wanted.device).view(b, h, 1) * p
         self._copy(out, (self.keys, self.values), torch.where(missing, head + wanted, -1))
-        for row, pairs, missed in zip(self.traffic, asked, missing.sum((1, 2)).tolist(), strict=True):
-            row.lookups += pairs
-            row.hits += pairs - missed
-            row.h2d += missed * self._token * self.config.offload
-        if self.cache is not None:
-            self._note(self.cache, self.cache.count(wanted))
+        self._count_fetch(wanted, complete=False)
         return out[0], out[1]
 
     def _copy(self, out: tuple[Tensor, ...], buffers: tuple[Tensor, Tensor], source: Tensor) -> None:
@@ -717,19 +585,12 @@ class OffloadedKV:
             if buffer.device == self.device:
                 found = table[rows.to(self.device)]
             else:
-                staged, _ = empty_host((len(rows), table.shape[1]), table, table.device, pinned=self.pinned)
+                staged = empty_host((len(rows), table.shape[1]), table, table.device, pinned=self.offloaded)
                 torch.index_select(table, 0, rows, out=staged)
-                with self.copy_streams.h2d():
+                with self.copy_streams.copying("h2d"):
                     found = staged.to(self.device, non_blocking=True)
-                self.copy_streams.wait(self.copy_streams.record_h2d(), found)
+                self.copy_streams.wait(self.copy_streams.record("h2d"), found)
             target.view(-1, target.shape[3]).index_copy_(0, targets, found)
-
-    def _note(self, cache: BlockCache, counts: list[list[int]]) -> None:
-        """Update the block cache with the slots that this step has read, counted per row and block."""
-        fixed = [length - 1 - local for length, local in zip(self.lengths, self.config.local, strict=True)]
-        came = cache.insert(counts, fixed, self.keys, self.values, self.copy_streams)
-        for row, blocks in zip(self.traffic, came, strict=True):
-            row.h2d += blocks * cache.config.block * self.keys.shape[1] * self._token
 
     def add_index_traffic(self, per_token: int) -> None:
         """Count `per_token` bytes of every token as copied to the device for the index."""
@@ -759,16 +620,14 @@ class OffloadedKV:
         other.lengths = [self.lengths[i] for i in chosen]
         other.traffic = [copy.copy(self.traffic[i]) for i in chosen]
         other.config = replace(self.config, local=[self.config.local[i] for i in chosen])
-        pinned = self.offloaded and self.pinned
-        other.keys, fine = index_select_host(self.keys, rows, pinned=pinned)
-        other.values, also = index_select_host(self.values, rows, pinned=pinned)
-        other.pinned = self.pinned and fine and also
-        other.resident = self.resident.index_rows(rows)
+        other.keys = index_select_host(self.keys, rows, pinned=self.offloaded)
+        other.values = index_select_host(self.values, rows, pinned=self.offloaded)
+        other.resident = [part.index_rows(rows) for part in self.resident]
         other.cache = self.cache.index_rows(rows, self.copy_streams) if self.cache is not None else None
         return other
 
 
-# A job on the CPU that runs beside a GPU's computation until its result is needed.
+# A job on the CPU that runs during a GPU's computation until its result is needed.
 
 
 @lru_cache(maxsize=1)
@@ -777,25 +636,20 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvexp-index")
 
 
-def _in_this_mode(job: Callable[[], None]) -> Callable[[], None]:
-    """The job wrapped in the calling thread's inference mode, which torch keeps per thread."""
-    inference = torch.is_inference_mode_enabled()
-
-    def run() -> None:
-        with torch.inference_mode(inference), torch.no_grad():
-            job()
-
-    return run
-
-
 class BackgroundTask:
     """A job on the CPU that starts at once in the worker thread (run_async), or else when it is first waited for.
 
-    On a CPU it is not started beside the computation, which it would slow down.
+    On a CPU it would slow down the computation, so it is not started early.
     """
 
     def __init__(self, job: Callable[[], None], *, run_async: bool) -> None:
-        self.job: Callable[[], None] | Future[None] | None = _worker().submit(_in_this_mode(job)) if run_async else job
+        inference = torch.is_inference_mode_enabled()  # torch keeps this per thread
+
+        def run() -> None:
+            with torch.inference_mode(inference), torch.no_grad():
+                job()
+
+        self.job: Callable[[], None] | Future[None] | None = _worker().submit(run) if run_async else job
 
     @property
     def done(self) -> bool:

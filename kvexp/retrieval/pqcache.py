@@ -27,7 +27,7 @@ class PQCache(Retrieval):
     their receipts say so. combine: how the query heads of a kv head become one choice.
 
     max_iter: k-means iterations; adaptive: as many as hide behind one layer's prefill, measured on this machine.
-    cluster_on: cpu, beside the computation on a GPU (the paper), or model, the model's device (which it is anyway with
+    cluster_on: cpu, during the computation on a GPU (the paper), or model, the model's device (which it is anyway with
     offload=False). Codes live in CPU memory and are fetched one layer ahead. cache_tokens: capacity of the block cache
     per kv head, 0 for none.
 
@@ -87,7 +87,8 @@ class PQCache(Retrieval):
         keys, (batch, heads, _, dim) = prompt.keys, prompt.keys.shape
         shape = (batch, heads, self.m, 1 << self.b, dim // self.m)
         centroids = torch.zeros(shape, device=keys.device)
-        codes = torch.zeros(batch, heads, prompt.capacity, self.m, dtype=self._dtype, device=keys.device)
+        smallest = torch.uint8 if self.b <= 8 else torch.int16
+        codes = torch.zeros(batch, heads, prompt.capacity, self.m, dtype=smallest, device=keys.device)
         index.notes = {"kmeans_iterations": [0.0] * batch, "exact": [False] * batch}
         for row in range(0, batch, prompt.beams):
             same = slice(row, row + prompt.beams)  # the beams of a sample hold one prompt
@@ -109,25 +110,17 @@ class PQCache(Retrieval):
         if count <= clusters:
             return None
         parts = keys[:, self.n_sinks : length].float().unflatten(-1, (self.m, -1)).transpose(1, 2).flatten(0, 1)
-        found = lloyd(parts[:, :count], init_rows(count, clusters, self.kmeans_seed), self._iterations(prompt, count))
+        iterations = self.max_iter
+        if iterations == "adaptive":
+            assert isinstance(prompt.calibration, CostModel)
+            iterations = prompt.calibration.iterations(count)
+        found = lloyd(parts[:, :count], init_rows(count, clusters, self.kmeans_seed), iterations)
         labels = found.labels
         if last < length:
             labels = torch.cat([labels, assign(parts[:, count:].contiguous(), found.centroids)[0]], dim=1)
         centroids.copy_(found.centroids.view_as(centroids))
         codes[:, self.n_sinks : length] = labels.view(len(keys), self.m, -1).transpose(1, 2).to(codes.dtype)
         return float(found.iterations.float().mean())
-
-    def _iterations(self, prompt: PrefillKV, count: int) -> int:
-        """The number of k-means iterations for a prompt of which `count` keys are clustered."""
-        if self.max_iter != "adaptive":
-            return self.max_iter
-        assert isinstance(prompt.calibration, CostModel)
-        return prompt.calibration.iterations(count)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The smallest integer type that holds a code of b bits."""
-        return torch.uint8 if self.b <= 8 else torch.int16
 
     def extend(self, index: KVIndex, key: Tensor, value: Tensor, positions: list[int]) -> None:
         centroids = index["centroids"]

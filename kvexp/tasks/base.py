@@ -27,6 +27,19 @@ Truncation = Literal["middle", "halves", "right", "skip"]
 When = Literal["in_prompt", "after_eviction"]  # of a question
 
 
+def once(option: str, part: str) -> Rule[Any]:
+    """The rule that a text holds {part} once; null passes."""
+    return (
+        lambda c: (text := getattr(c, option)) is not None and text.count(f"{{{part}}}") != 1,
+        f"task.{option} must hold {{{{{part}}}}} once, got {{c.{option}!r}}",
+    )
+
+
+def filled(option: str) -> Rule[Any]:
+    """The rule that a list is not empty."""
+    return lambda c: not getattr(c, option), f"task.{option} is empty: name at least one"
+
+
 @dataclass(frozen=True)
 class Turn:
     """A user's message, its right answer, and how many turns earlier the conversation stated the fact asked for."""
@@ -490,9 +503,7 @@ class FramedQuestions(SharedContextTask):
     The last begins the answer of a base model; a chat model, whose answer begins with its turn, does not get it.
     """
 
-    rules: ClassVar[Rules] = (
-        (lambda c: c.after.count("{question}") != 1, "task.after must hold {{question}} once, got {c.after!r}"),
-    )
+    rules: ClassVar[Rules] = (once("after", "question"),)
 
     before: str = ""
     after: str = "\n\n{question}"

@@ -20,7 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
 
-from kvexp.tasks.base import AFTER_EVICTION, Example, Positive, Rules, Task, When
+from kvexp.tasks.base import AFTER_EVICTION, Example, Positive, Rules, Task, When, filled
+from kvexp.tasks.data import KINDS
 from kvexp.util import AtLeast, ConfigError, Stamp, check_fields, file_digest, forbidden, path_of, stamp, unreachable
 
 
@@ -270,7 +271,6 @@ def protocol_of(name: str, **switches: Any) -> Protocol:
     return Protocol(**{**own, **{k: v for k, v in switches.items() if v is not None}})
 
 
-KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SPLITS = ("train", "validation", "test")
 
 Files = dict[str, Path]
@@ -643,10 +643,7 @@ class LMEval(Task):
     # lm-eval is asked for a template by kvexp lm-eval --apply_chat_template.
     uses_chat_template: ClassVar[bool] = False
     rules: ClassVar[Rules] = (
-        (
-            lambda c: not c.tasks,
-            f"task.tasks is empty: name lm-eval's tasks, as in task.tasks=[{','.join(SEVEN)}]",
-        ),
+        filled("tasks"),
         (
             lambda c: any(getattr(c, option) != value for option, value in IDLE.items()),
             f"which rows lm-eval's tasks ask, and how long the answers are, they say themselves: leave task."

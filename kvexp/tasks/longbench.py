@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Annotated, Any, ClassVar, Literal
 
-from kvexp.tasks.base import Example, Positive, Rules, SharedContextTask, Truncation, row_id
+from kvexp.tasks.base import Example, Positive, Rules, SharedContextTask, Truncation, once, row_id
 from kvexp.tasks.data import Members, text, texts
 from kvexp.tasks.metrics import f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
@@ -330,10 +330,7 @@ class LongBench(SharedContextTask):
             "LongBench-E has no {c.subset}; with task.extended=true the subset is one of "
             f"{', '.join(name for name, subset in SUBSETS.items() if subset.extended)}",
         ),
-        (
-            lambda c: c.chat_frame is not None and c.chat_frame.count("{prompt}") != 1,
-            "task.chat_frame must be null or a text with {{prompt}} once, got {c.chat_frame!r}",
-        ),
+        once("chat_frame", "prompt"),
     )
 
     hub_id: str = "zai-org/LongBench"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, own_digest
-from kvexp.tasks.base import Example, FramedQuestions, Positive, Rules, Truncation, longest_fit
+from kvexp.tasks.base import Example, FramedQuestions, Positive, Rules, Truncation, filled, longest_fit
 from kvexp.tasks.data import random_state
 from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, word_recall
 from kvexp.tasks.qa import NewsQuestions
-from kvexp.util import ConfigError, Range, Rule, Stamp, path_of, stamp
+from kvexp.util import ConfigError, Range, Stamp, path_of, stamp
 
 _ENDS = re.compile(rf"[.!?][\"')\]\u201d\u2019]*\s+|{OTHER_ENDS.pattern}")
 LONGEST = 600  # characters of a sentence; what goes on for longer was written without their marks
@@ -178,11 +178,6 @@ def digest(text: str) -> str:
 Percent = Annotated[float, Range(0, 100)]
 
 
-def empty(option: str) -> Rule[Any]:
-    """The rule against an empty list."""
-    return lambda c: not getattr(c, option), f"task.{option} is empty: name at least one"
-
-
 def _filling(tokens: Callable[[int], int], length: int, size: int, source: str, way: str) -> int:
     """How much of a text of `size` words or characters makes a prompt of `length` tokens; tokens: counts such a prompt.
 
@@ -230,7 +225,7 @@ class Needle(FramedQuestions):
     ordered: ClassVar[str] = "examples"
     uncut: ClassVar[str] = "its examples are a grid of lengths"
     rules: ClassVar[Rules] = (
-        *(empty(name) for name in ("lengths", "depths", "needles", "questions", "answers")),
+        *map(filled, ("lengths", "depths", "needles", "questions", "answers")),
         (
             lambda c: len(c.answers) != len(c.needles) or len(c.questions) not in (1, len(c.needles)),
             "every needle needs one of task.answers, and task.questions holds one for all needles or one each, got "
@@ -348,7 +343,8 @@ class NewsNeedle(NewsQuestions):
     metrics: ClassVar[tuple[str, ...]] = ("word_recall", "exact")
     uncut: ClassVar[str] = "a shortened text may have lost its needle; lower task.lengths instead"
     rules: ClassVar[Rules] = (
-        *(empty(name) for name in ("lengths", "depths")),
+        filled("lengths"),
+        filled("depths"),
         (
             lambda c: c.shared_context and len({round(d) % len(needles()) for d in c.depths}) < len(c.depths),
             "task.depths={c.depths} with questions=all would hide a needle twice in one text: the needle depends on "

@@ -21,6 +21,7 @@ from kvexp.tasks.base import (
     Truncation,
     When,
     longest_fit,
+    once,
     row_id,
     word_ends,
 )
@@ -237,12 +238,7 @@ class GovReportSections(FramedQuestions, RougeTask):
 
     name: ClassVar[str] = "govreport_sections"
     ordered: ClassVar[str] = "sections"
-    rules: ClassVar[Rules] = (
-        (
-            lambda c: c.section_instruction.count("{title}") != 1,
-            "task.section_instruction must hold {{title}} once, got {c.section_instruction!r}",
-        ),
-    )
+    rules: ClassVar[Rules] = (once("section_instruction", "title"),)
 
     question: When = "after_eviction"
     section_instruction: str = 'Write the section "{title}" of a summary of the report.'

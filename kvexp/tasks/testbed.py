@@ -46,6 +46,7 @@ from kvexp.tasks.base import (
     SharedContextTask,
     Task,
     Truncation,
+    filled,
 )
 from kvexp.tasks.metrics import exact_match, qa_f1, rouge, word_recall
 from kvexp.util import AtLeast, Range
@@ -642,7 +643,7 @@ class TestbedNeedle(Generated, QuestionTask):
             lambda c: any(getattr(c, name) != getattr(type(c), name) for name in ("tokens", "marked", "updated")),
             "task.tokens, task.marked and task.updated have no meaning for {c.name}: set task.lengths instead",
         ),
-        (lambda c: not c.depths, "task.depths is empty: name at least one"),
+        filled("depths"),
         (
             lambda c: min(c.lengths, default=0) < c.least_tokens + LONGEST,
             "task.lengths must be numbers of tokens that hold the needle and task.facts={c.facts} others of up to "

@@ -266,7 +266,7 @@ def test_everything_but_the_near_is_in_pinned_memory_and_stays_there(beams):
         memory, codes = state.memory, state.kv_index.entries["codes"].tensor
         assert memory.keys.device.type == memory.values.device.type == codes.device.type == "cpu"
         assert memory.keys.is_pinned() and memory.values.is_pinned() and memory.pinned
-        assert memory.resident.recent_ring[0].device.type == "cuda"
+        assert memory.resident[0].ring.device.type == "cuda"
         assert codes.is_pinned() and state.kv_index.pinned
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,6 +30,18 @@ def test_ends_of_the_scale() -> None:
             assert every.cache.kept_positions(layer)[row] == [list(range(length))] * 3
     assert [one.first_eviction_step for one in receipts(none.cache)] == [0, 0]
     assert [one.first_eviction_step for one in receipts(every.cache)] == [None, None]
+
+
+@dataclass(frozen=True)
+class Parity(Method):
+    def priority(self, ctx: EvictionContext) -> torch.Tensor:
+        return (ctx.positions % 2).float()
+
+
+def test_a_slot_that_just_reaches_the_threshold_stays() -> None:
+    budget, decoding = Budget(threshold=1.0, threshold_recent=1), GenerationParams(1, eos=None)
+    run = generate(tiny("llama"), prompts_of(3, (20,)), Parity(), budget, decoding=decoding)
+    assert run.cache.kept_positions(0)[0] == [[*range(1, 20, 2)]] * 3
 
 
 @pytest.mark.parametrize("threshold", [0.002, 0.02, 0.2])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from test_conversations import talk
-from test_eviction_log import case_of, held, job, run_job, watched
+from test_eviction_log import assert_kept_is_what_is_not_logged, case_of, held, job, run_job, run_of, watched
 from test_twin import losses
 from tiny import stock
 
@@ -20,11 +19,10 @@ from kvexp.core import Budget, HeadScores, Quantization
 from kvexp.diagnose.case import cases, rows_of
 from kvexp.diagnose.gap import differences, draw, gaps, outcome, show
 from kvexp.diagnose.options import Twin
-from kvexp.diagnose.replay import Replay, UndoneEvictions, classes_of
+from kvexp.diagnose.replay import NOTHING_UNDONE, Replay, classes_of
 from kvexp.diagnose.show import main
 from kvexp.methods import H2O, TOVA, SnapKV
 from kvexp.results import stats
-from kvexp.results import stats as intervals
 from kvexp.run.batches import evaluate_run
 from kvexp.run.evictions import (
     EVICTIONS,
@@ -39,9 +37,6 @@ from kvexp.run.evictions import (
 from kvexp.run.store import Run, runs
 from kvexp.util import ConfigError
 
-# Gaps to the ideal and differences of two runs, on run folders and logs made by hand; classes of tokens.
-
-
 BUDGET = {"kv_ratio": 0.3, "tokens": None, "of": "prompt", "counts_self": True, "pyramid": 0.0}
 
 
@@ -54,14 +49,8 @@ def made(outputs, method, scores, *, baseline=None, metric="exact", task="needle
     run = Run.open(outputs, config, labels, baseline=baseline.hash if baseline else None)
     receipt = {"first_eviction_step": 0, "kept_digest": "x", "batch_size": 1}
     for index, score in enumerate(scores):
-        row = {
-            "example": f"e{index}",
-            "index": index,
-            "metrics": {metric: score},
-            "skipped": None,
-            "output": str(score),
-        }
-        run.append(row | {"receipt": receipt, "new_tokens": 3})
+        row = {"example": f"e{index}", "index": index, "metrics": {metric: score}, "skipped": None}
+        run.append(row | {"output": str(score), "receipt": receipt, "new_tokens": 3})
     run.finish(len(scores))
     return run
 
@@ -85,39 +74,38 @@ def test_points_lost_by_hand(sweep):
     assert (row["full"], row["ideal"], row["score"]) == (85.0, 80.0, 55.0)
     assert (row["budget"], row["selection"]) == (5.0, 25.0)
     selection = np.array([[50.0], [0.0], [60.0], [-10.0]] * 5)
-    means = stats.resampled_means(intervals.mean_moments(selection[:, 0]), stats.resamples_for(stats.LEVEL))
-    ends = intervals.mean_interval(selection[:, 0], means, stats.LEVEL)
+    means = stats.resampled_means(stats.mean_moments(selection[:, 0]), stats.resamples_for(stats.LEVEL))
+    ends = stats.mean_interval(selection[:, 0], means, stats.LEVEL)
     assert (row["selection_low"], row["selection_high"]) == ends
     assert row["budget_low"] <= 5.0 <= row["budget_high"]
     assert frame.attrs["missing"] == ["tova 0.5"], "its budget has no ideal run"
 
 
+def triple(outputs, full, ideal, h2o, **options):
+    """The rows of `gaps` for three runs of these scores, and what `show` prints of them."""
+    baseline = made(outputs, "full", full, metric=options.get("metric", "exact"))
+    made(outputs, "ideal", ideal, baseline=baseline, **options)
+    made(outputs, "h2o", h2o, baseline=baseline, **options)
+    frame, out = gaps(outputs), io.StringIO()
+    show(frame, Console(file=out, width=100))
+    return frame, out.getvalue()
+
+
 def test_few_examples_have_no_interval(tmp_path):
-    full = made(tmp_path, "full", [100.0] * 19)
-    made(tmp_path, "ideal", [95.0] * 19, baseline=full)
-    made(tmp_path, "h2o", [50.0] * 18 + [100.0], baseline=full)
-    out = io.StringIO()
-    show(frame := gaps(tmp_path), Console(file=out, width=100))
-    assert np.isnan(frame.loc[0, "selection_low"]) and "5.0 (too few)" in out.getvalue()
-    assert "too few: under 20 examples" in out.getvalue()
+    frame, out = triple(tmp_path, [100.0] * 19, [95.0] * 19, [50.0] * 18 + [100.0])
+    assert np.isnan(frame.loc[0, "selection_low"]) and "5.0 (too few)" in out and "too few: under 20 examples" in out
     assert draw(frame).axes[0].patches
 
 
 def test_less_may_be_better(tmp_path):
-    full = made(tmp_path, "full", [1.0, 2.0], metric="nll")
-    made(tmp_path, "ideal", [1.5, 2.5], metric="nll", baseline=full)
-    made(tmp_path, "h2o", [3.5, 2.5], metric="nll", baseline=full)
-    (row,) = gaps(tmp_path).to_dict("records")
-    assert (row["budget"], row["selection"]) == (0.5, 1.0)
+    frame, _ = triple(tmp_path, [1.0, 2.0], [1.5, 2.5], [3.5, 2.5], metric="nll")
+    assert (frame.loc[0, "budget"], frame.loc[0, "selection"]) == (0.5, 1.0)
 
 
 def test_a_budget_in_bytes_is_named_by_its_setting(tmp_path):
-    full = made(tmp_path, "full", [100.0] * 20)
-    for method, score in (("ideal", 90.0), ("h2o", 50.0)):
-        made(tmp_path, method, [score] * 20, baseline=full, kv_ratio=None, setting="bytes_ratio=0.3")
-    out = io.StringIO()
-    show(frame := gaps(tmp_path), Console(file=out, width=100))
-    assert "h2o    bytes_ratio=0.3 " in out.getvalue()
+    budget = {"kv_ratio": None, "setting": "bytes_ratio=0.3"}
+    frame, out = triple(tmp_path, [100.0] * 20, [90.0] * 20, [50.0] * 20, **budget)
+    assert "h2o    bytes_ratio=0.3 " in out
     assert "h2o bytes_ratio=0.3" in [label.get_text() for label in draw(frame).axes[0].get_xticklabels()]
 
 
@@ -216,7 +204,6 @@ def test_classes_go_by_words_not_by_tokens(texts, expected):
 # Log, twin and replay of head budgets, of quantised slots and of turns of a conversation, or why there is none.
 
 
-NOTHING = UndoneEvictions((), (), 0, 0)
 FEW_BITS = Quantization(4, 4, residual=8, group=7)
 HEADS = {
     "union": Budget(tokens=12, heads="union"),
@@ -234,38 +221,37 @@ def with_budget(family, method, how, **plan):
     return dataclasses.replace(case, cache=dataclasses.replace(case.cache, budget=HEADS[how], head_scores=scores))
 
 
-def attended_by_full(case, answer):
-    """[layers][H * G, all tokens, all tokens]: Hugging Face's own attention of everything that was fed."""
+def assert_lost_is_what_hugging_face_attends_to(case, table, steps):
+    """A twin's steps against Hugging Face's own attention of everything that was fed, at what the log says is gone."""
+    frame, answer, _ = losses(case)
+    start = len(case.prompt)
     ids = torch.tensor([[*case.prompt, *case.question, *answer]])
     with torch.no_grad():
-        return [weights[0] for weights in stock("llama")(ids, output_attentions=True).attentions]
+        attention = stock("llama")(ids, output_attentions=True).attentions  # of layers, [1, H * G, tokens, tokens]
+    for row in frame[frame.step.isin(steps)].itertuples():
+        query = start + row.step - 1
+        mass = attention[row.layer][0, 5 * row.head : 5 * (row.head + 1), query].mean(0)
+        seen = [*held(table, row.layer, row.head, query, row.step - 1), query]
+        assert row.kept == len(seen)
+        assert row.lost == pytest.approx(1 - float(mass[seen].sum()), abs=2e-5)
+    assert frame.lost.max() > 0.01
 
 
 @pytest.mark.parametrize("how", HEADS)
 def test_head_budgets_have_a_log_a_twin_and_a_replay(how):
     case = with_budget("llama", H2O(recent_ratio=0.2), how)
     made, table = watched(case)
-    fed, counts = len(case.prompt) + len(made.tokens[0]) - 1, []
-    for layer, state in enumerate(made.cache.layer_states):
-        for head, kept in enumerate(state.kept_positions()[0]):
-            assert held(table, layer, head, fed, math.inf) == kept
-            counts.append(len(held(table, layer, head, len(case.prompt), 0)))
+    assert_kept_is_what_is_not_logged(case, made, table)
+    counts = [len(held(table, layer, head, len(case.prompt), 0)) for layer in range(2) for head in range(3)]
     if how == "union":
         assert set(counts) == {11}
     elif how == "duo":
         assert counts == [5, 31, 5, 31, 5, 31], "a retrieval head lost something, or a streaming one did not"
     elif how != "threshold":
         assert sum(counts) == 11 * len(counts) and len(set(counts)) > 1, "heads hold different numbers"
-    frame, answer, _ = losses(case)
-    attention, start = attended_by_full(case, answer), len(case.prompt)
-    for row in frame[frame.step.isin([1, 5])].itertuples():
-        mass = attention[row.layer][5 * row.head : 5 * (row.head + 1), start + row.step - 1].mean(0)
-        seen = [*held(table, row.layer, row.head, start + row.step - 1, row.step - 1), start + row.step - 1]
-        assert row.kept == len(seen)
-        assert row.lost == pytest.approx(1 - float(mass[seen].sum()), abs=2e-5)
-    assert frame.lost.max() > 0.01
+    assert_lost_is_what_hugging_face_attends_to(case, table, [1, 5])
     replay = Replay(case, 2)
-    first, last = replay.answers([NOTHING, replay.everything])
+    first, last = replay.answers([NOTHING_UNDONE, replay.everything])
     assert [first] == made.tokens and [last] == case.full().generate_again().tokens
 
 
@@ -273,16 +259,8 @@ def test_quantised_slots_have_a_log_and_a_twin_and_say_why_no_replay():
     plain = case_of("llama", TOVA(), question=[50, 51])
     case = dataclasses.replace(plain, cache=dataclasses.replace(plain.cache, quantization=FEW_BITS))
     made, table = watched(case)
-    fed = len(case.prompt) + 2 + len(made.tokens[0]) - 1
-    for layer, state in enumerate(made.cache.layer_states):
-        for head, kept in enumerate(state.kept_positions()[0]):
-            assert held(table, layer, head, fed, math.inf) == kept
-    frame, answer, _ = losses(case)
-    attention, start = attended_by_full(case, answer), len(case.prompt)
-    for row in frame[frame.step == 4].itertuples():
-        mass = attention[row.layer][5 * row.head : 5 * (row.head + 1), start + 3].mean(0)
-        seen = [*held(table, row.layer, row.head, start + 3, 3), start + 3]
-        assert row.lost == pytest.approx(1 - float(mass[seen].sum()), abs=2e-5)
+    assert_kept_is_what_is_not_logged(case, made, table)
+    assert_lost_is_what_hugging_face_attends_to(case, table, [4])
     # With room for everything only the bits are left: nothing is evicted here, and outputs differ all the same.
     roomy = dataclasses.replace(case, cache=dataclasses.replace(case.cache, budget=Budget(tokens=60)))
     frame, _, _ = losses(roomy)
@@ -303,7 +281,7 @@ def test_a_full_cache_in_few_bits_has_a_twin_that_shows_what_the_bits_do(tmp_pat
 def test_a_replay_of_quantised_slots_is_refused_before_a_model_loads(tmp_path, command, capsys, monkeypatch):
     run_job(job(tmp_path, "cache.bits=4", "cache.residual=8", "cache.group=8", limit=1))
     assert not command.failures
-    run = next(run for run in runs(tmp_path) if run.labels["method"] == "h2o")
+    run = run_of(tmp_path)
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
     for words in (["replay", str(run.path), "0"], ["explain", str(run.path)], ["explain", str(run.path), "--kl"]):
         assert main(words) == 2
@@ -328,7 +306,7 @@ def test_a_turn_is_diagnosed_behind_all_that_was_fed_before_it(tmp_path, history
     tokens = {row["example"]: row["output"] for row in rows}
     for row, case, _ in cases(one, rows[1:2]):
         replay = Replay(case, 2)
-        first, last = replay.answers([NOTHING, replay.everything])
+        first, last = replay.answers([NOTHING_UNDONE, replay.everything])
         assert case.tokenizer.decode(first, skip_special_tokens=True) == tokens[row["example"]]
         assert [last] == case.full().generate_again().tokens
 

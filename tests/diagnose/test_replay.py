@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import CROWD, ID, PLANTS, POPULAR, Head, build, lay
-from test_eviction_log import case_of, held, job, run_job, watched
+from test_eviction_log import case_of, held, job, run_job, run_of, watched
 from test_planted import BUDGET, TABLE, learned_of
 from test_sweep_divergence import ONE_BY_ONE, group
 from tiny import CONFIGS
@@ -17,6 +17,7 @@ from kvexp.core import CacheConfig
 from kvexp.core.backends import held_slots
 from kvexp.diagnose.case import Case, cases, rows_of
 from kvexp.diagnose.replay import (
+    NOTHING_UNDONE,
     Cause,
     ForcedReplay,
     Replay,
@@ -31,19 +32,13 @@ from kvexp.diagnose.replay import (
     worst_tokens,
 )
 from kvexp.diagnose.show import main
-from kvexp.generate import GenerationParams
+from kvexp.generate import GenerationParams, decode
 from kvexp.hf import calibrate_queries
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 from kvexp.run.batches import run_group, settings_at
 from kvexp.run.evictions import require_example_log
-from kvexp.run.store import DIVERGENCE, runs
+from kvexp.run.store import DIVERGENCE
 from kvexp.util import Session
-
-# Which eviction changed the answer: planted causes are found, what undoing means is exact, searches find the least.
-
-
-NOTHING = UndoneEvictions((), (), 0, 0)
-
 
 # -- planted causes ----------------------------------------------------------------------------------------------------
 
@@ -62,7 +57,7 @@ def planted(method, name, layout):
     made, log = watched(case)
     assert made.tokens[0] != [plant.answer]
     replay = Replay(case, 16)
-    assert replay.answers([NOTHING]) == made.tokens
+    assert replay.answers([NOTHING_UNDONE]) == made.tokens
     return cause(replay, lambda tokens: tokens == [plant.answer]), plant, log
 
 
@@ -77,7 +72,12 @@ def lost(methods, layouts):
 FEW = ["window", "h2o", "a2sf", "tova", "knorm", "keyformer", "streaming_llm_4", "spatten"]
 
 
-def check(method, name, layout):
+QUICK = list(lost(FEW, 1))
+CASES = [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in lost(TABLE, 3) if one not in QUICK)]
+
+
+@pytest.mark.parametrize(("method", "name", "layout"), CASES)
+def test_the_planted_cause_is_found(method, name, layout):
     found, plant, log = planted(method, name, layout)
     heads = 1 + int(log["head"].max())
     assert found.undone is not None and found.whole
@@ -86,17 +86,6 @@ def check(method, name, layout):
     mine = (log["position"] == found.undone.positions[0]) & (log["layer"] == plant.layer)
     (step,) = log["step"][mine & (log["head"] == plant.head % heads)].tolist()
     assert (found.undone.first, found.undone.last) == (step, step)
-
-
-@pytest.mark.parametrize(("method", "name", "layout"), list(lost(FEW, 1)))
-def test_the_planted_cause_is_found(method, name, layout):
-    check(method, name, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "name", "layout"), list(lost(TABLE, 3)))
-def test_the_planted_cause_is_found_in_every_case(method, name, layout):
-    check(method, name, layout)
 
 
 @pytest.mark.parametrize("layout", ["llama", "gpt2", "mpt"])
@@ -127,7 +116,7 @@ def test_nothing_undone_is_the_run_and_everything_is_full_attention(family, meth
     case = case_of(family, method, question=[50, 51], positions=positions)
     made, _ = watched(case)
     replay = Replay(case, 2)
-    first, last = replay.answers([NOTHING, replay.everything])
+    first, last = replay.answers([NOTHING_UNDONE, replay.everything])
     assert [first] == made.tokens
     assert [last] == case.full().generate_again().tokens
     assert first != last, "else the comparison shows nothing"
@@ -141,11 +130,7 @@ def test_renumbered_survivors_come_back_to_their_places():
 
 def visible(replay, trial, layer):
     """Positions each head of a layer sees at the end of this trial."""
-    context = replay.context.fork([0])
-    for state in context.cache.layer_states:
-        state.backend.undo(state.require_slots(), [trial], 60)
-    from kvexp.generate import decode
-
+    context = replay.fork([trial])
     decode(replay.case.model, [context], replay.case.decoding, [0], None, start=0.0)
     state = context.cache.layer_states[layer]
     return state.kept_positions()[0], held_slots(state.require_slots())[0].sum(-1).tolist()
@@ -172,7 +157,12 @@ def test_rows_of_one_batch_are_trials_of_their_own():
     case = case_of("mpt", TOVA())
     replay = Replay(case, 8)
     whole = replay.everything
-    trials = [NOTHING, whole, dataclasses.replace(whole, last=0), dataclasses.replace(whole, positions=(1, 2, 3))]
+    trials = [
+        NOTHING_UNDONE,
+        whole,
+        dataclasses.replace(whole, last=0),
+        dataclasses.replace(whole, positions=(1, 2, 3)),
+    ]
     assert replay.answers(trials) == [replay.answers([trial])[0] for trial in trials]
     assert replay.trials == 8
 
@@ -229,7 +219,7 @@ def test_words_for_what_was_found():
 def test_from_rows_to_a_reason(tmp_path, command, capsys):
     words = ("model=testbed_learned", "task=testbed_needle", "method=h2o", "task.max_new_tokens=6")
     run_job(job(tmp_path, "diagnose=log", *words, limit=3))
-    (run,) = [run for run in runs(tmp_path) if run.labels["method"] != "full"]
+    run = run_of(tmp_path)
     assert main(["explain", str(run.path)]) == 0
     told = capsys.readouterr().out
     row = next(row for row in run.rows() if row["metrics"]["exact"] == 0)
@@ -257,7 +247,7 @@ QUESTIONS = ("task=testbed_qa", "task.question=after_eviction", "task.max_new_to
 
 def made(outputs, *task, method="h2o"):
     run_group(group(outputs, *task, methods=(method,)), Session())
-    return next(run for run in runs(outputs) if run.labels["method"] == method)
+    return run_of(outputs, method)
 
 
 @pytest.mark.parametrize(("task", "method"), [(ONE_BY_ONE, "keyformer"), (QUESTIONS, "h2o")])
@@ -267,7 +257,7 @@ def test_nothing_undone_is_the_recorded_divergence_and_everything_undone_is_none
     for row, case, _ in cases(settings_at(run), [rows[name] for name in by_name]):
         worst = by_name[row["example"]]
         replay = ForcedReplay(case, worst.line["tokens"][: worst.place], 0.05)
-        replay.answers([UndoneEvictions((), (), 0, 0), replay.everything])
+        replay.answers([NOTHING_UNDONE, replay.everything])
         assert replay.kl == pytest.approx([worst.kl, 0], abs=1e-4)
         assert worst.kl == max(worst.line["kl"][int(worst.line["first_by_prefill"]) :])
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
-from test_eviction_log import case_of, job, run_job
+from test_eviction_log import case_of, job, run_job, run_of
 from test_twin import losses
 from tiny import stock
 
@@ -20,16 +20,12 @@ from kvexp.generate.prefill import decode_step
 from kvexp.hf.cache import mark, texts_of
 from kvexp.hf.load import byte_tokenizer
 from kvexp.retrieval import Oracle, Quest, SparQ
-from kvexp.run.batches import settings_at
-from kvexp.run.evictions import TWIN, ExampleLog, made, read_example_log, read_table, write_example_log
-from kvexp.run.store import Run, runs
+from kvexp.run.evictions import TWIN, ExampleLog, read_example_log, read_table, view_of, write_example_log
+from kvexp.run.store import Run
 from kvexp.util import ConfigError
 
-# The marked text, in a terminal and as a page, of a log made by hand; the token texts it is made of.
-
-
 TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered
-TOLD = ExampleLog("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)
+LOG = ExampleLog("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)
 GONE = pd.DataFrame(
     [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 2, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 1), (0, 1, 2, 3), (1, 0, 0, 2)],
     columns=["step", "layer", "head", "position"],
@@ -43,11 +39,11 @@ def printed(view, width=40):
 
 
 def test_counts_by_hand():
-    at_prompt, later = made(TOLD, GONE), made(TOLD, GONE, step=1)
+    at_prompt, later = view_of(LOG, GONE), view_of(LOG, GONE, step=1)
     assert at_prompt.kept.tolist() == [[3, 0, 3, 3, 3, 0, 0, 0], [3, 0, 3, 2, 3, 0, 0, 0]]
     assert at_prompt.counts.tolist() == [6, 0, 6, 5, 6, 0, 0, 0] and at_prompt.present == 5
     assert later.counts.tolist() == [6, 0, 5, 5, 6, 6, 0, 0] and later.present == 6
-    assert made(TOLD, GONE, layer=1).counts.tolist() == [3, 0, 3, 2, 3, 0, 0, 0]
+    assert view_of(LOG, GONE, layer=1).counts.tolist() == [3, 0, 3, 2, 3, 0, 0, 0]
     assert [entry["kept"] for entry in later.data()["tokens"]] == [6, 0, 5, 5, 6, 6, None, None]
     assert later.data()["tokens"][2]["by_layer"] == [2, 3]
 
@@ -55,7 +51,7 @@ def test_counts_by_hand():
 @pytest.mark.parametrize(("asked", "reason"), [({"step": 3}, "from 0 .* to 2"), ({"layer": 2}, "from 0 to 1")])
 def test_what_is_not_there(asked, reason):
     with pytest.raises(ConfigError, match=reason):
-        made(TOLD, GONE, **asked)
+        view_of(LOG, GONE, **asked)
 
 
 @pytest.mark.parametrize(
@@ -70,41 +66,31 @@ def test_what_is_not_there(asked, reason):
 )
 def test_a_damaged_log_is_one_line(table):
     with pytest.raises(ConfigError, match=r"the log of evictions of example ex is damaged: .*remove it and run"):
-        made(TOLD, table)
+        view_of(LOG, table)
 
 
-TOLD_FILE = dataclasses.asdict(TOLD)
-DAMAGED = ["{", "[]", "[" * 99999, json.dumps({k: v for k, v in TOLD_FILE.items() if k != "ids"})]
-DAMAGED += [
-    json.dumps(TOLD_FILE | {k: v}) for k in ("ids", "heads", "texts", "prompt_tokens") for v in (None, "5", [[]])
-]
-DAMAGED += [json.dumps(TOLD_FILE | {"prompt_tokens": 99}), json.dumps(TOLD_FILE | {"more": 1})]
+WHOLE = dataclasses.asdict(LOG)
+WRONG = [{name: value} for name in ("ids", "heads", "texts", "prompt_tokens") for value in (None, "5", [[]])]
+DAMAGED = ["{", "[]", "[" * 99999, json.dumps({name: value for name, value in WHOLE.items() if name != "ids"})]
+DAMAGED += [json.dumps(WHOLE | one) for one in (*WRONG, {"prompt_tokens": 99}, {"more": 1})]
 
 
 @pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_description_of_a_log_is_one_line(tmp_path, text):
     run = Run.open(tmp_path, {"a": 1}, {"method": "h2o"})
-    write_example_log(run, TOLD)
-    assert read_example_log(run, "ex") == TOLD
+    write_example_log(run, LOG)
+    assert read_example_log(run, "ex") == LOG
     (file,) = (run.path / "diagnose").glob("ex*.json")
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"ex.*\.json: .*; remove the file and run the same command again"):
         read_example_log(run, "ex")
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"config": [], "choices": {}, "overrides": []}', "[" * 99999])
-def test_a_damaged_configuration_of_a_diagnosis_is_one_line(tmp_path, text):
-    run = Run.open(tmp_path, {"a": 1}, {"method": "h2o"}, command={"config": {}, "choices": {}, "overrides": []})
-    (run.path / "command.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"run the same command again \(its rows stay as they are\)"):
-        settings_at(run)
-
-
 def test_every_token_has_its_mark_below_it():
-    lines = printed(made(TOLD, GONE), width=90)
+    lines = printed(view_of(LOG, GONE), width=90)
     assert lines[1:5] == ["a <b> c\u21b5", "#....###", "d \u65e5\u672c ? yes&", "8#####"]
     assert "of 5 tokens 3 are held by all heads, 1 by some, 1 by none" in lines[-1]
-    narrow = printed(made(TOLD, GONE), width=6)
+    narrow = printed(view_of(LOG, GONE), width=6)
     assert narrow[narrow.index("a <b>") + 1] == "#...."
 
 
@@ -133,7 +119,7 @@ class _Reader(HTMLParser):
 
 def test_the_page_shows_the_text_and_runs_nothing():
     reader = _Reader()
-    reader.feed(page(made(TOLD, GONE, step=1), 'h2o "<script>'))
+    reader.feed(page(view_of(LOG, GONE, step=1), 'h2o "<script>'))
     assert reader.text == "".join(TEXTS)
     assert reader.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "p", "div", "span"}
     assert [span["class"] for span in reader.spans] == [
@@ -185,7 +171,7 @@ def test_what_is_lost_is_what_a_step_did_not_attend_to(method):
 def test_an_oracle_overlaps_with_the_ideal_set_and_a_run_gets_its_twin(tmp_path, command):
     run_job(job(tmp_path, "method=oracle", "diagnose=twin", limit=2))
     assert not command.failures
-    run = next(run for run in runs(tmp_path) if run.labels["method"] == "oracle")
+    run = run_of(tmp_path, "oracle")
     for row in run.rows():
         frame, told = read_table(run, row["example"], TWIN), read_example_log(run, row["example"])
         assert told.same and len(frame) and frame.lost.ge(frame.lost_ideal - 1e-6).all()

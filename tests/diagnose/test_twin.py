@@ -7,7 +7,7 @@ import dataclasses
 import pandas as pd
 import pytest
 import torch
-from test_eviction_log import case_of, held, job, run_job, watched
+from test_eviction_log import case_of, held, job, run_job, run_of, watched
 from test_shared_prefill import content
 from tiny import CONFIGS, stock
 
@@ -16,7 +16,6 @@ from kvexp.diagnose.show import main
 from kvexp.diagnose.twin import MEASURES, curves, heatmaps, twin
 from kvexp.methods import A2SF, H2O, TOVA, StreamingLLM
 from kvexp.run.evictions import TWIN, read_example_log, read_table
-from kvexp.run.store import runs
 
 QUESTION = [50, 51]
 
@@ -24,7 +23,7 @@ QUESTION = [50, 51]
 def losses(case):
     answer = case.generate_again().tokens[0]
     made, agrees = twin(case, answer)
-    return pd.DataFrame({name: values.numpy() for name, values in made.table().items()}), answer, agrees
+    return pd.DataFrame(made.table()), answer, agrees
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -96,7 +95,7 @@ def test_a_run_gets_twins_and_pictures_and_keeps_its_rows(tmp_path, command, cap
     run_job(job(tmp_path / "twin", "diagnose=twin"))
     assert not command.failures
     assert content(tmp_path / "twin") == content(tmp_path / "none")
-    (run,) = [run for run in runs(tmp_path / "twin") if run.labels["method"] == "h2o"]
+    run = run_of(tmp_path / "twin")
     for row in run.rows():
         told, frame = read_example_log(run, row["example"]), read_table(run, row["example"], TWIN)
         assert told.same and len(told.agrees) == told.new_tokens

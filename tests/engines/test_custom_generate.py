@@ -11,7 +11,7 @@ import transformers.dynamic_module_utils as dynamic
 from tiny import prompts_of, stock, tiny
 
 from kvexp.core import Budget
-from kvexp.engines.custom_generate import OWN_NAMES, flattened, imports_of, main, write_folder
+from kvexp.engines.custom_generate import OWN_NAMES, flattened, main, relative, write_folder
 from kvexp.engines.custom_generate_entry import METHODS
 from kvexp.generate import GenerationParams, generate
 from kvexp.util import ConfigError
@@ -48,18 +48,24 @@ def answer(folder, family, prompts, **options):
     return made[:, width:].tolist()
 
 
-def slow(*names):
-    """The names as parameters of slow tests: each has a quicker one beside it."""
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow(*cases):
+    """Cases of slow tests; each has a quicker one next to it."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("method", ["h2o", "keyformer", *slow("tova", "snapkv", "streaming_llm", "a2sf")])
-def test_tokens_are_those_of_kvexps_own_rows(folder, method):
+@pytest.mark.parametrize(
+    ("method", "beams"),
+    [("h2o", 1), ("keyformer", 1), ("a2sf", 3), *slow(("tova", 1), ("snapkv", 1), ("streaming_llm", 1))],
+)
+def test_tokens_are_those_of_kvexps_own_rows(folder, method, beams):
     prompts = prompts_of(3, [29, 23])
-    decoding = GenerationParams(max_new_tokens=NEW, eos=None)
-    fields = {"window": 4} if method == "snapkv" else {}
+    decoding = GenerationParams(max_new_tokens=NEW, eos=None, num_beams=beams)
+    fields = {"snapkv": {"window": 4}, "a2sf": {"alpha": 0.3}}.get(method, {})
     wanted = generate(tiny("llama"), prompts, METHODS[method](**fields), Budget(kv_ratio=0.4), decoding=decoding)
-    assert answer(folder, "llama", prompts, method=method, method_options=fields, kv_ratio=0.4) == wanted.tokens
+    options = {"method": method, "method_options": fields, "kv_ratio": 0.4}
+    if beams > 1:
+        options |= {"num_beams": beams, "early_stopping": True}
+    assert answer(folder, "llama", prompts, **options) == wanted.tokens
 
 
 @pytest.mark.parametrize("family", ["mpt", *slow("gpt2", "gptj", "opt")])
@@ -73,14 +79,6 @@ def test_tokens_are_the_same_in_other_families_and_the_model_is_left_as_it_was(f
     assert answer(folder, family, prompts, budget_tokens=12) == wanted.tokens
     after = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, attention_mask=ids * 0 + 1)
     assert torch.equal(before, after) and model.config._attn_implementation == "eager"
-
-
-def test_beams_and_options_are_those_of_kvexp(folder):
-    prompts = prompts_of(5, [24])
-    decoding = GenerationParams(max_new_tokens=NEW, eos=None, num_beams=3)
-    wanted = generate(tiny("llama"), prompts, METHODS["a2sf"](alpha=0.3), Budget(kv_ratio=0.5), decoding=decoding)
-    options = {"method": "a2sf", "method_options": {"alpha": 0.3}, "kv_ratio": 0.5, "num_beams": 3}
-    assert answer(folder, "llama", prompts, early_stopping=True, **options) == wanted.tokens
 
 
 @pytest.mark.parametrize(
@@ -129,15 +127,16 @@ def test_the_folder_works_where_kvexp_is_not_installed(folder):
 
 def test_an_import_that_could_not_be_copied_is_an_error():
     with pytest.raises(ConfigError, match="which can be made relative"):
-        imports_of("kvexp.somewhere", "import kvexp.core.slots\n")
-    (found,) = imports_of(
-        "kvexp.core.x", "def f():\n    from kvexp.core import (\n        noise,\n        Budget as B,\n    )\n"
-    )
-    assert (found.first, found.last) == (2, 5) and set(found.modules) == {"kvexp.core", "kvexp.core.noise"}
-    assert found.text.splitlines() == [
+        relative("kvexp.somewhere", "import kvexp.core.slots\n")
+    text = "def f():\n    from kvexp.core import (\n        noise,\n        Budget as B,\n    )\n    return B\n"
+    made, modules = relative("kvexp.core.x", text)
+    assert set(modules) == {"kvexp.core", "kvexp.core.noise"}
+    assert made.splitlines() == [
+        "def f():",
         "    from .core import Budget as B",
         "    from .core_noise import __name__ as _",
         "    from . import core_noise as noise",
+        "    return B",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from test_replay import made
 from test_sweep_divergence import ONE_BY_ONE
 
 from kvexp.core import Budget, CacheConfig
-from kvexp.diagnose.log import EvictionRecord, watch
 from kvexp.engines.trace import BLOCK, main, trace_of, write_trace
 from kvexp.engines.trace_check import PROFILES, SHOWN, TraceError, check_rules, differences, held, read_trace
 from kvexp.engines.trace_check import main as check_main
@@ -58,15 +58,6 @@ def test_per_head_is_what_the_run_itself_holds(method):
         for layer in range(2):
             kept = context.cache.layer_states[layer].kept_positions()[0]
             assert kept == [held(trace, step, layer, head) for head in range(3)]
-
-
-def test_a_slot_is_overwritten_where_its_token_was_evicted_and_nothing_else_moves():
-    trace = traced(H2O())
-    positions, kept = trace["step_positions"], trace["step_kept"]
-    for step in range(1, trace["header"]["steps"]):
-        before = np.where(kept[step - 1], positions[step - 1], -1)
-        moved = positions[step] != before
-        assert (moved.sum(-1) == 1).all() and (positions[step][moved] == 31 + step).all()
 
 
 def test_the_profiles_keep_what_their_memory_can():
@@ -196,34 +187,14 @@ def test_a_trace_that_breaks_its_rules_is_told(tmp_path, capsys):
 
 
 def test_what_cannot_be_traced_is_said():
-    for method, why in ((Full(), "evicts nothing"),):
-        case = case_of("llama", H2O())
+    case = case_of("llama", H2O())
+    for cache, why in (
+        (CacheConfig(Full()), "evicts nothing"),
+        (CacheConfig(H2O(), Budget(tokens=60)), "fits into the budget"),
+        (CacheConfig(H2O(), Budget(tokens=12), positions="renumbered"), "original positions"),
+    ):
         with pytest.raises(ConfigError, match=why):
-            trace_of(type(case)(case.model, case.prompt, [], CacheConfig(method), case.decoding), "per_head", 3, MODEL)
-    with pytest.raises(ConfigError, match="fits into the budget"):
-        traced(H2O(), tokens=60)
-    renumbered = case_of("llama", H2O(), positions="renumbered")
-    with pytest.raises(ConfigError, match="original positions"):
-        trace_of(renumbered, "per_head", 3, MODEL)
-
-
-def test_evictions_of_a_trace_are_those_of_the_log():
-    case = case_of("llama", TOVA())
-    trace = trace_of(case, "per_head", 7, MODEL)
-    seen = EvictionRecord()
-    context = case.prefill_prompt(lambda cache: watch(cache, seen), CacheConfig(TOVA(), Budget(tokens=12)))
-    for step in range(7):
-        at = torch.tensor([[31 + step]])
-        decode_step(case.model, at * 0 + int(trace["tokens"][31 + step]), at, context.cache)
-    table = seen.table()
-    rows = zip(*(table[name].tolist() for name in ("step", "layer", "head", "position", "score")), strict=True)
-    for step, layer, head, position, score in rows:
-        if step:
-            there = trace["step_positions"][step - 1, layer, head] == position
-            assert there.sum() == 1 and not trace["step_kept"][step - 1, layer, head][there].any()
-            assert trace["step_scores"][step - 1, layer, head][there][0] == pytest.approx(score)
-        else:
-            assert not trace["prompt_kept"][layer, head, position]
+            trace_of(dataclasses.replace(case, cache=cache), "per_head", 3, MODEL)
 
 
 KIT = Path(__file__).resolve().parents[2] / "kvexp" / "engines" / "kit"

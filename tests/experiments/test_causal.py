@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from experiments.studies.causal import (
     METHODS,
+    REMOVALS,
     SCORES,
     ForcedAnswer,
     Removal,
@@ -51,7 +52,6 @@ from experiments.studies.causal import (
 from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.log import EvictionRecord, watch
-from kvexp.diagnose.replay import REMOVALS, UndoneEvictions, cause, ordered_by_effect
 from kvexp.generate import GenerationParams, divergence_from_full
 from kvexp.hf.cache import EvictionCacheLayer
 from kvexp.methods import H2O, TOVA, Full, Random, SnapKV, StreamingLLM, Window
@@ -360,41 +360,6 @@ def test_all_that_a_method_evicts_removed_at_once_is_its_divergence():
     assert effect.flips == sum(not same for same in line.same_top1[1:])
 
 
-# -- the order of a search --------------------------------------------------------------------------------------------
-
-
-class KnownCause:
-    """A replay that is right as soon as all of `needed` are undone; counts its trials as `Replay` does."""
-
-    size = 8
-
-    def __init__(self, needed, tokens):
-        self.needed, self.trials = set(needed), 0
-        self.everything = UndoneEvictions(tuple(range(tokens)), ((0, 0), (1, 0)), 0, 9)
-
-    def answers(self, trials):
-        self.trials += len(trials)
-        return [[int(self.needed <= set(trial.positions) and (1, 0) in trial.places)] for trial in trials]
-
-
-@pytest.mark.parametrize("needed", [(7,), (3, 480), (20, 21, 300, 650), tuple(range(0, 700, 50))])
-def test_a_search_in_the_order_of_effects_finds_the_same_in_fewer_trials(needed):
-    order = [*needed, *(at for at in range(700) if at not in needed)]
-    plain, ordered = (
-        cause(KnownCause(needed, 700), lambda answer: answer == [1], 2000, each) for each in (None, order)
-    )
-    assert ordered.whole and ordered.undone.positions == needed and ordered.undone.places == ((1, 0),)
-    assert ordered.trials < plain.trials and set(needed) <= set(plain.undone.positions)
-    wrong = cause(KnownCause(needed, 700), lambda answer: answer == [1], 2000, order[::-1])
-    assert set(needed) <= set(wrong.undone.positions)  # a bad order costs trials and finds no wrong cause
-
-
-def test_positions_are_ordered_by_their_own_effect_or_their_spans():
-    rows = [("span", 0, 4, 0.4), ("span", 4, 4, 2.0), ("token", 2, 1, 3.0), ("token", 5, 1, 0.0), ("head", 1, 1, 9.0)]
-    removals = pd.DataFrame(rows, columns=["kind", "position", "length", "kl"])
-    assert ordered_by_effect(removals, range(10)) == [2, 4, 6, 7, 0, 1, 3, 5, 8, 9]
-
-
 # `python -m experiments.studies.causal`: from a run to tables and a picture; measures of scores on arrays whose
 # answer is known.
 
@@ -461,7 +426,7 @@ def test_the_tables_hold_what_the_files_say(run, capsys):
         (["--span", "0"], "--span must be at least 1"),
         (["--first", "0"], "--first must be at least 1"),
         (["--example", "nobody"], "no example of the run named 'nobody'"),
-        (["--draw", "causes.gif"], "must end in .png, .svg, .pdf"),
+        (["--draw", "causes.gif"], "must end in .png, .svg or .pdf"),
     ],
 )
 def test_what_cannot_be_measured_is_said_before_a_model_loads(run, words, told, capsys, monkeypatch):

@@ -5,7 +5,7 @@
                                         NAME...: only of commands.py's entries whose names begin so
 
 Floating-point sums depend on the processor and its libraries: on a machine unlike the recording's, the commit that the
-recording was made at is recorded first, in a worktree beside this one.
+recording was made at is recorded first, in a worktree of its own.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def compare() -> int:
     for line in wrong:
         print(line)
     runs = sum(len(each) for each in known["runs"].values())
-    told = f"{len(wrong)} differences" if wrong else "unchanged"
-    print(f"frozen: {told} ({runs} runs, {len(known['identities'])} command lines, {len(known['tables'])} tables)")
+    said = f"{len(wrong)} differences" if wrong else "unchanged"
+    print(f"frozen: {said} ({runs} runs, {len(known['identities'])} command lines, {len(known['tables'])} tables)")
     return 1 if wrong else 0
 
 
@@ -165,12 +165,12 @@ def own_cache(folder: Path) -> None:
 def machine() -> str:
     """What a floating-point sum depends on: the processor, its instructions, torch."""
     info = Path("/proc/cpuinfo")
-    told = dict(
+    said = dict(
         (part.strip() for part in line.split(":", 1)) for line in info.read_text().splitlines() if ":" in line
     ) if info.exists() else {}  # fmt: skip
-    model = told.get("model name") or platform.processor() or platform.machine()
-    vectors = " ".join(sorted(flag for flag in told.get("flags", "").split() if flag.startswith(("avx", "amx", "fma"))))
-    kind = "/".join(told.get(key, "?") for key in ("cpu family", "model", "stepping"))
+    model = said.get("model name") or platform.processor() or platform.machine()
+    vectors = " ".join(sorted(flag for flag in said.get("flags", "").split() if flag.startswith(("avx", "amx", "fma"))))
+    kind = "/".join(said.get(key, "?") for key in ("cpu family", "model", "stepping"))
     torch = importlib.import_module("torch")
     return f"{model} {kind} {digest(vectors)}, torch {torch.__version__}, 1 thread"
 

@@ -14,7 +14,7 @@ from tiny import VOCAB, Hashable, stock
 from transformers import AutoModelForCausalLM
 
 from kvexp.core import Budget
-from kvexp.diagnose.options import check as check_diagnosable
+from kvexp.diagnose.options import check_diagnosable
 from kvexp.generate import (
     GenerationParams,
     continuation_logprobs,

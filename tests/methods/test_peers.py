@@ -156,17 +156,17 @@ class Presses:
             for threshold in about["thresholds"][press]:
                 yield f"{press}/{threshold}", Budget(threshold=threshold, threshold_recent=about["window"])
             return
-        for ratio in self.about.get("ratios", {}).get(press, about["ratios"]) if self.prefix else about["ratios"]:
+        own = self.about["ratios"] if self.prefix else {}  # of presses that have other ratios
+        for ratio in own.get(press, about["ratios"]):
+            tokens = int(length * (1 - ratio))
             if self.place == "adakv":
-                tokens = int(length * (1 - ratio))
                 for floor in about["floors"]:
                     shared = Budget(tokens=tokens, counts_self=False, heads="adaptive", head_floor=floor + slip)
                     yield f"{press}/{floor}/{ratio}", shared
                 continue
-            key = f"{press}/{ratio}"
-            per_head = self[key].sum(-1).double().mean()
-            assert (per_head == per_head.round() and (self[key].sum(-1) == per_head).all()) or press == "pyramidkv"
-            yield key, Budget(tokens=int(per_head), counts_self=False)
+            kept = self[f"{press}/{ratio}"].sum(-1)
+            assert press == "pyramidkv" or len(kept.unique()) == 1
+            yield f"{press}/{ratio}", Budget(tokens=int(kept.double().mean().round()), counts_self=False)
 
     @torch.inference_mode()
     def differences(self, press: str, method: Method, *, slip: float = 0.0, **how: Any) -> list[str]:

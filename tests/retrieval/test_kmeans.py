@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import prompts_of, tiny
 
-from kvexp.retrieval.index import CostModel, assign, init_rows, lloyd, polyfit, polyval, profile_kmeans
+from kvexp.core import Budget
+from kvexp.generate import GenerationParams, generate, receipts
+from kvexp.hf import cache as adapter
+from kvexp.retrieval import PQCache, index
+from kvexp.retrieval.index import CostModel, fitted, init_rows, lloyd, profile_kmeans
 
 
 def test_two_clusters_on_a_line():
@@ -55,24 +61,20 @@ def test_labels_are_the_nearest_centroids_and_problems_do_not_know_each_other(se
 
 
 def test_tiles_change_nothing(monkeypatch):
-    from kvexp.retrieval import index as kmeans
-
     points = torch.randn(2, 101, 3, generator=torch.Generator().manual_seed(1))
     whole = lloyd(points, init_rows(101, 7, 0), 5)
-    monkeypatch.setitem(kmeans.TILES, "cpu", 100)
+    monkeypatch.setitem(index.TILES, "cpu", 100)
     parts = lloyd(points, init_rows(101, 7, 0), 5)
     assert torch.equal(whole.labels, parts.labels)
     assert torch.equal(whole.centroids, parts.centroids)
 
 
-def test_the_sums_of_a_gpu_are_those_of_a_cpu(monkeypatch):
+def test_the_sums_of_a_gpu_are_those_of_a_cpu():
     """The product that a GPU uses, so that two runs agree to the bit, on a CPU."""
-    from kvexp.retrieval import index as kmeans
-
     points, labels = torch.randn(2, 37, 3), torch.randint(0, 5, (2, 37))
     centroids = torch.zeros(2, 5, 3)
-    mine = kmeans._cluster_sums(points, labels, centroids)
-    product = kmeans._cluster_sums_by_product(points, labels, centroids)
+    mine = index._cluster_sums(points, labels, centroids)
+    product = index._cluster_sums_by_product(points, labels, centroids)
     for a, b in zip(mine, product, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
@@ -95,14 +97,6 @@ def test_scikit_learn_agrees(seed):
     torch.testing.assert_close(ours.centroids[0], torch.from_numpy(theirs.cluster_centers_), atol=1e-5, rtol=0)
 
 
-def test_assign_is_the_nearest_in_euclidean_distance():
-    points, centroids = torch.tensor([[[0.9, 0.0], [2.0, 2.0]]]), torch.tensor([[[1.0, 0.0], [5.0, 5.0]]])
-    labels, gap = assign(points, centroids)
-    assert labels.tolist() == [[0, 0]]  # the inner product would prefer (5, 5)
-    squares = points.square().sum(-1)
-    assert (gap + squares)[0].tolist() == pytest.approx([0.01, 5.0])
-
-
 # -- how many iterations hide ------------------------------------------------------------------------------------------
 
 
@@ -119,42 +113,25 @@ def test_iterations_that_hide():
 def test_fits_return_the_polynomial_they_were_made_of():
     lengths = [256, 512, 1024, 2048]
     for wanted in ((3e-9, 2e-6, 1e-3), (2e-6, 1e-3)):
-        found = polyfit(lengths, [polyval(wanted, n) for n in lengths], len(wanted) - 1)
+        found = fitted(lengths, [np.polyval(wanted, n) for n in lengths], len(wanted) - 1)
         assert found == pytest.approx(wanted, rel=1e-6)
-    assert len(polyfit([128], [0.5], 2)) == 1, "one length is a constant"
+    assert len(fitted([128], [0.5], 2)) == 1, "one length is a constant"
 
 
-def test_a_machine_is_measured():
+def test_a_machine_is_measured_and_a_length_that_takes_long_is_the_last_one(monkeypatch):
     profile = profile_kmeans(lambda n: n * 1e-4, 4, 8, 16, [64, 128], "cpu")
-    assert polyval(profile.compute, 100) == pytest.approx(0.01)
-    assert polyval(profile.base, 128) > 0
-    assert 3 <= profile.iterations(128) <= 300
-
-
-def test_a_length_that_takes_long_is_the_last_one_measured(monkeypatch):
-    from kvexp.retrieval import index as kmeans_schedule
-
+    assert np.polyval(profile.compute, 100) == pytest.approx(0.01)
+    assert np.polyval(profile.base, 128) > 0 and 3 <= profile.iterations(128) <= 300
     asked = []
-    monkeypatch.setattr(kmeans_schedule, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(index, "MAX_SECONDS", 0.0)
     profile = profile_kmeans(lambda n: asked.append(n) or n * 1e-4, 2, 4, 4, [32, 64, 128], "cpu")
     assert asked == [32]
-    assert polyval(profile.compute, 32) == polyval(profile.compute, 999) == pytest.approx(0.0032), (
-        "one length is a constant"
-    )
+    assert np.polyval(profile.compute, 32) == np.polyval(profile.compute, 999) == pytest.approx(0.0032)
 
 
 def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
-    from tiny import prompts_of, tiny
-
-    from kvexp.core import Budget
-    from kvexp.generate import GenerationParams, generate, receipts
-    from kvexp.hf import cache as adapter
-    from kvexp.retrieval import PQCache
-
-    calls = []
-    monkeypatch.setattr(
-        adapter, "measure_layer_time", lambda model, n: calls.append(n) or 1.0
-    )  # nothing takes long enough
+    calls = []  # nothing takes long enough
+    monkeypatch.setattr(adapter, "measure_layer_time", lambda model, n: calls.append(n) or 1.0)
     method = PQCache(n_sinks=2, m=1, b=2, max_iter="adaptive")
     model, prompts = tiny("gptj"), prompts_of(3, [29])
     for _ in range(2):
@@ -164,9 +141,5 @@ def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
 
 
 def test_one_layer_is_timed():
-    from tiny import tiny
-
-    from kvexp.hf.cache import measure_layer_time
-
     for family in ("llama", "mpt", "gptj"):
-        assert 0 < measure_layer_time(tiny(family), 17, repeats=1) < 10
+        assert 0 < adapter.measure_layer_time(tiny(family), 17, repeats=1) < 10

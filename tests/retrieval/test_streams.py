@@ -11,10 +11,12 @@ from pretend import Placed, move, pretended
 from stream_checker import checked_streams
 from test_offload import DIM, HEADS, VALUE, marked
 from test_retrieval import METHODS, PROMPTS, RELEASED, SCARCE
-from tiny import tiny
+from tiny import later, tiny
 
-from kvexp.generate import GenerationParams, generate
-from kvexp.retrieval import offload
+from kvexp.core import Budget
+from kvexp.generate import GenerationParams, generate, receipts
+from kvexp.hf import EvictionCache
+from kvexp.retrieval import PQCache, offload
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.offload import BlockCache, BlockCacheConfig, CopyStreams, OffloadConfig, OffloadedKV, get_streams
 
@@ -96,9 +98,50 @@ def test_answers_are_made_without_luck(name, beams, monkeypatch):
     dice, model = random.Random(3), on_gpu("llama")
     with monkeypatch.context() as patch, checked_streams(patch, luck=lambda: dice.random() < 0.5) as checker:
         beside = generate(model, PROMPTS[1:], method, SCARCE, decoding=decoding)
+        theirs = receipts(beside.cache)
     assert not checker.problems, checker.problems
     assert beside.tokens == alone.tokens
     assert any("to device" in step for step in checker.steps) == method.offload
+    for layer in range(2):
+        assert beside.cache.kept_positions(layer) == alone.cache.kept_positions(layer)
+    for a, b in zip(theirs, receipts(alone.cache), strict=True):
+        assert (a.attention_kept is None) == method.offload, "the keys are elsewhere"
+        assert a.retrieval == b.retrieval
+
+
+@pytest.mark.parametrize("window", [0.0, 0.5])
+def test_codes_that_were_fetched_for_nothing_are_fetched_again(window, monkeypatch):
+    """As long as all candidates fit, nobody asks for codes; those that came meanwhile know no later token.
+
+    Without a recent window the newest candidate is the token before, so a code that is a step too old would show.
+    """
+    method = PQCache(n_sinks=2, m=1, b=2, recent_ratio=window, cache_tokens=0)
+    options = {"decoding": GenerationParams(16, eos=None), "keep_logits": True}
+    alone = generate(tiny("llama"), [PROMPTS[1]], method, Budget(tokens=17), **options)
+    with monkeypatch.context() as patch, checked_streams(patch) as checker:
+        beside = generate(on_gpu("llama"), [PROMPTS[1]], method, Budget(tokens=17), **options)
+        logits = [x.cpu() for x in beside.logits]
+    assert not checker.problems
+    torch.testing.assert_close(torch.stack(logits), torch.stack(alone.logits), atol=1e-6, rtol=0)
+
+
+def test_room_that_was_not_foreseen_is_made_while_codes_are_on_their_way(monkeypatch):
+    """The cache of `model.generate` does not know how many tokens will come."""
+
+    def fed(model, place):
+        cache = EvictionCache(model, METHODS["pqcache"], SCARCE)
+        with torch.inference_mode():
+            ids = torch.tensor(PROMPTS[:1])
+            made = [model(place(ids), past_key_values=cache, use_cache=True).logits[:, -1].cpu()]
+            for token in later(5, 1, 70).split(1, dim=1):
+                made.append(model(place(token), past_key_values=cache, use_cache=True).logits[:, -1].cpu())
+        return torch.cat(made)
+
+    alone = fed(tiny("llama"), lambda x: x)
+    with monkeypatch.context() as patch, checked_streams(patch) as checker:
+        beside = fed(on_gpu("llama"), placed)
+    assert not checker.problems
+    torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
@@ -113,8 +156,14 @@ def _wait_without_keeping(self, event, *arrived):
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
-def _at_once(self, which):
-    return torch.cuda.stream(self.streams[which])
+def _at_once(self, way):
+    return torch.cuda.stream(self.streams[way])
+
+
+def _holding_only(kept):
+    """`CopyStreams.hold` that forgets the copies of the other way."""
+    real = CopyStreams.hold
+    return lambda self, way, *tensors: real(self, way, *tensors) if way == kept else None
 
 
 def _flush_without_waiting(self):
@@ -123,18 +172,25 @@ def _flush_without_waiting(self):
     self._in_flight.clear()
 
 
-def _index_flush_without_waiting(self):
-    for name, entries, part, _ in self._pending_writes:
-        self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
-    self._pending_writes.clear()
+def _index_flush(wait):
+    """`KVIndex.flush` that does not wait for who still reads where it stores, and maybe not for what it stores."""
+
+    def flush(self):
+        for name, entries, part, event in self._pending_writes:
+            if wait:
+                event.synchronize()
+            self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
+        self._pending_writes.clear()
+
+    return flush
 
 
 def _event_before_the_copy(self, key, value, positions):
     """`OffloadedKV._copy_out_async`, with the event recorded too early."""
-    self.copy_streams.record_read(key, value)
-    event = self.copy_streams.record_d2h()
-    parts = [offload.empty_host(tuple(x.shape), x, self.keys.device, pinned=self.pinned)[0] for x in (key, value)]
-    with self.copy_streams.d2h():
+    self.copy_streams.hold("d2h", key, value)
+    event = self.copy_streams.record("d2h")
+    parts = [offload.empty_host(tuple(x.shape), x, self.keys.device, pinned=True) for x in (key, value)]
+    with self.copy_streams.copying("d2h"):
         for part, source in zip(parts, (key, value), strict=True):
             part.copy_(source, non_blocking=True)
     self._in_flight.append((event, parts[0], parts[1], positions))
@@ -148,25 +204,17 @@ def _lookup_without_waiting(self, event, *arrived):
             x.record_stream(torch.cuda.current_stream(self.device))
 
 
-def _store_under_a_copy(self):
-    """`KVIndex.flush` that waits for what it stores, but not for who still reads where it stores."""
-    for name, entries, part, event in self._pending_writes:
-        event.synchronize()
-        self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
-    self._pending_writes.clear()
-
-
 PLANTED = {
-    "codes stored under a copy": (KVIndex, "flush", _store_under_a_copy, "host overwrites what to device"),
+    "codes stored under a copy": (KVIndex, "flush", _index_flush(wait=True), "host overwrites what to device"),
     "a read before its copy": (CopyStreams, "wait", _never, "compute reads what to device"),
     "cached blocks read before their copy": (CopyStreams, "wait", _lookup_without_waiting, "what to device"),
-    "a copy before its source is computed": (CopyStreams, "_on", _at_once, "to host reads what compute"),
+    "a copy before its source is computed": (CopyStreams, "copying", _at_once, "to host reads what compute"),
     "the host reads before the copy": (OffloadedKV, "flush", _flush_without_waiting, "host reads what to host"),
-    "codes stored before they came": (KVIndex, "flush", _index_flush_without_waiting, "host reads what to host"),
+    "codes stored before they came": (KVIndex, "flush", _index_flush(wait=False), "host reads what to host"),
     "an event too early": (OffloadedKV, "_copy_out_async", _event_before_the_copy, "host reads what to host"),
-    "prompt given back under a copy": (CopyStreams, "record_read", _never, "gives memory back that to host"),
+    "prompt given back under a copy": (CopyStreams, "hold", _holding_only("h2d"), "gives memory back that to host"),
     "fetched tokens given back": (CopyStreams, "wait", _wait_without_keeping, "gives memory back that compute"),
-    "cache given back under a copy": (CopyStreams, "record_write", _never, "gives memory back that to device"),
+    "cache given back under a copy": (CopyStreams, "hold", _holding_only("d2h"), "gives memory back that to device"),
 }
 
 
@@ -191,11 +239,25 @@ def test_an_overwrite_before_its_read_is_found(monkeypatch):
         keys, values = marked(1, 12, DIM), -marked(1, 12, VALUE)
         cache = BlockCache(BlockCacheConfig(tokens=2, block=2, per_step=1), 0, keys, values, DEVICE)
         for block in (0, 4, 8):
-            cache.update(torch.full((1, HEADS, 2), block), [12], keys, values, streams)
+            cache.insert(cache.count(torch.full((1, HEADS, 2), block)), [12], keys, values, streams)
             streams.wait(cache.ready)
             _ = cache.keys * 2
-            patch.setattr(CopyStreams, "_on", _at_once)
+            patch.setattr(CopyStreams, "copying", _at_once)
     assert any("to device overwrites what compute may not have read" in problem for problem in checker.problems)
+
+
+def test_a_cache_that_grows_and_one_whose_rows_are_picked_wait_for_their_blocks(monkeypatch):
+    """Only the second row needs more places: the block of the first has not arrived when the buffers change."""
+    with monkeypatch.context() as patch, checked_streams(patch) as checker:
+        streams, parts = get_streams(DEVICE, True), (marked(2, 20, DIM), -marked(2, 20, VALUE))
+        keys, values = (offload.empty_host(tuple(x.shape), x, x.device, pinned=True).copy_(x) for x in parts)
+        cache = BlockCache(BlockCacheConfig(tokens=8, block=2, per_step=4), 0, keys, values, DEVICE)
+        slots = torch.tensor([[[4, 5, -1, -1]] * HEADS, [[0, 2, 4, 6]] * HEADS])
+        assert cache.insert(cache.count(slots), [20, 20], keys, values, streams) == [1, 4]
+        picked = cache.index_rows(torch.tensor([1, 0]), streams)
+        got = picked.keys[1, :, :2].cpu()
+    assert torch.equal(got, keys[0, :, 4:6])
+    assert not checker.problems, checker.problems
 
 
 def test_the_checker_knows_bytes_and_clocks(monkeypatch):
@@ -203,15 +265,15 @@ def test_the_checker_knows_bytes_and_clocks(monkeypatch):
     with monkeypatch.context() as patch, checked_streams(patch) as checker:
         streams, home = CopyStreams(DEVICE, streams=True), torch.empty(8, pin_memory=True)
         source = placed(torch.ones(4)) * 3
-        with streams.d2h():
+        with streams.copying("d2h"):
             home[:4].copy_(source, non_blocking=True)
         home[4:].fill_(1)
         assert not checker.problems
-        event = streams.record_d2h()
+        event = streams.record("d2h")
         event.synchronize()
         home[:2].fill_(2)
         assert not checker.problems
-        with streams.d2h():
+        with streams.copying("d2h"):
             home[:4].copy_(source, non_blocking=True)
         assert home[2].clone() is not None
         assert len(checker.problems) == 1 and "host reads what to host" in checker.problems[0]

@@ -6,6 +6,7 @@ place from which Hydra makes something run.
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 
@@ -55,44 +56,39 @@ def refused(done, marker, tmp_path, *words):
 
 
 MKDIR = "{_target_: os.mkdir, path: MARKER}"
-PLANTED = {  # what stands in the file: words of the refusal
-    "hydra: {callbacks: {evil: " + MKDIR + "}}": ("hydra.callbacks.evil", "os.mkdir"),
-    "hydra: {callbacks: {table: {_target_: hydra_plugins.kvexp_shipping.os.mkdir, _args_: [MARKER]}}}": ("callbacks",),
-    "hydra: {callbacks: '${evil}'}\nevil: {x: " + MKDIR + "}": ("hydra.callbacks",),
-    "hydra: {callbacks: {evil: '${evil}'}}\nevil: " + MKDIR: ("hydra.callbacks.evil",),
-    "hydra: {launcher: {_target_: os.mkdir}}": ("hydra.launcher._target_", "os.mkdir"),
-    "hydra: {launcher: {_target_: '${evil}'}}\nevil: os.mkdir": ("hydra.launcher._target_",),
-    "hydra: {launcher: {_target_: hydra_plugins.kvexp_shipping.os.mkdir, _args_: [MARKER]}}": ("hydra.launcher._tar",),
-    "hydra: {launcher: {more: " + MKDIR + "}}": ("hydra.launcher.more._target_",),
-    "hydra: {launcher: {initializer: MODULE}}": ("hydra.launcher.initializer", "on the command line"),
-    "hydra: {launcher: {init: {runtime_env: {working_dir: /}}}}": ("hydra.launcher.init.runtime_env",),
-    "hydra: {launcher: {slurm_setup: [mkdir MARKER]}}": ("hydra.launcher.slurm_setup", "on the command line"),
-    "hydra: {launcher: {slurm_additional_parameters: {wrap: mkdir}}}": ("slurm_additional_parameters.wrap",),
-    "hydra: {sweeper: {_target_: os.mkdir}}": ("hydra.sweeper._target_", "os.mkdir"),
-    "hydra: {sweeper: {more: " + MKDIR + "}}": ("hydra.sweeper.more._target_",),
-    "hydra: {job_logging: {handlers: {x: {class: MODULE.Handler}}}}": ("hydra.job_logging", "leave it out"),
-    "hydra: {job_logging: {handlers: {x: {(): os.mkdir, path: MARKER}}}}": ("hydra.job_logging",),
-    "hydra: {job_logging: {filters: {x: {(): os.mkdir, path: MARKER}}}}": ("hydra.job_logging",),
-    "hydra: {job_logging: {formatters: {x: {(): os.mkdir, path: MARKER}}}}": ("hydra.job_logging",),
-    "hydra: {hydra_logging: {handlers: {x: {class: logging.StreamHandler, stream: ext://MODULE.x}}}}": (
-        "hydra.hydra_logging",
-    ),
-    "hydra: {hydra_logging: {formatters: {x: {(): os.mkdir, path: MARKER}}}}": ("hydra.hydra_logging",),
-    "hydra: {job: {env_set: {PYTHONSTARTUP: MARKER}}}": ("hydra.job.env_set", "shell"),
-    "hydra: {job: {env_copy: [HOME]}}": ("env_copy", "shell"),
-    "log: {_target_: os.mkdir, path: MARKER}": ("log._target_", "os.mkdir"),
-    "extra: [[{deep: " + MKDIR + "}]]": ("extra[0][0].deep._target_",),
+PLANTED = {  # what stands in the file: what the refusal names
+    "hydra: {callbacks: {evil: " + MKDIR + "}}": "hydra.callbacks.evil",
+    "hydra: {callbacks: {table: {_target_: hydra_plugins.kvexp_shipping.os.mkdir, _args_: [MARKER]}}}": "callbacks",
+    "hydra: {callbacks: '${evil}'}\nevil: {x: " + MKDIR + "}": "hydra.callbacks",
+    "hydra: {callbacks: {evil: '${evil}'}}\nevil: " + MKDIR: "hydra.callbacks.evil",
+    "hydra: {launcher: {_target_: os.mkdir}}": "hydra.launcher._target_",
+    "hydra: {launcher: {_target_: '${evil}'}}\nevil: os.mkdir": "hydra.launcher._target_",
+    "hydra: {launcher: {_target_: hydra_plugins.kvexp_shipping.os.mkdir, _args_: [MARKER]}}": "hydra.launcher._target_",
+    "hydra: {launcher: {more: " + MKDIR + "}}": "hydra.launcher.more._target_",
+    "hydra: {launcher: {initializer: MODULE}}": "hydra.launcher.initializer",
+    "hydra: {launcher: {init: {runtime_env: {working_dir: /}}}}": "hydra.launcher.init.runtime_env",
+    "hydra: {launcher: {slurm_setup: [mkdir MARKER]}}": "hydra.launcher.slurm_setup",
+    "hydra: {launcher: {slurm_additional_parameters: {wrap: mkdir}}}": "slurm_additional_parameters.wrap",
+    "hydra: {sweeper: {_target_: os.mkdir}}": "hydra.sweeper._target_",
+    "hydra: {sweeper: {more: " + MKDIR + "}}": "hydra.sweeper.more._target_",
+    "hydra: {job_logging: {handlers: {x: {class: MODULE.Handler}}}}": "hydra.job_logging",
+    "hydra: {job_logging: {filters: {x: {(): os.mkdir, path: MARKER}}}}": "hydra.job_logging",
+    "hydra: {hydra_logging: {handlers: {x: {class: logging.Handler, stream: ext://MODULE.x}}}}": "hydra.hydra_logging",
+    "hydra: {hydra_logging: {formatters: {x: {(): os.mkdir, path: MARKER}}}}": "hydra.hydra_logging",
+    "hydra: {job: {env_set: {PYTHONSTARTUP: MARKER}}}": "hydra.job.env_set",
+    "hydra: {job: {env_copy: [HOME]}}": "env_copy",
+    "log: {_target_: os.mkdir, path: MARKER}": "log._target_",
+    "extra: [[{deep: " + MKDIR + "}]]": "extra[0][0].deep._target_",
 }
 
 
-@pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
-@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize(("planted", "mode"), in_turn(PLANTED, [(), ("-m",)], of=2))
 def test_a_planted_file_runs_nothing(command, place, tmp_path, planted, mode):
     marker, conf, module = place
     text = planted.replace("MARKER", str(marker)).replace("MODULE", module)
     (conf / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
-    done = command(*mode, "--config-dir", str(conf), "+experiment=evil" if "+" in mode else "experiment=evil")
-    refused(done, marker, tmp_path, *PLANTED[planted])
+    done = command(*mode, "--config-dir", str(conf), "experiment=evil")
+    refused(done, marker, tmp_path, PLANTED[planted])
 
 
 EVIL = "hydra: {callbacks: {evil: " + MKDIR + "}}"
@@ -147,14 +143,11 @@ def test_the_environment_names_no_package_of_configurations(command, place, monk
 def test_a_pickled_job_is_not_taken_up(command, place, tmp_path):
     class Evil:
         def __reduce__(self):
-            import os
-
             return os.mkdir, (str(place[0]),)
 
     (tmp_path / "config.pickle").write_bytes(pickle.dumps(Evil()))
-    refused(
-        command("--experimental-rerun", str(tmp_path / "config.pickle")), place[0], tmp_path, "--experimental-rerun"
-    )
+    done = command("--experimental-rerun", str(tmp_path / "config.pickle"))
+    refused(done, place[0], tmp_path, "--experimental-rerun")
 
 
 def test_only_the_command_line_trusts(command, place, tmp_path):

@@ -17,7 +17,6 @@ from kvexp.util import ConfigError
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
 
 ROWS = Path(__file__).resolve().parents[1] / "fixtures" / "lm_eval"
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "lm_eval"
 
 
 def of(name, **options):
@@ -83,16 +82,6 @@ def test_requests_are_those_lm_eval_builds_itself(name, shots, monkeypatch):
         (item.number, n, (r.context, r.continuation)) for item in task.examples() for n, r in enumerate(item.requests)
     ]
     assert made == expected
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real rows are not beside this checkout")
-@pytest.mark.parametrize("name", SEVEN)
-def test_the_real_rows_make_questions(name):
-    task = LMEval(tasks=(name,), data_dir=str(SHARED), limit=20, num_fewshot=1, fewshot_split="validation")
-    task.check()
-    items = list(task.examples())
-    assert len(items) == 20
-    assert all(2 <= len(item.requests) <= 5 and item.reference for item in items)
 
 
 def test_examples_are_the_same_in_every_pass_and_for_any_limit():

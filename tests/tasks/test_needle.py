@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import SHARED
 
 from kvexp.tasks import Needle
 from kvexp.tasks.base import longest_fit
@@ -173,14 +172,3 @@ def test_a_folder_without_text(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match="cannot read it as text"):
         replace(ONE, haystack=f"{tmp_path}/latin.txt").check()
-
-
-def test_essays():
-    folder = SHARED / "data" / "needle" / "PaulGrahamEssays"
-    if not folder.is_dir():
-        pytest.skip(f"no essays at {folder}")
-    task = replace(ONE, haystack=str(folder), lengths=(30000,), depths=(0, 50, 100))
-    for example in fitted(task, WORDS):
-        assert WORDS(example.prompt) == 30000
-    place = example.prompt.index("The best cheese") / len(example.prompt)
-    assert place > 0.99
