@@ -132,7 +132,7 @@ def _check_lines(value: Any, place: str) -> None:
 
 
 def _kept(work: Any, place: int, shipment: Any) -> tuple[int, Any]:
-    """With its place, since workers answer in any order."""
+    """The result and its place, since workers answer in any order."""
     return place, work(shipment)
 
 
