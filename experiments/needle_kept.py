@@ -27,7 +27,7 @@ from kvexp.generate import prefill_together
 from kvexp.results.read import WORDS
 from kvexp.results.stats import LEVEL, t_quantile
 from kvexp.run.model_spec import load
-from kvexp.run.prompts import prompts_of
+from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings, batch_cache
 from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
 
@@ -58,7 +58,8 @@ def shares(runs: Sequence[Settings]) -> np.ndarray:
     model, tokenizer = load(runs[0].model)
     task: Any = runs[0].task
     found = []
-    for _, prompt in prompts_of(runs[0], model, tokenizer, list(enumerate(task.examples()))):
+    for example in task.examples():
+        prompt = prompt_of(runs[0], model, tokenizer, example)
         ids = list(prompt.ids)
         wanted = tokens_of([tokenizer.decode([token]) for token in ids], task.needles[0])
         configs = [batch_cache(run, [len(ids)]) for run in runs]
