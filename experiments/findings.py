@@ -71,11 +71,11 @@ def text() -> str:
     rows = [_row(name, real, testbed) for name in names() if name not in waiting]
     head = ("exhibit", "the paper", "metric", "divergence", "found", "n", "testbed")
     counts = Counter(row[3] for row in rows)
-    told = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
+    verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
     wait = "; ".join(_short_title(name) for name in waiting)
     return (
         f"{SUMMARY.read_text('utf-8')}\n{TABLE}{table_of(head, *rows)}\n\n"
-        f"By divergence: {told}. Waiting for a GPU: {wait}.\n"
+        f"By divergence: {verdicts}. Waiting for a GPU: {wait}.\n"
     )
 
 

@@ -3,9 +3,9 @@
     python -m experiments.needle_kept --data FOLDER h2o snapkv keydiff
     python -m experiments.needle_kept --data FOLDER --kv-ratio 0.25 --lengths 2000 4000 h2o snapkv
 
-The prompts are those of the league's needles (experiment=real/league_needle), five depths of each length. A
+The prompts are the league's needles (experiment=real/league_needle), five depths of each length. A
 share is that of the needle's tokens a kv head still holds, mean over heads, layers and prompts, in percent; a random
-choice holds 100 * kv_ratio. Beside it stands its 95 % interval over prompts (Student's t), and how many heads hold at
+choice holds 100 * kv_ratio. It is followed by its 95 % interval over prompts (Student's t), and how many heads hold at
 least nine tokens of ten. needle_kept.csv has what came out at half of the cache, on prompts of 1k and 2k tokens.
 """
 
