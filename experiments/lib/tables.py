@@ -152,6 +152,14 @@ def _ahead(frame: pd.DataFrame, run: Any, rival: str, setting: str | None, metri
     return paired_difference(run["scores"], found.iloc[0]["scores"], metric)[:3]
 
 
+def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> str:
+    """A Markdown table of texts; right: all columns but the first are aligned to the right."""
+    rule = "---:|" if right else "---|"
+    lines = (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, *rows))
+    first, *rest = lines
+    return "\n".join([first, f"|---|{rule * (len(head) - 1)}", *rest])
+
+
 COLUMNS = [
     "model",
     "task",
