@@ -179,8 +179,10 @@ def text() -> str:
 
 
 def _index(found: Sequence[Entry]) -> str:
-    rows = [(f"[{each.name}](#{each.name})", _title(each), compared(each)) for each in found]
-    return _table(("method", "what it is", "compared with"), rows) + "\n"
+    kinds: dict[str, list[str]] = {}
+    for each in found:
+        kinds.setdefault(compared(each), []).append(f"[{each.name}](#{each.name})")
+    return _table(("compared with", "methods"), [(kind, ", ".join(names)) for kind, names in kinds.items()]) + "\n"
 
 
 def compared(entry: Entry) -> str:
@@ -208,7 +210,7 @@ def _title(entry: Entry) -> str:
 
 def _section(entry: Entry) -> str:
     cls = entry.cls
-    lines = [f"### {entry.name}", "", f"`{cls.__name__}`", ""]
+    lines = [f"### {entry.name}", "", f"{_title(entry)} `{cls.__name__}`", ""]
     if entry.own:
         formula, _, rest = (inspect.getdoc(cls) or "").partition("\n\n")
         lines += ["```text", formula, "```", "", *([_prose(rest), ""] if rest else [])]

@@ -114,7 +114,7 @@ def test_the_findings_are_current():
 
 
 def test_the_findings_are_one_page():
-    assert len(findings.text().split()) <= 1500 and len(findings.SUMMARY.read_text("utf-8").split()) <= 500
+    assert len(findings.text().split()) <= 1500 and len(findings.summary().split()) <= 500
     for name in names():
         assert len(findings.words(name)["short"].split()) <= 12, name
         entry = record.recorded("real").get(name)
