@@ -70,7 +70,7 @@ smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 test: $(VENV)/.stamp ## the tests to run before every commit (not slow, peers, real)
 	@$(PYTEST) -m 'not slow and not peers and not real' $(ARGS)
 
-faults: $(VENV)/.stamp ## kill sweeps at 30 random moments and resume them, both launchers (ARGS='--fresh': new processes)
+faults: $(VENV)/.stamp ## kill sweeps at 30 random moments and resume them, both launchers
 	@$(TEST_ENV) $(BIN)/python tests/faults $(ARGS)
 
 test-slow: $(VENV)/.stamp ## only the tests marked slow

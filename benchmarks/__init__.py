@@ -1,1 +1,1 @@
-"""Speed and memory, as ratios measured in one run. Nothing here is asserted in tests."""
+"""Benchmarks of speed and memory, as ratios measured in one run; no test asserts these numbers."""

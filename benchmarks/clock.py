@@ -32,7 +32,7 @@ BUSY = "busy machine"
 
 
 def settle(device: str) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished its queued work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 

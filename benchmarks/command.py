@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Line:
-    """what: the comparison, in words; ratio: None with the reason in `note` where there is none.
+    """what: text of the comparison; ratio: None with the reason in `note` where there is none.
 
     by_cpu: the same ratio of the processor's seconds, which others on the machine disturb less. bandwidth: bytes per
     second reached; floor: measured time over the least time the bytes allow. A verdict reached while others used the

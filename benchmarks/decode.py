@@ -1,4 +1,4 @@
-"""Seconds per token against prompt, budget and batch, eviction at every step, with Hugging Face's full cache beside it.
+"""Seconds per token against prompt, budget and batch, eviction at every step, against Hugging Face's full cache.
 
     python -m benchmarks.decode --prompts 1024 2048 4096 8192 --batches 1 8
 

@@ -53,7 +53,7 @@ TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
 GPU, KERNELS = "tests/core/test_gpu.py", "tests/core/test_triton.py"
 # Words of the names of its tests.
 SLOTS = "keep_the_same or bfloat16 or runs_are_identical or host_sync or renumbered or two_devices"
-GRAPHS = "replayed or every_family or triton or together or captured or falls_back or told"
+GRAPHS = "replayed or every_family or triton or together or captured or falls_back"
 RETRIEVAL = "choose or offloading or pinned or cluster or flat or foreseen or home or oracle"
 CHECKS = (
     Check("kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} {KERNELS}"),

@@ -152,7 +152,7 @@ def title(key: Cell) -> str:
 
 
 def lines(cell: Cell) -> list[Line]:
-    """Of each quantity: last point over first, exponents between neighbours, and where they change."""
+    """Per quantity: last point over first, exponents between neighbours, and where they change."""
     rows = [row for row in cell["rows"] if error_of(row) is None]
     found = [Line(f"{row['variant']}", None, note=error_of(row) or "") for row in cell["rows"] if row not in rows]
     if len(rows) < 2:
@@ -162,7 +162,7 @@ def lines(cell: Cell) -> list[Line]:
         places, values = medians(cell, quantity)
         slopes = exponents(places, values)
         bent = ", ".join(f"{place:g}" for place in bends(places, slopes))
-        told = [
+        notes = [
             busy(s for row in rows for s in row["samples"]),
             "exponents " + " ".join(f"{slope:.2f}" for slope in slopes),
             f"bends at {bent}" if bent else "",
@@ -171,10 +171,12 @@ def lines(cell: Cell) -> list[Line]:
         what = f"{words}: {cell['key']['axis']} {places[-1]:g} / {places[0]:g}"
         under = turns(first, quantity)
         if min(under) <= 0:  # what the smallest point took fitted into memory that the process held already
-            found.append(Line(what, None, note="; ".join(["nothing measured at the first point", *filter(None, told)])))
+            found.append(
+                Line(what, None, note="; ".join(["nothing measured at the first point", *filter(None, notes)]))
+            )
             continue
         over = ratio(turns(last, quantity), under)
-        found.append(Line(what, over, note="; ".join(part for part in told if part)))
+        found.append(Line(what, over, note="; ".join(part for part in notes if part)))
     return found
 
 

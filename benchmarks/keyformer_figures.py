@@ -76,7 +76,7 @@ def title(key: Cell) -> str:
 
 
 def lines(cell: Cell) -> list[Line]:
-    """The figure's bars as ratios, the paper's beside them; what ran out of memory says so."""
+    """The figure's bars as ratios, with the paper's; what ran out of memory says so."""
     rows = {row["variant"]: row for row in cell["rows"]}
     died = [Line(name, None, note=reason) for name, row in rows.items() if (reason := error_of(row))]
     good = {name: row for name, row in rows.items() if not error_of(row)}
@@ -105,7 +105,7 @@ def _lines_10(rows: dict[str, Any], key: Cell) -> list[Line]:
         whole = [a - b for a, b in zip(full, least, strict=True)]
         if min(whole) <= 0:
             found.append(
-                Line(f"{n}+{n}", None, note="full attention's cache takes no time that can be told from noise")
+                Line(f"{n}+{n}", None, note="full attention's cache takes no more time than the clock's noise")
             )
             continue
         cache = ratio([a - b for a, b in zip(quiet, least, strict=True)], whole)

@@ -1,4 +1,4 @@
-"""NVIDIA's kvpress beside Hugging Face's full cache: what its presses cost at prefill, and per token.
+"""NVIDIA's kvpress against Hugging Face's full cache: what its presses cost at prefill, and per token.
 
     make peers && .venv-peers/bin/python -m benchmarks.peers --prompts 1024 2048 4096
 

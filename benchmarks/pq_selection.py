@@ -4,7 +4,7 @@
 
 Random keys: the numbers say what the arithmetic costs and nothing about what is found. Each time is the median of
 several after warm-ups; all sides are measured in turns, so that a busy machine is busy for all. k-means iterations are
-those of a whole layer (kv heads x m problems) per second; beside them scikit-learn's, which clusters one problem after
+per second of a whole layer (kv heads x m problems); scikit-learn's, which clusters one problem after
 the other, where it is installed (it is not needed) and on a CPU.
 """
 
@@ -59,7 +59,7 @@ def iterations(points: Tensor, clusters: int, options: argparse.Namespace) -> di
 
 
 def _library(points: Tensor, start: Tensor, count: int, threads: int) -> Callable[[], None]:
-    """The same in scikit-learn, one problem after the other, as PQCache's release calls it."""
+    """K-means of scikit-learn, one problem after the other, as PQCache's release calls it."""
     cluster, pool = importlib.import_module("sklearn.cluster"), importlib.import_module("threadpoolctl")
     parts = [part.contiguous().numpy() for part in points]
     rows = start.numpy()

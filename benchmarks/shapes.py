@@ -84,7 +84,7 @@ class Shape:
     real: bool = False
 
     def fitted(self, positions: int) -> Shape:
-        """The same layout for at least so many positions (more change no weight: RoPE and ALiBi have no table)."""
+        """The layout for at least so many positions (more change no weight: RoPE and ALiBi have no table)."""
         field = "max_seq_len" if self.family == "mpt" else "max_position_embeddings"
         return replace(self, config={**self.config, field: max(positions, self.config.get(field, 0))})
 
@@ -146,14 +146,14 @@ def stock(shape: Shape, device: str, attention: str | None = None) -> PreTrained
 
 
 def ours(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights (shared, not copied) in a model that attends through kvexp, packed as run.py packs it."""
+    """A model with the same weights (shared, not copied) that attends through kvexp, packed as run.py packs it."""
     from kvexp.hf import pack_linear, patch_model
 
     return pack_linear(patch_model(_sharing(model), check_weights=False))
 
 
 def packed(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in Hugging Face's own model, with the linear layers that `ours` has and its own attention."""
+    """Hugging Face's own model with the same weights and its own attention, and the linear layers that `ours` has."""
     from kvexp.hf import pack_linear
 
     return pack_linear(_sharing(model))
@@ -325,8 +325,14 @@ def one(
         return {**_times(stamps), "peak_bytes": took, "peak_by": how}
     made, took, how = peak(lambda: _kvexp(v, model, ids.tolist() * batch, beams, new, budget_of), device)
     timing, held = made.timing, made.cache.memory_tracker
-    told = {"ttft_s": timing.ttft_s, "tt2t_s": timing.tt2t_s, "tpot_s": timing.tpot_s}
-    return {**told, "peak_bytes": took, "peak_by": how, "kv_bytes": held.bytes, "offloaded_bytes": held.offloaded_bytes}
+    times = {"ttft_s": timing.ttft_s, "tt2t_s": timing.tt2t_s, "tpot_s": timing.tpot_s}
+    return {
+        **times,
+        "peak_bytes": took,
+        "peak_by": how,
+        "kv_bytes": held.bytes,
+        "offloaded_bytes": held.offloaded_bytes,
+    }
 
 
 def _kvexp(v: Variant, model: Any, prompts: list[list[int]], beams: int, new: int, budget_of: int) -> Any:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def words(device: str) -> str:
-    """The machine in words, as far as they decide speed: part of every result's key."""
+    """What of the machine decides speed, as a text: part of every result's key."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     said = f"{_processor()}, {cores} cores"
     return f"{torch.cuda.get_device_name(device)}; {said}" if device.startswith("cuda") else said

@@ -80,7 +80,7 @@ def _table_1(length: int) -> Run:
 
 
 def _batch(length: int) -> Run:
-    """The same lengths, batch to the limit."""
+    """Table 1's lengths, batch to the limit."""
     arguments = f"--shape mpt_7b --lengths {length}+{length} --most 96 --repeats 2 --window 16 {PAPER}"
     tiny = "--lengths 12+12 --most 3 --window 4 --limit-gib 1"
     return Run(f"batch_{length // 1024}k", "throughput", arguments, tiny)

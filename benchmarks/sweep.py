@@ -6,7 +6,7 @@
 
 Five methods at four budgets on kvexp's own news articles (the testbed's models: on their summaries). Hugging Face's
 answers are the model's own `generate` on the same prompts, weights and number of new tokens, one prompt after the
-other, loading not counted. All in turns. The sweep again with divergence=true is measured beside.
+other, loading not counted. All in turns. The sweep again with divergence=true is measured too.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def title(key: Cell) -> str:
 
 
 def lines(cell: Cell) -> list[Line]:
-    """Seconds of the sweeps over those of Hugging Face's answers; or those of `BASIC` over the sweep's."""
+    """Seconds of the sweeps over Hugging Face's answers; or of `BASIC` over the sweep's."""
     key, rows, found = cell["key"], {row["variant"]: row["samples"] for row in cell["rows"]}, []
     base = "sweep" if key.get("basic") else "hf"
     against = rows.pop(base)

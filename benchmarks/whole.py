@@ -63,7 +63,7 @@ def measure(options: Any, length: str, batch: int, beams: int) -> list[dict[str,
 
 
 def joined(parts: list[list[Sample]], new: int) -> list[Sample]:
-    """The samples of one generation from those of its windows, turn by turn."""
+    """The samples of one generation from its windows' samples, turn by turn."""
     died = next((sample for part in parts for sample in part if "error" in sample), None)
     if died is not None:
         return [died]

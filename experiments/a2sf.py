@@ -16,6 +16,7 @@ from experiments.lib.exhibits import Exhibit
 from experiments.lib.tables import (
     Side,
     ahead,
+    interval,
     interval_columns,
     judge,
     mean_columns,
@@ -24,7 +25,6 @@ from experiments.lib.tables import (
     paired_gap,
     points,
     signed,
-    told,
     with_gaps,
 )
 from experiments.lib.verdicts import (
@@ -96,10 +96,10 @@ def fig1_holds(table: pd.DataFrame) -> Verdict:
     """True if forgetting brings the older half's share of the score nearer to one half, by more than chance."""
     row = table.iloc[0]
     return judge(row, "score_closer", positive), (
-        f"the older half of a prompt holds {told(row, 'score_plain')} % of A2S and {told(row, 'score_forgetting')} % "
-        f"of A2SF, {signed(row, 'score_closer')} points nearer to even; of the tokens that would be kept "
-        f"{told(row, 'kept_plain')} % and {told(row, 'kept_forgetting')} %, {signed(row, 'kept_closer')} points nearer "
-        "(not part of the verdict)"
+        f"the older half of a prompt holds {interval(row, 'score_plain')} % of A2S and "
+        f"{interval(row, 'score_forgetting')} % of A2SF, {signed(row, 'score_closer')} points nearer to even; of the "
+        f"tokens that would be kept {interval(row, 'kept_plain')} % and {interval(row, 'kept_forgetting')} %, "
+        f"{signed(row, 'kept_closer')} points nearer (not part of the verdict)"
     )
 
 
@@ -384,7 +384,7 @@ def table1_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 
 def table1_holds(table: pd.DataFrame) -> Verdict:
-    """Every pair with one shot and with none, pooled over the models; further numbers of shots are told."""
+    """Every pair with one shot and with none, pooled over the models; further numbers of shots are only shown."""
     first, verdicts, found = table.iloc[0], [], []
     for shots in sorted(set(table["shots"]), reverse=True):
         for one, other in PAIRS:
@@ -432,7 +432,7 @@ def factors_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 
 def factors_holds(table: pd.DataFrame) -> Verdict:
-    """A factor of PEAK is better than H2O on every model and task; where the best factor lies is told."""
+    """A factor of PEAK is better than H2O on every model and task; the best factor is shown too."""
     verdicts, found = [], []
     for (model, task), part in table[table["method"].eq("a2sf")].groupby(["model", "task"], sort=False):
         mine, most = part[part["alpha"].eq(float(PEAK))], part[part["value"].eq(part["value"].max())]
@@ -445,7 +445,7 @@ def factors_holds(table: pd.DataFrame) -> Verdict:
 
 
 def factors_by_divergence(frame: pd.DataFrame) -> Verdict:
-    """The same by divergence; of each task every factor against H2O is told, and which diverges least."""
+    """Judge the factor of PEAK against H2O by divergence; other factors and each task's best are only shown."""
     frame = frame.assign(task=_tasks(frame), alpha=[option(words, ALPHA) for words in frame["setting"]])
     parts, best = [], []
     for task, part in frame.groupby("task", sort=False):
@@ -454,13 +454,13 @@ def factors_by_divergence(frame: pd.DataFrame) -> Verdict:
             parts.append(Closer(f"{alpha} than h2o in {task}", *sides, judged=float(alpha) == float(PEAK)))
         for _, least in part[part["method"].eq("a2sf")].nsmallest(1, KL).iterrows():
             best.append(f"{task} {least['alpha']} ({least[KL]:.3f})")
-    return by_divergence(*parts, told=lambda _: f"least divergence of a2sf's factors: {', '.join(best)}")(frame)
+    return by_divergence(*parts, remark=lambda _: f"least divergence of a2sf's factors: {', '.join(best)}")(frame)
 
 
 METHODS_AND_BUDGETS = "method=window,h2o,a2sf,ideal kv_ratio=0.1,0.2,0.3,0.4,0.6,0.8"
 FACTORS = "method=a2sf method.alpha=0.0,0.1,0.3,0.5,0.7,0.9,1.0 kv_ratio=0.3"
 QUESTIONS = "limit=24 | model=smollm2_135m task=news_qa task.question=in_prompt,after_eviction"
-BOTH = ("", "h2o")  # a2sf, and H2O beside it
+BOTH = ("", "h2o")  # a2sf, and H2O
 
 EXHIBITS = (
     Exhibit(
@@ -517,7 +517,7 @@ EXHIBITS = (
         divergence=by_divergence(
             Closer("a2sf than h2o, over all budgets", of("a2sf"), of("h2o")),
             Closer("a2sf than window, over all budgets", of("a2sf"), of("window"), judged=False),
-            told=count_closer("a2sf", "h2o"),
+            remark=count_closer("a2sf", "h2o"),
         ),
     ),
     Exhibit(

@@ -71,9 +71,9 @@ def text() -> str:
     rows = [_row(name, real, testbed) for name in names() if name not in waiting]
     head = ("exhibit", "the paper", "metric", "divergence", "found", "n", "testbed")
     counts = Counter(row[3] for row in rows)
-    told = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
+    verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
     wait = "; ".join(_short_title(name) for name in waiting)
-    return f"{summary()}{TABLE}{table_of(head, *rows)}\n\nBy divergence: {told}. Waiting for a GPU: {wait}.\n"
+    return f"{summary()}{TABLE}{table_of(head, *rows)}\n\nBy divergence: {verdicts}. Waiting for a GPU: {wait}.\n"
 
 
 def summary() -> str:

@@ -24,7 +24,7 @@ from experiments.lib.draw import (
 )
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, over, samples, with_paper
-from experiments.lib.tables import ahead, judge, mean_columns, option, paper_numbers, points, signed, told
+from experiments.lib.tables import ahead, interval, judge, mean_columns, option, paper_numbers, points, signed
 from experiments.lib.verdicts import (
     Closer,
     Near,
@@ -133,7 +133,7 @@ def fig10_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts_of_a_step(cell: Any, n: int) -> tuple[Ratio | None, Ratio | None]:
-    """(without noise, the noise), over full's part; None where full's part cannot be told from noise of the clock."""
+    """(without noise, the noise), over full's part; None where full's part is not above the clock's noise."""
     names = (f"{n} full", f"{n} keyformer@0.5", f"{n} keyformer_quiet@0.5", "little")
     times = [[sample["tpot_s"] for sample in samples(cell, name)] for name in names]
     if not all(times):
@@ -174,14 +174,14 @@ def table1_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table1_holds(table: pd.DataFrame) -> Verdict:
-    """Lowest over highest and highest over lowest of the rates, against 2 (the larger batch is said beside it)."""
+    """Lowest over highest and highest over lowest of the rates, against 2 (the larger batch is only shown)."""
     names = ("full", "keyformer@0.5", "keyformer@0.5 batch 2")
     full, half, larger = (found_of(table, LENGTHS[-1], name, "tokens_per_s") for name in names)
     if full is None or half is None:
         return None, NONE_YET
     low, high = half["low"] / full["high"], half["high"] / full["low"]
-    beside = "" if larger is None else f"; batch 2: {larger['value'] / full['value']:.2f}"
-    said = f"{half['value'] / full['value']:.2f} ({low:.2f} to {high:.2f}) times full at {LENGTHS[-1]}{beside}"
+    batch = "" if larger is None else f"; batch 2: {larger['value'] / full['value']:.2f}"
+    said = f"{half['value'] / full['value']:.2f} ({low:.2f} to {high:.2f}) times full at {LENGTHS[-1]}{batch}"
     return above(low, high, 2.0), f"{said}, {full['machine']}"
 
 
@@ -218,7 +218,7 @@ def fig3a_holds(table: pd.DataFrame) -> Verdict:
     for model, part in table.groupby("model", sort=False):
         most, least = part.loc[part["sparsity"].idxmax()], part.loc[part["sparsity"].idxmin()]
         verdicts.append(True if most["sparsity_low"] > least["sparsity_high"] else None)
-        edges = [f"{told(row, 'sparsity')} % (layer {row['layer']})" for row in (least, most)]
+        edges = [f"{interval(row, 'sparsity')} % (layer {row['layer']})" for row in (least, most)]
         found.append(f"{model} from {' to '.join(edges)}")
     return all_hold(verdicts), "; ".join(found)
 
@@ -237,7 +237,7 @@ def fig3b_draw(table: pd.DataFrame, figure: Figure) -> None:
 def fig3b_holds(table: pd.DataFrame) -> Verdict:
     """At least 90 % of the score on 40 % of the tokens, on every model."""
     rows = [row for _, row in table[table["share"].sub(SHARE).abs().lt(1e-9)].iterrows()]
-    cells = "; ".join(f"{row['model']} {told(row, 'mass')} %" for row in rows)
+    cells = "; ".join(f"{row['model']} {interval(row, 'mass')} %" for row in rows)
     verdicts = [judge(row, "mass", partial(above, mark=HELD)) for row in rows]
     return all_hold(verdicts), f"40 % of the tokens hold {cells} of the score"
 
@@ -288,8 +288,8 @@ def fig4_holds(table: pd.DataFrame) -> Verdict:
     """At least UNEVEN percent of the kept tokens' score changes hands on every model: 0 if all gained alike."""
     rows = [(model, part.iloc[0]) for model, part in table.groupby("model", sort=False)]
     said = [
-        f"{model}: {told(row, 'lost')} % of the attention is dropped, and {told(row, 'uneven')} % of what stays "
-        "changes hands"
+        f"{model}: {interval(row, 'lost')} % of the attention is dropped, and {interval(row, 'uneven')} % of what "
+        "stays changes hands"
         for model, row in rows
     ]
     return all_hold(judge(row, "uneven", partial(above, mark=UNEVEN)) for _, row in rows), "; ".join(said)
@@ -307,7 +307,7 @@ def fig5_holds(table: pd.DataFrame) -> Verdict:
     """Every factor's interval below 99 % of full."""
     runs = table[table["damping"].notna()]
     best = runs.loc[runs["of_full"].idxmax()]
-    said = f"the best of {len(runs)} factors, {best['damping']:g}, reaches {told(best, 'of_full')} % of full"
+    said = f"the best of {len(runs)} factors, {best['damping']:g}, reaches {interval(best, 'of_full')} % of full"
     if best["damping"] != 1 and not pd.isna(best["ahead"]):
         said += f", {signed(best, 'ahead')} ROUGE-2 points from no damping"
     return all_hold(judge(row, "of_full", below_mark) for _, row in runs.iterrows()), said
@@ -317,7 +317,7 @@ def fig5_by_divergence(frame: pd.DataFrame) -> Verdict:
     """Every factor away from the full cache."""
     factors = sorted(set(frame["setting"]))
     near = [Near(one.rpartition("=")[2], of(setting=one), within=False) for one in factors]
-    return by_divergence(*near, told=partial(lowest, key="method.damping", method="h2o_damping"))(frame)
+    return by_divergence(*near, remark=partial(lowest, key="method.damping", method="h2o_damping"))(frame)
 
 
 FIG7: dict[str, Any] = {  # ROUGE-1 and ROUGE-L are of the runs of ROUGE-2
@@ -413,7 +413,7 @@ DIFFERENCES = {
 
 
 def table3_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """ROUGE-2 as drawn, with the other two beside it; columns of the three differences that the claim is about."""
+    """Points of ROUGE-2 with the other two metrics; columns of the three differences that the claim is about."""
     against = {"shared": ("keyformer", SHARED), "renumbered": ("keyformer", NEW), "h2o": ("h2o", "")}
     named = [_table3_name(*each) for each in zip(frame["method"], frame["setting"], strict=True)]
     made = points(frame, "rouge2", over=against).assign(rouge1=frame["rouge1"], rougeL=frame["rougeL"], bar=named)
@@ -528,7 +528,7 @@ def recent_ratio_by_divergence(frame: pd.DataFrame) -> Verdict:
         for word in others
     ]
     least = partial(lowest, key=RECENT, method="keyformer")
-    _, words = by_divergence(*(pair for each in pairs for pair in each), told=least)(frame)
+    _, words = by_divergence(*(pair for each in pairs for pair in each), remark=least)(frame)
     found = [[made[0] for pair in each if (made := pair.found(frame)) is not None] for each in pairs]
     if any(each and all(verdict is False for verdict in each) for each in found):
         return False, words
@@ -610,7 +610,7 @@ EXHIBITS = (
         "keyformer_fig3c",
         title="Keyformer, Fig. 3c: full attention, window attention and the heaviest hitters at half the cache",
         claim=(
-            "With half the KV cache neither the newest tokens (window) nor those of the highest accumulated "
+            "With half the KV cache neither the newest tokens (window) nor the tokens of the highest accumulated "
             "attention (H2O, key attention) give full attention's quality (arXiv:2403.09054, Fig. 3c and section "
             "2.3.1)"
         ),
@@ -686,7 +686,7 @@ EXHIBITS = (
             Near("keyformer at 0.7", of("keyformer", kv_ratio=0.7)),
             Near("h2o at 0.9", of("h2o", kv_ratio=0.9), within=False),
             Near("window at 0.9", of("window", kv_ratio=0.9), within=False),
-            told=count_closer("keyformer", "h2o"),
+            remark=count_closer("keyformer", "h2o"),
         ),
         **FIG7,
     ),

@@ -95,7 +95,7 @@ def _calibrated(piece: Piece) -> bool:
 
 
 def _took(piece: Piece, args: argparse.Namespace, where: Path) -> float | None:
-    """Run one piece, or plan it: the seconds it took, or will take. None where a job failed, which is told."""
+    """Run one piece, or plan it; returns its seconds, or None where a job failed (after a message)."""
     more = [] if args.limit is None else [f"limit={args.limit}", f"kv_ratio={SMOKE_RATIOS}"]
     more += ["divergence=only"] if args.no_answers else []
     seconds = 0.0

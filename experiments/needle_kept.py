@@ -3,9 +3,9 @@
     python -m experiments.needle_kept --data FOLDER h2o snapkv keydiff
     python -m experiments.needle_kept --data FOLDER --kv-ratio 0.25 --lengths 2000 4000 h2o snapkv
 
-The prompts are those of the league's needles (experiment=real/league_needle), five depths of each length. A
+The prompts are the league's needles (experiment=real/league_needle), five depths of each length. A
 share is that of the needle's tokens a kv head still holds, mean over heads, layers and prompts, in percent; a random
-choice holds 100 * kv_ratio. Beside it stands its 95 % interval over prompts (Student's t), and how many heads hold at
+choice holds 100 * kv_ratio. It is followed by its 95 % interval over prompts (Student's t), and how many heads hold at
 least nine tokens of ten. needle_kept.csv has what came out at half of the cache, on prompts of 1k and 2k tokens.
 """
 
@@ -27,7 +27,7 @@ from kvexp.generate import prefill_together
 from kvexp.results.read import WORDS
 from kvexp.results.stats import LEVEL, t_quantile
 from kvexp.run.model_spec import load
-from kvexp.run.prompts import prompts_of
+from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings, batch_cache
 from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
 
@@ -58,7 +58,8 @@ def shares(runs: Sequence[Settings]) -> np.ndarray:
     model, tokenizer = load(runs[0].model)
     task: Any = runs[0].task
     found = []
-    for _, prompt in prompts_of(runs[0], model, tokenizer, list(enumerate(task.examples()))):
+    for example in task.examples():
+        prompt = prompt_of(runs[0], model, tokenizer, example)
         ids = list(prompt.ids)
         wanted = tokens_of([tokenizer.decode([token]) for token in ids], task.needles[0])
         configs = [batch_cache(run, [len(ids)]) for run in runs]

@@ -25,6 +25,7 @@ from experiments.lib.record import WAITS
 from experiments.lib.speed import COLUMNS, NONE_YET, cells, draw_speed, found_of, ours, samples
 from experiments.lib.tables import (
     Side,
+    interval,
     interval_columns,
     judge,
     mean_columns,
@@ -34,7 +35,6 @@ from experiments.lib.tables import (
     paper_numbers,
     points,
     signed,
-    told,
     with_gaps,
 )
 from experiments.lib.verdicts import Closer, Near, Verdict, above, all_hold, by_divergence, lowest, positive
@@ -58,7 +58,7 @@ ALL = "score"  # any task's headline metric, in percent
 
 
 def with_infllm(words: str, block: int) -> dict[str, str]:
-    """A sweep and InfLLM's beside it, with a representative token of so many: as much to read as SparQ's components."""
+    """A sweep and InfLLM's own, whose representative token stands for `block` tokens: it reads as much as SparQ."""
     return {"": words, "infllm": f"method.block={block} {words}"}
 
 
@@ -79,7 +79,7 @@ def by_task(frame: pd.DataFrame, made: Callable[[pd.DataFrame, str], pd.DataFram
 
 
 def titled_by_metric(table: pd.DataFrame) -> pd.DataFrame:
-    """With each task's metric behind its name."""
+    """The table with each task's metric behind its name."""
     named = [f"{task}, {METRICS.get(m, m)}" for task, m in zip(table["task"], table["metric"], strict=True)]
     return table.assign(task=named)
 
@@ -137,9 +137,9 @@ def fig5_holds(table: pd.DataFrame) -> Verdict:
     rows = [row for _, row in table[table["prompts"].notna()].iterrows()]
     verdicts = [judge(row, "power_better", partial(above, mark=50.0)) for row in rows]
     said = [
-        f"{row['model']}: a power law is the better fit at {told(row, 'power_better')} % of the places "
-        f"(R2 {row['power']:.2f} against {row['exponential']:.2f}); a tenth of the tokens holds {told(row, 'top')} % "
-        "of the attention"
+        f"{row['model']}: a power law is the better fit at {interval(row, 'power_better')} % of the places "
+        f"(R2 {row['power']:.2f} against {row['exponential']:.2f}); a tenth of the tokens holds {interval(row, 'top')} "
+        "% of the attention"
         for row in rows
     ]
     return (None if None in verdicts else all(verdicts)), "; ".join(said)
@@ -154,7 +154,7 @@ FIG7_TIMES = (
     ("offload_s", "offload", "#009e73"),
     ("kmeans_s", "clustering", "#882255"),
 )
-LENGTHS = ("2048+30", "4096+30", "8192+30", "16384+30", "32768+30")  # those of benchmarks.suite are among them
+LENGTHS = ("2048+30", "4096+30", "8192+30", "16384+30", "32768+30")  # benchmarks.suite measures some of them
 NAMES = ("h2o@0.2", "sparq@0.2", "infllm@0.2", "pqcache@0.2")
 FIRST, FURTHER, SECONDS = "tt2t_s", "tpot_s", "seconds_per_token"
 READING = 60 / 333  # seconds per token of a reader, as the paper counts
@@ -228,7 +228,7 @@ def _faster(table: pd.DataFrame, metric: str, length: str, one: str, other: str)
 
 
 def _said(table: pd.DataFrame, metric: str) -> str:
-    """Every number of a metric, in words."""
+    """Every number of a metric as one sentence."""
     found = []
     for length in _lengths(table):
         each = [(name, found_of(table, length, name, metric)) for name in NAMES]
@@ -328,7 +328,7 @@ def fig8_holds(table: pd.DataFrame) -> Verdict:
     verdicts = [judge(first, "pqcache", partial(above, mark=NEARLY_ALL))]
     verdicts += [judge(first, f"over_{rival}", positive) for rival in FIG8_RIVALS]
     over = ", ".join(f"{signed(first, f'over_{rival}')} over {rival} ({means[rival]:.0f})" for rival in FIG8_RIVALS)
-    return all_hold(verdicts), f"pqcache finds {told(first, 'pqcache')} %; {over}"
+    return all_hold(verdicts), f"pqcache finds {interval(first, 'pqcache')} %; {over}"
 
 
 def fig9a_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -349,7 +349,7 @@ def fig9a_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 
 def fig9a_holds(table: pd.DataFrame) -> Verdict:
-    """At every budget and against every rival; the exception that the paper makes is told and left out."""
+    """At every budget and against every rival; the paper's own exception is shown and not judged."""
     first, verdicts, found = table.iloc[0], [], []
     ratios = sorted(table["kv_ratio"].dropna().unique())
     for rival in FIG8_RIVALS:
@@ -475,7 +475,7 @@ def table2_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 
 def table2_holds(table: pd.DataFrame) -> Verdict:
-    """Pqcache against every rival at every budget, over all tasks; against full attention it is only told."""
+    """Pqcache against every rival at every budget, over all tasks; the difference to full attention is only shown."""
     first, verdicts, found = table.iloc[0], [], []
     means = table.groupby(["method", "kv_ratio"])["value"].mean()
     for at in _ratios(table):
@@ -524,7 +524,7 @@ def fig10c_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 
 def fig10c_holds(table: pd.DataFrame) -> Verdict:
-    """Whether the most iterations are better than the fewest; how adaptive fares is told."""
+    """Whether the most iterations are better than the fewest; the adaptive number is only shown."""
     first = table.iloc[0]
     return judge(first, "most_over_fewest", positive), (
         f"{first['most']:.0f} iterations are {signed(first, 'most_over_fewest')} points over {first['fewest']:.0f}; "
@@ -584,7 +584,8 @@ def fig10d_holds(table: pd.DataFrame) -> Verdict:
     turns = [f"{word}_{name}" for name in policies for word in ("rise", "fall")]
     turned = [True if first[f"{turn}_low"] > 0 else False if first[turn] == 0 else None for turn in turns]
     each = "; ".join(
-        f"{n}: {told(first, f'rise_{n}', 3)} up to its best, {told(first, f'fall_{n}', 3)} down" for n in policies
+        f"{n}: {interval(first, f'rise_{n}', 3)} up to its best, {interval(first, f'fall_{n}', 3)} down"
+        for n in policies
     )
     return all_hold([alike, *levels, *turned]), (
         f"hit rates {table['rate'].min():.2f} to {table['rate'].max():.2f}; lru - lfu "
@@ -792,7 +793,7 @@ EXHIBITS = (
         holds=fig10c_holds,
         divergence=by_divergence(
             Closer("30 iterations than 1", of("pqcache", f"{ITERATIONS}=30"), of("pqcache", f"{ITERATIONS}=1")),
-            told=partial(lowest, key=ITERATIONS, method="pqcache"),
+            remark=partial(lowest, key=ITERATIONS, method="pqcache"),
         ),
     ),
     Exhibit(

@@ -90,7 +90,7 @@ def _made(args: argparse.Namespace, wanted: Sequence[str], asked: Asked, fresh: 
             continue
         if len(wanted) == 1:
             print(_brief(made.table))
-            print(f"all {len(made.table)} rows: {made.folder}/table.csv; figure.png beside it")
+            print(f"all {len(made.table)} rows: {made.folder}/table.csv; figure.png is there too")
         smoke = "SMOKE, means nothing: " if asked.smoke else ""
         print(f"  {smoke}{VERDICT[made.holds]}: {made.words}", flush=True)
         if made.divergence is not None:
@@ -133,7 +133,7 @@ def _brief(table: pd.DataFrame) -> str:
 
 
 def _with_a_real_scale(wanted: Sequence[str], data: str | None) -> list[str]:
-    """Those of all exhibits that can be made at the real scale; the others are told, each with its reason."""
+    """The exhibits that can be made at the real scale; of each other one the reason is printed."""
     found = []
     for name in wanted:
         why = load(name).testbed_only
@@ -149,7 +149,7 @@ def _with_a_real_scale(wanted: Sequence[str], data: str | None) -> list[str]:
 
 
 def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:
-    """What was asked for in words that do not go together."""
+    """Raise ConfigError for arguments that contradict each other."""
     if args.smoke and args.record:
         raise ConfigError("--record keeps numbers, and a --smoke run has none")
     if args.scale == REAL:

@@ -22,7 +22,7 @@ METADATA["language_info"] = {"name": "python"}
 
 
 def stripped(notebook: dict[str, Any]) -> dict[str, Any]:
-    """The same cells with nothing that a run or an editor adds, which say what is recorded; a cell keeps its tags."""
+    """The notebook without what a run or an editor adds: outputs, counts, metadata; a cell keeps its tags."""
     cells = []
     for cell in notebook["cells"]:
         tags = cell.get("metadata", {}).get("tags")

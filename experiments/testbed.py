@@ -103,7 +103,7 @@ def measure(model: str, outputs: Path, size: int) -> pd.DataFrame:
 
 
 def markdown(frame: pd.DataFrame, size: int) -> str:
-    """The claims about one model as a table: what was found beside what was asked."""
+    """The claims about one model as a table: what was found and what was asked."""
     lines = [f"Scores on {size} examples of the test split each (`python -m experiments.testbed`):", ""]
     lines += ["| | found | asked for |", "|---|---|---|"]
     for claim in CLAIMS:

@@ -124,7 +124,7 @@ class OptunaSweeper(Sweeper):  # type: ignore[misc]
         return study
 
     def _ask(self, study: Any, searched: dict[str, Any], count: int) -> list[Any]:
-        """Chosen from the completed trials and the seed alone: a search that was interrupted chooses the same again."""
+        """Choose trials from the completed ones and the seed alone: an interrupted search chooses the same again."""
         import optuna
 
         seed = self.seed + _completed(study)

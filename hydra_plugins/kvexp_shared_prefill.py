@@ -1,8 +1,7 @@
 """hydra/launcher=shared_prefill, the default of a sweep: runs that differ in method and budget share every prefill.
 
-Hydra composes the jobs one by one, as with launcher=basic, and they are only collected; then each group fills in the
-rows it can write together, and at last every job has its turn, which finds its rows there or makes what is missing.
-It stands here because Hydra looks for launchers in the package hydra_plugins and nowhere else.
+With hydra/launcher=basic every run reads its prompts by itself, and is timed. Either composes all jobs, one by one,
+before the first runs. They stand here because Hydra looks for launchers in the package hydra_plugins and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,27 +16,37 @@ from hydra.core.utils import JobReturn
 
 from kvexp.util import Session, current
 
-TARGET = "hydra_plugins.kvexp_shared_prefill.SharedPrefillLauncher"
-ConfigStore.instance().store(group="hydra/launcher", name="shared_prefill", node={"_target_": TARGET}, provider="kvexp")
-SWEEPER = "hydra_plugins.kvexp_shared_prefill.OnceComposedSweeper"
-ConfigStore.instance().store(
-    group="hydra/sweeper",
-    name="once_composed",
-    node={"_target_": SWEEPER, "max_batch_size": None, "params": None},
-    provider="kvexp",
-)
+HERE = "hydra_plugins.kvexp_shared_prefill"
+NODES: dict[tuple[str, str], dict[str, Any]] = {
+    ("hydra/launcher", "shared_prefill"): {"_target_": f"{HERE}.SharedPrefillLauncher"},
+    ("hydra/launcher", "basic"): {"_target_": f"{HERE}.OneByOneLauncher"},  # in place of Hydra's own
+    ("hydra/sweeper", "once_composed"): {
+        "_target_": f"{HERE}.OnceComposedSweeper",
+        "max_batch_size": None,
+        "params": None,
+    },
+}
+for (group, name), node in NODES.items():
+    ConfigStore.instance().store(group=group, name=name, node=node, provider="kvexp")
 
 
-class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
-    """Runs the jobs of a sweep in this process."""
+class OneByOneLauncher(BasicLauncher):  # type: ignore[misc]
+    """Runs the jobs of a sweep in this process, one after the other."""
+
+    shares_prefills = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         session = current()
+        if session.collected is not None:  # the caller of this command wants its jobs and not their runs
+            composed: Sequence[JobReturn] = super().launch(job_overrides, initial_job_idx)
+            return composed
         session.collect_jobs()
         try:
             returned: Sequence[JobReturn] = super().launch(job_overrides, initial_job_idx)
         finally:
             jobs = session.collected_jobs()
+        alike = set.intersection(*(set(job.overrides) for job in jobs)) if jobs else set()
+        session.overrides_of_jobs += [[word for word in job.overrides if word not in alike] for job in jobs]
         for job, value in zip(returned, self.perform(jobs, session), strict=True):
             job.return_value = value
         return returned
@@ -46,17 +55,23 @@ class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
         """Each job's objective."""
         from kvexp.run.jobs import run_jobs
 
-        return run_jobs(jobs, session)
+        return run_jobs(jobs, session, share=self.shares_prefills)
+
+
+class SharedPrefillLauncher(OneByOneLauncher):
+    """Fills in together what runs of the same prompts lack; then each job has its turn, which finds its rows there."""
+
+    shares_prefills = True
 
 
 class OnceComposedSweeper(BasicSweeper):  # type: ignore[misc]
     """hydra/sweeper=basic, which composes every job to see whether it can, and then leaves it to the launcher to do so.
 
-    The launcher above composes all jobs of a batch before the first runs, so that once is enough; a sweep of ten jobs
+    The launchers above compose all jobs of a batch before the first runs, so that once is enough; a sweep of ten jobs
     starts a second earlier.
     """
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Hydra's check, where jobs run before others are composed."""
-        if type(self.launcher) is not SharedPrefillLauncher or self.max_batch_size is not None:
+        if not isinstance(self.launcher, OneByOneLauncher) or self.max_batch_size is not None:
             super().validate_batch_is_legal(batch)

@@ -15,13 +15,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hydra_plugins.kvexp_shared_prefill import SharedPrefillLauncher
+from hydra_plugins.kvexp_shared_prefill import OneByOneLauncher
 from kvexp.util import ConfigError, Session
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class ShippingLauncher(SharedPrefillLauncher):
+class ShippingLauncher(OneByOneLauncher):
     """options: the engine's own, as conf/hydra/launcher lists them."""
 
     needs: str  # the package
@@ -132,7 +132,7 @@ def _check_lines(value: Any, place: str) -> None:
 
 
 def _kept(work: Any, place: int, shipment: Any) -> tuple[int, Any]:
-    """With its place, since workers answer in any order."""
+    """Work together with its place, since workers answer in any order."""
     return place, work(shipment)
 
 

@@ -185,94 +185,15 @@ class Encoder:
         return self.prefix
 
 
-@dataclass(frozen=True)
-class Stepwise:
-    """The protocol prefill_then_step: a model and its tokenizer, what its caches do, and the most rows of a forward."""
-
-    model: Any
-    cache: CacheConfig
-    batch_size: int
-    tokenizer: Any = None
-
-    def measure(self, asks: Sequence[Ask]) -> list[Judged]:
-        """Judge every ask, in order: each as if it were measured alone.
-
-        Asks of equal context and seed share a prefill. Of a text alone a ratio is a share of the whole text, for its
-        context is the start token.
-        """
-        made: dict[int, Judged] = {}
-        ahead = _ahead(asks)
-        for whole, places in self._alike(asks, ahead):
-            contexts: dict[Any, list[int]] = defaultdict(list)
-            for place in places:
-                contexts[asks[place].seed, asks[place].context].append(place)
-            keys = list(contexts)
-            for start in range(0, len(keys), self.batch_size):
-                some = keys[start : start + self.batch_size]
-                rows = [(row, place) for row, key in enumerate(some) for place in contexts[key]]
-                longest = max(ahead[place] for _, place in rows)
-                cache = of_whole(self.cache) if whole else self.cache
-                seeds, prompts = [seed for seed, _ in some], [ids for _, ids in some]
-                context = prefill(
-                    self.model, prompts, cache, max_new_tokens=longest, seeds=seeds, tokenizer=self.tokenizer
-                )
-                made |= self._judge(asks, context, rows, longest)
-        return [made[place] for place in range(len(asks))]
-
-    def _alike(self, asks: Sequence[Ask], ahead: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
-        """(whole, places): asks that one cache can serve; schedules and budgets that look ahead must end together."""
-        spec, budget = self.cache.method.score_spec, self.cache.budget
-        scheduled = (spec is not None and spec.tau[0] != spec.tau[1]) or (
-            budget is not None and budget.of == "sequence"
-        )
-        parts: dict[Any, list[int]] = defaultdict(list)
-        for place, ask in enumerate(asks):
-            parts[ask.whole, ahead[place] if scheduled or ask.whole else None].append(place)
-        for (whole, _), places in parts.items():
-            yield whole, places
-
-    def _judge(
-        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]], ahead: int
-    ) -> dict[int, Judged]:
-        """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
-        made, moves = {}, MovingRope.of(self.model.config) is not None
-        once = [row for row, _ in rows] == list(range(len(context.ids)))
-        for some in self._together(asks, context, rows):
-            forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
-            tokens = score_tokens(
-                self.model,
-                forks,
-                [asks[place].continuation for _, place in some],
-                [asks[place].question for _, place in some],
-                max_new_tokens=ahead,
-                one_forward=can_score_in_one_forward(forks.cache.config) and not moves,
-            )
-            for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
-                made[place] = Judged(judgement, receipt, context.seconds)
-        return made
-
-    def _together(
-        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]]
-    ) -> Iterator[Sequence[tuple[int, int]]]:
-        """The rows in groups of at most batch_size that the model holds together."""
-        lengths, endless = context.lengths, context.cache.sequence.max_positions is None
-        for start in range(0, len(rows), self.batch_size):
-            some = rows[start : start + self.batch_size]
-            ahead = [asks[place].ahead for _, place in some]
-            for size in rows_that_fit(self.model, [lengths[row] for row, _ in some], ahead, endless):
-                yield some[:size]
-                some = some[size:]
-
-
 def of_whole(cache: CacheConfig) -> CacheConfig:
-    """Cache for a text alone, whose context is the start token: a ratio is of the whole text."""
+    """The configuration for a text alone, whose context is the start token: a ratio is of the whole text."""
     if cache.budget is None or cache.budget.kv_ratio is None:
         return cache
     return dataclasses.replace(cache, budget=dataclasses.replace(cache.budget, of="sequence"))
 
 
 def _ahead(asks: Sequence[Ask]) -> list[int]:
-    """Tokens to come after each ask's prefill as schedules see it: the longest ask's of its group."""
+    """Tokens to come after each ask's prefill as schedules see it: as many as after the longest of its group."""
     groups = [place if ask.group is None else (ask.group,) for place, ask in enumerate(asks)]
     longest: dict[Any, int] = defaultdict(int)
     for group, ask in zip(groups, asks, strict=True):
@@ -346,29 +267,27 @@ def mask_fn_of(
     if isinstance(method, Window):
         return lambda x, layer: local_mask(x, 0, whole, dtype=dtype)
     if isinstance(method, H2O):
-        heavy, recent = _floor_each(budget, method.recent_ratio, length)
+        share = method.recent_ratio
+        if budget.tokens is not None:
+            recent = floor_share(share, whole)
+            heavy = whole - recent
+        else:
+            ratio = budget.kv_ratio or 0
+            heavy, recent = floor_share(ratio * (1 - share), length), floor_share(ratio * share, length)
         if mask == "global":
             return lambda x, layer: global_mask(x, heavy, recent)
         return lambda x, layer: local_mask(x, heavy, recent, dtype=dtype)
     recent = method.protect_recent if isinstance(method, A2SF) else method.recent(whole)
     decay = method.alpha if isinstance(method, A2SF | KeyformerA2SF) else 1.0
-    noise = _noise_of(method)
-    if noise is None:
-        return lambda x, layer: local_mask(x, max(whole - recent, 0), recent, decay=decay, dtype=dtype)
-    tau, zeta = noise
 
     def mask_fn(x: Tensor, layer: int) -> Tensor:
-        scores = causal_probs(x, None if zeta is None else draw(zeta, x, seed, layer), tau)
+        scores = None  # the plain softmax
+        if isinstance(method, Keyformer):
+            zeta = None if method.noise == "none" else draw(Noise(method.noise, method.fresh), x, seed, layer)
+            scores = causal_probs(x, zeta, method.tau_init)
         return local_mask(x, max(whole - recent, 0), recent, decay=decay, scores=scores, dtype=dtype)
 
     return mask_fn
-
-
-def _noise_of(method: Method) -> tuple[float, Noise | None] | None:
-    """(tau, noise) of Keyformer's scores, None where the scores are the plain softmax."""
-    if not isinstance(method, Keyformer):
-        return None
-    return method.tau_init, None if method.noise == "none" else Noise(method.noise, method.fresh)
 
 
 def draw(noise: Noise, x: Tensor, seed: int, layer: int) -> Tensor:
@@ -377,72 +296,25 @@ def draw(noise: Noise, x: Tensor, seed: int, layer: int) -> Tensor:
     return noise.draw(torch.tensor([seed], device=x.device), layer, x.shape[1], places, places[:, None])
 
 
-def _floor_each(budget: Budget, recent_ratio: float, length: int) -> tuple[int, int]:
-    """(heavy, recent): two ratios of the length, floored apart; a budget in tokens is parted instead."""
-    if budget.tokens is not None:
-        recent = floor_share(recent_ratio, budget.tokens)
-        return budget.tokens - recent, recent
-    ratio = budget.kv_ratio or 0
-    return floor_share(ratio * (1 - recent_ratio), length), floor_share(ratio * recent_ratio, length)
-
-
-@dataclass(frozen=True)
-class Masked:
-    """The protocol row_mask: a model, method and budget, and the mask's settings (`kvexp.tasks.lm_eval.Protocol`)."""
-
-    model: Any
-    cache: CacheConfig
-    mask: str
-    whole_text: bool
-    dtype: torch.dtype
-
-    def measure(self, asks: Sequence[Ask]) -> list[Judged]:
-        """One per ask, in order. A question is a part of the context here."""
-        return [self._one(ask) for ask in asks]
-
-    @torch.no_grad()
-    def _one(self, ask: Ask) -> Judged:
-        fed = ask.ids if self.whole_text else ask.ids[:-1]
-        rule = mask_fn_of(
-            self.cache.method,
-            self.cache.budget,
-            self.mask,
-            ask.base or len(fed),
-            seed=ask.seed,
-            dtype=self.dtype,
-        )
-        cache = RowMaskCache(self.model, rule)
-        device = self.model.get_input_embeddings().weight.device
-        start = time.perf_counter()
-        logits = self.model(torch.tensor([fed], device=device), past_key_values=cache, use_cache=True).logits[0]
-        first = len(ask.ids) - len(ask.continuation) - 1
-        following = torch.tensor([ask.continuation], device=logits.device)
-        tokens = [Token(*pair) for pair in score_step(logits[None, first : len(ask.ids) - 1], following)[0]]
-        return Judged(tokens, receipt_of(cache.layer_states), time.perf_counter() - start)
-
-
 def receipt_of(states: Sequence[MaskedLayer]) -> EvictionStats:
-    """What the last row could see, per query head; the bytes are a full cache's, which a simulation holds."""
-    rows = [state.mask[0, :, -1] for state in states if state.mask is not None]
+    """Slots that the last row could see, per query head; the bytes are a full cache's, which a simulation holds."""
+    masks = [state.mask for state in states if state.mask is not None]
+    rows = [mask[0, :, -1] for mask in masks]
     by_layer = [float(row.sum(-1).float().mean()) for row in rows]
     held = [[head.nonzero()[:, 0].tolist() for head in row] for row in rows]
     size = sum(state.kv_bytes for state in states)
+    n = masks[0].shape[-1]
+    hides = any(int(mask.sum()) < mask[..., 0, 0].numel() * n * (n + 1) // 2 for mask in masks)
     return EvictionStats(
         slots=sum(by_layer) / len(by_layer),
         slots_by_layer=by_layer,
         kv_bytes=size,
         peak_kv_bytes=size,
-        first_eviction_step=0 if any(_hides(state) for state in states) else None,
+        first_eviction_step=0 if hides else None,
         kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
         attention_kept=None,
         batch_size=1,
     )
-
-
-def _hides(state: MaskedLayer) -> bool:
-    assert state.mask is not None
-    n = state.mask.shape[-1]
-    return int(state.mask.sum()) < state.mask[..., 0, 0].numel() * n * (n + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -499,21 +371,97 @@ class Bench:
         made = (make_disjoint_window(part) for part in parts)
         return [Ask(tuple(before), tuple(after), seed=seed, whole=True) for before, after in made]
 
-    def with_batches(self, asks: Sequence[Ask]) -> list[Ask]:
-        """The asks of a whole task with the budgets they have in padded batches, where the protocol wants that."""
-        how = self.protocol
-        return list(asks) if how.budget_length == "own" else padded(asks, how.padded_batch, how.whole_text)
-
     def measure(self, asks: Sequence[Ask]) -> list[Judged]:
-        """One judgement per ask, in order."""
-        if not self.masked:
-            return Stepwise(self.model, self.cache, self.batch_size, self.tokenizer).measure(asks)
+        """One judgement per ask, in order: what it would be alone, whatever else is measured."""
+        return [self._in_one_forward(ask) for ask in asks] if self.masked else self._stepwise(asks)
+
+    def _stepwise(self, asks: Sequence[Ask]) -> list[Judged]:
+        """The protocol prefill_then_step: asks of equal context and seed share a prefill.
+
+        Of a text alone a ratio is a share of the whole text, for its context is the start token.
+        """
+        made: dict[int, Judged] = {}
+        ahead = _ahead(asks)
+        for whole, places in self._alike(asks, ahead):
+            contexts: dict[Any, list[int]] = defaultdict(list)
+            for place in places:
+                contexts[asks[place].seed, asks[place].context].append(place)
+            keys = list(contexts)
+            for start in range(0, len(keys), self.batch_size):
+                some = keys[start : start + self.batch_size]
+                rows = [(row, place) for row, key in enumerate(some) for place in contexts[key]]
+                longest = max(ahead[place] for _, place in rows)
+                cache = of_whole(self.cache) if whole else self.cache
+                seeds, prompts = [seed for seed, _ in some], [ids for _, ids in some]
+                context = prefill(
+                    self.model, prompts, cache, max_new_tokens=longest, seeds=seeds, tokenizer=self.tokenizer
+                )
+                made |= self._judge(asks, context, rows, longest)
+        return [made[place] for place in range(len(asks))]
+
+    def _alike(self, asks: Sequence[Ask], ahead: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
+        """(whole, places): asks that one cache can serve; schedules and budgets that look ahead must end together."""
+        spec, budget = self.cache.method.score_spec, self.cache.budget
+        scheduled = (spec is not None and spec.tau[0] != spec.tau[1]) or (
+            budget is not None and budget.of == "sequence"
+        )
+        parts: dict[Any, list[int]] = defaultdict(list)
+        for place, ask in enumerate(asks):
+            parts[ask.whole, ahead[place] if scheduled or ask.whole else None].append(place)
+        for (whole, _), places in parts.items():
+            yield whole, places
+
+    def _judge(
+        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]], ahead: int
+    ) -> dict[int, Judged]:
+        """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
+        made, moves = {}, MovingRope.of(self.model.config) is not None
+        once = [row for row, _ in rows] == list(range(len(context.ids)))
+        for some in self._together(asks, context, rows):
+            forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
+            tokens = score_tokens(
+                self.model,
+                forks,
+                [asks[place].continuation for _, place in some],
+                [asks[place].question for _, place in some],
+                max_new_tokens=ahead,
+                one_forward=can_score_in_one_forward(forks.cache.config) and not moves,
+            )
+            for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
+                made[place] = Judged(judgement, receipt, context.seconds)
+        return made
+
+    def _together(
+        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]]
+    ) -> Iterator[Sequence[tuple[int, int]]]:
+        """The rows in groups of at most batch_size that the model holds together."""
+        lengths, endless = context.lengths, context.cache.sequence.max_positions is None
+        for start in range(0, len(rows), self.batch_size):
+            some = rows[start : start + self.batch_size]
+            ahead = [asks[place].ahead for _, place in some]
+            for size in rows_that_fit(self.model, [lengths[row] for row, _ in some], ahead, endless):
+                yield some[:size]
+                some = some[size:]
+
+    @torch.no_grad()
+    def _in_one_forward(self, ask: Ask) -> Judged:
+        """The protocol row_mask. A question is a part of the context here."""
         how = self.protocol
+        fed = ask.ids if how.whole_text else ask.ids[:-1]
         dtype = {"float32": torch.float32, "float16": torch.float16}[how.score_dtype]
-        return Masked(self.model, self.cache, how.mask, how.whole_text, dtype).measure(asks)
+        length = ask.base or len(fed)
+        rule = mask_fn_of(self.cache.method, self.cache.budget, how.mask, length, seed=ask.seed, dtype=dtype)
+        cache = RowMaskCache(self.model, rule)
+        device = self.model.get_input_embeddings().weight.device
+        start = time.perf_counter()
+        logits = self.model(torch.tensor([fed], device=device), past_key_values=cache, use_cache=True).logits[0]
+        first = len(ask.ids) - len(ask.continuation) - 1
+        following = torch.tensor([ask.continuation], device=logits.device)
+        tokens = [Token(*pair) for pair in score_step(logits[None, first : len(ask.ids) - 1], following)[0]]
+        return Judged(tokens, receipt_of(cache.layer_states), time.perf_counter() - start)
 
     def result(self, judged: Judged) -> tuple[float, bool]:
-        """What lm-eval's scorers take: (log-probability, greedy)."""
+        """(log-probability, greedy), as lm-eval's scorers take them."""
         return (judged.total / len(judged.tokens) if self.protocol.per_token else judged.total), judged.greedy
 
     def obstacle(self, asks: Sequence[Ask]) -> str | None:
@@ -563,13 +511,16 @@ class Bench:
             tokenizer=self.tokenizer,
             seeds=seeds,
         )
-        return [cut_at(self._answer(tokens), until) for tokens in result.tokens], result
-
-    def _answer(self, tokens: list[int]) -> str:
-        """The text of generated tokens, without the thinking before it."""
-        if self.thinking is not None:
-            return self.thinking.part(tokens, self.tokenizer).text
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        texts = []
+        for tokens in result.tokens:
+            if self.thinking is not None:
+                text = self.thinking.part(tokens, self.tokenizer).text
+            else:
+                text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            for stop in until:  # before the first of each stop text in turn, as lm-eval cuts
+                text = text.split(stop)[0]
+            texts.append(text)
+        return texts, result
 
 
 def decoding_of(model: Any, tokenizer: Any, asked: Mapping[str, Any]) -> tuple[GenerationParams, list[str]]:
@@ -593,10 +544,3 @@ def decoding_of(model: Any, tokenizer: Any, asked: Mapping[str, Any]) -> tuple[G
         max_new_tokens=most, sample=sample, eos=sorted(ends), stop_strings=tuple(until), **options
     )
     return decoding, [*until, *([tokenizer.eos_token] if tokenizer.eos_token else [])]
-
-
-def cut_at(text: str, until: Sequence[str]) -> str:
-    """The text before the first of each stop text in turn, as lm-eval cuts it."""
-    for stop in until:
-        text = text.split(stop)[0]
-    return text

@@ -408,9 +408,8 @@ class Session:
     before they came. hashes: runs and baselines to show at the end. filled_ahead: hashes of runs that a shared prefill
     has filled before their turn; complete_ahead: the complete ones among them. overrides_of_jobs: the overrides in
     which jobs of a sweep differ, empty where not known. begun: a job has been composed. job_seconds: of the jobs that
-    made rows. may_defer: a job that another process works on may wait until the end. unmeasured: reason -> runs
-    without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that their launcher takes together, None while jobs
-    run one by one; deferred: jobs left for the end.
+    made rows. unmeasured: reason -> runs without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that are
+    composed for a launcher or a plan, None while a job is run as soon as it is composed.
     """
 
     typed_keys: set[str] | None = None
@@ -424,10 +423,8 @@ class Session:
     begun: bool = False
     jobs_done: int = 0
     job_seconds: list[float] = field(default_factory=list)
-    may_defer: bool = False
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
     collected: list[Any] | None = None
-    deferred: list[Any] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -1,6 +1,6 @@
 """What the launchers hand to the kernels: they run on tensors without data, and every launch is noted, not made.
 
-So shapes, strides, tiles and options are those of a real call, and no list of them has to be kept in step by hand.
+So shapes, strides, tiles and options come from a real call, and no list of them has to be kept in step by hand.
 """
 
 from __future__ import annotations

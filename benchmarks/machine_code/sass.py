@@ -26,7 +26,7 @@ class MachineCode:
     registers: per thread. stack: bytes per thread. shared: bytes of shared memory per program, static and dynamic.
     warps: per program. spill_stores, spill_loads: instructions on local memory, which is where registers are spilled
     to. tensor: instructions of the tensor cores. fma: float32 multiply-adds. global_loads: from global memory, async
-    copies included; wide_loads: those of 16 bytes per thread, and bulk copies. global_stores. atomics.
+    copies included; wide_loads: of 16 bytes per thread, and bulk copies. global_stores. atomics.
     """
 
     registers: int
@@ -114,7 +114,7 @@ def programs_at_once(code: MachineCode, capability: int) -> int:
 
 
 def broken(spec: Specialisation, code: MachineCode, capability: int) -> list[str]:
-    """What is wrong with a kernel's machine code, in words; empty where it holds all bars."""
+    """Texts of what is wrong with a kernel's machine code; empty where it holds all bars."""
     device, wrong = DEVICES[capability], []
     head_size = spec.tile.get("BLOCK_D", spec.tile.get("BLOCK_DV"))
     if code.spills and (spec.kernel, head_size) not in MAY_SPILL:

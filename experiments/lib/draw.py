@@ -97,7 +97,7 @@ WIDTH, HEIGHT = 2.6, 2.3  # inches of a panel: three make a page's width
 
 
 def in_order(values: Sequence[str], order: Sequence[str]) -> list[str]:
-    """Each once, those of the order first."""
+    """Each value once, in this order; the others after them."""
     found = list(dict.fromkeys(values))
     return [name for name in order if name in found] + [name for name in found if name not in order]
 
@@ -112,7 +112,7 @@ def panels_of(table: pd.DataFrame) -> list[tuple[str, str]]:
 def in_panels(
     table: pd.DataFrame, figure: Figure, columns: int, size: Callable[[int, int], tuple[float, float]], wrap: int = 38
 ) -> Iterator[tuple[bool, Axes, pd.DataFrame]]:
-    """Of every panel whether it is the first of its row, its titled axes and its rows of the table.
+    """Each panel: whether it is the first of its row, its titled axes and its rows of the table.
 
     size: of columns and rows of panels, in inches; wrap: letters of a line of a title.
     """
@@ -281,7 +281,7 @@ def settings_grid(table: pd.DataFrame, figure: Figure, down: str, across: str) -
 
 
 def best_of(runs: pd.DataFrame, column: str) -> str:
-    """The setting of the highest value on each model, in words."""
+    """The setting of the highest value on each model, as "MODEL SETTING, …"."""
     best = runs.loc[runs.groupby("model", sort=False)["value"].idxmax()]
     return ", ".join(
         f"{model} {at if isinstance(at, str) else f'{at:g}'}"
@@ -439,7 +439,7 @@ def _label(run: Any) -> str:
 
 
 def _room(shown: pd.DataFrame) -> tuple[float, float]:
-    """Width and height of a panel of dots, whose words stand beside it."""
+    """Width and height of a panel of dots, its labels included."""
     labels = {_label(run) for _, run in shown.iterrows()}
     lines = max(label.count("\n") + 1 for label in labels)
     longest = max(len(line) for label in labels for line in label.splitlines())

@@ -1,7 +1,7 @@
 """What an exhibit is, which there are, and the experiments that they declare (EXHIBITS.md says more).
 
-Experiments are options of `kvexp run experiment=NAME`. `python -m experiments.index` writes those of exhibits and of
-`lib.sweeps` to conf/experiments.json, from which kvexp knows them without importing anything of this folder.
+Experiments are options of `kvexp run experiment=NAME`. `python -m experiments.index` writes all of
+them to conf/experiments.json, from which kvexp knows them without importing anything of this folder.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 An answer of three random sentences of the text (one where references are short; mean of 20 draws) and the most
 frequent reference of the other examples, scored as the run's own answers; of choices, a random one. Where all examples
 have one and the same reference (a needle hidden at many places) that is the answer, which nobody knows unread: it is
-left out. Lead-3, the first three sentences, is shown beside them: it reads, and is no floor. The rule, fixed before any
-method was run: a task is void where the full cache's scores, less those of its best floor, do not have a positive mean
+left out. Lead-3, the first three sentences, is shown too: it reads, and is no floor. The rule, fixed before any
+method was run: a task is void where the full cache's scores, less its best floor's, do not have a positive mean
 (the 95 % interval of the mean difference, paired by example, has to lie above 0).
 """
 
@@ -31,14 +31,14 @@ from kvexp.tasks.metrics import sentences
 DRAWS = 20
 LEAD, RANDOM, FREQUENT, CHANCE = "Lead-3", "random sentences", "most frequent reference", "random choice"
 FLOORS = (RANDOM, FREQUENT, CHANCE)
-SHORT = 12  # words of a reference: an answer of one sentence is long enough beside them
+SHORT = 12  # words of a reference: an answer of one sentence is as long as they are
 
 Scores = dict[str, float]  # by example, in percent
 
 
 @dataclass(frozen=True)
 class Floors:
-    """Of the full cache's run of one task: its mean score, that of each answer which read nothing, and the verdict.
+    """The mean score of a full cache's run on one task and of each answer that read nothing, and the verdict.
 
     low, high: 95 % interval of the mean difference from the best floor; NaN for fewer than two examples.
     """
@@ -56,8 +56,8 @@ class Floors:
         return any(name in self.means for name in FLOORS) and not self.low > 0
 
     def __str__(self) -> str:
-        beside = ", ".join(f"{name} {value:.1f}" for name, value in self.means.items()) or "no floor"
-        words = f"full cache {self.full:.1f} {self.metric} on {self.n} examples; {beside}"
+        floors = ", ".join(f"{name} {value:.1f}" for name, value in self.means.items()) or "no floor"
+        words = f"full cache {self.full:.1f} {self.metric} on {self.n} examples; {floors}"
         if not any(name in self.means for name in FLOORS):
             return words
         verdict = "VOID, not above it" if self.void else "above it"
@@ -65,7 +65,7 @@ class Floors:
 
 
 def floors_of(folder: Folder) -> dict[str, Floors]:
-    """Of a full cache's run: of each benchmark of lm-eval, else one; none where nothing is scored in percent."""
+    """Floors of a full cache's run by lm-eval benchmark ("": another task); {} where nothing is scored in percent."""
     metric = next(iter(folder.metrics), "")
     if not folder.scored or stats.lower_is_better(metric):
         return {}
@@ -87,7 +87,7 @@ def _chance(rows: Sequence[Row]) -> dict[str, Scores]:
 
 
 def judged(metric: str, full: Scores, each: Mapping[str, Scores]) -> Floors:
-    """The full cache's scores beside those of answers that read nothing, over the examples that all have."""
+    """Compare the full cache's scores with answers that read nothing, over the examples that all have."""
     names = sorted(set(full).intersection(*each.values())) if each else sorted(full)
     means = {answer: float(np.mean([scores[name] for name in names])) for answer, scores in each.items()}
     ends = intervals.NONE
@@ -130,6 +130,6 @@ def _random_sentences(example: Example, many: int, draw: int) -> str:
 
 
 def _most_frequent_other(counts: Counter[str], own: str) -> str:
-    """Of the other examples' references; the first of equals in alphabetical order, "" where there is no other."""
+    """The most frequent reference of the other examples, ties in alphabetical order; "" where there is no other."""
     left = counts - Counter({own: 1})
     return min(left, key=lambda text: (-left[text], text)) if left else ""

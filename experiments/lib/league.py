@@ -80,7 +80,7 @@ class MethodGroup:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of one method at all budgets, per token of a prompt."""
+        """Bytes per prompt token of one method's caches at all budgets."""
         return TOKEN_BYTES * (len(RATIOS) if self.keeps_all else sum(RATIOS))
 
 
@@ -108,7 +108,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """As it is asked for and told: task, question, group, and the first method where a group has several pieces."""
+        """TASK/QUESTION/GROUP, and the first method where a group has several pieces."""
         first = "" if self.methods == self.group.methods else f"/{self.methods[0]}"
         return f"{self.task}/{self.question}/{self.group.name}{first}"
 
@@ -123,7 +123,7 @@ def pieces(
 ) -> list[Piece]:
     """Every piece of these tasks; only: of these methods; questions: where the question stands.
 
-    answers: whether answers are written beside the divergence; without them twice as many methods go together.
+    answers: whether answers are generated too; without them twice as many methods go together.
     """
     return [
         Piece(task, question, group, part)
@@ -203,10 +203,10 @@ PUBLISHED = (
 COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
 OF_ROWS = ["of_full", "slots"]  # known where answers were written
 EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names; "" in recordings made before it was kept
-OLDER = "older"  # whether the run was among those of a recording without EACH
+OLDER = "older"  # whether the run was in a recording without EACH
 
 MARKS = ("ahead_of", "behind", "order")
-TOP, SHOWN = 10, 2  # methods in the table of places; names of those that are not told from the first
+TOP, SHOWN = 10, 2  # methods in the table of places; names of methods whose difference to the first is undecided
 SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
 OUTCOMES = "+-?"  # a pair of the published order holds, is reversed, is undecided
 
@@ -215,7 +215,7 @@ def frame_of(outputs: Path) -> pd.DataFrame:
     """One row per run under OUTPUTS/TASK that has as many examples as any of its block: COLUMNS, EACH and MARKS.
 
     how: the label of the methods' group; of_full: the task's first metric in percent of the full
-    cache's, NaN where not all answers were written; EACH: mean KL of each example. MARKS are those of `marked`.
+    cache's, NaN where not all answers were written; EACH: mean KL of each example. MARKS: see `marked`.
     """
     parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
     parts = [part for part in parts if len(part)]
@@ -262,13 +262,13 @@ def finished(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _how(setting: str) -> str:
-    """The label of the group that runs have with this `setting`, words that are told by spaces; "" for most."""
+    """The label of the group that runs have with this `setting`, words separated by spaces; "" for most."""
     words = set(setting.split())
     return next((group.label for group in GROUPS if group.label and words.issuperset(group.words)), "")
 
 
 def marked(frame: pd.DataFrame) -> pd.DataFrame:
-    """With MARKS of every row that has EACH; a mark about a method whose examples are not known stays as it was.
+    """The frame with MARKS of every row that has EACH; a mark about a method without EACH stays as it was.
 
     ahead_of, behind: names of methods that diverge more, or less, at this budget and by more than chance (Holm over all
     pairs of the budget). order: names of those that PUBLISHED has one place below, each behind the sign of OUTCOMES
@@ -294,7 +294,7 @@ def marked(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _about_others(marks: str, known: Collection[str]) -> list[str]:
-    """Of the marks of an older recording those about methods that are not among `known`."""
+    """The marks about methods that are not among `known`, from an older recording."""
     return [mark for mark in str(marks).split() if mark.lstrip(OUTCOMES) not in known]
 
 
@@ -353,9 +353,9 @@ def _lines(head: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _mean_ranks(part: pd.DataFrame) -> dict[str, float]:
-    """Of one block's methods that evict and have every budget of it: the mean over budgets of their rank by KL.
+    """Mean over budgets of the rank by KL, of each method that evicts and has every budget of the block.
 
-    A method that has another chunk on long prompts goes by its own name.
+    A method with another chunk on long prompts keeps its plain name.
     """
     called = [name_of(row).removesuffix("+chunk128") for _, row in part.iterrows()]
     some = part.assign(name=called)[~part["method"].isin(_keep_all())]
@@ -389,7 +389,7 @@ def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
 
 
 def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
-    """Of one budget the smallest KL of those that evict, who is not told from it, the smallest of those that keep all.
+    """A budget's row: smallest KL of methods that evict, undecided rivals, smallest KL of methods that keep all.
 
     Bold: the whole interval is near the full cache. () where nobody evicts. `ideal`, which reads all, is left out.
     """
@@ -401,13 +401,13 @@ def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
     others = [row for _, row in evicting.iterrows() if name_of(row) != name_of(best) and _compared(row, best)]
     alike = [name_of(row) for row in others if name_of(row) not in str(best["ahead_of"]).split()]
     more = [f"+{len(alike) - SHOWN}"] if len(alike) > SHOWN else []
-    told = ", ".join([*alike[:SHOWN], *more]) or "-"
+    undecided = ", ".join([*alike[:SHOWN], *more]) or "-"
     if not np.isfinite(best["kl_low"]):
         return budget, name_of(best), f"{best['kl']:.3f} (too few)", "-", "-"
     kl = f"{best['kl']:.3f} ({best['kl_low']:.3f}..{best['kl_high']:.3f})"
     kept = _best(keeping) if len(keeping) else None
-    beside = "-" if kept is None else f"{name_of(kept)} {kept['kl']:.3f}"
-    return budget, name_of(best), f"**{kl}**" if best["kl_high"] < EPSILON_KL else kl, told, beside
+    all_kept = "-" if kept is None else f"{name_of(kept)} {kept['kl']:.3f}"
+    return budget, name_of(best), f"**{kl}**" if best["kl_high"] < EPSILON_KL else kl, undecided, all_kept
 
 
 def _names_of(task: str) -> Iterator[str]:
@@ -471,15 +471,15 @@ def _check_leaders(kept: pd.DataFrame, frame: pd.DataFrame) -> None:
         added = [name_of(row) for _, row in part.iterrows() if (task, question, ratio, name_of(row)) not in there]
         if added and not leader[EACH] and name_of(leader) not in added:
             raise ConfigError(
-                f"{task}, {WORDS[question]}, {ratio:g} of the cache: {', '.join(added)} cannot stand beside "
+                f"{task}, {WORDS[question]}, {ratio:g} of the cache: {', '.join(added)} cannot be compared with "
                 f"{name_of(leader)}, which is ahead and was recorded without its examples; run {name_of(leader)} too"
             )
 
 
 def _best(part: pd.DataFrame) -> Any:
     """The row of the smallest KL among those that have an interval; among all where none has."""
-    told = part[np.isfinite(part["kl_low"].astype(float))]
-    return (told if len(told) else part).sort_values("kl").iloc[0]
+    sure = part[np.isfinite(part["kl_low"].astype(float))]
+    return (sure if len(sure) else part).sort_values("kl").iloc[0]
 
 
 def record(outputs: Path) -> Path:

@@ -26,9 +26,9 @@ HOW = f"kvexp fetch {MODEL} gets it (93 MB)"
 
 @dataclass(frozen=True)
 class Command:
-    """One sweep to run: the option of `experiment=` and what is set beside it to find its rows.
+    """One sweep to run: the option of `experiment=` and the overrides that find its rows.
 
-    rows: in words, where they are from.
+    rows: a text that says where they are from.
     """
 
     experiment: str

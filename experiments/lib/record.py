@@ -33,7 +33,7 @@ WAITING, NOT_RUN, NONE = "waits for a GPU", "not run", "-"
 
 @dataclass(frozen=True)
 class Rows:
-    """Of one task: where its rows were found, the digest kvexp knows that data by, and the ids in their order."""
+    """The rows of one task: kvexp's digest of the data, and the ids in their order."""
 
     task: str
     data: str
@@ -63,7 +63,7 @@ class Provenance:
 
 
 def provenance_of(outputs: Path, frame: pd.DataFrame, commands: Sequence[Command]) -> Provenance:
-    """Of the runs of `lib.tables.frame_of`, or of what `lib.runner.measured` found."""
+    """The provenance of the runs of `lib.tables.frame_of`, or of what `lib.runner.measured` found."""
     model, source = str(frame["model"].iloc[0]), tuple(dict.fromkeys(each.rows for each in commands))
     if "hash" not in frame:
         return Provenance(model, {}, kvexp.NUMERICS, (), source, int(frame["prompt"].nunique()))
@@ -136,7 +136,7 @@ def record(name: str, scale: str, holds: bool | None, words: str, seconds: float
 
 
 def record_real(made: Made) -> None:
-    """The same of the real scale: with both verdicts, and where the numbers come from. Ids of rows are kept once.
+    """Keep a result of the real scale: both verdicts, and where the numbers come from. Ids of rows are kept once.
 
     Several processes may record at once. seconds: the most CPU time one call took for what it did not find there.
     """

@@ -57,7 +57,7 @@ class Asked:
         return [Command(each, (), "") for each in sweeps(name, self.scale)]
 
     def overrides(self, sweep: str) -> list[str]:
-        """Those of `given` that this sweep takes, whichever scale it is of."""
+        """The words of `given` that this sweep takes, at any scale."""
         found = []
         for word in self.given:
             of, colon, _ = word.partition("=")[0].partition(":")
@@ -205,7 +205,7 @@ def results(names: Sequence[str], asked: Asked, workers: int) -> Iterator[tuple[
 
 
 def attempt(name: str, asked: Asked) -> Made | str:
-    """One exhibit. A defect of one, told in full, keeps no other from being made."""
+    """Make one exhibit; any error is returned as text, so that the others are still made."""
     try:
         return make(name, asked)
     except ConfigError as error:
@@ -215,7 +215,7 @@ def attempt(name: str, asked: Asked) -> Made | str:
 
 
 def longest_first(names: Sequence[str], scale: str) -> list[str]:
-    """So that no process is left alone with the longest at the end."""
+    """The names by recorded time, longest first, so that no process is left with the longest at the end."""
     known = recorded(scale)
     return sorted(names, key=lambda name: -(known.get(name, {}).get("seconds") or 0))
 
@@ -232,7 +232,7 @@ def measured(
 ) -> pd.DataFrame:
     """What an exhibit's `measure` finds of every job of a sweep, with the job's labels in front.
 
-    folder: where it is kept, and read if it is there. given: those of the overrides that are no setting of the
+    folder: where it is kept, and read if it is there. given: overrides that are no setting of the
     exhibit's own, as in `lib.tables.frame_of`.
     """
     frames = []

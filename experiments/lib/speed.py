@@ -1,4 +1,4 @@
-"""Speed exhibits: what benchmarks/results holds from a GPU, beside the paper's numbers. Nothing is measured here."""
+"""Speed exhibits: GPU results of benchmarks/results and the paper's numbers. Nothing is measured here."""
 
 from __future__ import annotations
 

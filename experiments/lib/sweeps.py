@@ -35,7 +35,7 @@ LEAGUE = {
 }
 LIFE = {
     # Question seen or hidden: four questions about each of 24 articles, in the prompt and after the eviction; kvexp
-    # results OUTPUTS has both columns beside each other. 34 runs, at most 100 minutes of a core.
+    # results OUTPUTS has a column of each. 34 runs, at most 100 minutes of a core.
     "question": (
         f"{MODEL} task=news_qa limit=96 divergence=true | task.question=in_prompt,after_eviction "
         "method=window,streaming_llm,h2o,keyformer,a2sf,tova,snapkv,expected_attention kv_ratio=0.2,0.5"
@@ -47,7 +47,7 @@ LIFE = {
         "method=streaming_llm,h2o,snapkv,expected_attention kv_ratio=0.2,0.5"
     ),
     # Twenty conversations of seven turns, each in one cache: kvexp results OUTPUTS --view turns (or distance). 8
-    # runs, about 140 minutes of a core; the plan says 72, since it leaves out that each answer is fed once more beside
+    # runs, about 140 minutes of a core; the plan says 72, since it leaves out that each answer is fed once more to
     # a full cache.
     "turns": (f"{MODEL} task=dialogue limit=140 | task.history=own,full method=streaming_llm,h2o,snapkv kv_ratio=0.3"),
     # Instructions and a secret under eviction, with both remedies: kvexp results OUTPUTS --view instructions. The

@@ -41,7 +41,7 @@ def frame_of(
     first: the sweeps' limit; where another exhibit took more examples of a run, they are not this one's.
 
     experiments: the sweeps that asked for them; a run that others asked for too is shown by the labels it has there.
-    given: overrides beside the sweep's own, left out of `setting`: an exhibit compares the settings that it swept.
+    given: overrides that are not the sweep's own, left out of `setting`: an exhibit compares what it swept.
     """
     frame = table(outputs, {"hash": list(hashes), "experiment": list(experiments)}, first)
     setting = [without(spelled(words), given) for words in frame["setting"]] if "setting" in frame else ""
@@ -179,7 +179,7 @@ def paper_numbers(name: str) -> pd.DataFrame:
 
 
 def paper_numbers_for(name: str, ours: pd.DataFrame) -> pd.DataFrame:
-    """Those of the models and tasks that our table has: none at the testbed's scale, of other models."""
+    """The paper's numbers for the models and tasks of our table; none at the testbed's scale."""
     paper = paper_numbers(name)
     ran = set(zip(ours["model"], ours["task"], strict=True))
     return paper[[pair in ran for pair in zip(paper["model"], paper["task"], strict=True)]]
@@ -214,13 +214,13 @@ def estimate(at: float, low: float, high: float, digits: int = 1, sign: bool = F
     return f"{at:{plus}.{digits}f} ({low:{plus}.{digits}f} … {high:{plus}.{digits}f})"
 
 
-def told(row: Any, name: str, digits: int = 1) -> str:
-    """A number of a row and its interval in words."""
+def interval(row: Any, name: str, digits: int = 1) -> str:
+    """A number of a row and its interval: "96.1 (93.0 … 98.9)"."""
     return estimate(*ends(row, name), digits)
 
 
 def signed(row: Any, name: str, digits: int = 1) -> str:
-    """The same of a difference: "+1.2 (-0.3 … 2.7)"."""
+    """A difference and its interval: "+1.2 (-0.3 … 2.7)"."""
     return estimate(*ends(row, name), digits, sign=True)
 
 
@@ -230,7 +230,7 @@ def judge(row: Any, name: str, rule: Callable[[float, float], bool | None]) -> b
 
 
 def mean_of(values: Sequence[float]) -> Gap:
-    """Of independent examples (prompts, documents), never of layers or heads of one; NaN values are left out."""
+    """Mean of independent examples (prompts, documents; never layers or heads of one) and its interval, without NaN."""
     found = np.asarray(values, dtype=np.float64)
     found = found[np.isfinite(found)]
     if not len(found):

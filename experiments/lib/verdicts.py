@@ -60,7 +60,7 @@ def positive(low: float, high: float) -> bool | None:
 class Part:
     """One method at one budget in each panel: its column "of_full" (percent) or "ahead" (points over the rival).
 
-    of_interval: what the interval's ends decide; None: the number is told and is no part of the verdict.
+    of_interval: what the interval's ends decide; None: the number is shown and not judged.
     """
 
     method: str
@@ -104,8 +104,8 @@ def each_panel(
 ) -> Judge:
     """Every part holds in every panel (model and task).
 
-    sentence: of one panel, with {model}, {task} and the parts' numbers as {0}, {1}, …; those of all panels are joined
-    by `between`, after the words `before`; after: what is told of the whole table.
+    sentence: of one panel, with {model}, {task} and the parts' numbers as {0}, {1}, …; the panels' sentences are joined
+    by `between`, after the words `before`; after: a sentence about the whole table.
     """
 
     def holds(table: pd.DataFrame) -> Verdict:
@@ -134,7 +134,7 @@ def each_row(
     cell: str,
     sentence: str = "{}",
 ) -> Judge:
-    """The same of every chosen row. cell: a row in words, with its columns and {number}; sentence: around all cells."""
+    """One rule for every chosen row. cell: text of a row, with its columns and {number}; sentence: around all cells."""
 
     def holds(table: pd.DataFrame) -> Verdict:
         verdicts, cells = [], []
@@ -148,7 +148,7 @@ def each_row(
 
 
 def leads(method: str, rival: str) -> Callable[[pd.DataFrame], str]:
-    """How often a method's paired difference to the rival leaves out 0, over all panels and budgets: only told."""
+    """How often a method's paired difference to the rival leaves out 0, over all panels and budgets; not judged."""
 
     def said(table: pd.DataFrame) -> str:
         rows = table[table["method"].eq(method)]
@@ -171,7 +171,7 @@ def measure_missing(outputs: Path, hashes: Sequence[str]) -> dict[str, str]:
 def divergence_frame(outputs: Path, frame: pd.DataFrame, first: int | None) -> pd.DataFrame:
     """The runs of `lib.tables.frame_of` that have a divergence: KL over all tokens, with its interval over examples.
 
-    scores: {example: {"kl": mean of its tokens}}. Runs of one group are told apart by the columns COLUMNS.
+    scores: {example: {"kl": mean of its tokens}}. COLUMNS identify a run within its group.
 
     Runs that differ in task or model alone may be pooled: their examples have the task's name in front there.
     """
@@ -194,7 +194,7 @@ def divergence_frame(outputs: Path, frame: pd.DataFrame, first: int | None) -> p
 class Near:
     """Whether runs are within EPSILON_KL of the full cache. within=False: the claim is that they are not.
 
-    Several runs (of several tasks) are one sample: their examples are put together. judged=False: only told.
+    Several runs (of several tasks) are one sample: their examples are put together. judged=False: only shown.
     """
 
     words: str
@@ -203,7 +203,7 @@ class Near:
     judged: bool = True
 
     def found(self, frame: pd.DataFrame) -> Verdict | None:
-        """None where no run is one of these."""
+        """The verdict and its sentence; None where no run is one of these."""
         rows = frame[frame.apply(self.runs, axis=1)] if len(frame) else frame
         if rows.empty:
             return None
@@ -215,7 +215,7 @@ class Near:
 
 @dataclass(frozen=True)
 class Closer:
-    """Whether some runs diverge less than others, paired over the examples of each task. judged=False: only told."""
+    """Whether some runs diverge less than others, paired over the examples of each task. judged=False: only shown."""
 
     words: str
     one: Side
@@ -223,7 +223,7 @@ class Closer:
     judged: bool = True
 
     def found(self, frame: pd.DataFrame) -> Verdict | None:
-        """None where one of the sides has no run."""
+        """The verdict and its sentence; None where one of the sides has no run."""
         sides = [frame.apply(side, axis=1) if len(frame) else pd.Series(dtype=bool) for side in (self.one, self.other)]
         if not all(side.any() for side in sides):
             return None
@@ -231,8 +231,8 @@ class Closer:
         return better(less[1], less[2]), f"{self.words} {estimate(*less, 3, sign=True)}"
 
 
-def by_divergence(*parts: Near | Closer, told: Callable[[pd.DataFrame], str] = lambda frame: "") -> Judge:
-    """Every judged part holds. told: a further sentence, of the whole frame."""
+def by_divergence(*parts: Near | Closer, remark: Callable[[pd.DataFrame], str] = lambda frame: "") -> Judge:
+    """Every judged part holds. remark: a further sentence, of the whole frame."""
 
     def holds(frame: pd.DataFrame) -> Verdict:
         verdicts, near, closer = [], [], []
@@ -250,13 +250,13 @@ def by_divergence(*parts: Near | Closer, told: Callable[[pd.DataFrame], str] = l
         sentences = [f"{about}: {'; '.join(near)}"] if near else []
         less = "less divergence, nats" + ("" if near else f" per token, {texts} answers")
         sentences += [f"{less}: {'; '.join(closer)}"] if closer else []
-        return all_hold(verdicts), ". ".join([*sentences, *filter(None, [told(frame)])]) or "nothing to compare"
+        return all_hold(verdicts), ". ".join([*sentences, *filter(None, [remark(frame)])]) or "nothing to compare"
 
     return holds
 
 
 def count_closer(method: str, rival: str) -> Callable[[pd.DataFrame], str]:
-    """At how many budgets a method diverges less than its rival by more than chance: only told."""
+    """At how many budgets a method diverges less than its rival by more than chance; not judged."""
 
     def said(frame: pd.DataFrame) -> str:
         ahead = behind = open_ = 0

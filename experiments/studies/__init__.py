@@ -10,7 +10,7 @@ from kvexp.util import CacheError, ConfigError, tells_errors
 
 @tells_errors(ConfigError, CacheError, OSError)
 def carried_out(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> int:
-    """Do what the arguments say: their `command` gets them. Its exit code, or 2 for an error, which is told."""
+    """Call the parsed arguments' `command`; returns its exit code, or 2 after printing an error."""
     args = parser.parse_args(words)
     command: Callable[[argparse.Namespace], int] = args.command
     return command(args)

@@ -78,7 +78,7 @@ def possibilities(
 
 @tells_errors(ConfigError, CacheError)
 def main(words: Sequence[str] | None = None) -> int:
-    """0, or 2 for what cannot be done, which is told."""
+    """Returns 0, or 2 after printing an error."""
     watch_pipes()
     words = sys.argv[1:] if words is None else words
     if words[:1] in (["-h"], ["--help"]):

@@ -58,7 +58,7 @@ from kvexp.run.settings import Settings, batch_cache
 from kvexp.run.store import Run
 from kvexp.util import CacheError, ConfigError, Console, Progress, explained, load, replace, say, watch_pipes
 
-# Where a measurement lies: beside its run's other diagnoses, one set of files per example.
+# A measurement lies in its run's folder of diagnoses, one set of files per example.
 #
 # outputs/<hash>/diagnose/NAME.removals.parquet     every removal and its effect; written first
 #                         NAME.causal.parquet       every score at every removal
@@ -105,7 +105,7 @@ def write(run: Run, example: str, ending: str, data: pd.DataFrame | CausalExampl
 
 
 def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
-    """None where it is not there; ConfigError where it cannot be read."""
+    """A file of an example's measurement; None where it is missing, ConfigError where it cannot be read."""
     file = _file(run, example, ending)
     if not file.exists():
         return None
@@ -119,7 +119,7 @@ def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
 
 
 def read_measured(run: Run, example: str) -> CausalExample | None:
-    """None where the example has no complete measurement."""
+    """An example's measurement; None where it is not complete."""
     file = _file(run, example, MEASURED)
     if not file.exists():
         return None
@@ -135,13 +135,13 @@ def read_measured(run: Run, example: str) -> CausalExample | None:
 
 Floats = NDArray[np.float64]
 RESAMPLES = 200
-TOP = 0.05  # of the tokens, those of largest effect: few tokens hold nearly all of it
-LEAST = 8  # sampled tokens of a group below which no rank correlation is told
+TOP = 0.05  # share of the tokens of largest effect: few tokens hold nearly all of it
+LEAST = 8  # sampled tokens of a group below which there is no rank correlation
 
 
 @dataclass(frozen=True)
 class ScoreQuality:
-    """Of one score on one prompt, NaN where it is not defined.
+    """How well a score ranks the tokens of one prompt; NaN where a number is not defined.
 
     rho: rank correlation of score and effect; precision: of the tokens of largest effect, as many as the budget holds,
     the share that is kept; top: the same of the `TOP` share of tokens; mass: share of the summed effect that is kept;
@@ -185,7 +185,7 @@ def mass_kept(effect: Floats, kept: Floats, weights: Floats) -> float:
 
 
 def precision_at(effect: Floats, kept: Floats, weights: Floats, budget: float) -> float:
-    """Share of the most needed tokens that is kept: those of largest effect, up to `budget` of all tokens' weight."""
+    """Share kept of the tokens of largest effect, up to `budget` of all tokens' weight."""
     counted = _largest(effect, weights, budget)
     return float((counted * kept).sum() / counted.sum()) if counted.sum() > 0 else math.nan
 
@@ -196,7 +196,7 @@ def mass_of_top(effect: Floats, weights: Floats, share: float = TOP) -> float:
 
 
 def _largest(effect: Floats, weights: Floats, share: float) -> Floats:
-    """Of each weight [n], what belongs to the tokens of largest effect that have `share` of all weight."""
+    """The part of each weight [n] that belongs to the tokens of largest effect, up to `share` of all weight."""
     order = np.argsort(-effect, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     counted: Floats = np.empty_like(weights)
@@ -361,7 +361,7 @@ class RemovalCache(Cache):  # type: ignore[misc]
     """A prompt's full cache with removals per row; a forward leaves it as it was.
 
     cache: of a method that evicts nothing, filled with one prompt. factors [H, G, n, Dv] per layer: of the output
-    projection, for `answer_scores`; None: sizes are those of the values.
+    projection, for `answer_scores`; None: sizes of the values themselves.
     """
 
     def __init__(
@@ -468,7 +468,7 @@ class ForcedAnswer:
         return dict(zip(ANSWER_SCORES, whole.unbind(1), strict=True))
 
     def effects(self, trials: Sequence[Trial]) -> Iterator[Effect]:
-        """The effect of each trial, in order; made `rows` at a time, those of one layer together."""
+        """The effect of each trial, in order; made `rows` at a time, sorted by first layer."""
         found: dict[int, Effect] = {}
         order = sorted(range(len(trials)), key=lambda place: first_layer(trials[place]))
         for start in range(0, len(order), self.rows):
@@ -566,8 +566,8 @@ def _giving(made: Any, rows: int) -> Any:
 
 # The tables of a measurement.
 
-LEAST_EXAMPLES = 5  # below it no interval is told: Student's t of fewer is wider than what it is of
-LEAST_METHODS = 5  # of an example, below which no correlation across methods is told
+LEAST_EXAMPLES = 5  # below it there is no interval: Student's t of fewer is wider than the number
+LEAST_METHODS = 5  # of an example, below which there is no correlation across methods
 YARDSTICK = ANSWER_SCORES[0]
 
 
@@ -774,7 +774,7 @@ Row = dict[str, Any]
 
 
 def draw_causal(tables: CausalTables, title: str) -> Figure:
-    """Of every score: rank correlation, the same by layer, effect kept, KL of all evicted; then where the effect is."""
+    """Draw each score's rank correlation, by layer too, effect kept and KL of all evicted; and where the effect is."""
     rows = score_rows(tables)
     figure = Figure(figsize=(12, 4.2 + HEIGHT * len(rows)), layout="constrained")
     figure.suptitle(f"{title} (n = {len(tables.examples)}, bars: 95 % over examples)", fontsize=11)
@@ -816,7 +816,7 @@ def _kept(axis: Axes, rows: list[Row]) -> None:
     scaled = [{key: 100 * row[key] for key in ("mass", "mass_low", "mass_high", "kept")} for row in rows]
     _dots(axis, scaled, "mass", EFFECT, "effect")
     axis.plot(_values(scaled, "kept"), range(len(rows)), "|", color="k", ms=8, label="tokens")
-    axis.legend(fontsize=7, loc="upper center")  # beside the yardsticks, which keep nothing
+    axis.legend(fontsize=7, loc="upper center")  # next to the yardsticks, which keep nothing
     axis.set_title("effect kept\n(percent of the sum over tokens)", fontsize=9)
 
 

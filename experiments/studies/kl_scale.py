@@ -3,10 +3,10 @@
     python -m experiments.studies.kl_scale scale RUN
     python -m experiments.studies.kl_scale agreement OUTPUTS ...
 
-`scale` takes the texts of one measured run (the full cache's own answers) and puts beside the unchanged model changes
-none of which touches the KV cache: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per
+`scale` takes the texts of one measured run (the full cache's own answers) and compares the unchanged model with changes
+that do not touch the KV cache: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per
 output row), the whole model in bfloat16, the prompt without one token drawn at random, and Keyformer at half the cache
-with one seed of its noise beside itself with another. The last is fed token by token, all others are read in one
+with one seed of its noise against another. The last is fed token by token, all others are read in one
 forward. The table is kept in the run's folder, where the report finds it.
 
 `agreement` tells for each model and task Kendall's tau-b between the runs' mean KL and their mean score over the
@@ -202,7 +202,7 @@ RESAMPLES = 2_000
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one run: example -> (sum of KL, tokens), and example -> score."""
+    """The numbers of one run: example -> (sum of KL, tokens), and example -> score."""
 
     folder: Folder
     kl: dict[str, tuple[float, float]]
@@ -254,7 +254,7 @@ def _metric_of(family: Sequence[Folder]) -> str:
 
 
 def _measured(folder: Folder, baseline: Folder | None, metric: str) -> Measured | None:
-    """None where the run has no divergence or no score."""
+    """The numbers of a run; None where it has no divergence or no score."""
     score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
     score = {name: value for name, value in score.items() if math.isfinite(value)}
     one = PerExample.of([line for (_, text), line in folder.run.divergence().items() if text == OWN])
@@ -368,7 +368,7 @@ def _print(rows: list[dict[str, Any]], epsilon: float, by_hash: dict[str, Folder
         Column("by both", lambda row: f"{row['by_both']}"),
         Column("against\neach other", lambda row: f"{len(row['contradicted'])}"),
     ]
-    console.print(Text("KL divergence from the full cache beside the task's metric", style="bold"))
+    console.print(Text("KL divergence from the full cache against the task's metric", style="bold"))
     print_columns(rows, columns, 1, console)
     for row in rows:
         _, labels = shared_settings([{**by_hash[name].labels, "hash": name} for name in row["hashes"]])
@@ -386,7 +386,7 @@ def main(words: Sequence[str] | None = None) -> int:
     scale = commands.add_parser("scale", help="known changes of the same model on the same texts")
     scale.set_defaults(command=_scale)
     scale.add_argument("run", type=Path, help="the folder of a run whose divergence was measured")
-    scale.add_argument("--limit", type=int, metavar="N", help="go by the first N texts (default: all)")
+    scale.add_argument("--limit", type=int, metavar="N", help="only the first N texts (default: all)")
     agree = commands.add_parser("agreement", help="does KL divergence order runs as the task's metric does?")
     agree.set_defaults(command=_agreement)
     agree.add_argument("outputs", nargs="+", type=Path, help="folders of runs")

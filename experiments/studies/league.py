@@ -3,7 +3,7 @@
     python -m experiments.studies.league submit|check|page|tolerance --help
 
 An entry is one run as one JSON file, with the words that make it again and the numbers of every row. It holds no code
-and no path: `words` are those of `kvexp run`, and whoever checks it composes them anew.
+and no path: `words` are arguments of `kvexp run`, and whoever checks it composes them anew.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def _check(args: argparse.Namespace) -> int:
         raise ConfigError(f"--rows must be at least 1, got {args.rows}")
     tolerance = tolerance_of(args.league)
     code = with_user_methods([f"+method_file={args.method_file}"]) if args.method_file else []
-    refused, told = 0, []
+    refused, found = 0, []
     for file, entry in _chosen(args):
         if entry.get("code") and args.built_in:
             say(f"{file.name}: passed over, its method is a user's code")
@@ -371,9 +371,9 @@ def _check(args: argparse.Namespace) -> int:
         say(f"{file.name}: {'REFUSED' if wrong else 'ok'}, {len(rows)} rows, largest differences: {far}{also}")
         for row in wrong:
             say(f"  {row.example}: {row.why}")
-        told += [{"hash": entry["hash"], "example": row.example, **row.found} for row in rows]
+        found += [{"hash": entry["hash"], "example": row.example, **row.found} for row in rows]
     if args.json is not None:
-        args.json.write_text(json.dumps(told), encoding="utf-8")
+        args.json.write_text(json.dumps(found), encoding="utf-8")
     return 1 if refused else 0
 
 
@@ -435,8 +435,8 @@ def tolerance_file(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 # Judged are teacher-forced quantities alone: the entry's own text is fed to the full cache and to the method, and
-# mean KL and log-probabilities must be those of the entry within a tolerance that was measured across thread counts,
-# instruction sets and torch versions (league/tolerance.json). What a model writes freely is told and not judged.
+# mean KL and log-probabilities must agree with the entry within a tolerance that was measured across thread counts,
+# instruction sets and torch versions (league/tolerance.json). What a model writes freely is shown and not judged.
 
 ROWS = 5  # of every entry, drawn at random
 # Until they are measured (`python -m experiments.studies.league tolerance`): nats per token, of a row's mean.

@@ -4,11 +4,11 @@
     python -m experiments.studies.speed plan -m method=h2o,keyformer kv_ratio=0.2,0.5
 
 `measure` loads the models of the command line, measures each for about 20 seconds on random tokens and keeps that in
-the cache folder; `plan` goes by what is kept there (of the same model, dtype, device, processor, number of threads,
+the cache folder; `plan` uses what is kept there (of the same model, dtype, device, processor, number of threads,
 torch and NUMERICS), and by the estimate of `kvexp run --dry-run` where nothing is. Both print the plan of --dry-run
 with these times. Measure on a machine that does nothing else.
 
-From the loaded model on, a command is its prefills, the decode steps of the answers and those of the forced texts. Runs
+From the loaded model on, a command is its prefills, the decode steps of the answers and of the forced texts. Runs
 that share prefills decode several prompts in the same steps, on a CPU in several processes (`kvexp.run.batches`).
 """
 
@@ -179,7 +179,7 @@ class GroupWork:
 
     prompts: that are read; prompt, new: mean tokens of a prompt, and of those that are fed for an answer or a text.
     scores: that a prefill observes; variants: runs that evict. answers: rows that are generated; texts: rows that are
-    fed a text, the full cache's beside them included. slots, text_slots: mean number of slots that such a row holds.
+    fed a text, the full cache's included. slots, text_slots: mean number of slots that such a row holds.
     groups: of prompts that are decoded in the same steps. second_passes: over each prompt, before it is evicted.
     """
 
@@ -466,8 +466,8 @@ class RunWork:
 class GroupPlan:
     """Runs that share prefills (or one run) on prompts of so many tokens, with so many new ones each.
 
-    prompts: that lack anything; shared: whether several runs share prefills; free: bytes of memory that are there
-    beside the weights; threads: processes that a shared sweep may fork.
+    prompts: that lack anything; shared: whether several runs share prefills; free: bytes of memory left
+    by the weights; threads: processes that a shared sweep may fork.
     """
 
     runs: Sequence[RunWork]
@@ -514,7 +514,7 @@ class GroupPlan:
 
     @property
     def kinds(self) -> list[str]:
-        """Of texts that are forced."""
+        """The kinds of texts that are forced."""
         return sorted({kind for run in self.runs for kind, count in run.texts.items() if count})
 
     @property
@@ -530,7 +530,7 @@ class GroupPlan:
         return max(1, len(self.kinds) + any(run.answers for run in self.runs))
 
     def held(self) -> list[int]:
-        """Bytes of each cache of one batch; with a full cache's beside them where texts are forced."""
+        """Bytes of each cache of one batch, and of a full cache where texts are forced."""
         runs = [run.settings for run in self.active]
         if self.kinds and not any(settings.is_baseline for settings in runs):
             runs.append(runs[0].baseline())
@@ -585,7 +585,7 @@ class GroupPlan:
         beams = self.lead.decoding.num_beams
         answered = [(run.settings, run.answers * beams) for run in self.active]
         forced = [(run.settings, sum(run.texts.values())) for run in self.active]
-        if self.kinds:  # the full cache's own rows beside them
+        if self.kinds:  # and the full cache's own rows
             most = sum(max(run.texts.get(kind, 0) for run in self.runs) for kind in self.kinds)
             forced.append((self.lead.baseline(), most))
         return GroupWork(
@@ -614,7 +614,7 @@ class GroupPlan:
         return sum(count * self._slots(settings) for settings, count in rows) / total if total else 0.0
 
     def _slots(self, settings: Settings) -> float:
-        """Of a run: all tokens but half the new ones where it evicts nothing."""
+        """Mean slots of a run's row: all tokens but half the new ones where it evicts nothing."""
         held = slots_of(settings, self.prompt)
         return held - self.new / 2 if held >= int(self.prompt) + self.new else held
 

@@ -556,7 +556,7 @@ _PLAIN = re.compile(r"[\w./-]+")
 def export_tasks(folder: Path, size: int = 60, split: str = "test", seed: int = 12345) -> dict[str, list[str]]:
     """Write the files; which part of kvexp reads them -> overrides of run.py that do.
 
-    lm_eval/: testbed_choice as an lm-eval task of `size` items (context, question and choices are those of
+    lm_eval/: testbed_choice as an lm-eval task of `size` items (context, question and choices of
     task=testbed_choice, number by number); longbench/: `size` questions of task=testbed_qa as rows of triviaqa, the
     LongBench data set whose prompt ends where the question does (its instruction is unknown words to the models);
     haystack/: texts with other facts strewn in, and a few codes to hide among them.
@@ -676,7 +676,7 @@ def _export(asked: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit code: 2 for what cannot be done, which is told."""
+    """Returns the exit code: 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.testbed")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train the testbed's models from scratch, or go on where they were")

@@ -2,7 +2,7 @@
 
     python -m experiments.studies.yardstick model=NAME
 
-Settings are those of `kvexp run`, as far as they change no number but the model: limit=N compares the first N items of
+Settings of `kvexp run` are taken as far as they change no number but the model: limit=N compares the first N items of
 each benchmark, task.data_dir=FOLDER reads local rows (NAME.SPLIT.jsonl, in the hub's schema), batch_size=N.
 """
 
@@ -88,18 +88,18 @@ class PublishedNumber:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """What was published of a model; protocol, weights, source and beside are texts for people."""
+    """The published numbers of a model; protocol, weights, source and notes are texts for people."""
 
     name: str
     protocol: str
     weights: str
     source: str
     numbers: tuple[PublishedNumber, ...]
-    beside: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def published(name: str) -> PublishedModel:
-    """Of the model configuration of this name; ConfigError where nothing is known."""
+    """The published numbers of a model configuration; ConfigError where nothing is known."""
     known: Any = OmegaConf.to_container(OmegaConf.load(FILE))
     if name not in known:
         raise ConfigError(
@@ -109,7 +109,7 @@ def published(name: str) -> PublishedModel:
     node = known[name]
     numbers = tuple(PublishedNumber(task, **each) for task, each in node["numbers"].items())
     protocol, weights, source = (" ".join(node[key].split()) for key in ("protocol", "weights", "source"))
-    return PublishedModel(name, protocol, weights, source, numbers, tuple(node.get("beside", ())))
+    return PublishedModel(name, protocol, weights, source, numbers, tuple(node.get("notes", ())))
 
 
 ERRORS = 2  # standard errors within which a number counts as the published one
@@ -146,7 +146,7 @@ class FullCacheScore:
 
 
 def mean_score(rows: Sequence[Mapping[str, Any]], items: int, number: PublishedNumber) -> FullCacheScore:
-    """Of rows of one benchmark, which has `items`; stderr is lm-eval's, of the sample, over n - 1.
+    """The mean score of rows of a benchmark of `items` items; stderr is lm-eval's, of the sample, over n - 1.
 
     ConfigError where there are fewer than two rows, or one has no score.
     """
@@ -328,8 +328,8 @@ def _print(
     say(f"baseline {words}")
     say(f"published: {known.source}")
     say(f"measured there: {known.weights}")
-    for line in known.beside:
-        say(f"beside: {line}")
+    for line in known.notes:
+        say(f"note: {line}")
     say(f"kept in {file}, which tables of this model read")
 
 

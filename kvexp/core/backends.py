@@ -163,7 +163,8 @@ def compact(slots: Slots, ranked: RankedSlots, allowed: LayerSlots, reserve: int
     max_keep = min(max(allowed.most), slots.length)
     positions = slots.positions[:, :, : slots.length]
     index, keep = select_keep(ranked.priority, positions, ranked.protected, allowed.kept_by_head, max_keep)
-    if isinstance(slots, RaggedSlots) and allowed.by_head is not None:
+    if isinstance(slots, RaggedSlots):
+        assert allowed.by_head is not None
         slots.pack(index, keep, reserve, [[kept + free for kept in heads] for heads in allowed.by_head])
     else:
         slots.gather(index, keep, reserve)

@@ -307,11 +307,12 @@ class PackedStates:
 
 
 class RaggedSlots(Slots):
-    """`Slots` whose keys and values are packed by the first eviction; positions and score stay [B, H, C].
+    """`Slots` whose keys and values are packed; positions and score stay [B, H, C].
 
-    C is the width of the widest head; behind a head's own slots, slots are dead and have neither key nor value.
-    `keys` and `values` are then copies, with zeros there: right for whoever reads them, and slow. The fast decode step
-    (`kvexp.core.decode`) reads the packed ones. Copies share nothing.
+    They are made `of` ordinary slots by the first eviction, which calls `pack` next: until then keys and values lie as
+    they were. C is the width of the widest head; behind a head's own slots, slots are dead and have neither key nor
+    value. `keys` and `values` are copies, with zeros there: right for whoever reads them, and slow. The fast decode
+    step (`kvexp.core.decode`) reads the packed ones. Copies share nothing.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, visible: Tensor | None = None):
@@ -345,13 +346,8 @@ class RaggedSlots(Slots):
     def values(self, states: Tensor) -> None:
         self._states["values"] = states
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether keys and values are packed, as from the first eviction on."""
-        return isinstance(self._states["values"], PackedStates)
-
     def packed(self, name: str) -> PackedStates:
-        """The packed keys or values; an AssertionError before the first eviction."""
+        """The packed keys or values; an AssertionError before `pack`."""
         states = self._states[name]
         assert isinstance(states, PackedStates)
         return states
@@ -394,10 +390,7 @@ class RaggedSlots(Slots):
         self.length, self.same_order, self._borrowed, self._shared = n + reserve, False, False, False
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, reserve: int = 0) -> None:
-        """As `Slots.append`; once packed, behind the slots in use of each head, whatever their number."""
-        if not self.is_packed:
-            super().append(keys, values, positions, score, reserve)
-            return
+        """As `Slots.append`, behind the slots in use of each head; reserve, the final length, is not used."""
         b, h, count = score.shape
         after = [used + count for used in self._used]
         if any(need > width for need, width in zip(after, self.packed("keys").widths, strict=True)):
@@ -423,23 +416,13 @@ class RaggedSlots(Slots):
             self.positions = torch.cat([self.positions, self.positions.new_full((b, h, count), -1)], dim=2)
             self.score = torch.cat([self.score, self.score.new_zeros(b, h, count)], dim=2)
 
-    def own(self) -> None:
-        if not self.is_packed:
-            super().own()
-
     def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `Slots.write`, of n slots per head: index [B, H, n], keys [B, H, n, D], values [B, H, n, Dv]."""
-        if not self.is_packed:
-            super().write(index, keys, values)
-            return
         places = self.packed("keys").places(index)  # of values too, which are as wide
         self.packed("keys").write(places, keys)
         self.packed("values").write(places, values)
 
     def select_rows(self, rows: Tensor) -> None:
-        if not self.is_packed:
-            super().select_rows(rows)
-            return
         pairs, there = self._pairs(rows), rows.to(self.positions.device)
         for name in ("keys", "values"):
             self._take(name, self.packed(name).of_pairs(pairs))
@@ -447,9 +430,7 @@ class RaggedSlots(Slots):
         self._used = [self._used[pair] for pair in pairs]
 
     def index_rows(self, rows: Tensor) -> Slots:
-        """A copy of the batch rows `rows` [n], which may repeat; once packed it shares nothing with these slots."""
-        if not self.is_packed:
-            return super().index_rows(rows)
+        """A copy of the batch rows `rows` [n], which may repeat; it shares nothing with these slots."""
         there, pairs = rows.to(self.positions.device), self._pairs(rows)
         keys, values = (self.packed(name).of_pairs(pairs) for name in ("keys", "values"))
         empty = self.score.new_empty(0, 0, 0, 0)

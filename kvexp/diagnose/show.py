@@ -36,7 +36,7 @@ def style(count: int, heads: int) -> str:
 
 def show(view: View, console: Console) -> None:
     """Print the text, and under every token its mark; what is to come at this step has none."""
-    told, heads = view.told, view.heads
+    told, heads = view.log, view.heads
     where = "all layers" if view.layer is None else f"layer {view.layer}"
     when = "the end of the prompt" if view.step == 0 else f"{view.step} decode tokens"
     console.print(f"{told.example}: kept after {when}, {where} ({heads} heads a token)", highlight=False, markup=False)
@@ -57,7 +57,7 @@ def show(view: View, console: Console) -> None:
 def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
     """Text and marks, broken between tokens."""
     words, marks = Text(), Text()
-    for place, text in enumerate(view.told.texts):
+    for place, text in enumerate(view.log.texts):
         pieces = text.replace("\t", " ").replace("\r", "").split("\n")
         for number, piece in enumerate(pieces):
             shown = visible(piece) + ("\u21b5" if number < len(pieces) - 1 else "")
@@ -77,7 +77,7 @@ def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
 
 def page(view: View, title: str) -> str:
     """HTML document of the same text without a script: hovering over a token shows the heads of each layer."""
-    told, title = view.told, visible(title)
+    told, title = view.log, visible(title)
     when = "at the end of the prompt" if view.step == 0 else f"after {view.step} decode tokens"
     layer = "" if view.layer is None else f", shaded by layer {view.layer}"
     head = f"{told.example} {when}{layer}: the greener, the more of {view.heads} heads keep a token; struck out: none"

@@ -249,11 +249,16 @@ class Runs:
 
 
 def read_runs(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> Runs:
-    """The runs under a folder; where: label -> value or values, as `chosen` takes them.
+    """The runs under a folder, or one run by its own folder; where: label -> value or values, as `chosen` takes them.
 
     first: with the rows of the task's first examples alone. ConfigError without such a folder, or for a label that no
     run has.
     """
+    if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
+        outputs_dir, where = (
+            Path(outputs_dir).resolve().parent,
+            {**(where or {}), "hash": [Path(outputs_dir).resolve().name]},
+        )
     found = folders(outputs_dir)
     if first is not None:
         rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]

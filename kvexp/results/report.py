@@ -54,7 +54,7 @@ from kvexp.results.read import (
 from kvexp.results.stats import lower_is_better
 from kvexp.results.table import Block, Column, absent, called, few, groups, metrics_of, notes, quality_table
 from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
-from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
+from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
 from kvexp.run.store import TEXTS
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings, visible
 
@@ -300,7 +300,7 @@ def _text(folder: Folder, example: str) -> dict[str, Any] | None:
     try:
         log = require_example_log(folder.run, example)
         evictions = read_table(folder.run, example, EVICTIONS)
-        views = [made(log, evictions, step) for step in sorted({0, log.steps})]
+        views = [view_of(log, evictions, step) for step in sorted({0, log.steps})]
     except ConfigError:
         return None
     return {

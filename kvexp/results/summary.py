@@ -12,12 +12,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvexp.run.jobs import plan_jobs
 from kvexp.run.labels import check_objective_of
 from kvexp.util import ConfigError, Console, Session, check_writable, current, duration, say, typed
 
 SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
-GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
 
 
 def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = False, limit: int | None = None) -> None:
@@ -56,19 +54,11 @@ class SweepTable(Callback):
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
         _stop_if_wrong(_check_sweep, config)
-        if config.hydra.sweeper.get("_target_", "").rpartition(".")[2] in GRIDS:
-            session = current()
-            params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
-            plan_jobs(session, list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
-            session.may_defer = True  # this sweeper asks for nothing back, so a job may come later
 
     def on_run_end(self, config: Any, **_: Any) -> None:
         self._end(config, jobs=False)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        from kvexp.run.jobs import run_deferred
-
-        run_deferred(current())
         self._end(config, jobs=True)
 
     def _end(self, config: Any, *, jobs: bool) -> None:

@@ -357,10 +357,10 @@ class ResidentPart:
             if p < self.sinks.shape[2]:
                 self.sinks[row, :, p] = new[row, :, 0]
 
-    def window(self, lengths: list[int]) -> Tensor:
-        """The recent window [B, H, W, D] in order of position. lengths: tokens per row."""
-        device, width = self.ring.device, self.ring.shape[2]
-        places = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
+    def window(self, lengths: Tensor) -> Tensor:
+        """The recent window [B, H, W, D] in order of position. lengths [B] int64: tokens per row."""
+        width = self.ring.shape[2]
+        places = lengths[:, None] + torch.arange(width, device=self.ring.device)
         return _gather_positions(self.ring, places % width)
 
     def index_rows(self, rows: Tensor) -> ResidentPart:
@@ -521,8 +521,9 @@ class OffloadedKV:
         layout = step_layout(self.lengths, self.config.local, self.config.sinks, slots.device)
         positions = torch.cat([layout.first.expand(-1, h, -1), slots, layout.last.expand(-1, h, -1)], dim=2)
         if self.offloaded or self.device.type != "cpu":
+            lengths = torch.tensor(self.lengths, device=slots.device)
             pairs = zip(self.resident, self.fetch(slots), strict=True)
-            keys, values = (torch.cat([near.sinks, far, near.window(self.lengths)], dim=2) for near, far in pairs)
+            keys, values = (torch.cat([near.sinks, far, near.window(lengths)], dim=2) for near, far in pairs)
             return keys, values, positions, False
         complete = int(positions.amin()) >= 0
         rows = positions if complete else positions.clamp(min=0)

@@ -7,6 +7,7 @@ and budget alone share the prefill of each batch and decode together. An answer 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 import zlib
@@ -21,7 +22,6 @@ import kvexp.generate as generation
 from kvexp.generate import KL, Forcing, PrefilledContext
 from kvexp.generate.inputs import check_length, eos_ids, is_plain_greedy
 from kvexp.generate.kl import read_questions
-from kvexp.run.limits import Pace
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.prompts import (
     ItemPrompt,
@@ -29,7 +29,7 @@ from kvexp.run.prompts import (
     TokenizedExample,
     bench_of,
     continuation,
-    reference_ids,
+    token_ids,
     tokens_to_come,
     turn_ids,
 )
@@ -38,7 +38,7 @@ from kvexp.run.store import OWN, Line
 from kvexp.tasks import Example
 from kvexp.tasks.dialogues import DialogueTask
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ANSWERS, TEXTS, ConfigError
+from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
@@ -104,13 +104,13 @@ class Outputs:
 
 
 def outputs_of_batches(
-    model: Model, tokenizer: Tokenizer, batches: Sequence[PromptBatch], pace: Pace
+    model: Model, tokenizer: Tokenizer, batches: Sequence[PromptBatch], most: int | None = None
 ) -> Iterator[Outputs]:
     """Answers and divergences of batches whose runs all share model, task and decoding.
 
     Prompts without question or choices are prefilled batch by batch, then decoded and forced together: a step reads the
-    model's weights once for the rows of all batches, as many as `pace` allows. What is yielded is to be written before
-    the next is asked for.
+    model's weights once for the rows of all batches. most: about so many rows in the same steps, None for all. What is
+    yielded is to be written before the next is asked for.
     """
     straight: list[tuple[int, PromptBatch]] = []
     for place, batch in enumerate(batches):
@@ -124,8 +124,8 @@ def outputs_of_batches(
             straight.append((place, dataclasses.replace(batch, prompts=groups[False])))
         if True in groups:
             some = dataclasses.replace(batch, prompts=groups[True])
-            yield from _outputs_from_contexts(model, tokenizer, place, some, pace)
-    yield from _outputs_decoded_together(model, tokenizer, straight, pace)
+            yield from _outputs_from_contexts(model, tokenizer, place, some, most)
+    yield from _outputs_decoded_together(model, tokenizer, straight, most)
 
 
 def _has_more(prompt: TokenizedExample) -> bool:
@@ -156,7 +156,7 @@ def _answers_alone(settings: Settings, model: Model, tokenizer: Tokenizer, batch
         )
         made |= _by_index(straight, outputs_of(result, tokenizer))
     if others := [(index, prompt) for index, prompt in batch if _has_more(prompt)]:
-        for part in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), Pace(None)):
+        for part in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), None):
             made |= part.answers
     return made
 
@@ -166,7 +166,7 @@ def _by_index(batch: Items, outputs: Sequence[ModelOutput]) -> dict[int, ModelOu
 
 
 def sampling_seed(settings: Settings, example: Example) -> int:
-    """Of the draws between tokens: the example's own, in any order of the rows and with any others left out."""
+    """Random seed of the draws between tokens: the example's own, whatever other rows there are and in any order."""
     return settings.seed + zlib.crc32(example.id.encode())
 
 
@@ -175,7 +175,7 @@ def _sampling_seeds(settings: Settings, batch: Items) -> list[int]:
 
 
 def noise_seed(settings: Settings, example: Example, *, asked: bool) -> int:
-    """Of the noise inside methods. asked: a question follows the context, whose noise all its questions then share."""
+    """Random seed of noise inside methods. asked: a question follows the context, whose questions share the noise."""
     return settings.seed + zlib.crc32(example.prompt.encode()) if asked else sampling_seed(settings, example)
 
 
@@ -232,58 +232,58 @@ class _Prefilled:
 
 
 def _outputs_decoded_together(
-    model: Model, tokenizer: Tokenizer, batches: Sequence[tuple[int, PromptBatch]], pace: Pace
+    model: Model, tokenizer: Tokenizer, batches: Sequence[tuple[int, PromptBatch]], most: int | None
 ) -> Iterator[Outputs]:
-    left = list(batches)
-    while left:
-        pace.written()
-        some: list[_Prefilled] = []
-        while pace.may_prefill(len(some), len(left)):
-            some.append(_Prefilled.of(model, tokenizer, *left.pop(0)))
-        full: dict[int, dict[int, ModelOutput]] = {}
-        for made in _decoded(model, tokenizer, some, pace):
-            if made.run == next(one.batch.full for one in some if one.place == made.batch):
-                full[made.batch] = made.answers
-            yield made
-        texts: list[_Text] = []
-        for one in some:
-            texts += _texts(model, tokenizer, one.place, one.batch, one.copies, full.get(one.place, {}))
+    some = [_Prefilled.of(model, tokenizer, *batch) for batch in batches]
+    full: dict[int, dict[int, ModelOutput]] = {}
+    for made in _decoded(model, tokenizer, some, most):
+        if made.run == next(one.batch.full for one in some if one.place == made.batch):
+            full[made.batch] = made.answers
+        yield made
+    texts: list[_Text] = []
+    for one in some:
+        texts += _texts(model, tokenizer, one.place, one.batch, one.copies, full.get(one.place, {}))
+    if texts:
         del some, one  # the texts hold what of the contexts they need
-        yield from _forced(batches[0][1].runs[0], model, texts, pace)
+        yield from _forced(batches[0][1].runs[0], model, texts, most)
 
 
-def _decoded(model: Model, tokenizer: Tokenizer, some: Sequence[_Prefilled], pace: Pace) -> Iterator[Outputs]:
+def _even_parts(sizes: Sequence[int], most: int | None) -> list[list[int]]:
+    """The places of these sizes in consecutive parts, as even as they go, that sum up to about `most` each."""
+    total, before = sum(sizes), list(itertools.accumulate(sizes, initial=0))
+    count = 1 if most is None else -(-total // most)
+    return [
+        list(part) for _, part in itertools.groupby(range(len(sizes)), lambda place: before[place] * count // total)
+    ]
+
+
+def _decoded(model: Model, tokenizer: Tokenizer, some: Sequence[_Prefilled], most: int | None) -> Iterator[Outputs]:
     """The answers of all runs to several batches; uses their contexts up."""
     left = [(one, run) for one in some for run in one.contexts]
-    while left:
-        decoding = left[0][0].batch.runs[0].decoding
-        count = pace.take(ANSWERS, [len(one.batch.prompts) for one, _ in left], decoding.max_new_tokens)
-        now, left = left[:count], left[count:]
-        runs = [(one, [run for other, run in now if other is one]) for one in some]
-        runs = [(one, places) for one, places in runs if places]
-        start = time.perf_counter()
+    for part in _even_parts([len(one.batch.prompts) for one, _ in left], most):
+        now = [left[place] for place in part]
+        runs = [(one, places) for one in some if (places := [run for other, run in now if other is one])]
         results = generation.decode_batches(
             model,
             [[one.contexts.pop(run) for run in places] for one, places in runs],
-            decoding,
+            some[0].batch.runs[0].decoding,
             [_sampling_seeds(one.batch.runs[0], one.batch.prompts) for one, _ in runs],
             tokenizer,
-            start=start,
+            start=time.perf_counter(),
         )
-        seconds, steps, made = time.perf_counter() - start, 0, []
-        for (one, places), generations in zip(runs, results, strict=True):
-            for run, result in zip(places, generations, strict=True):
-                steps = max(steps, *map(len, result.tokens))
-                made.append(Outputs(one.place, run, _by_index(one.batch.prompts, outputs_of(result, tokenizer))))
+        made = [
+            Outputs(one.place, run, _by_index(one.batch.prompts, outputs_of(result, tokenizer)))
+            for (one, places), generations in zip(runs, results, strict=True)
+            for run, result in zip(places, generations, strict=True)
+        ]
         del results
-        pace.measured(ANSWERS, sum(len(one.batch.prompts) for one, _ in now), steps, seconds)
         yield from made
-        pace.written()
 
 
 def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
     """The rows of a `Generation`."""
-    seconds = {key[: -len("_s")]: _number(value) for key, value in dataclasses.asdict(result.timing).items()}
+    times = dataclasses.asdict(result.timing)
+    seconds = {key.removesuffix("_s"): None if math.isnan(value) else value for key, value in times.items()}
     return [
         ModelOutput(
             tokenizer.decode(tokens, skip_special_tokens=True),
@@ -301,53 +301,45 @@ def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
     ]
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
+# Texts that runs are forced after the prefill they share, each compared with the full cache.
 
 
-# Texts that runs are forced after the prefill they share, each beside the full cache.
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Text:
     """One kind of text of a batch, ready to be forced.
 
-    batch: the batch's place; prompts: those that have such a text; places: of the runs, in the order of the variants.
+    batch: the batch's place; prompts: those that have such a text; texts: token ids of each, None where the full cache
+    chooses them on the way; full: the full cache's context; contexts: of the runs, by place.
     """
 
     batch: int
     kind: str
     prompts: Items
-    places: Sequence[int]
-    forcing: Forcing
+    texts: list[list[int]] | None
+    full: PrefilledContext
+    contexts: dict[int, PrefilledContext]
 
-    def split(self, count: int) -> tuple[_Text, _Text]:
-        """The text for the first `count` runs and for the others, each with the full cache beside it."""
-        whole = self.forcing
-        copy = whole.full.fork(range(len(self.prompts)))
-        first = Forcing(copy, whole.variants[:count], whole.texts)
-        rest = Forcing(whole.full, whole.variants[count:], whole.texts)
-        return (
-            dataclasses.replace(self, places=self.places[:count], forcing=first),
-            dataclasses.replace(self, places=self.places[count:], forcing=rest),
-        )
+    def forcing(self, places: Sequence[int]) -> Forcing:
+        """The text for these runs, whose contexts it uses up; the full cache's is copied while other runs are left."""
+        variants = [self.contexts.pop(place) for place in places]
+        full = self.full.fork(range(len(self.prompts))) if self.contexts else self.full
+        return Forcing(full, variants, self.texts)
 
-    def outputs(self, found: Sequence[Sequence[KL]]) -> Iterator[Outputs]:
-        """Of `divergence_of_batches`, one list of rows per run."""
-        for place, variant, rows in zip(self.places, self.forcing.variants, found, strict=True):
-            # Nothing was evicted yet, unless the prompt was evicted between chunks.
-            unevicted = variant.cache.config.bounded_chunk is None
-            lines = [
-                {
-                    "example": prompt.example.id,
-                    "index": index,
-                    "text": self.kind,
-                    "first_by_prefill": not prompt.question_ids and unevicted,
-                }
-                | row.line
-                for (index, prompt), row in zip(self.prompts, rows, strict=True)
-            ]
-            yield Outputs(self.batch, place, lines=lines)
+    def outputs(self, place: int, variant: PrefilledContext, rows: Sequence[KL]) -> Outputs:
+        """The lines of divergence.jsonl of one run."""
+        # Nothing was evicted yet, unless the prompt was evicted between chunks.
+        unevicted = variant.cache.config.bounded_chunk is None
+        lines = [
+            {
+                "example": prompt.example.id,
+                "index": index,
+                "text": self.kind,
+                "first_by_prefill": not prompt.question_ids and unevicted,
+            }
+            | row.line
+            for (index, prompt), row in zip(self.prompts, rows, strict=True)
+        ]
+        return Outputs(self.batch, place, lines=lines)
 
 
 def _copies(
@@ -384,8 +376,11 @@ def _texts(
         assert full is not None
         prompts, texts = batch.prompts, [answers[index].tokens for index, _ in batch.prompts] if answers else None
         if kind != OWN:
-            texts = [reference_tokens(prompt, tokenizer, new, chat=settings.model.chat) for _, prompt in prompts]
-            rows = [row for row, text in enumerate(texts) if text]  # others have no reference answer to force
+            texts = [
+                continuation(prompt, tokenizer, chat=settings.model.chat, words=prompt.example.reference)[:new]
+                for _, prompt in prompts
+            ]
+            rows = [row for row, (_, prompt) in enumerate(prompts) if prompt.example.reference.strip() and texts[row]]
             if not rows:
                 continue
             if len(rows) < len(prompts):
@@ -399,49 +394,25 @@ def _texts(
         if texts is None and not is_plain_greedy(model, decoding):
             fork, seeds = contexts[full].fork(range(len(prompts))), _sampling_seeds(settings, prompts)
             texts = generation.decode(model, [fork], decoding, seeds, tokenizer, start=0.0)[0].tokens
-        yield _Text(place, kind, prompts, places, Forcing(contexts[full], [contexts[run] for run in places], texts))
+        yield _Text(place, kind, prompts, texts, contexts[full], {run: contexts[run] for run in places})
 
 
-def reference_tokens(prompt: TokenizedExample, tokenizer: Tokenizer, most: int, *, chat: bool) -> list[int]:
-    """The reference answer's first `most` tokens as they stand behind the prompt; none where there is none."""
-    words = prompt.example.reference
-    return continuation(prompt, tokenizer, chat=chat, words=words)[:most] if words.strip() else []
-
-
-def _forced(settings: Settings, model: Model, texts: Sequence[_Text], pace: Pace) -> Iterator[Outputs]:
-    """Force the texts, as many in the same steps as `pace` allows. settings: any of the runs'."""
-    decoding, left = settings.decoding, list(texts)
-    while left:
-        steps = max(max(map(len, text.forcing.texts or ()), default=decoding.max_new_tokens) for text in left)
-        count = pace.take(TEXTS, [len(text.prompts) for text in left for _ in text.places], steps)
-        some, left = _first_places(left, count)
-        start = time.perf_counter()
+def _forced(settings: Settings, model: Model, texts: Sequence[_Text], most: int | None) -> Iterator[Outputs]:
+    """Force the texts, about `most` rows in the same steps. settings: any of the runs'."""
+    left = [(text, place) for text in texts for place in text.contexts]
+    for part in _even_parts([len(text.prompts) for text, _ in left], most):
+        now = [left[place] for place in part]
+        some = [(text, places) for text in texts if (places := [place for other, place in now if other is text])]
+        forcings = [text.forcing(places) for text, places in some]
         found = generation.divergence_of_batches(
             model,
-            [text.forcing for text in some],
-            max_new_tokens=decoding.max_new_tokens,
-            eos=eos_ids(model, decoding.eos),
+            forcings,
+            max_new_tokens=settings.decoding.max_new_tokens,
+            eos=eos_ids(model, settings.decoding.eos),
         )
-        fed = max(len(row.tokens) for each_found in found for rows in each_found for row in rows)
-        rows = sum(len(text.prompts) * len(text.places) for text in some)
-        pace.measured(TEXTS, rows, fed, time.perf_counter() - start)
-        for text, of_text in zip(some, found, strict=True):
-            yield from text.outputs(of_text)
-        pace.written()
-
-
-def _first_places(texts: Sequence[_Text], count: int) -> tuple[list[_Text], list[_Text]]:
-    """The texts for the first `count` of all their runs, and what is left."""
-    taken: list[_Text] = []
-    for place, text in enumerate(texts):
-        if count < len(text.places):
-            if not count:
-                return taken, [*texts[place:]]
-            first, rest = text.split(count)
-            return [*taken, first], [rest, *texts[place + 1 :]]
-        taken.append(text)
-        count -= len(text.places)
-    return taken, []
+        for (text, places), forcing, of_text in zip(some, forcings, found, strict=True):
+            for each in zip(places, forcing.variants, of_text, strict=True):
+                yield text.outputs(*each)
 
 
 def continuation_logprobs(
@@ -449,7 +420,7 @@ def continuation_logprobs(
 ) -> tuple[list[float], ModelOutput]:
     """Log-probabilities of the continuation's tokens, all of which the model holds; and their cost, in an empty answer.
 
-    One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
+    One row alone: a tau schedule depends on the length of the row's own continuation, not on its neighbours'.
     """
     words = prompt.following
     ahead = len(prompt.question_ids) + len(words)
@@ -475,13 +446,13 @@ def continuation_logprobs(
 
 
 def _outputs_from_contexts(
-    model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch, pace: Pace
+    model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch, most: int | None
 ) -> Iterator[Outputs]:
-    """Of prompts that have a question or choices; never more than batch_size forks at once. place: the batch's.
+    """Outputs for prompts that have a question or choices, at most batch_size forks at once. place: the batch's.
 
     Prompts of equal tokens share a prefill, which all runs share too. An answer is the one it would be alone: noise
-    inside methods goes by the context (`noise_seed`), sampling by the example. Where there are choices nothing is
-    forced.
+    inside methods is a function of the context (`noise_seed`), sampling of the example. Where there are choices
+    nothing is forced.
     """
     lead = batch.runs[0]
     for part in _parts(lead, batch.prompts):
@@ -504,14 +475,24 @@ def _outputs_from_contexts(
                     before = time.perf_counter()
                     forks = [contexts[run].fork(rows) for run in batch.answering]
                     copying = (time.perf_counter() - before) / len(batch.answering)
-                    each = _answered(lead, model, tokenizer, some, forks)
-                    for run, answers in zip(batch.answering, each, strict=True):
-                        shared: dict[str, float | None] = {"prefill": contexts[run].seconds, "copy": copying}
-                        answers = _with_shared_times(answers, some, shared)
+                    results = generation.generate_from_contexts(
+                        model,
+                        forks,
+                        [prompt.question_ids for _, prompt in some],
+                        decoding=lead.decoding,
+                        tokenizer=tokenizer,
+                        seeds=_sampling_seeds(lead, some),
+                    )
+                    for run, result in zip(batch.answering, results, strict=True):
+                        answers = _by_index(some, outputs_of(result, tokenizer))
+                        for index, prompt in some:
+                            if prompt.example.questions:  # they share the context by request
+                                seconds = {**answers[index].seconds, "prefill": contexts[run].seconds, "copy": copying}
+                                answers[index] = dataclasses.replace(answers[index], seconds=seconds)
                         full = answers if run == batch.full else full
                         yield Outputs(place, run, answers)
                 asked = dataclasses.replace(batch, prompts=some)
-                yield from _forced(lead, model, list(_texts(model, tokenizer, place, asked, copies, full)), pace)
+                yield from _forced(lead, model, list(_texts(model, tokenizer, place, asked, copies, full)), most)
 
 
 def shares_score_across_batch(settings: Settings) -> bool:
@@ -561,50 +542,24 @@ def _contexts_of(
     return _prefilled(runs, model, tokenizer, prompts, seeds, spans, ahead, beams), place_of
 
 
-def _answered(
-    settings: Settings, model: Model, tokenizer: Tokenizer, some: Items, contexts: Sequence[PrefilledContext]
-) -> list[dict[int, ModelOutput]]:
-    """Generated after questions of one length, for each run's contexts."""
-    results = generation.generate_from_contexts(
-        model,
-        contexts,
-        [prompt.question_ids for _, prompt in some],
-        decoding=settings.decoding,
-        tokenizer=tokenizer,
-        seeds=_sampling_seeds(settings, some),
-    )
-    return [_by_index(some, outputs_of(result, tokenizer)) for result in results]
-
-
-def _with_shared_times(
-    answers: dict[int, ModelOutput], some: Items, seconds: dict[str, float | None]
-) -> dict[int, ModelOutput]:
-    """The answers, of questions that share a context by request (`questions`) with the seconds of what they share."""
-    shared = {index for index, prompt in some if prompt.example.questions}
-    return {
-        index: dataclasses.replace(answer, seconds={**answer.seconds, **seconds}) if index in shared else answer
-        for index, answer in answers.items()
-    }
-
-
 def _pick_choice(
     settings: Settings, model: Model, prompt: TokenizedExample, contexts: PrefilledContext, place: int
 ) -> ModelOutput:
     """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
-    words, ahead = prompt.choices, tokens_to_come(settings, prompt)
+    choices, ahead = prompt.choices, tokens_to_come(settings, prompt)
     at_once = 1 if shares_score_across_batch(settings) else settings.batch_size
     logprobs: list[float] = []
     kept = []
-    for start in range(0, len(words), at_once):
-        some = words[start : start + at_once]
+    for start in range(0, len(choices), at_once):
+        some = choices[start : start + at_once]
         forks = contexts.fork([place] * len(some))
         judged = generation.score_continuations(
             model, forks, some, [prompt.question_ids] * len(some), max_new_tokens=ahead
         )
         logprobs += [sum(steps) for steps in judged]
         kept += generation.receipts(forks.cache)
-    best = max(range(len(words)), key=logprobs.__getitem__)
-    counts = [len(ids) for ids in words]
+    best = max(range(len(choices)), key=logprobs.__getitem__)
+    counts = [len(ids) for ids in choices]
     receipt = dataclasses.asdict(kept[best])
     return ModelOutput(prompt.example.choices[best], sum(counts), receipt, logprobs=logprobs, counts=counts)
 
@@ -632,7 +587,7 @@ def conversation_outputs(
 
 @dataclass
 class _Conversation:
-    """One conversation while it is held: the run's cache, and beside it the full cache, fed the same tokens.
+    """One conversation while it is held: the run's cache and the full cache, which are fed the same tokens.
 
     full: None of the full cache's own run. last: the number of the last turn; pending: the token of the answer before
     that no cache has seen yet.
@@ -654,7 +609,7 @@ class _Conversation:
         """Prefill the first message. ConfigError where all turns and answers are more than the model holds."""
         turns, new = prompt.example.turns[: last + 1], settings.decoding.max_new_tokens
         asked = [turn_ids(prompt, tokenizer, turn.message, chat=settings.model.chat) for turn in turns[1:]]
-        given = [len(reference_ids(turn.reference, tokenizer)) for turn in turns]  # where these stay
+        given = [len(token_ids(turn.reference, tokenizer)) for turn in turns]  # where these stay
         ahead = sum(map(len, asked)) + sum(max(new, count) + 1 for count in given)
         check_length(model, len(prompt.ids), ahead, settings.cache.beyond_context)
         seed = noise_seed(settings, prompt.example, asked=True)
@@ -667,7 +622,7 @@ class _Conversation:
 
     @property
     def both(self) -> list[PrefilledContext]:
-        """The run's context, and the full cache's beside it."""
+        """The run's context and the full cache's."""
         return [self.own] if self.full is None else [self.own, self.full]
 
     def hold(self) -> list[ModelOutput]:
@@ -677,7 +632,7 @@ class _Conversation:
             if number:
                 asked = turn_ids(self.prompt, self.tokenizer, turn.message, chat=self.settings.model.chat)
                 # An end token that was chosen is the one that the next turn begins with.
-                ended = bool(self.pending) and self.pending[0] in self._ends()
+                ended = bool(self.pending) and self.pending[0] in eos_ids(self.model, self.settings.decoding.eos)
                 read_questions(self.model, self.both, [asked if ended else [*self.pending, *asked]])
             fed = self.own.ids.shape[1]
             answer = self._answer(self.own)
@@ -692,7 +647,7 @@ class _Conversation:
         fork, start = context.fork([0]), time.perf_counter()
         made = generation.decode(self.model, [fork], self.settings.decoding, seeds, self.tokenizer, start=start)[0]
         (answer,) = outputs_of(made, self.tokenizer)
-        # The turn was read beside the full cache: when its first token came says nothing about the run alone.
+        # The turn was read together with the full cache: the time of its first token says nothing about the run alone.
         return dataclasses.replace(answer, seconds={**answer.seconds, "ttft": None, "tt2t": None})
 
     def _stays(self, answer: ModelOutput, reference: str) -> list[int]:
@@ -700,7 +655,7 @@ class _Conversation:
         task = self.settings.task
         assert isinstance(task, DialogueTask)
         if task.history == "reference":
-            return reference_ids(reference, self.tokenizer)
+            return token_ids(reference, self.tokenizer)
         if task.history == "full" and self.full is not None:
             return self._answer(self.full).tokens
         return answer.tokens
@@ -723,9 +678,6 @@ class _Conversation:
             more = ids.new_tensor([text[:-1]])
             context.ids, context.mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
         return found.mean(skip=0 if counts_first else 1)
-
-    def _ends(self) -> list[int]:
-        return eos_ids(self.model, self.settings.decoding.eos)
 
 
 def turns_fed(

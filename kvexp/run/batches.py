@@ -27,14 +27,11 @@ from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
 from kvexp.run.limits import (
     EXIT_HUNG,
     TIME,
-    WRITE_EVERY_S,
-    Pace,
     TimeLimit,
     TimeLimitExceeded,
     failure_kind,
     fit_together,
     free_memory,
-    restart_process,
 )
 from kvexp.run.model_spec import check_cache_fits_model, hub_commit, load, prepare_for_fork, rows_alone, tokenizer_of
 from kvexp.run.prompts import (
@@ -42,9 +39,9 @@ from kvexp.run.prompts import (
     Batch,
     Items,
     Prompts,
+    batches,
     check_beforehand,
     fit_examples,
-    pending_batches,
     with_stop_tokens,
 )
 from kvexp.run.rows import (
@@ -73,6 +70,8 @@ PROMPT, NEW = 128, 3  # tokens of a warm-up: enough for every kind of call
 MIN_UTILISATION = 4 / 3
 # Rows of a decode step, above which reading the weights once for more of them gains little (DECISIONS.md).
 MAX_DECODE_ROWS = 64
+# Rows of one batch that are decoded or forced before they are written, about: a kill loses no more than these.
+MAX_UNWRITTEN_ROWS: int | None = 64
 ANSWER = "answer"  # what a row is of; the other kinds of work are TEXTS, which are forced
 
 Row = dict[str, Any]
@@ -88,8 +87,8 @@ def evaluate_run(settings: Settings, session: Session | None = None) -> Run:
     """
     session = session or Session()
     settings.task.check()
-    # An impossible run is told before weights are made or read, and before its baseline is; one that has rows is
-    # possible. os.path: a folder that may not be looked into is told of by opening the run.
+    # A run that cannot be is an error before weights are made or read, and before its baseline is run. One that has
+    # rows can be. os.path raises nothing for a folder that may not be looked into: opening the run does.
     check_cache_fits_model(settings.model, settings.cache)
     prompts = Prompts(settings, list(settings.task.examples()))
     if not os.path.exists(settings.outputs_dir / identity(settings.identity) / "examples.jsonl"):
@@ -131,7 +130,10 @@ def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = Tr
     pairs = opened(settings)
     with ExitStack() as claims:
         try:
-            claim_all(pairs, claims, timeout=None if wait else 0)
+            # In one order: no process waits for one that waits for it.
+            for one, run in sorted(pairs, key=lambda pair: pair[1].hash):
+                notice, part = waiting_notice(run), one.shard.name
+                claims.enter_context(run.claim(timeout=None if wait else 0, waiting=notice, part=part))
         except TimeoutError:
             return False
         prompts = Prompts(settings[0], list(settings[0].task.examples()))
@@ -156,7 +158,7 @@ def can_share(settings: Settings) -> bool:
         return False
     if task.has_turns:  # each conversation goes its own way
         return False
-    if settings.budget is not None and settings.budget.of == "sequence":  # it goes by what each question adds
+    if settings.budget is not None and settings.budget.of == "sequence":  # budgets depend on each question's length
         return False
     return not shares_score_across_batch(settings) and not settings.method.modifies_prefill
 
@@ -197,19 +199,13 @@ def opened(each: Sequence[Settings]) -> list[tuple[Settings, Run]]:
     return list(by_name.values())
 
 
-def claim_all(pairs: Sequence[tuple[Settings, Run]], claims: ExitStack, timeout: float | None) -> None:
-    """Hold these runs until `claims` ends; TimeoutError where another process does."""
-    for settings, run in sorted(pairs, key=lambda pair: pair[1].hash):  # in one order: nobody waits for a waiting one
-        claims.enter_context(run.claim(timeout=timeout, waiting=waiting_notice(run), part=settings.shard.name))
-
-
 def waiting_notice(record: Run) -> Callable[[float], None]:
     """For `Run.claim`: says once that another process is at the run."""
-    told: list[float] = []
+    said: list[float] = []
 
     def print_waiting(seconds: float) -> None:
-        if seconds > 1 and not told:  # less is a process that looks who is at it
-            told.append(seconds)
+        if seconds > 1 and not said:  # less is a process that only asks whether anybody works on it
+            said.append(seconds)
             say(f"{record.path} is being worked on by another process; waiting for it", flush=True)
 
     return print_waiting
@@ -296,9 +292,10 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
     """
     lead = members[0].settings
     shared = 1 if shares_score_across_batch(lead) else MAX_QUESTIONS_PER_CONTEXT
-    work = pending_batches(
-        prompts.examples, lead.batch_size, shared, lambda example: any(m.kinds([example.id]) for m in members)
-    )
+    # Batches of the whole task, not of the missing examples: the last digits of a float32 sum depend on the rows of a
+    # batch, and a run that goes on is to write what it would have written undisturbed.
+    every = batches(list(enumerate(prompts.examples)), lead.batch_size, shared)
+    work = [batch for batch in every if any(m.kinds([example.id]) for m in members for _, example in batch)]
     names = [example.id for batch in work for _, example in batch]
     if sum(bool(m.kinds(names)) for m in members) < min(2, len(members)):
         return
@@ -438,8 +435,8 @@ class Filler:
         self.title, self.processes, self.timed = title, processes, timed
         lead = members[0].settings
         self.time_limit = TimeLimit(lead.timeout_s, self._stuck)
-        # In half precision a row's numbers go by what it is decoded together with, which the clock must not decide.
-        self.pace = Pace(WRITE_EVERY_S if lead.model.dtype == FULL and lead.timeout_s is None else None)
+        # In half precision a row's numbers depend on what it is decoded together with, so nothing is parted.
+        self.most = MAX_UNWRITTEN_ROWS if lead.model.dtype == FULL else None
 
     def made(self, batches: Sequence[Batch]) -> Iterator[bool]:
         """Make and write what is lacking of the batches; yields True for each row, False for each text."""
@@ -486,7 +483,7 @@ class Filler:
                 members[0].fail(error)
                 # Its own turn, which says more, comes when the group is done, and that can be hours from now.
                 name = run_name(members[0].settings.labels)
-                say(f"{name} failed beside the other runs, which go on: {members[0].error}", file=sys.stderr)
+                say(f"{name} failed, the other runs go on: {members[0].error}", file=sys.stderr)
         if not failure:
             yield from parts
             return
@@ -505,7 +502,7 @@ class Filler:
         return [[piece] for piece in (pieces if len(pieces) > 1 else pieces[0].halves())]
 
     def _computed(self, pieces: Sequence[Piece], batches: Sequence[PromptBatch], halved: int) -> Iterator[Part]:
-        for one in outputs_of_batches(self.model, self.tokenizer, batches, self.pace):
+        for one in outputs_of_batches(self.model, self.tokenizer, batches, self.most):
             piece = pieces[one.batch]
             if one.run == len(piece.members):  # the full cache's, which was added for the texts
                 continue
@@ -525,20 +522,18 @@ class Filler:
         return NotFinite(f"{error} ({where}; examples {', '.join(pieces[0].names)}){advice}")
 
     def _stuck(self, items: Items) -> None:
-        """Called in another thread, where a call on these prompts has not come back: give up the process."""
-        names = [prompt.example.id for _, prompt in items]
-        if not any(ANSWER in member.kinds(names) for member in self.members):  # a new begin would come to the same call
-            say(f"{self.title}: a call did not come back within timeout_s; the same command goes on", file=sys.stderr)
-            os._exit(EXIT_HUNG)
+        """Give up the process, from another thread, where a call on these prompts has not come back."""
         more = f", in a library's call on {len(items)} prompts"
         for member in self.members:
             list(member.write([failed_row(member.settings, *item, TIME, more) for item in items], []))
-        say(f"{self.title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
-        restart_process()
+        say(f"{self.title}: a call did not come back within timeout_s; the same command goes on", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_HUNG)
 
 
 def _first_not_finite(model: Model, make: Callable[[], Any]) -> str:
-    """Where the first number that is not finite comes from, when `make` is called again."""
+    """Name the place where the first number that is not finite comes from, when `make` is called again."""
     from kvexp.hf.load import first_not_finite
 
     with first_not_finite(model) as found:
@@ -591,7 +586,7 @@ def _generate_few(settings: Settings, model: Model, tokenizer: Tokenizer, prompt
     generate(model, prompts, cache, attention_mask=mask, decoding=decoding, tokenizer=tokenizer)
 
 
-# What of a run's divergence no group of the sweep has measured: by itself, with the full cache beside it.
+# Divergences that no group of the sweep has measured: a run alone, against the full cache.
 
 
 UNKNOWN = "prompts that its budget does not hold, or too little memory or time"  # said by a process that has ended
@@ -635,14 +630,14 @@ def measure(
         return None
     fill(lacking, prompts, session)
     found = {member.run.hash: member for member in lacking}
-    told = []
+    lines = []
     for after in members():  # read again: other processes may have written
         if after.lacking:
             before = found.get(after.run.hash, after)
             why = before.error or "; ".join(before.skipped) or UNKNOWN
             name = run_name(after.settings.labels)
-            told.append(f"divergence of {name}: {len(after.lacking)} texts were not forced ({why})")
-    return told
+            lines.append(f"divergence of {name}: {len(after.lacking)} texts were not forced ({why})")
+    return lines
 
 
 def measure_claimed(runs: Iterable[Run], texts: Sequence[str]) -> dict[str, str]:
@@ -710,8 +705,8 @@ def settings_at(run: Run) -> Settings:
             if identity(settings.identity) == run.hash:
                 return settings
     raise ConfigError(
-        f"{run.path} was made with other files or another version of kvexp: model, data or settings are not those of "
-        "its rows any more; run it again"
+        f"{run.path} was made with other files or another version of kvexp: model, data or settings have changed "
+        "since its rows were written; run it again"
     )
 
 

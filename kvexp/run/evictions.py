@@ -1,6 +1,6 @@
-"""The log of what a run evicted, beside its rows, one set of files per example; and what was held at a step.
+"""The log of what a run evicted, one set of files per example in the run's folder; and what was held at a step.
 
-    outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether they are those of its row
+    outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether its row has the same
                             NAME.evictions.parquet   every eviction
                             NAME.twin.parquet        what it did to attention, per step, layer and head
 
@@ -14,7 +14,7 @@ import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -23,27 +23,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvexp.run.store import Run
-from kvexp.util import ConfigError, explained, load, replace
+from kvexp.util import ConfigError, Range, check_fields, explained, load, replace
 
 FOLDER = "diagnose"
 EVICTIONS, TWIN = "evictions.parquet", "twin.parquet"
+Count = Annotated[int, Range(0, (1 << 31) - 1)]
 
 
 @dataclass(frozen=True)
 class ExampleLog:
     """NAME.json. ids, texts: of prompt, question and answer, in order of position; the texts joined are the whole text.
 
-    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots are those of the row. agrees:
+    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots equal the row's. agrees:
     for each token of the answer whether the full cache, fed the same tokens before it, would have written it too (twin
     runs only).
     """
 
     example: str
-    prompt_tokens: int
-    question_tokens: int
-    ids: list[int]
+    prompt_tokens: Count
+    question_tokens: Count
+    ids: list[Count]
     texts: list[str]
-    heads: list[int]
+    heads: list[Count]
     same_output: bool
     same_kept: bool
     agrees: list[bool] | None = None
@@ -68,53 +69,40 @@ def stem(run: Run, example: str) -> Path:
     return run.path / FOLDER / f"{quote(example, safe='')[:80]}-{digest}"
 
 
-def write_example_log(run: Run, told: ExampleLog) -> None:
-    _write(_file(run, told.example, "json"), json.dumps(asdict(told)).encode())
+def write_example_log(run: Run, log: ExampleLog) -> None:
+    _write(_file(run, log.example, "json"), json.dumps(asdict(log)).encode())
 
 
 def read_example_log(run: Run, example: str) -> ExampleLog | None:
-    """None where the example has no diagnosis yet."""
+    """The log of an example; None where it has no diagnosis yet."""
     file = _file(run, example, "json")
     if not file.exists():
         return None
     try:
-        return _checked(ExampleLog(**load(file)))
+        log = ExampleLog(**load(file))
+        check_fields(log)
+        if len(log.ids) != len(log.texts) or log.new_tokens < 0:
+            raise ValueError("texts must be one for each of ids, of which prompt and question are a part")
+        return log
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{file}: {error}; remove the file and run the same command again with diagnose=log"
         ) from error
 
 
-def _checked(told: ExampleLog) -> ExampleLog:
-    """ValueError for a field that does not hold what `ExampleLog` says."""
-    numbers = (told.prompt_tokens, told.question_tokens, *_listed(told.ids), *_listed(told.heads))
-    if not all(isinstance(number, int) and 0 <= number < 1 << 31 for number in numbers):
-        raise ValueError("prompt_tokens, question_tokens, ids and heads must be whole numbers from 0")
-    if len(told.ids) != len(_listed(told.texts)) or not all(isinstance(text, str) for text in told.texts):
-        raise ValueError("texts must be a list of texts, one for each of ids")
-    if not isinstance(told.example, str) or told.new_tokens < 0:
-        raise ValueError("example must be a text, and ids at least those of prompt and question")
-    return told
-
-
-def _listed(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"ids, texts and heads must be lists, got {value!r:.60}")
-    return value
-
-
 def require_example_log(run: Run, example: str) -> ExampleLog:
-    told = read_example_log(run, example)
-    if told is None:
+    """The log of an example; ConfigError where it has none."""
+    log = read_example_log(run, example)
+    if log is None:
         raise ConfigError(
             f"{run.path} has no log of example {example}: run the same command again with diagnose=log (its rows stay "
             "as they are)"
         )
-    return told
+    return log
 
 
 def write_table(run: Run, example: str, ending: str, columns: dict[str, Any], texts: list[str] | None = None) -> None:
-    """Columns of one length; texts: of the tokens by position, for a column `text` beside `position`."""
+    """Write columns of one length; texts: of the tokens by position, for a column `text` in addition to `position`."""
     arrays = {name: pa.array(values) for name, values in columns.items()}
     if texts is not None:
         names = list(dict.fromkeys(texts))
@@ -169,7 +157,7 @@ def _write(file: Path, data: bytes) -> None:
         replace(file, data)
 
 
-# What is still there at a step: for every token of an example, how many heads of each layer hold it.
+# The tokens that are still there at a step: how many heads of each layer hold each of them.
 
 
 Array = Any  # of numpy
@@ -177,12 +165,13 @@ Array = Any  # of numpy
 
 @dataclass(frozen=True)
 class View:
-    """kept [L, tokens]: heads that hold the token once the evictions of `step` are done; a token to come has 0.
+    """Tokens held once the evictions of `step` are done.
 
-    layer: None for all. The text is that of prompt, question and answer.
+    kept: int32 [L, tokens], heads of each layer that hold each token, 0 for tokens to come; layer: None for all. The
+    tokens are prompt, question and answer.
     """
 
-    told: ExampleLog
+    log: ExampleLog
     kept: Array
     step: int
     layer: int | None
@@ -194,13 +183,13 @@ class View:
 
     @property
     def heads(self) -> int:
-        """What a token has that nobody has evicted."""
-        return sum(self.told.heads) if self.layer is None else self.told.heads[self.layer]
+        """Heads that hold a token before any eviction."""
+        return sum(self.log.heads) if self.layer is None else self.log.heads[self.layer]
 
     @property
     def present(self) -> int:
         """Tokens that have been read at this step."""
-        return self.told.prompt_tokens + self.step
+        return self.log.prompt_tokens + self.step
 
     def data(self) -> dict[str, Any]:
         """Plain values for a page: one entry per token, `kept` and `by_layer` None for tokens to come."""
@@ -210,55 +199,42 @@ class View:
                 "kept": int(self.counts[place]) if place < self.present else None,
                 "by_layer": self.kept[:, place].tolist() if place < self.present else None,
             }
-            for place, text in enumerate(self.told.texts)
+            for place, text in enumerate(self.log.texts)
         ]
-        told = self.told
+        log = self.log
         return {
-            "example": told.example,
+            "example": log.example,
             "step": self.step,
             "layer": self.layer,
             "heads": self.heads,
-            "heads_by_layer": told.heads,
-            "prompt_tokens": told.prompt_tokens,
-            "question_tokens": told.question_tokens,
+            "heads_by_layer": log.heads,
+            "prompt_tokens": log.prompt_tokens,
+            "question_tokens": log.question_tokens,
             "tokens": tokens,
         }
 
 
 def view(run: Run, example: str, step: int = 0, layer: int | None = None) -> View:
-    """ConfigError where the example has no log, or not that many steps or layers."""
-    told = require_example_log(run, example)
-    return made(told, read_table(run, example, EVICTIONS), step, layer)
+    """Tokens held at a step; ConfigError where the example has no log, or not that many steps or layers."""
+    return view_of(require_example_log(run, example), read_table(run, example, EVICTIONS), step, layer)
 
 
-def made(told: ExampleLog, evictions: pd.DataFrame, step: int = 0, layer: int | None = None) -> View:
-    """`view` of what was read."""
-    if not 0 <= step <= told.steps:
-        raise ConfigError(f"--step must be from 0 (the end of the prompt) to {told.steps} in this example, got {step}")
-    if layer is not None and not 0 <= layer < len(told.heads):
-        raise ConfigError(f"--layer must be from 0 to {len(told.heads) - 1} in this model, got {layer}")
-    return View(told, kept_at(told, evictions, step), step, layer)
-
-
-def kept_at(told: ExampleLog, evictions: pd.DataFrame, step: int) -> Array:
-    """[L, tokens] int32: heads of each layer that hold each token after this step."""
-    kept = np.zeros((len(told.heads), len(told.ids)), dtype=np.int32)
-    kept[:, : told.prompt_tokens + step] = np.array(told.heads, dtype=np.int32)[:, None]
+def view_of(log: ExampleLog, evictions: pd.DataFrame, step: int = 0, layer: int | None = None) -> View:
+    """Tokens held at a step, by a log and its table of evictions that were read before."""
+    if not 0 <= step <= log.steps:
+        raise ConfigError(f"--step must be from 0 (the end of the prompt) to {log.steps} in this example, got {step}")
+    if layer is not None and not 0 <= layer < len(log.heads):
+        raise ConfigError(f"--layer must be from 0 to {len(log.heads) - 1} in this model, got {layer}")
+    kept = np.zeros((len(log.heads), len(log.ids)), dtype=np.int32)
+    kept[:, : log.prompt_tokens + step] = np.array(log.heads, dtype=np.int32)[:, None]
     try:
-        gone = evictions[evictions["step"] <= step]
-        places = gone[["layer", "position"]].to_numpy(dtype=np.int64)
+        places = evictions[evictions["step"] <= step][["layer", "position"]].to_numpy(dtype=np.int64)
+        if ((places < 0) | (places >= kept.shape)).any():
+            raise ValueError(f"a layer or position is outside of {kept.shape[0]} layers, {kept.shape[1]} tokens")
     except (KeyError, TypeError, ValueError) as error:
-        raise _not_this(told, f"it needs numbers in step, layer and position ({error})") from error
-    if ((places < 0) | (places >= kept.shape)).any():
-        raise _not_this(
-            told, f"it names a layer or a position outside of {kept.shape[0]} layers, {kept.shape[1]} tokens"
-        )
+        raise ConfigError(
+            f"the log of evictions of example {log.example} is damaged: step, layer and position must be numbers "
+            f"({error}); remove it and run the same command again with diagnose=log"
+        ) from error
     np.subtract.at(kept, tuple(places.T), 1)
-    return kept
-
-
-def _not_this(told: ExampleLog, why: str) -> ConfigError:
-    return ConfigError(
-        f"the log of evictions of example {told.example} is damaged: {why}; remove it and run the same command again "
-        "with diagnose=log"
-    )
+    return View(log, kept, step, layer)

@@ -7,7 +7,6 @@ with a summary. No torch is imported here, so that --help and mistakes of the co
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -22,8 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -102,7 +99,7 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     check_values(plain, job.choices)
     check_idle(plain, job.choices, job.overrides)
     plain["divergence"] = decided(plain, job.overrides, sweep=job.number is not None)
-    from kvexp.run.settings import settings_of  # late: it imports torch, and what is wrong by itself is told by now
+    from kvexp.run.settings import settings_of  # late: it imports torch, which mistakes found so far need not wait for
 
     settings = settings_of(plain, job.choices, job.overrides)
     check_objective(settings.task, plain.get("objective"))
@@ -129,7 +126,7 @@ def runs_or_none(job: HydraJob, session: Session) -> list[Settings]:
 
 def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: Callable[[Item], bool | None]) -> None:
     """Every item's work, those first whose runs nobody else is at, else in order; what returns False comes again."""
-    left, told = list(items), False
+    left, said = list(items), False
     while left:
         place = next((place for place, (_, runs) in enumerate(left) if is_unclaimed(runs)), None)
         if place is not None:
@@ -137,9 +134,9 @@ def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: 
             if work(item[0]) is False:  # somebody was faster
                 left.append(item)
             continue
-        if not told:
+        if not said:
             say(f"other processes are working on all that is left ({len(left)}): waiting for them", flush=True)
-            told = True
+            said = True
         time.sleep(POLL_S)
 
 
@@ -170,40 +167,12 @@ def _resolved(config: DictConfig, session: Session) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
 
 
-def plan_jobs(session: Session, overrides: Sequence[str], params: dict[str, Any]) -> None:
-    """Note the jobs Hydra's basic sweeper makes of these: params of the configuration, then the command line's."""
-    words = [f"{key}={value}" for key, value in params.items()] + list(overrides)
-    values: dict[str, list[str]] = {}
-    try:
-        for override in OverridesParser.create().parse_overrides(words):
-            swept = override.is_sweep_override()
-            values[override.get_key_element()] = list(override.sweep_string_iterator()) if swept else [""]
-    except HydraException:  # glob() and the like, which need the whole of Hydra: the jobs are numbered all the same
-        return
-    # A key of one value multiplies nothing and tells no job apart.
-    varied = [[f"{key}={one}" for one in each] for key, each in values.items() if len(each) > 1]
-    session.overrides_of_jobs = [list(words) for words in itertools.product(*varied)]
-
-
-@contextlib.contextmanager
-def job_progress(session: Session, number: int | None, overrides: Sequence[str]) -> Iterator[None]:
-    """Around one job: say which it is (number from 0; None for a single run) and measure it."""
-    if number is not None:
-        say(job_line(session, number, overrides), flush=True)
-    start, rows = time.monotonic(), session.rows_written
-    yield
-    session.jobs_done += 1  # well or with an error that was recorded
-    if session.rows_written > rows:
-        session.job_seconds.append(time.monotonic() - start)
-
-
 def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
     """ "[3/10] h2o kv_ratio=0.5, about 4 min left"."""
     jobs, seconds = session.overrides_of_jobs, session.job_seconds
     known = number < len(jobs)
-    words = jobs[number] if known else overrides
     place = f"[{number + 1}/{len(jobs)}]" if known else f"[{number + 1}]"
-    line = " ".join([place, *(word.removeprefix("method=") for word in words)])
+    line = " ".join([place, *(each.removeprefix("method=") for each in (jobs[number] if known else overrides))])
     if not known or not seconds:
         return line
     left = (len(jobs) - number) * statistics.median(seconds)
@@ -211,7 +180,7 @@ def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
 
 
 def main_job(config: DictConfig, session: Session) -> float | None:
-    """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
+    """Hydra's task function: run the job and return its objective, or collect it for the launcher."""
     session.begun = True
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
@@ -220,17 +189,7 @@ def main_job(config: DictConfig, session: Session) -> float | None:
     if session.collected is not None:
         session.collected.append(job)
         return None
-    # A search goes by what a job returns: it cannot be left for later.
-    if config.get("objective") is not None or not session.may_defer or is_unclaimed(runs_or_none(job, session)):
-        return run_job(job, session)
-    session.deferred.append(job)
-    return None
-
-
-def run_deferred(session: Session) -> None:
-    """Run the jobs of a sweep that were left because another process was at them."""
-    jobs, session.deferred = session.deferred, []
-    _take_turns([(job, runs_or_none(job, session)) for job in jobs], session)
+    return run_job(job, session)
 
 
 def _take_turns(jobs: Sequence[tuple[HydraJob, Sequence[Settings]]], session: Session) -> list[float | None]:
@@ -250,8 +209,8 @@ def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
     return bool(wanted) and {identity(each.identity) for each in wanted} <= session.complete_ahead
 
 
-def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
-    """Jobs that can share prefills do; then each has its turn. Returns their objectives."""
+def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> list[float | None]:
+    """Run the jobs of a sweep and return their objectives. share: first fill in runs that can share prefills."""
     from kvexp.run.batches import prefill_groups, run_group
 
     each = [(job, runs_or_none(job, session)) for job in jobs]
@@ -264,7 +223,7 @@ def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
                 traceback.print_exc()
             return True
 
-    groups = prefill_groups(settings for _, runs in each for settings in runs)
+    groups = prefill_groups(settings for _, runs in each for settings in runs) if share else []
     run_unclaimed_first([(group, group) for group in groups], filled)
     return _take_turns(each, session)
 
@@ -274,34 +233,39 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
 
     Errors of the user's making are one line on stderr, others have a traceback.
     """
+    if announced and job.number is not None:
+        say(job_line(session, job.number, job.overrides), flush=True)
+    start, rows, found = time.monotonic(), session.rows_written, None
     settings: Settings | None = None
-    with job_progress(session, job.number if announced else None, job.overrides):
-        try:
-            settings = settings_of_job(job, session)
-            diagnosis = diagnosis_of(job.config)
-            made, wrong, parts = [], [], settings.parts()
-            if len(parts) > 1:  # all are checked before the first one loads a model
-                settings.task.check()
-            for part in parts:
-                settings = part  # what a failure is of
-                try:
-                    record = _run(part, session)
-                except ConfigError as error:  # of this benchmark's examples: the others may be long enough
-                    wrong.append((part, error))
-                    continue
-                made.append(record)
-                if diagnosis is not None:
-                    _diagnose(diagnosis, part, record)
-            if wrong:
-                settings = wrong[0][0]
-                raise _error_of(wrong, len(parts))
-            accept(settings.outputs_dir, request_key(job.overrides))
-            return objective(made, job.config.get("objective"))
-        except Exception as error:
-            report_failure(job, error, session)
-            if settings is None or not _recorded(settings, error):
-                _refuse(job, settings, error)
-    return None
+    try:
+        settings = settings_of_job(job, session)
+        diagnosis = diagnosis_of(job.config)
+        made, wrong, parts = [], [], settings.parts()
+        if len(parts) > 1:  # all are checked before the first one loads a model
+            settings.task.check()
+        for part in parts:
+            settings = part  # what a failure is of
+            try:
+                record = _run(part, session)
+            except ConfigError as error:  # of this benchmark's examples: the others may be long enough
+                wrong.append((part, error))
+                continue
+            made.append(record)
+            if diagnosis is not None:
+                _diagnose(diagnosis, part, record)
+        if wrong:
+            settings = wrong[0][0]
+            raise _error_of(wrong, len(parts))
+        accept(settings.outputs_dir, request_key(job.overrides))
+        found = objective(made, job.config.get("objective"))
+    except Exception as error:
+        report_failure(job, error, session)
+        if settings is None or not _recorded(settings, error):
+            _refuse(job, settings, error)
+    session.jobs_done += 1  # well or with an error that was recorded
+    if session.rows_written > rows:
+        session.job_seconds.append(time.monotonic() - start)
+    return found
 
 
 def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
@@ -333,7 +297,7 @@ def error_text(error: Exception) -> str:
 
 
 def _error_of(wrong: Sequence[tuple[Settings, ConfigError]], parts: int) -> ConfigError:
-    """What is wrong with those of a job's parts that could not be run, each kind of error once with their names."""
+    """One error for the parts of a job that could not be run: each kind of error once, with the names of its parts."""
     if parts == 1:
         return wrong[0][1]
     names: dict[str, list[str]] = {}
@@ -356,7 +320,7 @@ def _run(settings: Settings, session: Session) -> Run:
 
 
 def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
-    """Add to the run's folder; a failure is recorded there, beside rows that stay."""
+    """Add to the run's folder; a failure is recorded there, and the rows stay."""
     try:
         with record.claim():
             diagnosis.run_after(settings, record)
@@ -367,7 +331,7 @@ def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
 
 
 def _recorded(settings: Settings, error: Exception) -> bool:
-    """Whether the run's own folder says that it failed; one that a shared prefill made is told here.
+    """Whether the run's own folder says that it failed; into a folder that a shared prefill made it is written here.
 
     A job is a failed run or a refused one, never both.
     """

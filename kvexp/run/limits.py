@@ -6,15 +6,10 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import itertools
-import math
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexp.core.budget import PromptSizes
@@ -33,9 +28,6 @@ LONGEST_S = 1e9  # thirty years: clocks take no number much larger
 EXIT_HUNG = 124  # exit status of a process that could not be brought back: that of timeout(1)
 MEMORY, TIME = "memory", "time"  # the values of a row's `failed`
 SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
-WRITE_EVERY_S = 55.0  # aimed at between two writes
-FEW_STEPS = 16  # of an answer that is soon there, however many are decoded together
-WORTH_ROWS = 16  # fewer make steps costly (DECISIONS.md): taken together even where that takes twice as long
 
 
 class TimeLimitExceeded(BaseException):
@@ -51,10 +43,10 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def of(self, items: Items, runs: int = 1) -> Iterator[None]:
-        """TimeLimitExceeded in the block after the time of so many examples of so many runs, on a clock nobody sets.
+        """Raise TimeLimitExceeded in the block after the time of so many examples and runs, on a monotonic clock.
 
         Work that does not come back from a library's call cannot be interrupted: then, after GRACE_S more, `stuck` is
-        called in another thread, and is to end the process (`restart_process`).
+        called in another thread, and is to end the process.
         """
         if self.timeout_s is None:
             yield
@@ -83,64 +75,6 @@ class TimeLimit:
             watchdog.cancel()
 
 
-class Pace:
-    """How much of a sweep's work a process takes before it writes, by the time that the last such work took.
-
-    every_s: seconds aimed at between two writes, None for no limit. Rows and divergences do not depend on what they are
-    taken together with, so the clock decides nothing but when they are written.
-    """
-
-    def __init__(self, every_s: float | None) -> None:
-        self.every_s = every_s
-        self._since, self._row_s, self._longest = time.perf_counter(), dict[str, float](), dict[str, int]()
-
-    def written(self) -> None:
-        """Everything made so far is on disk."""
-        self._since = time.perf_counter()
-
-    def may_prefill(self, done: int, left: int) -> bool:
-        """Whether to prefill another of `left` batches behind `done` that nothing was written of.
-
-        Half the time is theirs, and what it does not hold goes in parts as even as they go.
-        """
-        if self.every_s is None or not done or not left:
-            return bool(left)
-        fitting = max(1, int(self.every_s / 2 * done / (time.perf_counter() - self._since)))
-        return done < math.ceil((done + left) / math.ceil((done + left) / fitting))
-
-    def measured(self, kind: str, rows: int, steps: int, seconds: float) -> None:
-        """So many rows of this kind of work took so many steps in this time."""
-        if rows and steps:
-            self._row_s[kind] = seconds / (rows * steps)
-            self._longest[kind] = max(steps, self._longest.get(kind, 0))
-
-    def take(self, kind: str, sizes: Sequence[int], steps: int) -> int:
-        """How many of the first pieces of work to do together, in parts as even as they go; at least 1.
-
-        sizes: rows of each piece; steps: that a row may take. Expected are as many as the longest row took so far;
-        where none was measured yet, a first part of WORTH_ROWS rows shows.
-        """
-        if self.every_s is None or (kind not in self._row_s and steps <= FEW_STEPS):
-            return len(sizes)
-        rows, wanted = sum(sizes), float(WORTH_ROWS)
-        if kind in self._row_s:
-            room = max(self.every_s - (time.perf_counter() - self._since), self.every_s / 2)
-            each = min(steps, self._longest[kind]) * self._row_s[kind]
-            fewest = max(1, min(WORTH_ROWS, int(2 * self.every_s / each)))
-            wanted = rows / max(1, min(round(rows * each / room), rows // fewest))
-        return next((place for place, end in enumerate(itertools.accumulate(sizes), 1) if end >= wanted), len(sizes))
-
-
-def restart_process() -> None:
-    """End this process, whatever its other threads do; the command line begins again in its place, if it was one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    line = [Path(word).name for word in sys.orig_argv[:4]]
-    if "run.py" in line[:3] or ("kvexp", "run") in itertools.pairwise(line):
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    os._exit(EXIT_HUNG)
-
-
 def failure_kind(error: BaseException) -> str | None:
     """MEMORY or TIME where less work may succeed, else None."""
     if isinstance(error, TimeLimitExceeded):
@@ -150,8 +84,8 @@ def failure_kind(error: BaseException) -> str | None:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return MEMORY
     # The CPU's allocator and CUDA's libraries have no type of their own for it.
-    words = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
-    return MEMORY if isinstance(error, RuntimeError) and any(word in str(error) for word in words) else None
+    signs = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return MEMORY if isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs) else None
 
 
 def free_memory() -> None:

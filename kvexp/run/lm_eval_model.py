@@ -33,7 +33,7 @@ from kvexp.hf import chat_template, cpu_linear, load_model, load_tokenizer
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.lm_eval import Ask, Bench, check_row_mask
+from kvexp.lm_eval import Ask, Bench, check_row_mask, padded
 from kvexp.run.build import build, build_cache
 from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
@@ -54,7 +54,7 @@ OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
 def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
     """The method of this name with its own defaults, but for `settings`; a Method itself, as given in Python.
 
-    A user's method goes by the option under which it was admitted (`kvexp.run.user_methods`): nothing is loaded here.
+    A user's method has the option under which it was admitted (`kvexp.run.user_methods`): nothing is loaded here.
     """
     if isinstance(name, Method):
         if settings:
@@ -88,7 +88,7 @@ def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Bud
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """What is to be measured with a model, checked without one."""
+    """The cache and the protocol that `--model_args` ask for, checked without a model."""
 
     cache: CacheConfig
     protocol: Protocol
@@ -111,14 +111,14 @@ class ModelArguments:
             )
         budget = budget_of(made, kv_ratio, groups["budget"])
         cache = build_cache(made, budget, groups["cache"], select=groups["select"])
-        how = protocol_from(protocol, groups["protocol"])
+        how = protocol_of(typed(protocol, str, "protocol"), **groups["protocol"])
         if how.mode == "row_mask":
             check_row_mask(cache, how.mask)
         return cls(cache, how)
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """All that can be wrong with `--model_args`, before anything is loaded."""
+    """ConfigError for anything wrong with `--model_args`, before a model loads."""
     settings = {key: value for key, value in given.items() if key not in LOADING}
     if not isinstance(given.get("pretrained"), str):
         raise ConfigError("model_args: pretrained=FOLDER (or a hub id) is missing")
@@ -139,25 +139,12 @@ def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         elif key in switches:
             groups["protocol"][key] = value
         else:
-            raise ConfigError(
-                f"model_args: {key} is not known; there are pretrained, method, kv_ratio, protocol, seed, dtype, "
-                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, chat_template_args, "
-                "enable_thinking, think_end_token, method.NAME, budget.NAME, "
-                f"cache.NAME and select.NAME, and the protocol's {', '.join(sorted(switches))}"
-            )
+            known = ("pretrained", *OWN, *LOADING[1:], *(f"{group}.NAME" for group in CACHE_GROUPS), *sorted(switches))
+            raise ConfigError(f"model_args: {key} is not known; there are {', '.join(known)}")
     return groups
 
 
-def protocol_from(name: Any, switches: Mapping[str, Any]) -> Protocol:
-    """The protocol; its values of the types they must have."""
-    made = protocol_of(typed(name, str, "protocol"), **switches)
-    kinds = {"padded_batch": int, "whole_text": bool, "add_bos": bool | None, "per_token": bool}
-    for key, kind in kinds.items():
-        typed(getattr(made, key), kind, key)
-    return made
-
-
-AGAIN = 1 << 24  # from the seeds of an item's first answer to those of its second: more than there are items
+AGAIN = 1 << 24  # added to an item's seed for each further answer to it: more than there are items
 
 
 @register_model("kvexp")
@@ -166,8 +153,8 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
 
     pretrained: a folder, a hub id, or a model that kvexp has loaded (then with its tokenizer). The other arguments are
     run.py's: method, kv_ratio, protocol and its switches, method.recent_ratio, budget.tokens, cache.evict_every and so
-    on, seed, dtype, device. The numbers are those of `run.py task=lm_eval` with the same settings: an item's noise goes
-    by seed + its number in its task. chat_template_args, enable_thinking, think_end_token: as of lm-eval's own hf
+    on, seed, dtype, device. The numbers equal `run.py task=lm_eval` with the same settings: an item's noise depends on
+    seed + its number in its task. chat_template_args, enable_thinking, think_end_token: as of lm-eval's own hf
     model; where its template is applied, answers go without their thinking by the template's own tags too.
     batch_size: rows per forward (one in half precision on a CPU), of no effect on any number but in half precision on
     a GPU.
@@ -267,9 +254,12 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         tasks: dict[Any, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
             tasks[request.task_name].append(place)
-        for places in tasks.values():
-            for place, ask in zip(places, self.bench.with_batches([asks[p] for p in places]), strict=True):
-                asks[place] = ask
+        how = self.bench.protocol
+        if how.budget_length == "padded":
+            for places in tasks.values():
+                some = padded([asks[place] for place in places], how.padded_batch, how.whole_text)
+                for place, ask in zip(places, some, strict=True):
+                    asks[place] = ask
         results: list[tuple[float, bool]] = []
         for part in _items(asks, self.bench.batch_size):
             results += map(self.bench.result, self.bench.measure(part))
@@ -289,7 +279,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         return self.seed + (request.doc_id or 0)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-        """For callers that bring token ids themselves: [(texts, context ids, continuation ids)]."""
+        """Results for callers that bring token ids themselves: [(texts, context ids, continuation ids)]."""
         asks = [Ask(tuple(context), tuple(continuation), seed=self.seed) for _, context, continuation in requests]
         return [self.bench.result(judged) for judged in self.bench.measure(asks)]
 
@@ -337,7 +327,7 @@ def _items(asks: list[Ask], size: int) -> list[list[Ask]]:
 
 
 def main(argv: list[str]) -> int:
-    """`kvexp lm-eval`: lm-eval's own command line with the model kvexp; 1 for what cannot be done, which is told."""
+    """`kvexp lm-eval`: lm-eval's own command line with the model kvexp; exit code 1 and a message for an error."""
     try:
         run_lm_eval(argv)
     except (ConfigError, CacheError) as error:
@@ -378,7 +368,7 @@ def run_lm_eval(arguments: list[str]) -> None:
 
 
 def _read(rest: list[str]) -> argparse.Namespace:
-    """What of lm-eval's own options is looked at here."""
+    """The options of lm-eval that are looked at here."""
     seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     seen.add_argument("--model", "-M")
     seen.add_argument("--model_args", "-a", nargs="+", default=[])
@@ -390,8 +380,8 @@ def _read(rest: list[str]) -> argparse.Namespace:
     return known
 
 
-def _check_model(words: Sequence[str], rest: list[str]) -> list[str]:
-    """ConfigError for wrong `--model_args` (words); returns the command line with a user's method by its option.
+def _check_model(arguments: Sequence[str], rest: list[str]) -> list[str]:
+    """ConfigError for wrong `--model_args`; returns the command line with a user's method by its option.
 
     The code of a user's method is loaded for that, since somebody has typed its name.
     """
@@ -400,20 +390,20 @@ def _check_model(words: Sequence[str], rest: list[str]) -> list[str]:
     from kvexp.run.user_methods import admit, load_method
 
     given: dict[str, Any] = {}
-    for word in words:
-        given |= json.loads(word) if word.startswith("{") else simple_parse_args_string(word)
+    for each in arguments:
+        given |= json.loads(each) if each.startswith("{") else simple_parse_args_string(each)
     typed = given.get("method")
     method = load_method(typed) if isinstance(typed, str) else None
     if method is not None:
         given["method"] = admit(method).option
         named = re.compile(rf"(\bmethod(?:=|\"\s*:\s*\")){re.escape(str(typed))}(?![\w.:])")
-        rest = [named.sub(rf"\g<1>{method.option}", word) if word in words else word for word in rest]
+        rest = [named.sub(rf"\g<1>{method.option}", each) if each in arguments else each for each in rest]
     check_arguments(given)
     return rest
 
 
 def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: Path) -> bool:
-    """Load every task that is named (not those of patterns and groups); write the files of those that are changed."""
+    """Load every task that is named, patterns and groups left out; write the definitions that are changed."""
     from kvexp.tasks import lm_eval as definition
 
     local = mine.data_dir is not None or mine.fewshot_split is not None
@@ -421,9 +411,10 @@ def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: P
         if local:
             raise ConfigError("--data_dir and --fewshot_split cannot be combined with --include_path")
         return False
-    for word in (word for words in theirs.tasks for word in words.split(",") if not set("*?[") & set(word)):
-        names = definition.names_of(word)
-        for name in names if local or names == [word] else ():
+    asked = ",".join(theirs.tasks).split(",")
+    for each in (name for name in asked if not set("*?[") & set(name)):
+        names = definition.names_of(each)
+        for name in names if local or names == [each] else ():
             where = {"data_dir": mine.data_dir, "fewshot_split": mine.fewshot_split}
             definition.load(name, shots=theirs.num_fewshot, **where)
             if local:

@@ -64,7 +64,7 @@ def compose_and_run() -> None:
 
 
 def _search_path(config_path: str | None, config_dir: str | None) -> Any:
-    """Where Hydra finds configurations: in conf/, or config_path in place of it, then in config_dir."""
+    """Folders in which Hydra finds configurations: conf/, or config_path in place of it, then config_dir."""
     main = config_path or str(CONF)
     path = create_config_search_path(main if "://" in main else f"file://{os.path.abspath(main)}")
     if config_dir is not None:

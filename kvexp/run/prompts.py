@@ -156,7 +156,7 @@ def _longest_question(example: Example, tokenizer: Tokenizer, frame: str | None)
     each = [replace(example, question=asked, questions=(), number=0) for asked in dict.fromkeys(example.questions)]
     asked = [_apply_template(other, "A text.", tokenizer, frame)[1] for other in each]
     # Behind a context a question may have other tokens than alone: one or two more, at its beginning.
-    return SLACK + max(len(tokenizer(words, add_special_tokens=False, verbose=False).input_ids) for words in asked)
+    return SLACK + max(len(token_ids(words, tokenizer)) for words in asked)
 
 
 def turn_ids(prompt: TokenizedExample, tokenizer: Tokenizer, message: str, *, chat: bool) -> list[int]:
@@ -176,12 +176,11 @@ def turn_ids(prompt: TokenizedExample, tokenizer: Tokenizer, message: str, *, ch
                 f"the tokenizer's chat template knows no second turn: set model.chat=false ({error})"
             ) from error
         _, _, words = text.partition(answer)
-    ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
-    return ids
+    return token_ids(words, tokenizer)
 
 
-def reference_ids(words: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of an answer that is put into a conversation as it stands, without an end."""
+def token_ids(words: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of words alone: no start token, no template, no end."""
     ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
     return ids
 
@@ -200,8 +199,7 @@ def _after(text: str, ids: list[int], words: str, tokenizer: Tokenizer, template
     whole: list[int] = tokenizer(text + words, add_special_tokens=not templated, verbose=False).input_ids
     if whole[: len(ids)] == ids and len(whole) > len(ids):
         return whole[len(ids) :]
-    alone: list[int] = tokenizer(words, add_special_tokens=False).input_ids
-    return alone
+    return token_ids(words, tokenizer)
 
 
 def _apply_template(example: Example, words: str, tokenizer: Tokenizer, frame: str | None) -> tuple[str, str]:
@@ -338,14 +336,6 @@ def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> 
     return settings if decoding == settings.decoding else dataclasses.replace(settings, decoding=decoding)
 
 
-def within_budget(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:
-    """The prompt, skipped where the budget cannot hold what the method protects of it. config: the model's."""
-    why = None if prompt.skipped else budget_obstacle(settings, config, tokenizer, prompt)
-    if why is None:
-        return prompt
-    return TokenizedExample(prompt.example, "", [], skipped=why.partition(";")[0], tokens=len(prompt.ids))
-
-
 def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> str | None:
     """Why some layer's budget cannot hold what the method protects, and what to change; None where all can.
 
@@ -354,7 +344,9 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
     if settings.budget is None or isinstance(settings.task, LMEval):
         return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
     try:
-        size, fed = len(prompt.ids), _fed(settings, prompt)
+        size, fed = len(prompt.ids), [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
+        if settings.task.needs_nll:
+            fed.append(len(prompt.question_ids) + len(prompt.following))
         check_length(settings, settings.budget, config, size, fed)
         cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
         coming = [PromptSizes([size], size, new, num_layers(config)) for new in fed]
@@ -368,19 +360,14 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
 
 
 def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed: Sequence[int]) -> None:
-    """ConfigError where some layer's budget cannot hold a prompt of so many tokens; fed: what `_fed` says."""
+    """ConfigError where some layer's budget cannot hold a prompt of so many tokens.
+
+    fed: tokens to come, after each of its prefills.
+    """
     budget = batch_budget(settings, [size]) or budget
     cache = dataclasses.replace(settings.cache, budget=budget)
     for new in fed:
         check_budget(cache, PromptSizes([size], size, new, num_layers(config)))
-
-
-def _fed(settings: Settings, prompt: TokenizedExample) -> list[int]:
-    """Tokens to come after each prefill of this prompt, which budgets of the whole sequence count."""
-    given = [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
-    if settings.task.needs_nll:
-        given.append(len(prompt.question_ids) + len(prompt.following))
-    return given
 
 
 @dataclass(frozen=True)
@@ -458,21 +445,17 @@ def _bases(task: LMEval, data: str, tokenizer: Tokenizer, holds: int) -> dict[tu
 # Marked texts of a prompt as tokens: what `keep=span` and `keep=fair` spare.
 
 
-def marked_texts(example: Example) -> tuple[str, ...]:
-    """The texts that are marked, in their order: the example's own, else what stands around its document."""
-    return example.marks or tuple(part for part in (example.prefix, example.suffix) if part.strip())
-
-
 def token_spans(
     example: Example, text: str, count: int, tokenizer: Tokenizer, *, templated: bool
 ) -> list[tuple[int, int]]:
     """(first token, one behind the last) of each marked text in a prompt's `text`; empty where one is not there whole.
 
+    Marked are the example's own `marks`, else what stands around its document.
     count: tokens that are left of the text; templated: it brings its own start token. What a template puts in front of
     a prompt that begins with a marked text belongs to that mark. Tokens that a mark shares with its neighbour text are
     the mark's.
     """
-    marks = [mark.strip() for mark in marked_texts(example)]
+    marks = [mark.strip() for mark in example.marks or (example.prefix, example.suffix) if mark.strip()]
     if not marks:
         return []
     try:
@@ -502,25 +485,11 @@ def token_spans(
 # Examples as batches of prompts, or the reason why one is skipped; and whether any of them can be run at all.
 
 
-MAX_QUESTIONS_PER_CONTEXT = (
-    8  # questions about one context that are answered from one prefill before their rows are written
-)
+# Questions about one context that are answered from one prefill before their rows are written.
+MAX_QUESTIONS_PER_CONTEXT = 8
 
 Batch = list[tuple[int, Example]]
 Items = Sequence[tuple[int, TokenizedExample]]  # index in the task, prompt
-
-
-def pending_batches(
-    examples: Sequence[Example], size: int, shared: int, lacks: Callable[[Example], bool]
-) -> list[Batch]:
-    """The batches of the whole task in which an example is missing.
-
-    Cut from all examples and not from the missing ones: the last digits of a float32 sum go by the rows of a batch, and
-    a run that goes on is to write what it would have written undisturbed. Examples of such a batch that have their row
-    are computed once more and not written again.
-    """
-    batches_ = batches(list(enumerate(examples)), size, shared)
-    return [batch for batch in batches_ if any(lacks(example) for _, example in batch)]
 
 
 def batches(todo: Sequence[tuple[int, Example]], size: int, shared: int) -> Iterator[Batch]:
@@ -558,8 +527,8 @@ class Prompts:
     """Examples of a task, and their prompts: the same for all methods and budgets, each made when it is asked for.
 
     settings: of any run that sees them; of lm-eval's items, which say themselves what a cache cannot hold, the run's
-    own (`seen_by`). The latest prompts are remembered, KNOWN or those of two batches, so that what
-    is looked at before a run and computed in it is tokenised once.
+    own (`seen_by`). The latest prompts are remembered, KNOWN or two batches of them, so that what
+    is checked before a run and computed in it is tokenised once.
     """
 
     KNOWN = 64
@@ -575,7 +544,7 @@ class Prompts:
         return Prompts(settings, self.examples) if isinstance(settings.task, LMEval) else self
 
     def use(self, model: Model, tokenizer: Tokenizer) -> None:
-        """From now on prompts are made for the loaded model; those of lm-eval's items depend on it."""
+        """Make prompts for the loaded model from now on; prompts of lm-eval's items depend on it."""
         if isinstance(self.settings.task, LMEval) and model is not self._model:
             self._known.clear()
         self._model, self._tokenizer = model, tokenizer
@@ -603,9 +572,15 @@ class Prompts:
 
     def for_run(self, settings: Settings, batch: Batch) -> tuple[Items, Items]:
         """The batch's prompts that a run of these settings can answer, and those that are skipped, with the reason."""
-        config = self.model.config
-        held = [(i, within_budget(settings, config, self.tokenizer, self[i])) for i, _ in batch]
-        return [one for one in held if one[1].skipped is None], [one for one in held if one[1].skipped is not None]
+        answerable, skipped = list[tuple[int, TokenizedExample]](), list[tuple[int, TokenizedExample]]()
+        for index, _ in batch:
+            prompt = self[index]
+            why = None if prompt.skipped else budget_obstacle(settings, self.model.config, self.tokenizer, prompt)
+            if why is not None:
+                why, count = why.partition(";")[0], len(prompt.ids)
+                prompt = TokenizedExample(prompt.example, "", [], skipped=why, tokens=count)
+            (answerable if prompt.skipped is None else skipped).append((index, prompt))
+        return answerable, skipped
 
 
 def check_beforehand(settings: Settings, prompts: Prompts) -> None:
@@ -637,13 +612,6 @@ def _check_runnable(settings: Settings, prompts: Prompts) -> None:
     raise ConfigError(why if total == 1 else f"none of the {total} examples can be run: {why}")
 
 
-def prompts_of(
-    settings: Settings, model: Model | Weightless, tokenizer: Tokenizer, batch: Sequence[tuple[int, Example]]
-) -> Items:
-    """The prompts of a batch, the same for all methods and budgets."""
-    return [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
-
-
 def prompt_of(
     settings: Settings, model: Model | Weightless, tokenizer: Tokenizer, example: Example
 ) -> TokenizedExample:
@@ -656,7 +624,7 @@ def prompt_of(
     if isinstance(example, Item):
         return item_prompt(settings, model, tokenizer, example)
     most = 1 << 40 if settings.cache.beyond_context else positions_of(model.config)
-    alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
+    alone = [len(token_ids(words, tokenizer)) for words in example.choices]
     new = 1 if settings.task.only_nll else settings.decoding.max_new_tokens
     room = most - max(alone, default=new) + 1
     prompt = tokenize(example, settings.task, tokenizer, room, chat=settings.model.chat)

@@ -157,25 +157,39 @@ def row_of(
 
 
 def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
-    return {
-        "example": prompt.example.id,
+    """Fields that a row has whatever came of its example."""
+    example, model, cache = prompt.example, settings.model, settings.cache
+    head: dict[str, Any] = {
+        "example": example.id,
         "index": index,
         "prompt_digest": prompt.digest,
         "prompt_tokens": len(prompt.ids) or prompt.tokens,
         "question": getattr(settings.task, "question", None),
         "question_tokens": len(prompt.question_ids),
         "prompt_cut": prompt.truncated,
-        "chat_template": settings.model.chat and settings.task.uses_chat_template,
+        "chat_template": model.chat and settings.task.uses_chat_template,
         "skipped": prompt.skipped,
         "failed": None,
         "halved": 0,
-        "info": dict(prompt.example.info),
-        **_context(prompt),
-    } | {**({"trust_remote_code": True} if settings.model.trust_remote_code else {}), **_made_of(settings)}
+        "info": dict(example.info),
+    }
+    if example.questions:  # one of several about an evicted context
+        digest = prompt.context_digest if prompt.ids else None
+        head["context"] = {"digest": digest, "question": example.number, "questions": len(example.questions)}
+    if model.trust_remote_code:
+        head["trust_remote_code"] = True
+    if model.gguf is not None:
+        sha256, quantisation = model.gguf
+        head["weights"] = {"gguf_sha256": sha256, "quantisation": quantisation}
+    if cache.calibration is not None:
+        head["calibration"] = cache.calibration.digest
+    if cache.surrogate is not None:
+        head["surrogate"] = cache.surrogate.digest
+    return head
 
 
 def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> dict[str, str]:
-    """The row's digest of token ids that are fed beside prompt and question; empty where there are none.
+    """The row's digest of token ids that are fed in addition to prompt and question; empty where there are none.
 
     These are choices, a continuation, lm-eval's texts, and what the user says in the turns up to this one.
     """
@@ -190,28 +204,6 @@ def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: Tokeni
     if not fed:
         return {}
     return {"continuation_digest": hashlib.sha256(json.dumps(fed).encode()).hexdigest()[:16]}
-
-
-def _context(prompt: TokenizedExample) -> dict[str, Any]:
-    """Of a question that shares an evicted context: which one, the question's place in it and how many there are."""
-    example = prompt.example
-    if not example.questions:
-        return {}
-    asked = {"question": example.number, "questions": len(example.questions)}
-    return {"context": {"digest": prompt.context_digest if prompt.ids else None, **asked}}
-
-
-def _made_of(settings: Settings) -> dict[str, Any]:
-    """Which GGUF file the weights were made from, and which calibration or surrogate was used, if any."""
-    made: dict[str, Any] = {}
-    if settings.model.gguf is not None:
-        sha256, quantisation = settings.model.gguf
-        made["weights"] = {"gguf_sha256": sha256, "quantisation": quantisation}
-    if settings.cache.calibration is not None:
-        made["calibration"] = settings.cache.calibration.digest
-    if settings.cache.surrogate is not None:
-        made["surrogate"] = settings.cache.surrogate.digest
-    return made
 
 
 def skipped_row(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:

@@ -300,7 +300,7 @@ class Run:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Run:
-        """The run in this folder, of whatever NUMERICS. Its name and hash must be those of the configuration inside."""
+        """The run in this folder, of whatever NUMERICS. Its name and hash must fit the configuration inside."""
         path = Path(path)
         file, advice = path / "config.json", "restore or remove the folder"
         try:
@@ -322,7 +322,7 @@ class Run:
     def asked(self) -> list[Json]:
         """Every set of labels this run was asked for under, the latest last: one run can have several names.
 
-        An asked.json that cannot be read, or holds what no run writes, is a warning; the run goes by its own labels.
+        An asked.json that cannot be read, or holds what no run writes, is a warning; the run's own labels are returned.
         """
         file = self.path / "asked.json"
         try:
@@ -438,7 +438,7 @@ class Run:
         TimeoutError. Ask `rows()` and `finished` inside the block, the other process may have gone on until then.
         Claiming twice waits for oneself.
 
-        part: hold this part alone, beside whoever holds parts of other names; nobody then holds the whole run.
+        part: hold this part alone, while others may hold parts of other names; nobody then holds the whole run.
         """
         with contextlib.ExitStack() as held:
             held.enter_context(self._hold(".claim", timeout, waiting, poll, shared=part is not None))
@@ -471,7 +471,7 @@ class Run:
 
     @property
     def env(self) -> Json:
-        """Where the run was first opened; {} if that is not known."""
+        """Machine and versions with which the run was first opened; {} if that is not known."""
         try:
             return load(self.path / "env.json")
         except (OSError, ValueError):

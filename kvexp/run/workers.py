@@ -97,12 +97,11 @@ class ForkPool(Generic[Item]):
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
                 try:
-                    told = pipe.recv()
+                    kind, what = pipe.recv()
                 except (EOFError, OSError):
                     busy.remove(pipe)
                     self._lost(pipe)
                     continue
-                kind, what = told
                 if kind == "made":
                     yield what
                     continue
@@ -143,7 +142,7 @@ def _send_next(pipe: Connection, left: list[Any]) -> bool:
 
 
 def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -> None:
-    """In the forked process: items come, rows and ends are told."""
+    """Main loop of a forked process: receives items, sends what the task yields and when it has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
@@ -182,7 +181,7 @@ class _Relay:
 
 
 def _pack_error(error: Exception) -> tuple[str, str, str]:
-    """What another process is told of an error: its kind, its words, and where it came from."""
+    """An error as it is sent to another process: its kind, its message and its traceback."""
     return type(error).__name__, str(error), traceback.format_exc()
 
 
@@ -242,7 +241,7 @@ def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: S
     for done, (place, outcome) in enumerate(engine(run_batch, shipments), start=1):
         if isinstance(outcome, BatchResult):
             session.add_runs(*outcome.hashes)
-            for failure in outcome.failures:  # told where its worker ran, which nobody may be looking at
+            for failure in outcome.failures:  # printed where its worker ran, which nobody may be looking at
                 session.add_failure(failure.job, failure.why, reported=False)
             for why, names in outcome.unmeasured.items():
                 for name in names:

@@ -228,9 +228,7 @@ def test_a_prompt_held_whole_would_be_found():
 # The devices are pretended (`pretend`), so that all numbers are real and whole generations run to their end.
 
 
-TOGETHER = tuple(
-    name for name in DEVICE_METHODS if name not in ("full", "h2o_c")
-)  # h2o_c: prompt tokens attend otherwise
+TOGETHER = tuple(name for name in DEVICE_METHODS if name not in ("full", "h2o_c"))  # h2o_c: another prefill
 SOME = ("keyformer", "kvzap")
 FAMILIES = list(CONFIGS)
 
@@ -246,35 +244,26 @@ def alike(made, plain, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "dtype"),
+    ("family", "name", "dtype", "beams"),
     some_quick(
-        product(FAMILIES, DEVICE_METHODS, DTYPES),
-        ("llama", "kvzap", torch.float32),
-        ("mistral", "caote", torch.bfloat16),
-        ("gptj", "streaming_llm", torch.float32),
-        ("gpt2", "snapkv", torch.float16),
-        ("mpt", "keyformer", torch.float32),
+        [*product(FAMILIES, DEVICE_METHODS, DTYPES, [1]), *product(FAMILIES, DEVICE_METHODS, [torch.float32], [3])],
+        ("llama", "kvzap", torch.float32, 1),
+        ("mistral", "caote", torch.bfloat16, 1),
+        ("gptj", "streaming_llm", torch.float32, 1),
+        ("gpt2", "snapkv", torch.float16, 1),
+        ("mpt", "keyformer", torch.float32, 1),
+        ("llama", "h2o", torch.float32, 3),
     ),
     ids=str,
 )
-def test_a_generation_stays_on_its_device(family, name, dtype):
-    """Two padded prompts and 20 steps."""
-    model, config = on_gpu(family, dtype), config_of(family, name)
-    options = {"decoding": GenerationParams(DEVICE_STEPS, eos=None), "seeds": SEEDS}
+def test_a_generation_stays_on_its_device(family, name, dtype, beams):
+    """Two padded prompts and 20 steps, or 8 of beams."""
+    model, config, steps = on_gpu(family, dtype), config_of(family, name), DEVICE_STEPS if beams == 1 else 8
+    options = {"decoding": GenerationParams(steps, num_beams=beams, eos=None), "seeds": SEEDS}
     with reads_of_decode_steps(model) as reads:
         made = generate(model, DEVICE_PROMPTS, config, **options)
-    check_waits(reads, DEVICE_STEPS, PER_STEP, name)
+    check_waits(reads, steps, PER_STEP if beams == 1 else BEAM_STEP, name)
     alike(made, generate(on_cpu(family, dtype), DEVICE_PROMPTS, config, **options), dtype)
-
-
-@pytest.mark.parametrize(("family", "name"), some_quick(product(FAMILIES, DEVICE_METHODS), ("llama", "h2o")))
-def test_beams_stay_on_their_device(family, name):
-    model, config, steps = on_gpu(family), config_of(family, name), 8
-    options = {"decoding": GenerationParams(steps, num_beams=3, eos=None), "seeds": SEEDS}
-    with reads_of_decode_steps(model) as reads:
-        made = generate(model, DEVICE_PROMPTS, config, **options)
-    check_waits(reads, steps, BEAM_STEP, name)
-    alike(made, generate(tiny(family), DEVICE_PROMPTS, config, **options))
 
 
 def contexts_of(model, family, names):
@@ -310,9 +299,8 @@ def test_runs_that_share_a_prefill_stay_on_their_device(family, names):
 )
 def test_divergence_stays_on_its_device(family, names, own):
     """Along given texts the host waits for nothing; along own answers it asks at every step whether they have ended."""
-    fresh = [
-        [token for token in range(VOCAB) if token not in prompt] for prompt in DEVICE_PROMPTS
-    ]  # no two alike: no ties
+    # No two tokens alike: no ties.
+    fresh = [[token for token in range(VOCAB) if token not in prompt] for prompt in DEVICE_PROMPTS]
     texts = None if own else [fresh[0][:DEVICE_STEPS], fresh[1][: DEVICE_STEPS - 3]]
 
     def found(model):
@@ -337,9 +325,8 @@ def test_a_fetching_step_waits_at_every_layer_and_nowhere_else(family, name, mon
     method = RETRIEVAL.get(name, RELEASED)
     if name == "released" and family in ("gpt2", "opt", "mpt"):
         pytest.skip("clamps positions of RoPE, which the family has not")
-    steps = (
-        4 if (family, name) == ("llama", "quest") else DEVICE_STEPS
-    )  # the quick one: each operator is checked for its order too
+    # The quick one is short: each operator is checked for its order too.
+    steps = 4 if (family, name) == ("llama", "quest") else DEVICE_STEPS
     model, noted, options = on_gpu(family), HostReads(), {"decoding": GenerationParams(steps, eos=None)}
     with monkeypatch.context() as patch, checked_streams(patch) as checker, noted:
         hook = model.register_forward_hook(lambda *_: setattr(noted, "on", True))
@@ -430,14 +417,8 @@ def test_pretended_devices_refuse_to_meet():
 
 
 CASES = [("llama", method) for method in METHODS] + [(family, Keyformer()) for family in CONFIGS if family != "llama"]
-DEVICES_QUICK = (
-    "full",
-    "h2o",
-    "spatten",
-    "mistral",
-    "gpt2",
-    "mpt",
-)  # RoPE, learned positions and ALiBi; a score of all layers
+# RoPE, learned positions and ALiBi; a score of all layers.
+DEVICES_QUICK = ("full", "h2o", "spatten", "mistral", "gpt2", "mpt")
 
 
 @pytest.mark.parametrize(

@@ -282,11 +282,11 @@ def sight_of(count=59, padding=(0, 0, 0), alibi=False, window=None, ahead=0, dty
     return AttentionInputs(query, keys, keys, columns[:, None], own, params, in_column_order=True, padded=any(padding))
 
 
-def sums(inputs, method, how, rows_left=0, **options):
+def sums(inputs, method, how, rows_left=0, first_seed=5, **options):
     spec = method.score_spec
     weights = row_weights(spec, inputs.query_positions, rows_left)
     taus = torch.full((inputs.query.shape[3],), spec.tau[0])
-    seeds = torch.arange(5, 5 + inputs.query.shape[0])
+    seeds = torch.arange(first_seed, first_seed + inputs.query.shape[0])
     return how(inputs, ObservedRows(spec, weights, taus, seeds, 3, rows_left), **options)
 
 
@@ -315,20 +315,17 @@ def test_a_row_is_the_same_in_any_company():
     for method in METHODS.values():
         together = sums(padded, method, tiled_column_sums, block=None)
         for row, pad in enumerate((0, 19, 41)):
-            alone = AttentionInputs(
-                padded.query[row : row + 1, :, :, pad:],
-                padded.keys[row : row + 1, :, pad:],
-                padded.keys[row : row + 1, :, pad:],
-                padded.positions[row : row + 1, :, pad:],
-                padded.query_positions[row : row + 1, pad:],
-                padded.params,
-                in_column_order=True,
+            at = slice(row, row + 1)
+            alone = replace(
+                padded,
+                query=padded.query[at, :, :, pad:],
+                keys=padded.keys[at, :, pad:],
+                values=padded.keys[at, :, pad:],
+                positions=padded.positions[at, :, pad:],
+                query_positions=padded.query_positions[at, pad:],
                 padded=False,
             )
-            spec = method.score_spec
-            weights = row_weights(spec, alone.query_positions, 0)
-            taus = torch.full((59 - pad,), spec.tau[0])
-            got = tiled_column_sums(alone, ObservedRows(spec, weights, taus, torch.tensor([5 + row]), 3), None)
+            got = sums(alone, method, tiled_column_sums, first_seed=5 + row, block=None)
             assert torch.equal(together[row, :, pad:], got[0])
             assert (together[row, :, :pad] == 0).all()
 

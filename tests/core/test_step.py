@@ -438,68 +438,46 @@ GIB = 1 << 30
 V1, V2 = "1:name=systemd:/\n4:cpu,memory:/jobs/mine\n", "0::/jobs/mine\n"
 
 
-@pytest.fixture
-def system(tmp_path, monkeypatch):
-    """write(path, text) under a /proc and a /sys/fs/cgroup of our own; the computer has 64 GiB left."""
+MINE = "/jobs/mine"
+MEMORY = {  # name -> groups of the process, (version, path, limit, used, cached files) of groups, what is available
+    "the computer alone": (None, [], 64 * GIB),
+    "a container that sees the path of its host": ("0::/../kubepods/pod7\n", [(2, "", 2 * GIB, GIB, 0)], GIB),
+    "a limit of another controller": (f"3:pids:{MINE}\n", [(1, MINE, GIB, 0, 0)], 64 * GIB),
+}
+for version, said, none in ((1, V1, 9223372036854771712), (2, V2, "max")):
+    mine, outer = (version, MINE, 8 * GIB, 5 * GIB, GIB), (version, "/jobs", 10 * GIB, 9 * GIB, 0)
+    MEMORY |= {
+        f"v{version}": (said, [(version, MINE, 8 * GIB, 5 * GIB, 0)], 3 * GIB),
+        f"v{version}, pages of files go first": (said, [mine], 4 * GIB),
+        f"v{version}, the group around it is fuller": (said, [mine, outer], GIB),
+        f"v{version}, more is used than allowed": (said, [mine, outer, (version, "", 10 * GIB, 11 * GIB, 0)], 0),
+        f"v{version}, without a limit": (said, [(version, MINE, none, 5 * GIB, 0)], 64 * GIB),
+    }
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_available_memory(case, tmp_path, monkeypatch):
+    """Under a /proc and a /sys/fs/cgroup of our own; the computer has 64 GiB left."""
+    groups, written, expected = MEMORY[case]
+    files = {"proc/meminfo": f"MemTotal: {99 << 20} kB\nMemAvailable: {64 << 20} kB\n"}
+    if groups is not None:
+        files["proc/self/cgroup"] = groups
+    for version, path, limit, used, cached in written:
+        names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
+        root = "cgroup" + ("/memory" if version == 1 else "") + path
+        files |= {f"{root}/{name}": f"{number}\n" for name, number in zip(names, (limit, used), strict=True)}
+        files[f"{root}/memory.stat"] = f"anon 5\n{'total_' * (version == 1)}inactive_file {cached}\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(free_memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(free_memory, "CGROUPS", tmp_path / "cgroup")
-
-    def write(path, text):
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(str(text))
-
-    write("proc/meminfo", f"MemTotal: {99 << 20} kB\nMemAvailable: {64 << 20} kB\n")
-    return write
+    assert available() == expected
 
 
-def group(write, version, path, limit, taken, cached=0):
-    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
-    root = "cgroup" + ("/memory" if version == 1 else "") + path
-    write(f"{root}/{names[0]}", f"{limit}\n")
-    write(f"{root}/{names[1]}", f"{taken}\n")
-    write(f"{root}/memory.stat", f"anon 5\n{'total_' * (version == 1)}inactive_file {cached}\n")
-
-
-def test_the_computer_alone(system):
-    assert available() == 64 * GIB
-
-
-def test_a_system_that_does_not_tell(tmp_path, monkeypatch):
+def test_a_system_without_proc(tmp_path, monkeypatch):
     monkeypatch.setattr(free_memory, "PROC", tmp_path / "none")
     assert available() == UNKNOWN
-
-
-@pytest.mark.parametrize(("version", "said"), [(1, V1), (2, V2)])
-def test_a_control_group(system, version, said):
-    system("proc/self/cgroup", said)
-    group(system, version, "/jobs/mine", 8 * GIB, 5 * GIB)
-    assert available() == 3 * GIB
-    group(system, version, "/jobs/mine", 8 * GIB, 5 * GIB, cached=GIB)
-    assert available() == 4 * GIB, "pages of files go first"
-    group(system, version, "/jobs", 10 * GIB, 9 * GIB)
-    assert available() == GIB, "the group around it is fuller"
-    group(system, version, "", 10 * GIB, 11 * GIB)
-    assert available() == 0
-
-
-@pytest.mark.parametrize(("version", "said", "none"), [(1, V1, 9223372036854771712), (2, V2, "max")])
-def test_a_control_group_without_a_limit(system, version, said, none):
-    system("proc/self/cgroup", said)
-    group(system, version, "/jobs/mine", none, 5 * GIB)
-    assert available() == 64 * GIB
-
-
-def test_a_container_that_sees_the_path_of_its_host(system):
-    system("proc/self/cgroup", "0::/../kubepods/pod7\n")
-    group(system, 2, "", 2 * GIB, GIB)
-    assert available() == GIB
-
-
-def test_a_limit_of_another_controller_is_none_of_memory(system):
-    system("proc/self/cgroup", "3:pids:/jobs/mine\n")
-    group(system, 1, "/jobs/mine", GIB, 0)
-    assert available() == 64 * GIB
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")

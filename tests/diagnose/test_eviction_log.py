@@ -188,7 +188,7 @@ def test_a_folder_tells_when_its_settings_cannot_be_read_or_are_others_now(tmp_p
     damaged += [
         json.dumps({key: value for key, value in asked.items() if key != part}) for part in ("config", "choices")
     ]
-    for text, why in (*((text, again) for text in damaged), (json.dumps(other), "not those of its rows any more")):
+    for text, why in (*((text, again) for text in damaged), (json.dumps(other), "settings have changed since")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=why):
             settings_at(run)

@@ -20,7 +20,7 @@ from kvexp.generate.prefill import decode_step
 from kvexp.hf.cache import mark, texts_of
 from kvexp.hf.load import byte_tokenizer
 from kvexp.retrieval import Oracle, Quest, SparQ
-from kvexp.run.evictions import TWIN, ExampleLog, made, read_example_log, read_table, write_example_log
+from kvexp.run.evictions import TWIN, ExampleLog, read_example_log, read_table, view_of, write_example_log
 from kvexp.run.store import Run
 from kvexp.util import ConfigError
 
@@ -39,11 +39,11 @@ def printed(view, width=40):
 
 
 def test_counts_by_hand():
-    at_prompt, later = made(LOG, GONE), made(LOG, GONE, step=1)
+    at_prompt, later = view_of(LOG, GONE), view_of(LOG, GONE, step=1)
     assert at_prompt.kept.tolist() == [[3, 0, 3, 3, 3, 0, 0, 0], [3, 0, 3, 2, 3, 0, 0, 0]]
     assert at_prompt.counts.tolist() == [6, 0, 6, 5, 6, 0, 0, 0] and at_prompt.present == 5
     assert later.counts.tolist() == [6, 0, 5, 5, 6, 6, 0, 0] and later.present == 6
-    assert made(LOG, GONE, layer=1).counts.tolist() == [3, 0, 3, 2, 3, 0, 0, 0]
+    assert view_of(LOG, GONE, layer=1).counts.tolist() == [3, 0, 3, 2, 3, 0, 0, 0]
     assert [entry["kept"] for entry in later.data()["tokens"]] == [6, 0, 5, 5, 6, 6, None, None]
     assert later.data()["tokens"][2]["by_layer"] == [2, 3]
 
@@ -51,7 +51,7 @@ def test_counts_by_hand():
 @pytest.mark.parametrize(("asked", "reason"), [({"step": 3}, "from 0 .* to 2"), ({"layer": 2}, "from 0 to 1")])
 def test_what_is_not_there(asked, reason):
     with pytest.raises(ConfigError, match=reason):
-        made(LOG, GONE, **asked)
+        view_of(LOG, GONE, **asked)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_is_not_there(asked, reason):
 )
 def test_a_damaged_log_is_one_line(table):
     with pytest.raises(ConfigError, match=r"the log of evictions of example ex is damaged: .*remove it and run"):
-        made(LOG, table)
+        view_of(LOG, table)
 
 
 WHOLE = dataclasses.asdict(LOG)
@@ -87,10 +87,10 @@ def test_a_damaged_description_of_a_log_is_one_line(tmp_path, text):
 
 
 def test_every_token_has_its_mark_below_it():
-    lines = printed(made(LOG, GONE), width=90)
+    lines = printed(view_of(LOG, GONE), width=90)
     assert lines[1:5] == ["a <b> c\u21b5", "#....###", "d \u65e5\u672c ? yes&", "8#####"]
     assert "of 5 tokens 3 are held by all heads, 1 by some, 1 by none" in lines[-1]
-    narrow = printed(made(LOG, GONE), width=6)
+    narrow = printed(view_of(LOG, GONE), width=6)
     assert narrow[narrow.index("a <b>") + 1] == "#...."
 
 
@@ -119,7 +119,7 @@ class _Reader(HTMLParser):
 
 def test_the_page_shows_the_text_and_runs_nothing():
     reader = _Reader()
-    reader.feed(page(made(LOG, GONE, step=1), 'h2o "<script>'))
+    reader.feed(page(view_of(LOG, GONE, step=1), 'h2o "<script>'))
     assert reader.text == "".join(TEXTS)
     assert reader.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "p", "div", "span"}
     assert [span["class"] for span in reader.spans] == [

@@ -426,7 +426,7 @@ def test_the_tables_hold_what_the_files_say(run, capsys):
         (["--span", "0"], "--span must be at least 1"),
         (["--first", "0"], "--first must be at least 1"),
         (["--example", "nobody"], "no example of the run named 'nobody'"),
-        (["--draw", "causes.gif"], "must end in .png, .svg, .pdf"),
+        (["--draw", "causes.gif"], "must end in .png, .svg or .pdf"),
     ],
 )
 def test_what_cannot_be_measured_is_said_before_a_model_loads(run, words, told, capsys, monkeypatch):

@@ -220,7 +220,7 @@ def test_methods_that_are_added_to_a_block_are_compared_with_its_leader():
         ]
     )
     cake = row("cake", 0.9, each=examples(0.9, 0.002))
-    with pytest.raises(ConfigError, match=r"cake cannot stand beside h2o, which is ahead .*; run h2o too"):
+    with pytest.raises(ConfigError, match=r"cake cannot be compared with h2o, which is ahead .*; run h2o too"):
         league.merged(older, pd.DataFrame([cake]))
     once_more = row("h2o", 0.2, each=examples(0.2))
     frame = league.merged(older, pd.DataFrame([cake, once_more])).set_index("method")

@@ -185,7 +185,7 @@ def yardstick(tmp_path, monkeypatch, capsys):
     byte_tokenizer().save_pretrained(folder)
     each = {"piqa": {"metric": "acc_norm", "number": 50.0}, "arc_easy": {"metric": "acc", "number": 25.0}}
     texts = {"protocol": "0-shot", "weights": "these", "source": "this test"}
-    numbers.write_text(yaml.safe_dump({"tiny_random": {**texts, "numbers": each, "beside": ["another harness: 49"]}}))
+    numbers.write_text(yaml.safe_dump({"tiny_random": {**texts, "numbers": each, "notes": ["another harness: 49"]}}))
     monkeypatch.setattr(published_numbers, "FILE", numbers)
 
     def called(*words):

@@ -1,17 +1,11 @@
 """Sweeps that are killed at random moments and resumed, and what they leave compared with an undisturbed one's."""
 
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from .stage import ENV, ROOT
-
-LAUNCHERS = ("basic", "shared_prefill")
 # Prompts of unequal length in batches, draws for every token, noise in a method: whatever could depend on a restart.
 SWEEP = (
     *("-m", "method=h2o,keyformer", "kv_ratio=0.3", "model=testbed_rope", "task=testbed_summary", "limit=5"),
@@ -30,32 +24,8 @@ def content(folder, ordered=True):
     return found if ordered else {name: b"\n".join(sorted(text.splitlines())) for name, text in found.items()}
 
 
-class Process:
-    """A fresh `python run.py`, with the verbs of `stage.Child`."""
-
-    def __init__(self, words, out, **env):
-        self.out = Path(out)
-        env = {**os.environ, **ENV, **env, "PYTHONPATH": str(ROOT)}
-        with self.out.open("ab") as file:
-            line = [sys.executable, "run.py", *words]
-            self.process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
-
-    def send(self, number):
-        self.process.send_signal(number)
-
-    def poll(self):
-        return self.process.poll()
-
-    def wait(self, timeout=300.0):
-        return self.process.wait(timeout)
-
-    @property
-    def said(self):
-        return self.out.read_text()
-
-
 class Killer:
-    """start(words, out): a Child or a Process; folder: for everything that is written; ordered: see `content`."""
+    """start(words, out): a `stage.Child`; folder: for everything that is written; ordered: see `content`."""
 
     def __init__(self, start, launcher, folder, seed, ordered=True):
         self.start, self.folder, self.rng, self.ordered = start, Path(folder), random.Random(seed), ordered

@@ -33,7 +33,7 @@ class Child:
         self.status = None
 
     def send(self, number):
-        """Nothing where it has ended already."""
+        """Send a signal; nothing happens where it has ended already."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 

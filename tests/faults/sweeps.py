@@ -2,17 +2,9 @@
 
 import json
 
-import pytest
-
 from kvexp.run.store import runs
 
-LAUNCHERS = ("basic", "shared_prefill")
 METHODS = ("full", "h2o", "keyformer")
-
-
-def launchers(quick):
-    """Both as parameters, `quick` in every run of the tests; the other one is slow: it is hurt in the same way."""
-    return [pytest.param(each, marks=[] if each == quick else pytest.mark.slow) for each in LAUNCHERS]
 
 
 def sweep(out, *words, launcher="basic"):

@@ -6,9 +6,8 @@ import subprocess
 import tempfile
 
 import pytest
-from turns import in_turn
 
-from faults.sweeps import launchers, lines_of, rows_of, sweep
+from faults.sweeps import lines_of, rows_of, sweep
 
 NO_MODEL = "import kvexp.hf\nkvexp.hf.load_model = lambda *a, **k: print('A MODEL LOADS', flush=True)\n"
 
@@ -41,19 +40,21 @@ def truth(stage, tmp_path_factory):
     return rows_of(place / "out")
 
 
-@pytest.mark.parametrize("launcher", launchers("shared_prefill"))
-def test_a_full_disk(stage, tmp_path, mounted, truth, launcher):
-    disk = mounted("size=1m")
-    out = disk / "out"
-    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log", _fills_up(disk))
-    assert code == 1
-    assert "No space left on device; free disk space and run the same command again: rows already" in said
-    assert "Traceback" not in said
-    before = lines_of(out)
-    assert 1 <= len(before) < 9, "some rows were written and some were not"
+@pytest.mark.parametrize("kind", ["disk", "file size"])
+def test_a_full_disk(stage, tmp_path, truth, request, kind):
+    """A file system that fills up, which needs root; the kernel's limit on a file, which any user can meet."""
+    if kind == "disk":
+        disk = request.getfixturevalue("mounted")("size=1m")
+        out, launcher, before, words = disk / "out", "shared_prefill", _fills_up(disk), "No space left on device; free"
+    else:
+        out, launcher, before, words = tmp_path / "out", "basic", LIMITED, "raise the limit on the size of files (ulim"
+    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log", before)
+    assert code == 1 and words in said and "Traceback" not in said
+    assert 1 <= len(lines_of(out)) < 9, "some rows were written and some were not"
     rows = [(method, row) for method, found in rows_of(out).items() for row in found.values()]
     assert all(truth[method][row["example"]] == row for method, row in rows)
-    (disk / "more").unlink()
+    if kind == "disk":
+        (disk / "more").unlink()
     code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log2")
     assert code == 0, said
     assert rows_of(out) == truth and len(lines_of(out)) == 9, "no row is lost, none is made twice"
@@ -80,18 +81,6 @@ Run.append = counting
 """
 
 
-@pytest.mark.parametrize("launcher", launchers("basic"))
-def test_a_limit_on_the_size_of_files(stage, tmp_path, truth, launcher):
-    """What any user can meet: the second row of a run no longer fits."""
-    out = tmp_path / "out"
-    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log", LIMITED)
-    assert code == 1 and "raise the limit on the size of files (ulimit -f)" in said and "Traceback" not in said
-    assert 0 < len(lines_of(out)) < 9
-    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log2")
-    assert code == 0, said
-    assert rows_of(out) == truth and len(lines_of(out)) == 9
-
-
 # The kernel's own limit, in force only while rows are written: else it would cut the output of the test as well.
 LIMITED = """
 import resource
@@ -108,26 +97,20 @@ Run.append = limited
 """
 
 
-@pytest.mark.parametrize(
-    ("place", "launcher"),
-    [
-        *(("all", "basic"), ("a run", "shared_prefill")),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("all", "shared_prefill"), ("a run", "basic"))),
-    ],
-)
-def test_read_only_outputs_are_said_before_a_model_loads(stage, tmp_path, mounted, place, launcher):
+@pytest.mark.parametrize("place", ["all", "a run"])
+def test_read_only_outputs_are_said_before_a_model_loads(stage, tmp_path, mounted, place):
     disk = mounted("size=1m")
     out = disk / "out"
     if place == "a run":  # which exists and lacks its rows
-        code, said = stage.run(sweep(out, "limit=1", launcher=launcher), tmp_path / "log0")
+        code, said = stage.run(sweep(out, "limit=1"), tmp_path / "log0")
         assert code == 0, said
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log", NO_MODEL)
+    code, said = stage.run(sweep(out), tmp_path / "log", NO_MODEL)
     assert code == 1 and "Read-only file system; make it writable or choose another outputs_dir" in said
     assert "A MODEL LOADS" not in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize(("mode", "inside"), in_turn(["single", "sweep"], [True, False], of=2))
+@pytest.mark.parametrize(("mode", "inside"), [("single", True), ("sweep", False)])
 def test_folders_of_somebody_else_are_said_before_a_model_loads(stage, tmp_path, mode, inside):
     """On a file system that others may write to; inside: the folder may be looked into."""
     drop = "import os\nif os.geteuid() == 0:\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

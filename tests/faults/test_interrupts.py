@@ -5,12 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from faults.stage import ENV, ROOT, TWO_THREADS
-from faults.sweeps import launchers, lines_of, rows_of, sweep
+from faults.sweeps import lines_of, rows_of, sweep
 
 # Each says where it is, and stays there: at so many rows or texts of the process, or while the weights are read.
 
@@ -43,43 +42,33 @@ kvexp.hf.load_model = load
 """
 
 
-@pytest.mark.parametrize("launcher", launchers("shared_prefill"))
-def test_between_rows(stage, tmp_path, launcher):
+KEPT = "of 2 jobs are complete; all rows written so far are kept; the same command goes on"
+MOMENTS = {
+    "between rows": (SLOW_ROW, "SIGINT", 130, f"interrupted: 2 rows were written, 0 {KEPT}", 3),
+    "between texts": (
+        SLOW_TEXT,
+        "SIGINT",
+        130,
+        f"interrupted: 9 rows were written, 1 texts were measured, 0 {KEPT}",
+        9,
+    ),
+    "a model loads": (SLOW_LOAD, "SIGINT", 130, f"interrupted: 0 rows were written, 0 {KEPT}", 0),
+    "a cluster's preemption": (SLOW_ROW, "SIGTERM", 143, f"terminated: 2 rows were written, 0 {KEPT}", 3),
+    "its terminal is closed": (SLOW_ROW, "SIGHUP", 129, "hung up: all rows written so far are kept", 3),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_ends_it_with_a_summary(stage, tmp_path, moment):
+    """The row at which it stands is on disk and not counted yet; answers are written before texts are forced."""
+    before, number, code, words, lines = MOMENTS[moment]
     out = tmp_path / "out"
-    child = stage.start(sweep(out, launcher=launcher), tmp_path / "log", SLOW_ROW)
-    child.until("HERE")
-    child.send(signal.SIGINT)
-    assert child.wait() == 130
-    assert "interrupted: 2 rows were written, " in child.said, "the third one was not done with"
-    assert "texts were measured" not in child.said, "answers are written before texts are forced"
-    assert "of 2 jobs are complete; all rows written so far are kept; the same command goes on" in child.said
-    assert "Traceback" not in child.said
-    assert len(lines_of(out)) == 3
-    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log2")
-    assert code == 0, said
-    assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
-
-
-def test_between_texts(stage, tmp_path):
-    """They are no rows."""
-    child = stage.start(sweep(tmp_path / "out", launcher="shared_prefill"), tmp_path / "log", SLOW_TEXT)
-    child.until("HERE")
-    child.send(signal.SIGINT)
-    assert child.wait() == 130
-    assert "interrupted: 9 rows were written, 1 texts were measured, 0 of 2 jobs are complete; " in child.said
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [("SIGTERM", 143, "terminated: 2 rows were written, "), ("SIGHUP", 129, "hung up: all")],
-)
-def test_terminated_by_a_cluster_or_with_its_terminal(stage, tmp_path, number, code, words):
-    child = stage.start(sweep(tmp_path / "out", launcher="shared_prefill"), tmp_path / "log", SLOW_ROW)
+    child = stage.start(sweep(out, launcher="shared_prefill"), tmp_path / "log", before)
     child.until("HERE")
     child.send(getattr(signal, number))
     assert child.wait() == code
-    assert words in child.said and "all rows written so far are kept; the same command goes on" in child.said
-    assert "Traceback" not in child.said and len(lines_of(tmp_path / "out")) == 3
+    assert words in child.said and "Traceback" not in child.said, child.said
+    assert len(lines_of(out)) == lines
 
 
 def test_processes_side_by_side(stage, tmp_path):
@@ -94,27 +83,6 @@ def test_processes_side_by_side(stage, tmp_path):
     code, said = stage.run(sweep(out, launcher="shared_prefill"), tmp_path / "log2", TWO_THREADS)
     assert code == 0, said
     assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
-
-
-@pytest.mark.parametrize("launcher", launchers("basic"))
-def test_while_a_model_loads(stage, tmp_path, launcher):
-    child = stage.start(sweep(tmp_path / "out", launcher=launcher), tmp_path / "log", SLOW_LOAD)
-    child.until("HERE")
-    child.send(signal.SIGINT)
-    assert child.wait() == 130
-    assert "interrupted: 0 rows were written, 0 of 2 jobs are complete; " in child.said
-    assert "Traceback" not in child.said
-
-
-@pytest.mark.parametrize("pause", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
-def test_twice_in_a_row(stage, tmp_path, pause):
-    child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW)
-    child.until("HERE")
-    for _ in range(2):
-        child.send(signal.SIGINT)
-        time.sleep(pause)
-    assert child.wait(10) == 130
-    assert "interrupted: " in child.said and "Traceback" not in child.said
 
 
 def test_a_summary_that_hangs_is_ended_by_the_second_one(stage, tmp_path):

@@ -1,7 +1,6 @@
 """A sweep that is killed at random moments ends with the files of one that is not, byte for byte but for times.
 
-The short form, three moments of each kind; five of each launcher are slow, and the long form (30 moments, fresh
-processes) is `make faults`.
+The long form, 30 moments of each kind, is `make faults`.
 """
 
 from __future__ import annotations
@@ -13,43 +12,24 @@ import pytest
 
 from faults.kills import Killer
 from faults.stage import TWO_THREADS
-from faults.sweeps import LAUNCHERS, lines_of, rows_of, sweep
+from faults.sweeps import lines_of, rows_of, sweep
 from kvexp.run.store import runs
 
-# A sweep that is killed at random moments ends with the files of one that is not, byte for byte but for times.
-#
-# The short form, three moments of each kind; five of each launcher are slow, and the long form (30 moments, fresh
-# processes) is `make faults`.
 
-
-@pytest.mark.parametrize(
-    ("launcher", "kills"),
-    [
-        ("shared_prefill", 3),
-        pytest.param("shared_prefill", 5, marks=pytest.mark.slow),
-        pytest.param("basic", 5, marks=pytest.mark.slow),
-    ],
-)
-def test_killed_and_resumed(stage, tmp_path, launcher, kills):
-    killer = Killer(stage.start, launcher, tmp_path, seed=9)
-    killer.run(kills)
-    assert killer.kills == kills
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_processes_side_by_side_killed_and_resumed(stage, tmp_path, kills):
-    start = functools.partial(stage.start, before=TWO_THREADS)
-    killer = Killer(start, "shared_prefill", tmp_path, seed=10, ordered=False)
-    killer.run(kills)
-    assert killer.kills == kills
-    assert "in 2 processes" in (tmp_path / "undisturbed.log").read_text()
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_and_resumed(stage, tmp_path, processes):
+    start = functools.partial(stage.start, before=TWO_THREADS) if processes == 2 else stage.start
+    killer = Killer(start, "shared_prefill", tmp_path, seed=8 + processes, ordered=processes == 1)
+    killer.run(3)
+    assert killer.kills == 3
+    assert ("in 2 processes" in (tmp_path / "undisturbed.log").read_text()) is (processes == 2)
 
 
 SOON = """
 import os
-import kvexp.run.limits as limits
+import kvexp.run.batches as batches
 import kvexp.generate
-limits.WRITE_EVERY_S, limits.FEW_STEPS, limits.WORTH_ROWS = 1e-9, 0, 0
+batches.MAX_UNWRITTEN_ROWS = 1
 decode = kvexp.generate.decode_batches
 def fatal(*given, **named):
     fatal.calls += 1
@@ -90,19 +70,11 @@ Run.append = slow
 """
 
 
-@pytest.mark.parametrize(
-    ("launcher", "count"),
-    [
-        ("shared_prefill", 2),
-        pytest.param("basic", 2, marks=pytest.mark.slow),  # two of it share a sweep in the next test too
-        *(pytest.param(launcher, 4, marks=pytest.mark.slow) for launcher in LAUNCHERS),
-    ],
-)
-def test_every_row_is_made_once(stage, tmp_path, launcher, count):
+def test_every_row_is_made_once(stage, tmp_path):
     """shared_prefill shares by groups that have no run in common: here one per task."""
     out = tmp_path / "out"
-    words = sweep(out, "task=testbed_summary,testbed_dialogue", "limit=2", launcher=launcher)
-    children = [stage.start(words, tmp_path / f"log{i}", SLOW) for i in range(count)]
+    words = sweep(out, "task=testbed_summary,testbed_dialogue", "limit=2", launcher="shared_prefill")
+    children = [stage.start(words, tmp_path / f"log{i}", SLOW) for i in range(2)]
     for child in children:
         assert child.wait() == 0, child.said
         assert "Traceback" not in child.said

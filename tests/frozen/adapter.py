@@ -4,10 +4,10 @@ import sys
 
 
 def whole_batches():
-    """Let no clock part a batch: how many rows small linear layers get at once moves the last digits of KL."""
+    """Let nothing part a batch: how many rows small linear layers get at once moves the last digits of KL."""
     import kvexp.run.batches as batches
 
-    batches.WRITE_EVERY_S = None
+    batches.MAX_UNWRITTEN_ROWS = None
 
 
 def collect_identities(write):

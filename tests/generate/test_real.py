@@ -114,8 +114,8 @@ def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, 
         }
         return found, {(run.hash, key): line for run in runs(tmp_path / name) for key, line in run.divergence().items()}
 
-    every = "import kvexp.run.limits as limits\nlimits.WRITE_EVERY_S, limits.WORTH_ROWS = {}, 2\n"
-    child = stage.start(words("killed"), tmp_path / "log", every.format(1.0))
+    rows_of_a_step = "import kvexp.run.batches as batches\nbatches.MAX_UNWRITTEN_ROWS = {}\n"
+    child = stage.start(words("killed"), tmp_path / "log", rows_of_a_step.format(2))
     end = time.monotonic() + 240
     while not (tmp_path / "killed").is_dir() or not rows("killed")[0]:
         assert child.poll() is None and time.monotonic() < end, child.said
@@ -124,7 +124,7 @@ def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, 
     child.wait()
     kept = len(rows("killed")[0])
     assert 0 < kept < 10
-    for name, seconds in (("killed", 1.0), ("whole", None)):
-        code, said = stage.run(words(name), tmp_path / "log2", every.format(seconds))
+    for name, most in (("killed", 2), ("whole", None)):
+        code, said = stage.run(words(name), tmp_path / "log2", rows_of_a_step.format(most))
         assert code == 0, said
     assert rows("killed") == rows("whole") and len(rows("whole")[0]) == 10 and len(rows("whole")[1]) == 8

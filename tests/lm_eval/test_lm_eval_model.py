@@ -19,7 +19,7 @@ from kvexp.core.row_mask import causal_probs, global_mask, local_mask
 from kvexp.generate import GenerationParams, continuation_logprobs, generate
 from kvexp.hf import RowMaskCache, load_tokenizer
 from kvexp.hf.load import byte_tokenizer
-from kvexp.lm_eval import Ask, Bench, Encoder, check_row_mask, draw, fitted, padded
+from kvexp.lm_eval import KNOWN, Ask, Encoder, check_row_mask, draw, fitted, padded
 from kvexp.methods import A2SF, H2O, Keyformer, Window
 from kvexp.run.lm_eval_model import KvexpLM
 from kvexp.tasks.lm_eval import SEVEN, LMEval
@@ -99,15 +99,16 @@ def test_full_is_hugging_face_on_a_real_model(stories260k, protocol):
             one, other = one[count:], other[count:]
 
 
-def test_a_prompt_too_long_loses_its_left_end_as_in_hugging_face():
-    requests = text_requests(
-        "loglikelihood", ("far " * 50 + "away", " is far"), ("near", " is near"), ("x" * 171, "ab"), ("x" * 172, "ab")
-    )
-    assert_same(ours().loglikelihood(requests), theirs("llama").loglikelihood(requests, disable_tqdm=True))
-
-
-def test_an_empty_context_is_the_start_token():
-    requests = text_requests("loglikelihood", ("", "alone"), ("", " also"), ("a  ", "b"))
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [("far " * 50 + "away", " is far"), ("near", " is near"), ("x" * 171, "ab"), ("x" * 172, "ab")],
+        [("", "alone"), ("", " also"), ("a  ", "b")],
+    ],
+    ids=["cut on the left", "empty context"],
+)
+def test_contexts_are_prepared_as_in_hugging_face(texts):
+    requests = text_requests("loglikelihood", *texts)
     assert_same(ours().loglikelihood(requests), theirs("llama").loglikelihood(requests, disable_tqdm=True))
 
 
@@ -138,8 +139,6 @@ def test_the_start_token_is_a_switch():
 
 
 def test_encoding_is_lm_evals(stories260k):
-    from kvexp.hf import load_tokenizer
-
     tokenizer = load_tokenizer(stories260k)
     hf = HFLM(stories260k, device="cpu", dtype="float32")
     encoder = Encoder(tokenizer)
@@ -354,18 +353,13 @@ def test_a_text_is_judged_in_one_forward_and_without_beams():
         cache.reorder_cache(torch.tensor([0]))
 
 
-def floors(*values):
-    return [math.floor(value + 1e-9) for value in values]
-
-
-def h2o_rule(n):
-    heavy, recent = floors(0.2 * 0.5 * n, 0.2 * 0.5 * n)
-    return lambda x, layer: local_mask(x, heavy, recent)
+def floor(value):
+    return math.floor(value + 1e-9)
 
 
 def keyformer_rule(n):
-    (whole,) = floors(0.2 * n)
-    (recent,) = floors(0.3 * whole)
+    whole = floor(0.2 * n)
+    recent = floor(0.3 * whole)
 
     def rule(x, layer):
         return local_mask(x, whole - recent, recent, scores=causal_probs(x, draw(Noise(), x, 4, layer), 1.0))
@@ -373,22 +367,16 @@ def keyformer_rule(n):
     return rule
 
 
-def a2sf_rule(n):
-    (whole,) = floors(0.2 * n)
-    return lambda x, layer: local_mask(x, whole, 0, decay=0.1)
-
-
-def global_rule(n):
-    heavy, recent = floors(0.2 * 0.5 * n, 0.2 * 0.5 * n)
-    return lambda x, layer: global_mask(x, heavy, recent)
-
-
+# case -> (arguments at kv_ratio=0.2, tokens of the budget -> the mask by hand)
 MASKS = {
-    "h2o": ({"method": "h2o"}, h2o_rule),
-    "h2o global": ({"method": "h2o", "mask": "global"}, global_rule),
+    "h2o": ({"method": "h2o"}, lambda n: lambda x, layer: local_mask(x, floor(0.1 * n), floor(0.1 * n))),
+    "h2o global": (
+        {"method": "h2o", "mask": "global"},
+        lambda n: lambda x, layer: global_mask(x, floor(0.1 * n), floor(0.1 * n)),
+    ),
     "keyformer": ({"method": "keyformer", "seed": 4}, keyformer_rule),
-    "a2sf": ({"method": "a2sf"}, a2sf_rule),
-    "window": ({"method": "window"}, lambda n: lambda x, layer: local_mask(x, 0, floors(0.2 * n)[0])),
+    "a2sf": ({"method": "a2sf"}, lambda n: lambda x, layer: local_mask(x, floor(0.2 * n), 0, decay=0.1)),
+    "window": ({"method": "window"}, lambda n: lambda x, layer: local_mask(x, 0, floor(0.2 * n))),
 }
 
 
@@ -435,7 +423,7 @@ def test_padded_budgets_reach_the_mask():
     for request, (made, _) in zip(requests, lm.loglikelihood(requests), strict=True):
         ids = lm.bench.encoder.text("".join(request.args))
         expected = masked_logprob(
-            *(lm.bench.model, ids, len(request.args[1])), lambda x, layer: local_mask(x, 0, floors(0.3 * long)[0])
+            *(lm.bench.model, ids, len(request.args[1])), lambda x, layer: local_mask(x, 0, floor(0.3 * long))
         )
         assert made == pytest.approx(expected, abs=1e-4)
 
@@ -445,7 +433,7 @@ def test_half_precision_scores_are_a_switch():
     (ask,) = [lm.bench.ask("The mill by the river", "", " turns all night")]
     (made,) = lm.bench.measure([ask])
     n = len(ask.ids) - 1
-    rule = lambda x, layer: local_mask(x, floors(0.2 * n)[0], 0, decay=0.1, dtype=torch.float16)  # noqa: E731
+    rule = lambda x, layer: local_mask(x, floor(0.2 * n), 0, decay=0.1, dtype=torch.float16)  # noqa: E731
     assert made.total == pytest.approx(
         masked_logprob(lm.bench.model, list(ask.ids), len(ask.continuation), rule), abs=1e-4
     )
@@ -455,7 +443,7 @@ def test_receipts_of_a_mask():
     lm = ours(protocol="row_mask", method="window", kv_ratio=0.25)
     (judged,) = lm.bench.measure([lm.bench.ask("The mill by the river", "", " turns")])
     n = 1 + len("The mill by the river turns") - 1
-    assert judged.receipt.slots == floors(0.25 * n)[0] + 1
+    assert judged.receipt.slots == floor(0.25 * n) + 1
     assert judged.receipt.first_eviction_step == 0
     model = lm.bench.model.config
     assert judged.receipt.kv_bytes == 2 * 4 * n * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
@@ -485,56 +473,32 @@ def test_a_context_too_short_is_told_from_what_no_context_could_have():
         ours("gpt2", method="streaming_llm", kv_ratio=0.5).bench.obstacle(asks)
 
 
-BAD = {
-    "method": ({"method": "h20"}, "method must be one of a2sf, "),
-    "no budget": (
-        {"method": "h2o"},
-        "method=h2o needs a budget: give kv_ratio=RATIO, budget.tokens=NUMBER or budget.threshold=NUMBER",
-    ),
-    "two budgets": (
-        {"method": "h2o", "kv_ratio": 0.5, "budget.threshold": 0.1},
-        "give exactly one of kv_ratio, tokens and threshold",
-    ),
-    "threshold of a mask": (
-        {"method": "h2o", "budget.threshold": 0.1, "protocol": "row_mask"},
-        "takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, pyramid, layers, heads and "
-        "threshold alone",
-    ),
-    "ratio": ({"method": "h2o", "kv_ratio": 1.5}, "kv_ratio must be in (0, 1] or null, got 1.5"),
-    "ratio in words": ({"method": "h2o", "kv_ratio": "half"}, "budget.kv_ratio must be a number or null, got 'half'"),
-    "method setting": ({"method": "h2o", "kv_ratio": 0.5, "method.alpha": 1}, "method.alpha is not a setting of H2O"),
-    "cache setting": ({"cache.colour": 1}, "cache.colour is not a setting of cache; it has: mode, positions"),
-    "word": ({"kvratio": 0.5}, "model_args: kvratio is not known; there are pretrained, method, kv_ratio"),
-    "protocol": ({"protocol": "rowmask"}, "protocol must be one of prefill_then_step, row_mask, a2sf, h2o, keyformer"),
-    "switch": ({"mask": "global"}, "mask=global belongs to protocol=row_mask"),
-    "switch's type": ({"protocol": "row_mask", "whole_text": "yes"}, "whole_text must be true or false, got 'yes'"),
-    "batch": ({"batch_size": "auto"}, "batch_size must be a number of rows, at least 1, got 'auto'"),
-    "mask of a method": (
-        {"method": "tova", "kv_ratio": 0.5, "protocol": "row_mask"},
-        "protocol=row_mask has no mask for method tova; it has for full, window, h2o",
-    ),
-    "global of another": (
-        {"method": "a2sf", "kv_ratio": 0.5, "protocol": "row_mask", "mask": "global"},
-        "mask=global is H2O's alone",
-    ),
-    "idle setting": (
-        {"method": "keyformer", "kv_ratio": 0.5, "protocol": "row_mask", "method.key_window": "release_frozen"},
-        "method.key_window=release_frozen means nothing under protocol=row_mask: leave it at paper",
-    ),
-    "budget of a mask": (
-        {"method": "h2o", "kv_ratio": 0.5, "protocol": "row_mask", "budget.pyramid": 0.5},
-        "takes kv_ratio (or tokens) and nothing else of a budget",
-    ),
-    "cadence of a mask": (
-        {"method": "h2o", "kv_ratio": 0.5, "protocol": "row_mask", "cache.evict_every": 2},
-        "leave cache.evict_at_prefill and cache.evict_every alone",
-    ),
-}
+RATIO = {"kv_ratio": 0.5}
+MASK = {"protocol": "row_mask", "method": "h2o", **RATIO}
+BAD = [
+    ({"method": "h20"}, "method must be one of a2sf, "),
+    ({"method": "h2o"}, "method=h2o needs a budget: give kv_ratio=RATIO, budget.tokens"),
+    ({"method": "h2o", **RATIO, "budget.threshold": 0.1}, "give exactly one of kv_ratio, tokens and threshold"),
+    ({"method": "h2o", "kv_ratio": 1.5}, "kv_ratio must be in (0, 1]"),
+    ({"method": "h2o", "kv_ratio": "half"}, "kv_ratio must be a number or null, got 'half'"),
+    ({"method": "h2o", **RATIO, "method.alpha": 1}, "method.alpha is not a setting of H2O"),
+    ({"cache.colour": 1}, "cache.colour is not a setting of cache; it has: mode, positions"),
+    ({"kvratio": 0.5}, "model_args: kvratio is not known; there are pretrained, method, kv_ratio"),
+    ({"protocol": "rowmask"}, "protocol must be one of prefill_then_step, row_mask, a2sf, h2o, keyformer"),
+    ({"mask": "global"}, "mask=global belongs to protocol=row_mask"),
+    ({"protocol": "row_mask", "whole_text": "yes"}, "whole_text must be true or false, got 'yes'"),
+    ({"batch_size": "auto"}, "batch_size must be a number of rows, at least 1, got 'auto'"),
+    (MASK | {"kv_ratio": None, "budget.threshold": 0.1}, "heads and threshold alone"),
+    (MASK | {"method": "tova"}, "protocol=row_mask has no mask for method tova; it has for full, window, h2o"),
+    (MASK | {"method": "a2sf", "mask": "global"}, "mask=global is H2O's alone"),
+    (MASK | {"method": "keyformer", "method.key_window": "release_frozen"}, "method.key_window=release_frozen means"),
+    (MASK | {"budget.pyramid": 0.5}, "takes kv_ratio (or tokens) and nothing else of a budget"),
+    (MASK | {"cache.evict_every": 2}, "leave cache.evict_at_prefill and cache.evict_every alone"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_are_said_before_a_model_loads(case, monkeypatch):
-    options, message = BAD[case]
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_bad_arguments_are_refused_before_a_model_loads(options, message, monkeypatch):
     monkeypatch.setattr("kvexp.run.lm_eval_model.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setattr("kvexp.run.lm_eval_model.load_tokenizer", lambda *_, **__: byte_tokenizer())
     with pytest.raises(ConfigError) as error:
@@ -550,9 +514,5 @@ def test_generation_settings_that_are_not_offered():
 
 
 def test_every_maskable_method_passes_its_check():
-    from kvexp.lm_eval import KNOWN
-
     for cls in KNOWN:
         check_row_mask(CacheConfig(cls(), Budget(kv_ratio=0.5), mode="auto"), "local")
-    bench = Bench(tiny("llama", **sized("llama")), byte_tokenizer(), CacheConfig(H2O(), Budget(kv_ratio=0.5)))
-    assert not bench.masked

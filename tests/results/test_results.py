@@ -667,3 +667,8 @@ def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(tmp_path)]) == 1
     assert "no run under" in capsys.readouterr().out
     assert table(tmp_path).empty
+
+
+def test_the_folder_of_a_run_is_that_run(sweep: Path) -> None:
+    run = next(path.parent for path in sorted(sweep.glob("*/config.json")) if "keyformer" in path.read_text("utf-8"))
+    assert list(table(run)["hash"]) == [run.name] and list(table(run)["method"]) == ["keyformer"]

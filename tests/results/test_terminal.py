@@ -106,7 +106,7 @@ def test_everything_is_said():
     own = {"cli.py", "util.py", "tasks/testbed.py", "engines/trace_check.py"}
     for path in (ROOT / "kvexp").rglob("*.py"):
         printed = re.findall(r"(?<![\w.])print\((.*)", path.read_text("utf-8"))
-        # found.text: the prompt that goes into a file; torch's version: another Python's, asked in a process
-        printed = [words for words in printed if not words.startswith(("found.text)", "torch.__version__,"))]
+        # text: the prompt that goes into a file; torch's version: another Python's, asked in a process
+        printed = [words for words in printed if not words.startswith(("text)", "torch.__version__,"))]
         assert not printed or path.relative_to(ROOT / "kvexp").as_posix() in own, path
         assert not re.search(r"from rich.console import .*\bConsole\b", path.read_text("utf-8")), path

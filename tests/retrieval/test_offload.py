@@ -55,7 +55,7 @@ def test_every_token_is_where_it_should_be(lengths, local, sinks, new):
             truth[row].append(key[row, :, 0])
     assert held.lengths == [n + new for n in lengths]
     layout = step_layout(held.lengths, held.config.local, sinks, torch.device("cpu"))
-    near = [(held.resident[0].sinks, layout.first), (held.resident[0].window(held.lengths), layout.last)]
+    near = [(held.resident[0].sinks, layout.first), (held.resident[0].window(torch.tensor(held.lengths)), layout.last)]
     for row, (n, past) in enumerate(zip(held.lengths, local, strict=True)):
         slots = torch.full((2, HEADS, n), -1)
         slots[row] = torch.arange(n)
@@ -96,7 +96,7 @@ def test_a_read_at_once_is_a_read_in_parts(lengths, local, sinks, count, seed):
         assert complete == bool(live.all())
         assert torch.equal(positions[:, :, sinks : sinks + count], slots)
         for got, (near, far) in zip((keys, values), each, strict=True):
-            expected = torch.cat([near.sinks, far, near.window(parts.lengths)], dim=2)
+            expected = torch.cat([near.sinks, far, near.window(torch.tensor(parts.lengths))], dim=2)
             assert torch.equal(got[live], expected[live])
             assert (got[~live] == 0).all()
         assert whole.traffic == parts.traffic

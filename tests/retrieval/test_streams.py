@@ -246,6 +246,20 @@ def test_an_overwrite_before_its_read_is_found(monkeypatch):
     assert any("to device overwrites what compute may not have read" in problem for problem in checker.problems)
 
 
+def test_a_cache_that_grows_and_one_whose_rows_are_picked_wait_for_their_blocks(monkeypatch):
+    """Only the second row needs more places: the block of the first has not arrived when the buffers change."""
+    with monkeypatch.context() as patch, checked_streams(patch) as checker:
+        streams, parts = get_streams(DEVICE, True), (marked(2, 20, DIM), -marked(2, 20, VALUE))
+        keys, values = (offload.empty_host(tuple(x.shape), x, x.device, pinned=True).copy_(x) for x in parts)
+        cache = BlockCache(BlockCacheConfig(tokens=8, block=2, per_step=4), 0, keys, values, DEVICE)
+        slots = torch.tensor([[[4, 5, -1, -1]] * HEADS, [[0, 2, 4, 6]] * HEADS])
+        assert cache.insert(cache.count(slots), [20, 20], keys, values, streams) == [1, 4]
+        picked = cache.index_rows(torch.tensor([1, 0]), streams)
+        got = picked.keys[1, :, :2].cpu()
+    assert torch.equal(got, keys[0, :, 4:6])
+    assert not checker.problems, checker.problems
+
+
 def test_the_checker_knows_bytes_and_clocks(monkeypatch):
     """By hand: other elements of a buffer do not conflict, the same ones do, and an event in between settles it."""
     with monkeypatch.context() as patch, checked_streams(patch) as checker:

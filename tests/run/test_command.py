@@ -13,7 +13,7 @@ from small import small
 from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.table import table
 from kvexp.results.views import main as results
-from kvexp.run.jobs import job_line, plan_jobs
+from kvexp.run.jobs import job_line
 from kvexp.run.store import Run, accept, refusals, refuse, runs
 from kvexp.util import Session, duration
 
@@ -50,16 +50,12 @@ def test_a_sweep_counts_its_jobs_and_says_how_long_the_rest_takes(command):
     assert not any(line.startswith("[") for line in command("method=h2o", "kv_ratio=0.3")[1].splitlines())
 
 
-def test_jobs_of_an_experiment_and_of_what_cannot_be_counted():
-    session = Session()
-    plan_jobs(session, ["kv_ratio=0.2,0.5", "limit=3"], {"method": "h2o,a2sf,window", "limit": "1"})
-    assert len(session.overrides_of_jobs) == 6
-    assert job_line(session, 5, []) == "[6/6] window kv_ratio=0.5"
+def test_the_line_of_a_job():
+    session = Session(overrides_of_jobs=[[f"method={name}"] for name in ("h2o", "a2sf")])
+    assert job_line(session, 0, []) == "[1/2] h2o"
     session.job_seconds = [100.0, 60.0, 62.0]  # the first one loaded the model
-    assert job_line(session, 1, []) == "[2/6] h2o kv_ratio=0.5, about 5 min left"
-    uncounted = Session()
-    plan_jobs(uncounted, ["method=glob(*)"], {})
-    assert job_line(uncounted, 2, ["method=tova", "limit=3"]) == "[3] tova limit=3"
+    assert job_line(session, 1, []) == "[2/2] a2sf, about 62 s left"
+    assert job_line(session, 2, ["method=tova", "limit=3"]) == "[3] tova limit=3"
     assert (duration(89), duration(91), duration(7200)) == ("89 s", "2 min", "2.0 h")
 
 

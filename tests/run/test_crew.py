@@ -156,7 +156,7 @@ def test_whoever_stops_reading_stops_them(note):
 
 @forks
 def test_none_outlives_its_parent(tmp_path, note):
-    """Killed, it cannot end them; they end with it, in the middle of what they do."""
+    """A killed parent cannot end them; they end with it, in the middle of what they do."""
     program = f"""
 import os, time
 from kvexp.run.workers import ForkPool

@@ -40,9 +40,6 @@ from kvexp.tasks import (
 )
 from kvexp.util import ConfigError
 
-# Questions and choices through the runner: rows that depend on nothing but their example, prefills that are shared.
-
-
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
 QUESTIONS = ("Who runs?", "Where to does it go?", "Who lies?", "Who steals?", "What does it eat now?")
@@ -105,7 +102,6 @@ AFTER = Reading(question="after_eviction")
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow, id="h2o"),
         pytest.param({"method": Keyformer()}, id="kf"),
         pytest.param({"budget": Budget(kv_ratio=0.3, of="sequence")}, id="seq"),
     ],
@@ -316,12 +312,9 @@ def test_other_tasks_with_an_instruction_feed_all_of_it_after_the_eviction() -> 
     assert said.question.endswith(" :")
 
 
-@pytest.mark.parametrize(
-    ("template", "where"),
-    [("alpaca", "in front"), ("plain", "in front"), ("{instruction} {input}", "in front"), ("{input} ", "nowhere")],
-)
-def test_a_hidden_instruction_cannot_stand_in_front(template: str, where: str) -> None:
-    with pytest.raises(ConfigError, match=f"instruction behind {{input}}, and .* has it {where}: set it to null"):
+@pytest.mark.parametrize("template", ["alpaca", "plain", "{instruction} {input}", "{input} "])
+def test_a_hidden_instruction_cannot_stand_in_front(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"task\.template with the instruction behind \{input\}"):
         News(template=template, question=QUESTION_PLACE_AFTER).check_options()
 
 

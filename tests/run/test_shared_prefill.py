@@ -15,7 +15,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
 
-import kvexp.run.batches as batch
 import kvexp.run.batches as together
 import kvexp.run.limits as memory
 from kvexp.run.settings import settings_of
@@ -25,6 +24,7 @@ from kvexp.util import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
+THREE = ("h2o", "keyformer", "a2sf")
 SHORT = ("task.max_new_tokens=4", "task.continuation_words=3")  # of task=sample: a forward per byte of a continuation
 
 
@@ -53,6 +53,12 @@ def rounded(value):
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def filled(outputs, *methods):
+    """Run these methods as one group and return what that leaves."""
+    together.run_group(together.prefill_groups([settings(outputs, method) for method in methods])[0], Session())
+    return content(outputs)
+
+
 def content(folder):
     """Everything a sweep leaves but times and halvings, by run and example; and each run's configuration and end.
 
@@ -73,10 +79,7 @@ LATER = ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_si
     ("sweep", "task"),
     [
         (("method=keyformer,oracle", "kv_ratio=0.3"), LATER),
-        pytest.param(SWEEP, LATER, marks=pytest.mark.slow),
-        pytest.param(SWEEP, ("task=testbed_summary", "limit=5", "batch_size=2"), marks=pytest.mark.slow),
         pytest.param(SWEEP, ("task=testbed_choice", "limit=3"), marks=pytest.mark.slow),
-        pytest.param(SWEEP, ("task=sample", "limit=2", "task.max_new_tokens=5"), marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, sweep, task):
@@ -95,37 +98,27 @@ def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, sweep, tas
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-@pytest.mark.parametrize(
-    ("sweep", "count"),
-    [(("method=h2o,keyformer", "kv_ratio=0.3"), 3), pytest.param(SWEEP, 9, marks=pytest.mark.slow)],
-    ids=["three runs", "nine runs"],
-)
-def test_processes_side_by_side_write_the_same_rows(command, tmp_path, sweep, count):
+def test_processes_side_by_side_write_the_same_rows(command, tmp_path):
     """Two threads: two processes with one thread each."""
-    words = ("-m", *sweep, "task=testbed_summary", "limit=7", "batch_size=2", "model=testbed_rope")
-    work = f"7 prompts, {7 * count} answers, {7 * (count - 1)} texts"
+    words = ("-m", "method=h2o,keyformer", "kv_ratio=0.3", "task=testbed_summary", "limit=7", "batch_size=2")
+    words, work = (*words, "model=testbed_rope"), "7 prompts, 21 answers, 14 texts"
     for threads in (1, 2):
         code, said = command(*words, f"outputs_dir={tmp_path / str(threads)}", threads=threads)
         assert code == 0, said
         assert (f"prefill, in 2 processes: {work}" in said) is (threads == 2)
-    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == count
+    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == 3
 
 
 def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monkeypatch):
     """Three prompts in one group of batches, in groups of one, and one after the other where the group runs out."""
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
-    groups, original = [], batch.outputs_of_batches
-    monkeypatch.setattr(batch, "outputs_of_batches", lambda *a: groups.append(len(a[2])) or original(*a))
+    groups, original = [], together.outputs_of_batches
+    monkeypatch.setattr(together, "outputs_of_batches", lambda *a: groups.append(len(a[2])) or original(*a))
 
-    def made(name):
-        members = [settings(tmp_path / name, m) for m in ("h2o", "keyformer", "a2sf")]
-        together.run_group(together.prefill_groups(members)[0], Session())
-        return content(tmp_path / name)
-
-    whole = made("together")
+    whole = filled(tmp_path / "together", *THREE)
     assert groups == [3]
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
-    assert made("alone") == whole and groups == [3, 1, 1, 1]
+    assert filled(tmp_path / "alone", *THREE) == whole and groups == [3, 1, 1, 1]
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
 
     def short(model, tokenizer, batches, pace):
@@ -133,8 +126,8 @@ def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monke
             raise torch.OutOfMemoryError("out of memory")
         return original(model, tokenizer, batches, pace)
 
-    monkeypatch.setattr(batch, "outputs_of_batches", short)
-    assert made("short") == whole
+    monkeypatch.setattr(together, "outputs_of_batches", short)
+    assert filled(tmp_path / "short", *THREE) == whole
 
 
 def test_groups_of_batches_are_even_and_enough_for_all_processes(tmp_path, monkeypatch):
@@ -174,7 +167,7 @@ def test_how_many_processes(tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_from_what_is_there(tmp_path):
     """Rows of some runs exist, one run is complete: nothing is made twice, nothing is missing."""
-    members = together.prefill_groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    (members,) = together.prefill_groups([settings(tmp_path, method) for method in THREE])
     assert [m.labels["method"] for m in members] == ["full", "h2o", "keyformer", "a2sf"]
     together.run_group(members, Session())
     whole = content(tmp_path)
@@ -203,8 +196,7 @@ def test_a_run_that_cannot_be_fails_alone(command, tmp_path):
 
 
 def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
-    members = together.prefill_groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
-    sizes, original = [], batch.outputs_of_batches
+    sizes, original = [], together.outputs_of_batches
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
 
     def greedy(model, tokenizer, batches, pace):
@@ -213,32 +205,26 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return original(model, tokenizer, batches, pace)
 
-    monkeypatch.setattr(batch, "outputs_of_batches", greedy)
-    together.run_group(members, Session())
+    monkeypatch.setattr(together, "outputs_of_batches", greedy)
+    small_parts = filled(tmp_path / "small", *THREE)
     assert sizes[:3] == [4, 2, 2]
     assert {row["halved"] for run in runs(tmp_path / "small") for row in run.rows()} == {1}
     monkeypatch.undo()
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
-    together.run_group(
-        together.prefill_groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
-    )
-    assert content(tmp_path / "small") == content(tmp_path / "large")
+    assert filled(tmp_path / "large", *THREE) == small_parts
     monkeypatch.setattr("kvexp.run.limits.free_bytes", lambda model: 1)
     monkeypatch.setattr(
-        batch, "outputs_of_batches", lambda *given: sizes.append(-len(given[2][0].runs)) or original(*given)
+        together, "outputs_of_batches", lambda *given: sizes.append(-len(given[2][0].runs)) or original(*given)
     )
-    together.run_group(
-        together.prefill_groups([settings(tmp_path / "none", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
-    )
+    assert filled(tmp_path / "none", *THREE) == small_parts
     assert set(n for n in sizes if n < 0) == {-1}
-    assert content(tmp_path / "none") == content(tmp_path / "large")
 
 
 @pytest.mark.parametrize("together_at_once", [1, 64])
 def test_one_that_fails_is_named_at_once_and_the_others_go_on(tmp_path, monkeypatch, capsys, together_at_once):
-    members = together.prefill_groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    (members,) = together.prefill_groups([settings(tmp_path, method) for method in THREE])
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", together_at_once)
-    calls, original = [], batch.outputs_of_batches
+    calls, original = [], together.outputs_of_batches
 
     def failing(model, tokenizer, batches, pace):
         asked = [run for one in batches for run in one.runs]
@@ -247,10 +233,10 @@ def test_one_that_fails_is_named_at_once_and_the_others_go_on(tmp_path, monkeypa
             raise IndexError("index 7 is out of bounds")
         return original(model, tokenizer, batches, pace)
 
-    monkeypatch.setattr(batch, "outputs_of_batches", failing)
+    monkeypatch.setattr(together, "outputs_of_batches", failing)
     together.run_group(members, Session())
     told = capsys.readouterr().err
-    assert told.count("failed beside the other runs, which go on: IndexError: index 7 is out of bounds") == 1
+    assert told.count("failed, the other runs go on: IndexError: index 7 is out of bounds") == 1
     assert "keyformer 0." in told and "h2o 0." not in told
     rows = {run.labels["method"]: len(run.rows()) for run in runs(tmp_path)}
     assert rows.pop("keyformer") == 0 and set(rows.values()) == {max(rows.values())} and min(rows.values()) > 0

@@ -8,12 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import kvexp.generate
 import kvexp.run.batches as batch
-import kvexp.run.limits as limits
 from kvexp.run.batches import measure_claimed, measure_rest, prefill_groups, run_group
 from kvexp.run.labels import DivergenceOptions, decided
 from kvexp.run.settings import settings_of
@@ -154,44 +153,24 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
     assert_alike(made, lines_of(tmp_path))
 
 
-@pytest.mark.slow
-def test_halved_where_memory_is_short(tmp_path, monkeypatch):
-    run_group(group(tmp_path / "large", *ONE_BY_ONE), Session())
-    monkeypatch.setattr("kvexp.run.batches.MAX_DECODE_ROWS", 1)
-    sizes, original = [], batch.outputs_of_batches
-
-    def greedy(model, tokenizer, batches, pace):
-        sizes.append(len(batches[0].runs))
-        if sizes[-1] > 2:
-            raise torch.OutOfMemoryError("out of memory")
-        return original(model, tokenizer, batches, pace)
-
-    monkeypatch.setattr(batch, "outputs_of_batches", greedy)
-    run_group(group(tmp_path / "small", *ONE_BY_ONE), Session())
-    assert sizes[:5] == [4, 2, 3, 2, 2], "full and h2o; then keyformer and window, each beside the full cache"
-    assert_alike(lines_of(tmp_path / "small"), lines_of(tmp_path / "large"))
-
-
 @pytest.mark.parametrize("task", [ONE_BY_ONE, (*SUMMARY, "batch_size=3")], ids=["single", "batch"])
-def test_what_is_decoded_is_written_before_the_next_is_where_time_is_short(tmp_path, prefills, monkeypatch, task):
+def test_what_is_decoded_is_written_before_the_next_is(tmp_path, prefills, monkeypatch, task):
     """Each run by itself, each text by itself: rows and lines are those of all together."""
     words = (*task, "divergence_text=both")
     run_group(group(tmp_path / "whole", *words), Session())
-    monkeypatch.setattr("kvexp.run.batches.WRITE_EVERY_S", 1e-9)
-    monkeypatch.setattr("kvexp.run.limits.FEW_STEPS", 0)
-    monkeypatch.setattr("kvexp.run.limits.WORTH_ROWS", 0)
-    there, original = [], limits.Pace.take
+    monkeypatch.setattr("kvexp.run.batches.MAX_UNWRITTEN_ROWS", 1)
+    there, original = [], kvexp.generate.decode_batches
 
-    def take(pace, kind, sizes, steps):
-        there.append((len(prefills), sum(len(run.rows()) for run in runs(tmp_path / "parts"))))
-        return original(pace, kind, sizes, steps)
+    def decode(*given, **named):
+        there.append(sum(len(run.rows()) for run in runs(tmp_path / "parts")))
+        return original(*given, **named)
 
-    monkeypatch.setattr(limits.Pace, "take", take)
+    monkeypatch.setattr(kvexp.generate, "decode_batches", decode)
     prefills.clear()
     run_group(group(tmp_path / "parts", *words), Session())
     batches, size = (4, 1) if task is ONE_BY_ONE else (2, 3)
     assert len(prefills) == batches, "no prompt is read twice"
-    assert [rows for _, rows in there][:4] == [0, size, 2 * size, 3 * size] and there[0][0] == 1
+    assert there[:4] == [0, size, 2 * size, 3 * size]
     assert_alike(lines_of(tmp_path / "whole"), lines_of(tmp_path / "parts"))
 
     def rows(folder):
