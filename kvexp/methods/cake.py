@@ -22,11 +22,11 @@ class CAKE(Method):
 
     E: entropy of a_q over the tokens before the window, V: its variance over q, both summed over the layer. Source:
     Qin et al., arXiv:2503.12491, and the authors' code (window 32, kernel 5, gamma 200, tau1 and tau2 of its table
-    by model, else 1). Departures: nothing is evicted while decoding (the authors' code drops a token a step by the
-    newest query's attention); layers are cut when the last one has seen the prompt, and fill the budget (theirs are
-    cut on the way and can leave slots empty: its sets are then part of these); a prompt a little above the budget
-    is cut too (theirs leaves `window` more). `budget.layers=uniform`: the same in every layer;
-    `budget.layers=cake`: these layer budgets for any other method.
+    by model, else 1). Departures: nothing is evicted while decoding (theirs: a token a step, by the newest query's
+    attention); layers are cut when the last one has seen the prompt, and fill the budget (theirs are cut on the way
+    and can leave slots empty: its sets are then part of these); a prompt a little above the budget is cut too
+    (theirs leaves `window` more). `budget.layers=uniform`: the same in every layer; `budget.layers=cake`: these
+    layer budgets for any other method.
     """
 
     name: ClassVar[str] = "cake"

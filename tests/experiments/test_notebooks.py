@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import nbformat
 import pandas as pd
@@ -164,6 +165,7 @@ def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys
     assert findings.main(["--check"]) == 1
     written = findings.judgements()
     assert "testbed,metric,holds,,otherwise," in written and "make reproduce-a2sf_fig5 SCALE=testbed" in written
+    shutil.copy(findings.FINDINGS, tmp_path)
     monkeypatch.setattr(findings, "FINDINGS", tmp_path / "FINDINGS.md")
     monkeypatch.setattr(findings, "JUDGEMENTS", tmp_path / "findings.csv")
     assert findings.main([]) == 0 and findings.main(["--check"]) == 0
