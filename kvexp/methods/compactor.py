@@ -31,8 +31,7 @@ class Compactor(Method):
     Durme, arXiv:2507.08143, as in kvpress's CompactorPress, which sets the defaults; `blending=null` is 1 - k / T
     as there. Departures: z is taken of each row (kvpress: of the batch); a partial last chunk is not padded
     (kvpress 0.5.5 gives padding logits of 0); the run's seed draws the matrix. Left out: the authors' engine, which
-    scores otherwise (chunks of 512 and 128, no values, no neighbours, 16 first and 64 last tokens, one choice for
-    all heads).
+    scores otherwise (chunks of 512 and 128, no values, no neighbours, one choice for all heads).
     """
 
     name: ClassVar[str] = "compactor"

@@ -221,7 +221,7 @@ class InfLLM(Retrieval):
     whole ones and the incomplete one on top. prefill: full, or blockwise in chunks of min(chunk, window + 1) that
     see sinks, chosen blocks and window only. far_positions: ordinary, or clamped to the window's edge. The release
     is rounding=blocks prefill=blockwise far_positions=clamped n_sinks=32; a chunk's rows then share what is far for
-    the last of them, so early rows see some tokens twice, here too.
+    the last of them (early rows see some tokens twice).
     """
 
     name: ClassVar[str] = "infllm"
