@@ -159,8 +159,8 @@ def calibrate_for_league(outputs: Path) -> None:
     """
     from kvexp.hf.calibrate import SURROGATES
     from kvexp.run.calibrate import calibrate_model, train_kvzap
-    from kvexp.run.calibrated import model_digest
     from kvexp.run.jobs import composed_model
+    from kvexp.run.model_spec import model_digest
 
     words = [f"model={MODEL}"]
     digest = model_digest(composed_model(words)[1])

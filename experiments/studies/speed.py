@@ -45,11 +45,10 @@ from kvexp.hf.load import ModelSize
 from kvexp.hf.patch import max_positions
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, Window
 from kvexp.run.batches import MAX_DECODE_ROWS, MIN_UTILISATION
-from kvexp.run.limits import SHARE
 from kvexp.run.main import main as run_command
 from kvexp.run.model_spec import ModelSpec, load, prepare_for_fork, rows_alone
 from kvexp.run.plan import PlannedGroup, second_passes, seconds_of, slots_bytes, slots_of
-from kvexp.run.rows import environment
+from kvexp.run.rows import SHARE, environment
 from kvexp.run.settings import Settings
 from kvexp.run.workers import ForkPool, num_workers
 from kvexp.util import ConfigError, Session, available, cache_folder, watch_pipes

@@ -24,15 +24,6 @@ from kvexp.methods import Full
 from kvexp.run.answers import PromptBatch, outputs_of_batches, shares_score_across_batch
 from kvexp.run.guard import check_stored
 from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
-from kvexp.run.limits import (
-    EXIT_HUNG,
-    TIME,
-    TimeLimit,
-    TimeLimitExceeded,
-    failure_kind,
-    fit_together,
-    free_memory,
-)
 from kvexp.run.model_spec import check_cache_fits_model, hub_commit, load, prepare_for_fork, rows_alone, tokenizer_of
 from kvexp.run.prompts import (
     MAX_QUESTIONS_PER_CONTEXT,
@@ -45,11 +36,18 @@ from kvexp.run.prompts import (
     with_stop_tokens,
 )
 from kvexp.run.rows import (
+    EXIT_HUNG,
+    TIME,
+    TimeLimit,
+    TimeLimitExceeded,
     check_commit,
     check_prompts,
     check_threads,
     environment,
     failed_row,
+    failure_kind,
+    fit_together,
+    free_memory,
     row_of,
     skipped_row,
     validated_row,

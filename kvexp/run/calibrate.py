@@ -22,10 +22,9 @@ from kvexp.hf.calibrate import (
     train_surrogate,
 )
 from kvexp.methods import KVzipPlus
-from kvexp.run.calibrated import model_digest
 from kvexp.run.compose import hydra_errors_shown, split_model_words
 from kvexp.run.jobs import INTERRUPTED, composed_model
-from kvexp.run.model_spec import ModelSpec, load, max_positions, tokenizer_of
+from kvexp.run.model_spec import ModelSpec, load, max_positions, model_digest, tokenizer_of
 from kvexp.tasks.articles import articles, articles_digest, training_articles
 from kvexp.util import CacheError, ConfigError, Progress, path_of, say, tells_errors
 

@@ -18,10 +18,9 @@ from kvexp.hf.load import ModelSize, parse_dtype, random_config, shape_of
 from kvexp.run.batches import prefill_groups
 from kvexp.run.jobs import HydraJob, report_failure, runs_of
 from kvexp.run.labels import refusal
-from kvexp.run.limits import head_slot_bytes, slots_held
 from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_spec, tokenizer_of
 from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, tokenize
-from kvexp.run.rows import environment
+from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, identity, runs
 from kvexp.tasks import Example, LMEval, Task

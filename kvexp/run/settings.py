@@ -17,7 +17,6 @@ from kvexp.hf.load import batch_size_identifies_run, beside_weights
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import CUR, Full
 from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, made, quantization_of
-from kvexp.run.calibrated import calibrated
 from kvexp.run.compose import option
 from kvexp.run.labels import (
     DivergenceOptions,
@@ -30,6 +29,7 @@ from kvexp.run.labels import (
 )
 from kvexp.run.model_spec import (
     ModelSpec,
+    calibrated,
     config_of_spec,
     facts_of_template,
     generation_config_of,

@@ -500,7 +500,7 @@ def test_what_nothing_holds_goes_back_to_the_system():
     """In a process of its own: 400 MiB in pieces, each below a small one that stays."""
     code = (
         "import torch\n"
-        "from kvexp.run.limits import free_memory\n"
+        "from kvexp.run.rows import free_memory\n"
         "resident = lambda: int(open('/proc/self/statm').read().split()[1]) * 4 >> 10\n"
         "pieces = [(torch.ones(25_600), torch.ones(64)) for _ in range(4096)]\n"
         "kept = [small for _, small in pieces]\n"

@@ -33,7 +33,7 @@ from kvexp.core import AttentionScoreSpec
 from kvexp.hf.load import ModelSize
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, Window
 from kvexp.run import batches as prefill_groups
-from kvexp.run import limits
+from kvexp.run import rows as limits
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.rows import environment
 from kvexp.run.settings import settings_of

@@ -123,7 +123,7 @@ def test_one_example_fails_and_the_rest_goes_on(stage, tmp_path, truth, launcher
 # A lock of the C library, which no signal handler of Python's ever gets to interrupt.
 STUCK = """
 import ctypes, os
-import kvexp.run.limits as deadline
+import kvexp.run.rows as deadline
 deadline.GRACE_S = 0.3
 library = ctypes.CDLL(None)
 def stuck():

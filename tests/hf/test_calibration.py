@@ -26,14 +26,13 @@ from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import KNorm, QFilters, TriAttention
 from kvexp.run import calibrate as kvzap_training
 from kvexp.run import calibrate as model_calibration
-from kvexp.run import calibrated
+from kvexp.run import model_spec as calibrated
 from kvexp.run.batches import evaluate_run
 from kvexp.run.calibrate import calibrate_main as main
 from kvexp.run.calibrate import calibrate_main as training
 from kvexp.run.calibrate import calibration_texts, sequences_of
-from kvexp.run.calibrated import model_digest
 from kvexp.run.lm_eval_model import ModelArguments
-from kvexp.run.model_spec import ModelSpec
+from kvexp.run.model_spec import ModelSpec, model_digest
 from kvexp.run.settings import settings_of
 from kvexp.tasks import TestbedSummary
 from kvexp.util import CacheError, ConfigError

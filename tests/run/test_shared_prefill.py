@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from small import small
 
 import kvexp.run.batches as together
-import kvexp.run.limits as memory
+import kvexp.run.rows as memory
 from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
 from kvexp.run.workers import ForkPool
@@ -212,7 +212,7 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
     assert filled(tmp_path / "large", *THREE) == small_parts
-    monkeypatch.setattr("kvexp.run.limits.free_bytes", lambda model: 1)
+    monkeypatch.setattr("kvexp.run.rows.free_bytes", lambda model: 1)
     monkeypatch.setattr(
         together, "outputs_of_batches", lambda *given: sizes.append(-len(given[2][0].runs)) or original(*given)
     )
