@@ -516,6 +516,7 @@ def test_the_pages_scores_are_the_printed_ones(command: str, tmp_path: Path) -> 
     words = [word for word in words_of(command)[2:] if word != "-m"]
     code, out, err = called(["python", "run.py", "-m", f"outputs_dir={tmp_path}", *words])
     assert code == 0, err
+    out += called(["python", "-m", "kvexp", "results", str(tmp_path), "--full"])[1]
     printed = [float(number) for number in re.findall(r"\d+\.\d+", out)]
 
     def shown(score: str) -> bool:
