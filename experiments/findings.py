@@ -30,9 +30,9 @@ from experiments.lib.record import (
     real_status,
     recorded,
     status,
-    table_of,
     write_or_check,
 )
+from experiments.lib.tables import markdown
 from kvexp.util import ConfigError, watch_pipes
 
 FINDINGS, JUDGEMENTS = HERE / "FINDINGS.md", HERE / "findings.csv"
@@ -73,7 +73,7 @@ def text() -> str:
     counts = Counter(row[3] for row in rows)
     verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
     wait = "; ".join(_short_title(name) for name in waiting)
-    return f"{summary()}{TABLE}{table_of(head, *rows)}\n\nBy divergence: {verdicts}. Waiting for a GPU: {wait}.\n"
+    return f"{summary()}{TABLE}{markdown(head, *rows)}\n\nBy divergence: {verdicts}. Waiting for a GPU: {wait}.\n"
 
 
 def summary() -> str:
@@ -107,7 +107,7 @@ def _number(name: str, entry: dict[str, Any] | None) -> str:
     template = words(name).get("number", "")
     parts = [filled(match) for match in re.finditer(r"\{(.+?)\}", template)]
     if not parts or "" in parts:
-        return str(entry["words"]).replace("|", "\\|")
+        return str(entry["words"])
     return re.sub(r"\{(.+?)\}", filled, template)
 
 

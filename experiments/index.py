@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.lib.exhibits import DECLARED, HERE, PAPERS, Exhibit, declared_text, exhibits
-from experiments.lib.record import NONE, WAITING, real_status, recorded, status, table_of, write_or_check
+from experiments.lib.record import NONE, WAITING, real_status, recorded, status, write_or_check
+from experiments.lib.tables import markdown
 from kvexp.util import watch_pipes
 
 README = HERE / "README.md"
@@ -43,7 +44,7 @@ def text() -> str:
         own = {name: each for name, each in exhibits().items() if each.paper == paper}
         waiting = [name for name in own if status(known.get(name)) == WAITING]
         rows = [_row(each, known.get(name), real.get(name)) for name, each in own.items() if name not in waiting]
-        parts.append(f"## {title}\n\n{table_of(COLUMNS, *rows)}\n")
+        parts.append(f"## {title}\n\n{markdown(COLUMNS, *rows)}\n")
         if waiting:
             parts.append(f"Speed, waiting for a GPU: {', '.join(f'`{name}`' for name in waiting)}.\n")
     return "\n".join(parts)

@@ -22,6 +22,7 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.real_scale import MODEL
+from experiments.lib.tables import markdown
 from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, WORDS, folders
 from kvexp.results.stats import LEVEL
@@ -334,22 +335,16 @@ def text_of(frame: pd.DataFrame) -> str:
 
 def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
     """The first TOP methods that evict with their places by block, and what became of the published order."""
-    titles = " | ".join(f"{task} {SHORT[question]}" for task, question in parts)
+    titles = [f"{task} {SHORT[question]}" for task, question in parts]
     ranks = [_mean_ranks(part) for part in parts.values()]
     names = sorted(set().union(*ranks), key=lambda name: (np.mean([r[name] for r in ranks if name in r]), name))
     places = [(name, *(f"{r[name]:.1f}" if name in r else "-" for r in ranks)) for name in names[:TOP]]
     signs = [(f"{one} > {other}", *(f"`{_signs(p, one, other)}`" for p in parts.values())) for one, other in _pairs()]
     yield f"### Places (of {max(map(len, ranks))} that evict, mean over budgets)"
-    yield _lines(f"method | {titles}", places)
+    yield markdown(["method", *titles], *places, right=True)
     yield f"### The published order at {', '.join(f'{ratio:g}' for ratio in RATIOS)}"
     yield "+ holds, - reversed, ? undecided, . not run:"
-    yield _lines(f"pair | {titles}", signs)
-
-
-def _lines(head: str, rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([f"| {head} |", f"|---|{'---:|' * head.count('|')}", *body])
+    yield markdown(["pair", *titles], *signs, right=True)
 
 
 def _mean_ranks(part: pd.DataFrame) -> dict[str, float]:
@@ -383,7 +378,7 @@ def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
     """A heading, a row per budget, and what was not run."""
     yield f"### {task}, {SHORT[question]} (n={int(part['n'].max())})"
     rows = [row for ratio in RATIOS if (row := _row(f"{ratio:g}", part[part["kv_ratio"].eq(ratio)]))]
-    yield _lines("budget | method | KL | as near | keeps all", rows)
+    yield markdown(["budget", "method", "KL", "as near", "keeps all"], *rows, right=True)
     if missing := [name for name in _names_of(task) if name not in {name_of(row) for _, row in part.iterrows()}]:
         yield f"Not run, or not finished: {', '.join(missing)}."
 

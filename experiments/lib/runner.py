@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 import kvexp
+from experiments.lib import tables
 from experiments.lib.draw import draw_divergence
 from experiments.lib.exhibits import HERE, REAL, Exhibit, full_name, load, sweeps
 from experiments.lib.real_scale import Command, commands
@@ -176,13 +177,8 @@ def markdown(table: pd.DataFrame) -> str:
     """A table as Markdown, numbers to four digits, columns without any value left out."""
     shown = table.dropna(axis=1, how="all")
     shown = shown[[name for name in shown if not shown[name].astype(str).eq("").all()]]
-    rows = [["" if pd.isna(cell) else _cell(cell) for cell in row] for row in shown.itertuples(index=False)]
-    lines = [list(map(str, shown.columns)), ["---"] * shown.shape[1], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    shown = shown.map(lambda cell: "" if pd.isna(cell) else f"{cell:.4g}" if isinstance(cell, float) else str(cell))
+    return tables.markdown(list(map(str, shown.columns)), *shown.itertuples(index=False))
 
 
 def results(names: Sequence[str], asked: Asked, workers: int) -> Iterator[tuple[str, Made | str]]:

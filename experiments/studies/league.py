@@ -30,6 +30,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.lib.tables import markdown as markdown_table
 from experiments.studies import carried_out
 from kvexp import NUMERICS
 from kvexp.diagnose.case import Case, cases, run_at
@@ -269,21 +270,16 @@ def command(entry: Entry) -> str:
 
 def markdown(entries: Sequence[Entry]) -> str:
     """The tables as Markdown, for docs/league.md."""
-    columns = [(name, cell) for name, cell in COLUMNS if name not in HTML_ONLY]
-    lines = []
+    columns = {name: cell for name, cell in COLUMNS if name not in HTML_ONLY}
+    found = ""
     for title, own in groups_of(entries):
-        lines += [f"**{_cell(title)}**", "", _line([name for name, _ in columns])]
-        lines += [_line(["---", *["---:"] * (len(columns) - 1)])]
-        lines += [*(_line([_cell(cell(entry)) for _, cell in columns]) for entry in own), ""]
-    return "\n".join(lines)
+        rows = [[_plain_text(cell(entry)) for cell in columns.values()] for entry in own]
+        found += f"**{_plain_text(title)}**\n\n{markdown_table(list(columns), *rows, right=True)}\n"
+    return found
 
 
-def _cell(words: Any) -> str:
-    return visible(str(words)).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _plain_text(words: Any) -> str:
+    return visible(str(words)).replace("<", "&lt;")
 
 
 BEGIN, END = "<!-- league: made by python -m experiments.studies.league page -->", "<!-- end of league -->"

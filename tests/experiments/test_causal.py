@@ -58,9 +58,6 @@ from kvexp.methods import H2O, TOVA, Full, Random, SnapKV, StreamingLLM, Window
 from kvexp.run.batches import settings_at
 from kvexp.util import ConfigError
 
-# Removals as masks against caches built without the token, planted models, plans, measures, and the command.
-
-
 QUESTION = [50, 51]
 
 

@@ -141,7 +141,7 @@ def test_the_number_of_an_exhibit_is_the_recorded_one(monkeypatch):
     }
     monkeypatch.setattr(findings, "words", lambda name: {"number": "{keyformer at 0.7}; H2O {h2o at 0.9}"})
     assert findings._number("keyformer_fig7", entry) == "0.041; H2O 91.5 (78.3..110.5)"
-    assert findings._number("keyformer_fig7", {"words": "another | sentence"}) == "another \\| sentence"
+    assert findings._number("keyformer_fig7", {"words": "another | sentence"}) == "another | sentence"
 
 
 def test_every_exhibit_has_its_reason_and_no_other_has():
