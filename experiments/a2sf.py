@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.lib import inside
-from experiments.lib.draw import METHODS, METRICS, bars, curves, in_order, model_words
+from experiments.lib.draw import METRICS, bars, by_method, curves, legend, model_words, panel_grid
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.tables import (
     Side,
@@ -20,6 +19,7 @@ from experiments.lib.tables import (
     interval_columns,
     judge,
     mean_columns,
+    means_by,
     of,
     option,
     paired_gap,
@@ -72,12 +72,8 @@ COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73")  # of tokens
 
 def fig1_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per model, factor, quantity and part of the prompt; and what the older half holds, of all models."""
-    rows = []
-    keys = ["model", "method", "kv_ratio", "setting", "of", "bin"]
-    for key, part in frame.groupby(keys):
-        row: dict[str, Any] = dict(zip(keys, key, strict=True))
-        rows.append(row | {"prompts": part["prompt"].nunique()} | mean_columns("percent", part["percent"].tolist()))
-    return pd.DataFrame(rows).assign(**_older_half(frame, "score"), **_older_half(frame, "kept"))
+    made = means_by(frame, ["model", "method", "kv_ratio", "setting", "of", "bin"], ["percent"])
+    return made.assign(**_older_half(frame, "score"), **_older_half(frame, "kept"))
 
 
 def _older_half(frame: pd.DataFrame, name: str) -> dict[str, float]:
@@ -106,12 +102,11 @@ def fig1_holds(table: pd.DataFrame) -> Verdict:
 def fig1_draw(table: pd.DataFrame, figure: Figure) -> None:
     """A row per model, a column per factor: bars are scores, red marks the tokens that a budget would keep."""
     models, settings = sorted(set(table["model"])), sorted(set(table["setting"]), reverse=True)
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(3.6 * len(settings), 1.9 * len(models) + 0.5)
+    panels = panel_grid(figure, len(models), len(settings), (3.6 * len(settings), 1.9 * len(models) + 0.5))
     top = 1.05 * table["percent_high"].fillna(table["percent"]).max()
     for row, model in enumerate(models):
         for column, setting in enumerate(settings):
-            axes = figure.add_subplot(len(models), len(settings), row * len(settings) + column + 1)
+            axes = panels[row, column]
             part = table[(table["model"] == model) & (table["setting"] == setting)]
             score, kept = (part[part["of"] == name].sort_values("bin") for name in ("score", "kept"))
             reach = score[["percent_low", "percent_high"]].sub(score["percent"], axis=0).abs().T.to_numpy()
@@ -133,17 +128,14 @@ def fig4_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Means over prompts per model and mask, the maps of the first model, and how near to ideal each middle comes."""
     frame = frame.assign(setting=frame["setting"].fillna("").astype(str))
     counted, maps = frame[frame["sink"].notna()], frame[frame["map"].notna()]
-    rows = []
-    for (model, method, setting), part in counted.groupby(["model", "method", "setting"]):
-        row: dict[str, Any] = {"model": model, "method": method, "setting": setting, "prompts": len(part)}
-        rows.append(row | mean_columns("sink", part["sink"].tolist()) | mean_columns("middle", part["middle"].tolist()))
+    means = means_by(counted, ["model", "method", "setting"], ["sink", "middle"])
     shown = maps[maps["model"] == maps["model"].iloc[0]][["model", "method", "setting", "layer", "map"]]
     ideal = counted[counted["method"] == "ideal"][["model", "prompt", "middle"]]
     off = counted.merge(ideal, on=["model", "prompt"], suffixes=("", "_ideal"))
     off = off.assign(off=(off["middle"] - off["middle_ideal"]).abs())
     mine = (off["method"] == "a2sf") & (off["setting"] == "method.alpha=0.1")
     nearer = interval_columns("nearer", paired_gap(off, "off", off["method"] == "h2o", mine, ("prompt",)))
-    return pd.concat([pd.DataFrame(rows), shown], ignore_index=True).assign(**nearer)
+    return pd.concat([means, shown], ignore_index=True).assign(**nearer)
 
 
 def fig4_holds(table: pd.DataFrame) -> Verdict:
@@ -169,11 +161,10 @@ def fig4_draw(table: pd.DataFrame, figure: Figure) -> None:
     """A row per layer, a column per mask; the color is the cube root of attention, as in the paper."""
     maps = table[table["map"].notna()]
     layers = sorted(set(maps["layer"]))
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(2.1 * len(MAPS), 2.2 * len(layers) + 0.3)
+    panels = panel_grid(figure, len(layers), len(MAPS), (2.1 * len(MAPS), 2.2 * len(layers) + 0.3))
     for row, layer in enumerate(layers):
         for column, (method, setting) in enumerate(MAPS):
-            axes = figure.add_subplot(len(layers), len(MAPS), row * len(MAPS) + column + 1)
+            axes = panels[row, column]
             found = maps[(maps["layer"] == layer) & (maps["method"] == method) & (maps["setting"] == setting)]
             axes.set_xticks([])
             axes.set_yticks([])
@@ -192,14 +183,11 @@ def fig4_draw(table: pd.DataFrame, figure: Figure) -> None:
 def fig6_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Means over prompts ("held" rows), and the curves of one prompt and head of the first model ("curve" rows)."""
     held = frame[frame["held"].notna()]
-    rows = []
-    for (model, setting, score), part in held.groupby(["model", "setting", "score"]):
-        row: dict[str, Any] = {"model": model, "setting": setting, "score": score, "prompts": len(part)}
-        rows.append(row | mean_columns("held", part["held"].tolist()))
+    means = means_by(held, ["model", "setting", "score"], ["held"])
     gap = paired_gap(held, "held", held["score"] == "A2SF", held["score"] == "A2S", ("prompt",))
     followed = frame[frame["curve"].notna() & (frame["model"] == frame["model"].iloc[0])]
     followed = followed.drop(columns=["held", "prompt", "task", "method", "kv_ratio"])
-    return pd.concat([pd.DataFrame(rows), followed], ignore_index=True).assign(**interval_columns("ahead", gap))
+    return pd.concat([means, followed], ignore_index=True).assign(**interval_columns("ahead", gap))
 
 
 def fig6_holds(table: pd.DataFrame) -> Verdict:
@@ -217,10 +205,8 @@ def fig6_draw(table: pd.DataFrame, figure: Figure) -> None:
     """Three panels as in the paper, of one head of the first model; the red line is where pruning would happen."""
     followed = table[table["curve"].notna()]
     first = followed.iloc[0]
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(9.6, 2.9)
-    for place, name in enumerate(inside.SCORES):
-        axes = figure.add_subplot(1, len(inside.SCORES), place + 1)
+    (panels,) = panel_grid(figure, 1, len(inside.SCORES), (9.6, 2.9))
+    for axes, name in zip(panels, inside.SCORES, strict=True):
         part = followed[followed["score"] == name]
         for token, color in zip(sorted(set(part["token"])), COLORS, strict=False):
             values = [float(value) for value in part[part["token"] == token]["curve"].iloc[0].split()]
@@ -231,8 +217,7 @@ def fig6_draw(table: pd.DataFrame, figure: Figure) -> None:
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("step (query)", fontsize=8)
     figure.axes[0].set_ylabel("score", fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    legend(figure)
     place = f"layer {first['layer'] + 1:.0f}, head {first['head'] + 1:.0f}"
     figure.suptitle(f"{model_words(first['model'])}: {place}", fontsize=9)
 
@@ -243,13 +228,8 @@ def table2_table(frame: pd.DataFrame) -> pd.DataFrame:
     over_h2o_ALPHA: how much more like the ideal a2sf is than h2o, over the prompts of all models.
     """
     frame = frame.assign(setting=frame["setting"].fillna("").astype(str))
-    keys, rows = ["model", "method", "kv_ratio", "setting"], []
-    for key, part in frame.groupby(keys):
-        row: dict[str, Any] = dict(zip(keys, key, strict=True)) | {"prompts": part["prompt"].nunique()}
-        for name in inside.ALIKE:
-            row |= mean_columns(name, part[name].tolist())
-        rows.append(row)
-    made = pd.DataFrame(rows).sort_values(["model", "method", "setting"], ignore_index=True)
+    made = means_by(frame, ["model", "method", "kv_ratio", "setting"], inside.ALIKE)
+    made = made.sort_values(["model", "method", "setting"], ignore_index=True)
     for alpha in ("0.1", "0.5"):
         mine = (frame["method"] == "a2sf") & frame["setting"].str.contains(f"alpha={alpha}", regex=False)
         gap = paired_gap(frame, "cosine", mine, frame["method"] == "h2o", ("prompt",))
@@ -276,11 +256,9 @@ def table2_draw(table: pd.DataFrame, figure: Figure) -> None:
     models = list(dict.fromkeys(table["model"]))
     methods = ("window", "h2o", "a2sf")
     series = [(m, s) for m in methods for s in sorted(set(table[table["method"] == m]["setting"]))]
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(3.3 * len(inside.ALIKE), 3.4)
+    (panels,) = panel_grid(figure, 1, len(inside.ALIKE), (3.3 * len(inside.ALIKE), 3.4))
     width = 0.8 / len(series)
-    for place, (name, title) in enumerate(inside.ALIKE.items()):
-        axes = figure.add_subplot(1, len(inside.ALIKE), place + 1)
+    for axes, (name, title) in zip(panels, inside.ALIKE.items(), strict=True):
         for step, (method, setting) in enumerate(series):
             rows = table[(table["method"] == method) & (table["setting"] == setting)].set_index("model")
             rows = rows.reindex(models)
@@ -293,8 +271,7 @@ def table2_draw(table: pd.DataFrame, figure: Figure) -> None:
         axes.set_ylim(0, 1.02)
         axes.set_title(title, fontsize=9)
         axes.set_ylabel("mean cosine to ideal" if name.startswith("cosine") else "share of the ideal keys", fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(series), fontsize=8)
+    legend(figure)
 
 
 # Figs. 3 and 5, Table 1 and section 4.4: accuracy, and answers that are written.
@@ -371,8 +348,7 @@ def table1_table(frame: pd.DataFrame) -> pd.DataFrame:
         for shots in sorted(set(frame["shots"]), reverse=True)
     }
     made = with_gaps(made, frame, "acc", pairs)
-    place = {name: i for i, name in enumerate(in_order(made["method"].tolist(), METHODS))}
-    return made.sort_values(["model", "shots", "method"], key=lambda c: c.map(place) if c.name == "method" else c)
+    return by_method(made, ["model", "shots", "method"])
 
 
 def table1_draw(table: pd.DataFrame, figure: Figure) -> None:

@@ -1,7 +1,7 @@
 """What we conclude: FINDINGS.md, one table of all exhibits, and findings.csv, every judgement with its sentence.
 
-Numbers come from measured.json and measured_real.json alone, short claims and reasons from findings.yaml, the page's
-head from summary.md.
+Numbers come from measured.json and measured_real.json alone, short claims and reasons from findings.yaml. What stands
+above the table is written by hand and stays.
 
 python -m experiments.findings            write both
 python -m experiments.findings --check    exit 1 if what stands there is something else
@@ -30,13 +30,13 @@ from experiments.lib.record import (
     real_status,
     recorded,
     status,
-    table_of,
     write_or_check,
 )
+from experiments.lib.tables import markdown
 from kvexp.util import ConfigError, watch_pipes
 
 FINDINGS, JUDGEMENTS = HERE / "FINDINGS.md", HERE / "findings.csv"
-WORDS, SUMMARY = HERE / "findings.yaml", HERE / "summary.md"
+WORDS = HERE / "findings.yaml"
 KEYS = ("short", "number", "why", "limits", "real")
 CONTRADICTED = "contradicted"  # what the page calls a claim that does not hold
 INTERVAL = r"[+-]?\d+(?:\.\d+)?(?: \([^()]* … [^()]*\))?"
@@ -73,10 +73,12 @@ def text() -> str:
     counts = Counter(row[3] for row in rows)
     verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
     wait = "; ".join(_short_title(name) for name in waiting)
-    return (
-        f"{SUMMARY.read_text('utf-8')}\n{TABLE}{table_of(head, *rows)}\n\n"
-        f"By divergence: {verdicts}. Waiting for a GPU: {wait}.\n"
-    )
+    return f"{summary()}{TABLE}{markdown(head, *rows)}\n\nBy divergence: {verdicts}. Waiting for a GPU: {wait}.\n"
+
+
+def summary() -> str:
+    """The page's head, above the table."""
+    return FINDINGS.read_text("utf-8").partition(TABLE.partition("\n")[0])[0]
 
 
 def _row(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ def _number(name: str, entry: dict[str, Any] | None) -> str:
     template = words(name).get("number", "")
     parts = [filled(match) for match in re.finditer(r"\{(.+?)\}", template)]
     if not parts or "" in parts:
-        return str(entry["words"]).replace("|", "\\|")
+        return str(entry["words"])
     return re.sub(r"\{(.+?)\}", filled, template)
 
 

@@ -11,20 +11,22 @@ from matplotlib.figure import Figure
 from benchmarks.clock import Ratio, ratio
 from experiments.lib import inside
 from experiments.lib.draw import (
-    METHODS,
     MODELS,
     bars,
     best_of,
+    by_method,
     curves,
     in_order,
+    legend,
     model_lines,
     model_words,
+    panel_grid,
     settings_curves,
     settings_grid,
 )
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, over, samples, with_paper
-from experiments.lib.tables import ahead, interval, judge, mean_columns, option, paper_numbers, points, signed
+from experiments.lib.tables import ahead, interval, judge, means_by, option, paper_numbers, points, signed
 from experiments.lib.verdicts import (
     Closer,
     Near,
@@ -194,11 +196,7 @@ UNEVEN = 1.0  # percent of the kept tokens' score that must change hands for the
 
 def per_prompt(frame: pd.DataFrame, by: str, value: str) -> pd.DataFrame:
     """One row per model and value of `by`: the mean over prompts, with its interval."""
-    found = []
-    for (model, task, at), part in frame.groupby(["model", "task", by], sort=False):
-        row = {"model": model, "task": task, by: at, "n": part["prompt"].nunique()}
-        found.append(row | mean_columns(value, part[value].tolist()))
-    return pd.DataFrame(found)
+    return means_by(frame, ["model", "task", by], [value], "n", sort=False)
 
 
 def fig3a_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -245,28 +243,18 @@ def fig3b_holds(table: pd.DataFrame) -> Verdict:
 def fig3c_table(frame: pd.DataFrame) -> pd.DataFrame:
     """The points, methods in the papers' order."""
     made = points(frame, "rouge2")
-    made = made.assign(bar=made["method"].str.replace("_", " "))
-    order = in_order(made["method"].tolist(), METHODS)
-    return made.sort_values("method", key=lambda names: names.map(order.index), kind="stable", ignore_index=True)
+    return by_method(made.assign(bar=made["method"].str.replace("_", " ")), ["method"]).reset_index(drop=True)
 
 
 def fig4_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per model, before or after, and rank: percent of the attention; what was lost, what changed hands."""
-    found = []
-    for (model, name, rank), part in frame.groupby(["model", "of", "rank"], sort=False):
-        whole = frame[frame["model"].eq(model)].groupby("prompt").first()
-        row = {"model": model, "of": name, "rank": rank, "n": part["prompt"].nunique()}
-        row |= mean_columns("score", part["score"].tolist()) | mean_columns("lost", whole["lost"].tolist())
-        found.append(row | mean_columns("uneven", whole["uneven"].tolist()))
-    return pd.DataFrame(found)
+    return means_by(frame, ["model", "of", "rank"], ["score", "lost", "uneven"], "n", sort=False)
 
 
 def fig4_draw(table: pd.DataFrame, figure: Figure) -> None:
     models = in_order(table["model"].tolist(), MODELS)
-    figure.set_size_inches(2.6 * len(models) + 0.3, 2.7)
-    figure.set_layout_engine("constrained")
-    for place, model in enumerate(models):
-        axes = figure.add_subplot(1, len(models), place + 1)
+    (panels,) = panel_grid(figure, 1, len(models), (2.6 * len(models) + 0.3, 2.7))
+    for place, (axes, model) in enumerate(zip(panels, models, strict=True)):
         for name, color, shift in (("before", color_of("full"), -0.2), ("after", color_of("h2o"), 0.2)):
             part = table[table["model"].eq(model) & table["of"].eq(name)].sort_values("rank")
             label = "full attention" if name == "before" else "after the reduction"
@@ -280,8 +268,7 @@ def fig4_draw(table: pd.DataFrame, figure: Figure) -> None:
         axes.set_ylabel("attention (%)" if place == 0 else "", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-    entries = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*entries, fontsize=7, loc="outside lower center", ncols=2, frameon=False)
+    legend(figure)
 
 
 def fig4_holds(table: pd.DataFrame) -> Verdict:

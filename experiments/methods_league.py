@@ -23,26 +23,23 @@ from experiments.lib.exhibits import REAL
 from experiments.lib.league import GROUPS, LONGEST, QUESTIONS, Piece, calibrate_for_league, pieces
 from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import late, planned_seconds, sweep
-from kvexp.util import CacheError, ConfigError, watch_pipes
+from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
 
 OWN = ("news", "news_qa")  # tasks on kvexp's own articles, which need no DATA
 SMOKE_RATIOS = "0.25,0.75"
 
 
+@tells_errors(ConfigError, CacheError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all was run, 1 if a sweep failed (the others are run), 2 for what cannot be asked for."""
     args = parser().parse_args(arguments)
     where: Path = args.outputs.resolve()
-    try:
-        if args.record:
-            print(f"wrote {league.record(where)}")
-            return 0
-        wanted = _checked(args)
-        if not args.plan and any(_calibrated(piece) for piece in wanted):
-            calibrate_for_league(where)
-    except (ConfigError, CacheError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.record:
+        print(f"wrote {league.record(where)}")
+        return 0
+    wanted = _checked(args)
+    if not args.plan and any(_calibrated(piece) for piece in wanted):
+        calibrate_for_league(where)
     seconds = [_took(piece, args, where) for piece in wanted]
     failed = [piece.name for piece, took in zip(wanted, seconds, strict=True) if took is None]
     if failed:

@@ -23,6 +23,7 @@ from experiments.lib.exhibits import REAL
 from experiments.lib.league import QUESTIONS
 from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import jobs, late
+from experiments.lib.tables import markdown
 from kvexp.generate import prefill_together
 from kvexp.results.read import WORDS
 from kvexp.results.stats import LEVEL, t_quantile
@@ -71,18 +72,15 @@ def shares(runs: Sequence[Settings]) -> np.ndarray:
 
 def table(question: str, names: Sequence[str], found: np.ndarray) -> str:
     """A Markdown table, most first; found: as `shares` of these names."""
-    lines = [
-        f"| {WORDS[question]} | tokens of the needle held, % | heads that hold nine of ten, % |",
-        "|---|---:|---:|",
-    ]
+    rows = []
     for place in np.argsort(-found.mean((1, 2, 3)), kind="stable"):
         each = 100 * found[place].mean((1, 2))
         half = t_quantile((1 + LEVEL) / 2, len(each) - 1) * each.std(ddof=1) / len(each) ** 0.5
         whole = 100 * (found[place] >= WHOLE).mean()
-        lines.append(
-            f"| {names[place]} | {each.mean():.0f} ({each.mean() - half:.0f}..{each.mean() + half:.0f}) | {whole:.0f} |"
-        )
-    return "\n".join(lines)
+        held = f"{each.mean():.0f} ({each.mean() - half:.0f}..{each.mean() + half:.0f})"
+        rows.append((names[place], held, f"{whole:.0f}"))
+    head = (WORDS[question], "tokens of the needle held, %", "heads that hold nine of ten, %")
+    return markdown(head, *rows, right=True)
 
 
 @tells_errors(ConfigError, CacheError)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from experiments.lib.long_texts import add_options, read
+from experiments.lib.tables import markdown
 from kvexp.core import Budget
 from kvexp.generate import GenerationParams, generate
 from kvexp.hf.patch import head_dim
@@ -90,11 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     found = recall(model, texts, options.m, options.b, options.kv_ratio, options.new)
     length = f"{options.documents} documents of {options.tokens} tokens"
     print(f"recall@k, {options.model}, kv_ratio={options.kv_ratio:g}, {length}")
-    print(f"| m \\ b | {' | '.join(map(str, options.b))} |")
-    print("|---" * (len(options.b) + 1) + "|")
-    for m in options.m:
-        cells = [f"{found[f'{m}x{b}']:.3f}" for b in options.b]
-        print(f"| {m} | {' | '.join(cells)} |")
+    rows = [[f"{m}", *(f"{found[f'{m}x{b}']:.3f}" for b in options.b)] for m in options.m]
+    print(markdown(["m \\ b", *map(str, options.b)], *rows))
     print(f"chance: {found['random']:.3f}")
     return 0
 

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,18 @@ from matplotlib.figure import Figure
 from benchmarks.clock import Ratio, ratio
 from benchmarks.store import RESULTS
 from experiments.lib import inside
-from experiments.lib.draw import METHODS, METRICS, bars, curves, finish, in_order, legend, model_words
+from experiments.lib.draw import (
+    METHODS,
+    METRICS,
+    bars,
+    by_method,
+    curves,
+    finish,
+    in_order,
+    legend,
+    model_words,
+    panel_grid,
+)
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.record import WAITS
 from experiments.lib.speed import COLUMNS, NONE_YET, cells, draw_speed, found_of, ours, samples
@@ -29,6 +39,7 @@ from experiments.lib.tables import (
     interval_columns,
     judge,
     mean_columns,
+    means_by,
     of,
     option,
     paired_gap,
@@ -102,25 +113,18 @@ PLACE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of the places tha
 
 def fig5_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Per model, means over prompts; and the places that are drawn."""
-    rows = []
-    for model, part in frame.groupby("model"):
-        each = part.groupby("prompt")[["top", "power", "exponential", "power_better"]].mean()
-        row: dict[str, Any] = {"model": model, "prompts": len(each)}
-        for name in each:
-            row |= mean_columns(str(name), each[name].tolist())
-        rows.append(row)
+    columns = ["top", "power", "exponential", "power_better"]
+    each = frame.groupby(["model", "prompt"], as_index=False)[columns].mean()
     shown = frame[frame["scores"].notna()][["model", "layer", "head", "query", "scores"]]
-    return pd.concat([pd.DataFrame(rows), shown], ignore_index=True)
+    return pd.concat([means_by(each, ["model"], columns), shown], ignore_index=True)
 
 
 def fig5_draw(table: pd.DataFrame, figure: Figure) -> None:
     """A panel per model: sorted scores of single queries in log-log axes, where a power law is a straight line."""
     shown = table[table["scores"].notna()]
     models = sorted(set(shown["model"]))
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(3.6 * len(models), 3.1)
-    for place, model in enumerate(models):
-        axes = figure.add_subplot(1, len(models), place + 1)
+    (panels,) = panel_grid(figure, 1, len(models), (3.6 * len(models), 3.1))
+    for place, (axes, model) in enumerate(zip(panels, models, strict=True)):
         for color, (_, row) in zip(PLACE_COLORS, shown[shown["model"].eq(model)].iterrows(), strict=False):
             scores = np.array(row["scores"].split(), dtype=float)
             label = f"{model_words(model)}: layer {row['layer'] + 1:.0f}, head {row['head'] + 1:.0f}"
@@ -172,9 +176,7 @@ def fig7_draw(table: pd.DataFrame, figure: Figure) -> None:
         figure.set_size_inches(6.0, 1.0)
         figure.text(0.5, 0.5, textwrap.fill(FIG7_NONE, 75), ha="center", va="center", fontsize=7)
         return
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(3.8, 3.0)
-    axes = figure.add_subplot()
+    axes = panel_grid(figure, 1, 1, (3.8, 3.0))[0, 0]
     for (name, label, color), marker in zip(FIG7_TIMES, "osD", strict=True):
         axes.plot(table["length"], 1000 * table[name], color=color, marker=marker, markersize=4, label=label)
     finish(axes, "prompt (tokens)", "ms for one layer")
@@ -310,10 +312,8 @@ def _place(example: str) -> tuple[float, float] | None:
 def fig8_draw(table: pd.DataFrame, figure: Figure) -> None:
     """A heat-map per method as the paper has it: length across, depth down, greener is better."""
     methods = in_order(table["method"].tolist(), METHODS)
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(2.2 * len(methods) + 0.8, 2.5)
-    for place, method in enumerate(methods):
-        axes = figure.add_subplot(1, len(methods), place + 1)
+    (panels,) = panel_grid(figure, 1, len(methods), (2.2 * len(methods) + 0.8, 2.5))
+    for place, (axes, method) in enumerate(zip(panels, methods, strict=True)):
         found = table[table["method"].eq(method)]
         shown = found.pivot_table("found", "depth", "length", aggfunc="mean")
         image = heatmap(shown, axes, f"{method}, mean {found['found'].mean():.0f}", bar=False)
@@ -457,8 +457,7 @@ def table2_table(frame: pd.DataFrame) -> pd.DataFrame:
         pairs |= {f"over_{rival}_{at:g}": (mine, of(rival, kv_ratio=at)) for rival in RIVALS}
         pairs[f"over_full_{at:g}"] = (mine, of("full"))
     made = with_gaps(made, same, ALL, pairs)
-    place = {name: i for i, name in enumerate(in_order(made["method"].tolist(), METHODS))}
-    return made.sort_values(["task", "kv_ratio", "method"], key=lambda c: c.map(place) if c.name == "method" else c)
+    return by_method(made, ["task", "kv_ratio", "method"])
 
 
 def _ratios(made: pd.DataFrame) -> list[float]:
@@ -537,12 +536,9 @@ def fig10d_table(frame: pd.DataFrame) -> pd.DataFrame:
     policy = frame["setting"].map(lambda setting: option(setting, "method.cache_policy"))
     blocks = frame["setting"].map(lambda setting: int(option(setting, "method.cache_blocks_per_step")))
     frame = frame.assign(policy=policy, blocks=blocks)
-    rows = []
-    for (model, name, count), part in frame.groupby(["model", "policy", "blocks"]):
-        row: dict[str, Any] = {"model": model, "method": "pqcache", "policy": name, "blocks": count}
-        row |= {"prompts": len(part), "prompt_tokens": part["prompt_tokens"].mean()}
-        rows.append(row | mean_columns("rate", part["rate"].tolist()))
-    made = pd.DataFrame(rows)
+    keys = ["model", "policy", "blocks"]
+    lengths = frame.groupby(keys)["prompt_tokens"].mean()
+    made = means_by(frame, keys, ["rate"]).join(lengths, on=keys).assign(method="pqcache")
     lru = frame["policy"] == "lru"
     gaps = {"lru_over_lfu": paired_gap(frame, "rate", lru, ~lru, ("prompt",))}
     for name, part in made.groupby("policy"):
@@ -558,9 +554,7 @@ def fig10d_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def fig10d_draw(table: pd.DataFrame, figure: Figure) -> None:
     """A line per policy; the text's own "around 0.5" as a thin line."""
-    figure.set_layout_engine("constrained")
-    figure.set_size_inches(3.8, 3.0)
-    axes = figure.add_subplot()
+    axes = panel_grid(figure, 1, 1, (3.8, 3.0))[0, 0]
     for (policy, part), dash, marker in zip(table.groupby("policy"), DASHES, "os", strict=False):
         reach = part[["rate_low", "rate_high"]].sub(part["rate"], axis=0).abs().T.to_numpy()
         look = {"color": color_of("pqcache"), "linestyle": dash, "marker": marker, "markersize": 4, "capsize": 2}

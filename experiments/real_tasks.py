@@ -24,7 +24,7 @@ from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import late, sweep
 from kvexp.results.read import folders
 from kvexp.results.table import print_table, table
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util import ConfigError, tells_errors, watch_pipes
 
 PREFIX = "tasks_"
 FULL = ["method=full", "kv_ratio=1.0"]
@@ -56,6 +56,7 @@ def run_task(
     return folder
 
 
+@tells_errors(ConfigError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all were run, 1 if one failed (the others are run), 2 for a name or a folder there is not."""
     parser = argparse.ArgumentParser(
@@ -68,14 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--full-only", action="store_true", help="no method: is the full cache above the floor?")
     parser.add_argument("--void", action="store_true", help="run methods also where the full cache is at its floor")
     args = parser.parse_args(arguments)
-    try:
-        unknown = [name for name in args.names if name not in task_names()]
-        if unknown:
-            raise ConfigError(f"no such sweep: {', '.join(unknown)}; there are {', '.join(task_names())}")
-        scale_of(REAL, args.data)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if unknown := [name for name in args.names if name not in task_names()]:
+        raise ConfigError(f"no such sweep: {', '.join(unknown)}; there are {', '.join(task_names())}")
+    scale_of(REAL, args.data)
     more = [f"limit={args.limit}"] if args.limit is not None else []
     failed = []
     for name in args.names or task_names():

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.lib.tables import markdown as markdown_table
 from experiments.studies.testbed import NAMES as MODELS
 from kvexp.results.table import table
 from kvexp.util import watch_pipes
@@ -104,12 +105,12 @@ def measure(model: str, outputs: Path, size: int) -> pd.DataFrame:
 
 def markdown(frame: pd.DataFrame, size: int) -> str:
     """The claims about one model as a table: what was found and what was asked."""
-    lines = [f"Scores on {size} examples of the test split each (`python -m experiments.testbed`):", ""]
-    lines += ["| | found | asked for |", "|---|---|---|"]
-    for claim in CLAIMS:
-        found = claim.value(frame)
-        lines.append(f"| {claim.words} | {found:.1f} | {f'>= {claim.at_least}' if claim.at_least else '-'} |")
-    return "\n".join(lines)
+    rows = [
+        (claim.words, f"{claim.value(frame):.1f}", f">= {claim.at_least}" if claim.at_least else "-")
+        for claim in CLAIMS
+    ]
+    title = f"Scores on {size} examples of the test split each (`python -m experiments.testbed`):"
+    return f"{title}\n\n{markdown_table(('', 'found', 'asked for'), *rows)}"
 
 
 def main() -> int:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from experiments.lib.long_texts import windows
+from experiments.lib.tables import markdown
 from kvexp.core import Budget, Method
 from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.hf import load_model, load_tokenizer, pack_linear
 from kvexp.hf.patch import max_positions
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.results.plots import DASHES, color_of, marker_of
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util import ConfigError, tells_errors, watch_pipes
 
 # label -> method, and where its paper's positions need saying, how the cache is set up
 METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
@@ -114,17 +115,9 @@ def draw(result: dict[tuple[str, int], tuple[float, float, float]], slots: list[
     pyplot.close(figure)
 
 
+@tells_errors(ConfigError, OSError)
 def main() -> int:
-    """Exit code 0, or 2 with one line on stderr for what cannot work."""
-    try:
-        _main()
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _main() -> None:
+    """Exit code 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True, type=Path)
@@ -144,13 +137,13 @@ def _main() -> None:
     texts = windows(load_tokenizer(options.model), options.text, options.length, options.windows)
     result = table(model, texts, options.slots, options.batch, options.methods)
     print(f"\nfull attention: {result['full', 0][0]:.3f} nats per token, {options.windows} windows")
-    print("| method | " + " | ".join(f"{s} slots" for s in options.slots) + " |")
-    print("|---|" + "---|" * len(options.slots))
-    for name in dict.fromkeys(name for name, _ in result if name != "full"):
-        cells = (f"{v:.3f} ({low:+.3f} … {high:+.3f})" for v, low, high in (result[name, s] for s in options.slots))
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    names = dict.fromkeys(name for name, _ in result if name != "full")
+    cells = {at: f"{value:.3f} ({low:+.3f} … {high:+.3f})" for at, (value, low, high) in result.items()}
+    rows = ([name, *(cells[name, count] for count in options.slots)] for name in names)
+    print(markdown(["method", *(f"{count} slots" for count in options.slots)], *rows))
     if options.figure:
         draw(result, options.slots, options.figure)
+    return 0
 
 
 if __name__ == "__main__":

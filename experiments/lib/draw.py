@@ -102,6 +102,19 @@ def in_order(values: Sequence[str], order: Sequence[str]) -> list[str]:
     return [name for name in order if name in found] + [name for name in found if name not in order]
 
 
+def by_method(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """The table sorted by these columns, methods in the papers' order."""
+    place = {name: i for i, name in enumerate(in_order(table["method"].tolist(), METHODS))}
+    return table.sort_values(list(keys), key=lambda c: c.map(place) if c.name == "method" else c, kind="stable")
+
+
+def panel_grid(figure: Figure, rows: int, columns: int, size: tuple[float, float]) -> np.ndarray:
+    """Axes [rows, columns] of a figure of this size in inches."""
+    figure.set_size_inches(*size)
+    figure.set_layout_engine("constrained")
+    return figure.subplots(rows, columns, squeeze=False)
+
+
 def panels_of(table: pd.DataFrame) -> list[tuple[str, str]]:
     """(model, task) of every panel: a row of the page per task, tasks and models in the papers' order."""
     tasks, models = in_order(table["task"].tolist(), TASKS), in_order(table["model"].tolist(), MODELS)
@@ -294,9 +307,7 @@ LINES = ("#332288", "#117733", "#aa4499", "#661100")  # of models: none is a met
 
 def model_lines(table: pd.DataFrame, paper: pd.DataFrame, figure: Figure, x: str, value: str) -> Axes:
     """Draw columns x and value (with _low and _high) of a table; `paper` has x and value too, of its own models."""
-    figure.set_size_inches(4.2, 2.6)
-    figure.set_layout_engine("constrained")
-    axes = figure.add_subplot()
+    axes: Axes = panel_grid(figure, 1, 1, (4.2, 2.6))[0, 0]
     models = in_order(table["model"].tolist(), MODELS)
     for place, model in enumerate(models):
         line = table[table["model"].eq(model)].sort_values(x)

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.real_scale import MODEL
+from experiments.lib.tables import markdown
 from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, WORDS, folders
 from kvexp.results.stats import LEVEL
@@ -286,16 +287,13 @@ def marked(frame: pd.DataFrame) -> pd.DataFrame:
             ahead[pair["better"]].append(worse)
             behind[worse].append(pair["better"])
         for mark, found in zip(MARKS, (ahead, behind, _order(pairs)), strict=True):
-            frame.loc[part.index, mark] = [
-                " ".join(sorted([*found.get(name_of(row), []), *_about_others(row[mark], means)]))
-                for _, row in part.iterrows()
-            ]
+            marks = []
+            for _, row in part.iterrows():
+                # Marks of an older recording stay where they are about methods whose examples are not known.
+                older = [name for name in str(row[mark]).split() if name.lstrip(OUTCOMES) not in means]
+                marks.append(" ".join(sorted([*found.get(name_of(row), []), *older])))
+            frame.loc[part.index, mark] = marks
     return frame
-
-
-def _about_others(marks: str, known: Collection[str]) -> list[str]:
-    """The marks about methods that are not among `known`, from an older recording."""
-    return [mark for mark in str(marks).split() if mark.lstrip(OUTCOMES) not in known]
 
 
 def _order(pairs: pd.DataFrame) -> dict[str, list[str]]:
@@ -334,22 +332,16 @@ def text_of(frame: pd.DataFrame) -> str:
 
 def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
     """The first TOP methods that evict with their places by block, and what became of the published order."""
-    titles = " | ".join(f"{task} {SHORT[question]}" for task, question in parts)
+    titles = [f"{task} {SHORT[question]}" for task, question in parts]
     ranks = [_mean_ranks(part) for part in parts.values()]
     names = sorted(set().union(*ranks), key=lambda name: (np.mean([r[name] for r in ranks if name in r]), name))
     places = [(name, *(f"{r[name]:.1f}" if name in r else "-" for r in ranks)) for name in names[:TOP]]
     signs = [(f"{one} > {other}", *(f"`{_signs(p, one, other)}`" for p in parts.values())) for one, other in _pairs()]
     yield f"### Places (of {max(map(len, ranks))} that evict, mean over budgets)"
-    yield _lines(f"method | {titles}", places)
+    yield markdown(["method", *titles], *places, right=True)
     yield f"### The published order at {', '.join(f'{ratio:g}' for ratio in RATIOS)}"
     yield "+ holds, - reversed, ? undecided, . not run:"
-    yield _lines(f"pair | {titles}", signs)
-
-
-def _lines(head: str, rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([f"| {head} |", f"|---|{'---:|' * head.count('|')}", *body])
+    yield markdown(["pair", *titles], *signs, right=True)
 
 
 def _mean_ranks(part: pd.DataFrame) -> dict[str, float]:
@@ -383,7 +375,7 @@ def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
     """A heading, a row per budget, and what was not run."""
     yield f"### {task}, {SHORT[question]} (n={int(part['n'].max())})"
     rows = [row for ratio in RATIOS if (row := _row(f"{ratio:g}", part[part["kv_ratio"].eq(ratio)]))]
-    yield _lines("budget | method | KL | as near | keeps all", rows)
+    yield markdown(["budget", "method", "KL", "as near", "keeps all"], *rows, right=True)
     if missing := [name for name in _names_of(task) if name not in {name_of(row) for _, row in part.iterrows()}]:
         yield f"Not run, or not finished: {', '.join(missing)}."
 
@@ -398,7 +390,9 @@ def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
     if evicting.empty:
         return ()
     best = _best(evicting)
-    others = [row for _, row in evicting.iterrows() if name_of(row) != name_of(best) and _compared(row, best)]
+    # Compared are methods of one recording, or whose examples are known.
+    compared = evicting[(evicting[EACH].ne("") & (best[EACH] != "")) | (evicting[OLDER].eq(True) & best[OLDER])]
+    others = [row for _, row in compared.iterrows() if name_of(row) != name_of(best)]
     alike = [name_of(row) for row in others if name_of(row) not in str(best["ahead_of"]).split()]
     more = [f"+{len(alike) - SHOWN}"] if len(alike) > SHOWN else []
     undecided = ", ".join([*alike[:SHOWN], *more]) or "-"
@@ -415,11 +409,6 @@ def _names_of(task: str) -> Iterator[str]:
     for group in GROUPS:
         for method in group.methods if task in group.tasks else ():
             yield f"{method}+{group.label}" if group.label else method
-
-
-def _compared(one: Any, other: Any) -> bool:
-    """Whether two methods of a block were in one recording, or their examples are known."""
-    return bool((one[EACH] and other[EACH]) or (one[OLDER] and other[OLDER]))
 
 
 def _pairs() -> Iterator[tuple[str, str]]:

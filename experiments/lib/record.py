@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import kvexp
 from experiments.lib.exhibits import HERE, REAL, load, sweeps
 from experiments.lib.real_scale import Command
 from kvexp.run.store import Run
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, tells_errors
 from kvexp.util import load as load_json
 
 MEASURED, MEASURED_REAL = HERE / "measured.json", HERE / "measured_real.json"
@@ -142,28 +141,24 @@ def record_real(made: Made) -> None:
     """
     with (HERE / "__init__.py").open("rb") as lock:  # any file that is always there
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _record_real(made)
-
-
-def _record_real(made: Made) -> None:
-    known = _read(MEASURED_REAL)
-    exhibits, rows = known.setdefault("exhibits", {}), known.setdefault("rows", {})
-    seconds = max(round(made.seconds), exhibits.get(made.name, {}).get("seconds", 0))
-    entry: dict[str, Any] = {"holds": made.holds, "words": made.words, "seconds": seconds}
-    if made.divergence is not None:
-        entry["divergence"] = {"holds": made.divergence[0], "words": made.divergence[1]}
-    if made.provenance is not None:
-        keys = []
-        for each in made.provenance.rows:
-            ids = list(each.ids)
-            key = f"{each.task} {hashlib.sha256(json.dumps([each.data, ids]).encode()).hexdigest()[:8]}"
-            rows[key] = {"task": each.task, "data": each.data, "ids": ids}
-            keys.append(key)
-        entry |= {**made.provenance.plain(), "rows": keys}
-    exhibits[made.name] = entry
-    used = {key for each in exhibits.values() for key in each.get("rows", ())}
-    known["rows"] = {key: value for key, value in rows.items() if key in used}
-    _write(MEASURED_REAL, known)
+        known = _read(MEASURED_REAL)
+        exhibits, rows = known.setdefault("exhibits", {}), known.setdefault("rows", {})
+        seconds = max(round(made.seconds), exhibits.get(made.name, {}).get("seconds", 0))
+        entry: dict[str, Any] = {"holds": made.holds, "words": made.words, "seconds": seconds}
+        if made.divergence is not None:
+            entry["divergence"] = {"holds": made.divergence[0], "words": made.divergence[1]}
+        if made.provenance is not None:
+            keys = []
+            for each in made.provenance.rows:
+                ids = list(each.ids)
+                key = f"{each.task} {hashlib.sha256(json.dumps([each.data, ids]).encode()).hexdigest()[:8]}"
+                rows[key] = {"task": each.task, "data": each.data, "ids": ids}
+                keys.append(key)
+            entry |= {**made.provenance.plain(), "rows": keys}
+        exhibits[made.name] = entry
+        used = {key for each in exhibits.values() for key in each.get("rows", ())}
+        known["rows"] = {key: value for key, value in rows.items() if key in used}
+        _write(MEASURED_REAL, known)
 
 
 def status(entry: dict[str, Any] | None) -> str:
@@ -181,12 +176,7 @@ def real_status(name: str, entry: dict[str, Any] | None) -> tuple[str, str]:
     return status(entry), NONE if again is None else VERDICT[again["holds"]]
 
 
-def table_of(*rows: Sequence[str]) -> str:
-    """Rows as a Markdown table, the first of them its head."""
-    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
+@tells_errors(ConfigError)
 def write_or_check(
     pages: Mapping[Path, Callable[[], str]], command: str, arguments: Sequence[str] | None, title: str | None
 ) -> int:
@@ -197,11 +187,7 @@ def write_or_check(
     parser = argparse.ArgumentParser(prog=command, description=inspect.cleandoc(title or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if what stands there is something else")
     check = parser.parse_args(arguments).check
-    try:
-        made = {page: text() for page, text in pages.items()}
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = {page: text() for page, text in pages.items()}
     stale = [page for page, text in made.items() if not page.exists() or page.read_text("utf-8") != text]
     if check:
         names = ", ".join(page.name for page in stale)

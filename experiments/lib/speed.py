@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.clock import Ratio, ratio
 from benchmarks.store import Cell, Results
-from experiments.lib.draw import METHODS, finish, in_order, legend
+from experiments.lib.draw import METHODS, finish, in_order, legend, panel_grid
 from experiments.lib.record import WAITS
 from experiments.lib.tables import paper_numbers
 from kvexp.results.plots import color_of, marker_of
@@ -59,11 +59,9 @@ def with_paper(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequence[str]) -> None:
     """Points per length, ours filled and the paper's hollow; a panel per metric."""
-    figure.set_size_inches(3.4 * len(metrics), 2.9)
-    figure.set_layout_engine("constrained")
+    (panels,) = panel_grid(figure, 1, len(metrics), (3.4 * len(metrics), 2.9))
     lengths = list(dict.fromkeys(table["seqlen"]))
-    for place, metric in enumerate(metrics):
-        axes = figure.add_subplot(1, len(metrics), place + 1)
+    for axes, metric in zip(panels, metrics, strict=True):
         part = table[table["metric"].eq(metric)]
         for method in in_order(part["method"].tolist(), METHODS):
             for source in ("paper", "ours"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +152,16 @@ def _ahead(frame: pd.DataFrame, run: Any, rival: str, setting: str | None, metri
     return paired_difference(run["scores"], found.iloc[0]["scores"], metric)[:3]
 
 
-COLUMNS = [
-    "model",
-    "task",
-    "method",
-    "kv_ratio",
-    "setting",
-    "metric",
-    "value",
-    "source",
-    "kind",
-    "reading_error",
-    "note",
-]
+def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> str:
+    """A Markdown table of texts; right: all columns but the first are aligned to the right."""
+    rule = "---:|" if right else "---|"
+    lines = (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, *rows))
+    first, *rest = lines
+    return "\n".join([first, f"|---|{rule * (len(head) - 1)}", *rest])
+
+
+COLUMNS = ["model", "task", "method", "kv_ratio", "setting", "metric", "value"]
+COLUMNS += ["source", "kind", "reading_error", "note"]
 KINDS = ("exact", "digitised", "text")
 
 
@@ -242,6 +239,19 @@ def mean_of(values: Sequence[float]) -> Gap:
 def mean_columns(name: str, values: Sequence[float]) -> dict[str, float]:
     """`mean_of` as columns of a table."""
     return interval_columns(name, mean_of(values))
+
+
+def means_by(
+    frame: pd.DataFrame, by: Sequence[str], columns: Iterable[str], count: str = "prompts", sort: bool = True
+) -> pd.DataFrame:
+    """One row per group of `by`: its number of prompts as `count`, and `mean_columns` of each column."""
+    rows = []
+    for key, part in frame.groupby(list(by), sort=sort):
+        row: dict[str, Any] = dict(zip(by, key, strict=True)) | {count: part["prompt"].nunique()}
+        for name in columns:
+            row |= mean_columns(name, part[name].tolist())
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def interval_columns(name: str, found: Gap) -> dict[str, float]:

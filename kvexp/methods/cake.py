@@ -18,15 +18,15 @@ from kvexp.util import AtLeast, Odd, Range
 class CAKE(Method):
     """s[j] = mean over a kv head's query heads of the mean over `kernel` neighbours of j of mean_q(a_q[j]) + `gamma` *
     var_q(a_q[j]), a_q the softmax of the last `window` prompt queries; keep = those last `window` tokens U top of s, in
-    each layer with slots as its preference E^(1 / tau1) * V^(1 / tau2). Chosen once, after prefill.
+    each layer with slots as its preference E^(1 / tau1) * V^(1 / tau2). Chosen once.
 
-    E: entropy of a_q over the tokens before the window, V: its variance over q, both summed over the layer. Source: Qin
-    et al., arXiv:2503.12491, and the authors' code (window 32, kernel 5, gamma 200, tau1 and tau2 of its table by
-    model, else 1). Departures: nothing is evicted while decoding (the authors' code drops a token a step by the newest
-    query's attention); layers are cut when the last one has seen the prompt, by budgets as `CakeLayers` has them: the
-    authors' code cuts layers on the way and can leave a few slots of the budget empty, and its sets are then part of
-    these; a prompt a little above the budget is cut as well (the authors' code leaves `window` more).
-    `budget.layers=uniform` gives every layer the same, `budget.layers=cake` any other method these layer budgets.
+    E: entropy of a_q over the tokens before the window, V: its variance over q, both summed over the layer. Source:
+    Qin et al., arXiv:2503.12491, and the authors' code (window 32, kernel 5, gamma 200, tau1 and tau2 of its table
+    by model, else 1). Departures: nothing is evicted while decoding (theirs: a token a step, by the newest query's
+    attention); layers are cut when the last one has seen the prompt, and fill the budget (theirs are cut on the way
+    and can leave slots empty: its sets are then part of these); a prompt a little above the budget is cut too
+    (theirs leaves `window` more). `budget.layers=uniform`: the same in every layer; `budget.layers=cake`: these
+    layer budgets for any other method.
     """
 
     name: ClassVar[str] = "cake"

@@ -19,13 +19,12 @@ class CAOTE(Method):
     """c[j] = sum over query heads of alpha_j / (1 - alpha_j) * ||o - v_j||_2, o = sum_i alpha_i v_i; keep = newest
     `recent_ratio` of k U top of c.
 
-    Source: Goel et al., arXiv:2504.14051, theorem 3.2: c[j] is how far a head's output moves when j alone is dropped.
-    alpha is the newest query's attention (CAOTE over TOVA); with `alpha="accumulated"` the attention summed over all
-    queries, divided by its sum over slots (over H2O, with `recent_ratio=0.5`). `form="fast"` is FastCAOTE: the mean of
-    all values in place of o. Our reading, for the paper does not say: c is summed over the query heads that share a kv
-    head, and an accumulated alpha, which is their sum already, counts as one head's. Departures: a whole prompt is
-    ranked once, where the paper takes blocks of 128 tokens; where alpha rounds to 1 nothing else is attended, and the
-    distance is taken from the mean value.
+    Source: Goel et al., arXiv:2504.14051, theorem 3.2: c[j] is how far a head's output moves when j alone is
+    dropped. alpha is the newest query's attention (CAOTE over TOVA); with `alpha="accumulated"` the attention
+    summed over all queries, divided by its sum over slots (over H2O, with `recent_ratio=0.5`). `form="fast"` is
+    FastCAOTE: the mean of all values in place of o. Our reading: c is summed over the query heads that share a kv
+    head; an accumulated alpha, their sum already, counts as one head's. Departures: a whole prompt is ranked once
+    (the paper: blocks of 128 tokens); where alpha rounds to 1 the distance is taken from the mean value.
     """
 
     name: ClassVar[str] = "caote"

@@ -22,17 +22,16 @@ LEAST_SPREAD = 1e-6  # of scores, which are divided by their spread
 @dataclass(frozen=True)
 class Compactor(Method):
     """s[j] = z(mean over j and its two neighbours of A[j] * ||v_j||_2) + `blending` * z(l[j]); keep = first `n_sinks` U
-    last `n_recent` U top of s. Chosen once, after prefill.
+    last `n_recent` U top of s. Chosen once.
 
-    A[j] = sum over the queries of j's chunk of softmax(q.k)[j] over the chunk's keys, before and behind, not divided by
-    sqrt(d), mean over a kv head's query heads; chunks of `chunk` tokens. l[j] = x_j.(X^T X + 0.01 I)^-1.x_j, X the keys
-    before RoPE less their mean, times a Gaussian matrix [D, `sketch`] / sqrt(`sketch`). z: less the mean, over the
-    standard deviation, of all heads and tokens between sinks and end. Source: Chari and Van Durme, arXiv:2507.08143, as
-    in kvpress's CompactorPress, which sets the defaults; `blending=null` is 1 - k / T as there. Departures: z is taken
-    of each row, in kvpress of the whole batch; a last chunk that is not full has neither keys nor queries that
-    stand for nothing, which kvpress 0.5.5 gives logits of 0; the run's seed draws the matrix. The authors' engine
-    scores otherwise (chunks of 512 and 128, no values, no neighbours, 16 first and 64 last tokens, one choice for all
-    heads), which is left out.
+    A[j] = sum over the queries of j's chunk of softmax(q.k)[j] over the chunk's keys, before and behind, not
+    divided by sqrt(d), mean over a kv head's query heads; chunks of `chunk` tokens. l[j] = x_j.(X^T X + 0.01
+    I)^-1.x_j, X the keys before RoPE less their mean, times a Gaussian matrix [D, `sketch`] / sqrt(`sketch`). z:
+    less the mean, over the standard deviation, of all heads and tokens between sinks and end. Source: Chari and Van
+    Durme, arXiv:2507.08143, as in kvpress's CompactorPress, which sets the defaults; `blending=null` is 1 - k / T
+    as there. Departures: z is taken of each row (kvpress: of the batch); a partial last chunk is not padded
+    (kvpress 0.5.5 gives padding logits of 0); the run's seed draws the matrix. Left out: the authors' engine, which
+    scores otherwise (chunks of 512 and 128, no values, no neighbours, one choice for all heads).
     """
 
     name: ClassVar[str] = "compactor"

@@ -16,14 +16,13 @@ from kvexp.util import AtLeast
 @dataclass(frozen=True)
 class CUR(Method):
     """l(x)[j] = ||x_j||_2^2 / sum of ||x_i||_2^2 over the `block` tokens among which j stands;
-    s[j] = l(key)[j] * l(value)[j]; keep = sinks U top of s. Chosen once, after prefill; nothing is evicted while
-    decoding.
+    s[j] = l(key)[j] * l(value)[j]; keep = sinks U top of s. Chosen once.
 
-    Source: CurDKV, arXiv:2509.15038, as approximated in kvpress's CURPress, which sets the defaults: a row's squared
-    norm stands for its leverage score. `leverage` takes one of the two, or their mean. Where heads are compared
-    (`budget.heads=adaptive`, `global` or `union`, `budget.threshold`, `select.by=chunk`), s is divided by its sum over
-    the head's slots, sinks included, as in kvpress. Departures: the paper's Gaussian projection, off by default in
-    kvpress, is left out; its adaptive budgets of heads are `budget.heads=adaptive`.
+    Source: CurDKV, arXiv:2509.15038, as in kvpress's CURPress, which sets the defaults: a row's squared norm stands
+    for its leverage score. Where heads are compared (`budget.heads=adaptive`, `global` or `union`,
+    `budget.threshold`, `select.by=chunk`), s is divided by its sum over the head's slots, sinks included, as in
+    kvpress. Departures: no Gaussian projection (off by default in kvpress too); the paper's adaptive budgets of
+    heads are `budget.heads=adaptive`.
     """
 
     name: ClassVar[str] = "cur"

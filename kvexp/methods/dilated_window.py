@@ -17,8 +17,8 @@ class DilatedWindow(Method):
     """keep = every (dilation + 1)-th of the recent positions, k in all.
 
     Source: the dilated window of Keyformer's section 2.3 (arXiv:2403.09054), after Longformer (arXiv:2004.05150).
-    Departure: in those papers the kept positions move with each query, which needs every token in memory; with real
-    eviction they are the multiples of dilation + 1. All other positions are evicted first, the oldest first.
+    Departure: in those papers the kept positions move with each query, which needs every token in memory; here they
+    are the multiples of dilation + 1. Other positions are evicted first, the oldest first.
     """
 
     name: ClassVar[str] = "dilated_window"

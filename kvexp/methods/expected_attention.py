@@ -20,13 +20,12 @@ class ExpectedAttention(Method):
     after prefill; nothing is evicted while decoding.
 
     mu and Sigma: mean and covariance of the prompt's queries before RoPE, without the sinks', turned by the mean of
-    RoPE's matrices over the `n_future` positions that follow. exp(z) is the mean of exp(logit) over normal queries.
-    Source: Devoto et al., arXiv:2510.00636, as in kvpress's ExpectedAttentionPress, which sets the defaults
-    (`epsilon=0.02` and `weight="output"` are the paper's: ||W v_j||_2 behind the output projection in place of
-    ||v_j||_2, in each query head before their mean, which is our reading). `covariance=false` leaves Sigma out,
-    `weight="none"` the values. Departures: each kv head has the same budget (the paper's differ by head: set
-    `budget.heads=adaptive`); nothing is evicted while decoding (the paper does); models without RoPE have their queries
-    as they are.
+    RoPE's matrices over the `n_future` positions that follow. Source: Devoto et al., arXiv:2510.00636, as in
+    kvpress's ExpectedAttentionPress, which sets the defaults (`epsilon=0.02` and `weight="output"` are the paper's:
+    ||W v_j||_2 behind the output projection in place of ||v_j||_2, in each query head before their mean: our
+    reading). `covariance=false` leaves Sigma out, `weight="none"` the values. Departures: each kv head has the same
+    budget (the paper's: `budget.heads=adaptive`); nothing is evicted while decoding; models without RoPE have their
+    queries as they are.
     """
 
     name: ClassVar[str] = "expected_attention"

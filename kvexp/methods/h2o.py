@@ -17,10 +17,9 @@ class H2O(Method):
 
     Source: Zhang et al., arXiv:2306.14048, Algorithm 1; halves are heavy and recent as in the official scripts.
     Defaults drop for real (official `utils_real_drop`), except that k counts the current token
-    (`budget.counts_self=false` gives the official k + 1).
-    impl="mask": the official simulation since June 2024 (mode=mask): the token leaving the recent window is hidden for
-    one step and may then return. Before that commit it stayed visible, which is `budget.counts_self=false`.
-    Departure: the release sums scores over the batch (`score_batch=sum_all`).
+    (`budget.counts_self=false` gives the official k + 1). impl="mask": the official simulation since June 2024
+    (mode=mask): the token leaving the recent window is hidden for one step and may then return; before, it stayed
+    visible (`budget.counts_self=false`). Departure: the release sums scores over the batch (`score_batch=sum_all`).
     """
 
     name: ClassVar[str] = "h2o"

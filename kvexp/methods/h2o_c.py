@@ -14,10 +14,10 @@ from kvexp.util import AtLeast, Range
 class H2OC(Method):
     """H2O whose budget of k slots becomes k + T / 128 for a prompt of T tokens, or 1.5 k + T / 128; always with sinks.
 
-    Source: the baseline of PQCache, arXiv:2407.12820, section 4.1.3, whose release has no code for it. compensation:
-    codes pays for the extra communication, 1/128 of the tokens; codes_and_fetch also for the half of the budget that
-    is fetched anew at every step; none is plain H2O with sinks, the release's own H2O (n_sinks=32 there). Halves are
-    heavy and recent; the window counts the token being generated on top, as the retrieval methods here do.
+    Source: PQCache's baseline, arXiv:2407.12820, section 4.1.3; its release has no code for it. compensation: codes
+    pays for the extra communication, 1/128 of the tokens; codes_and_fetch also for the half of the budget that is
+    fetched at every step; none is the release's own H2O (n_sinks=32 there). The window counts the token being
+    generated on top, as the retrieval methods here do.
     """
 
     name: ClassVar[str] = "h2o_c"

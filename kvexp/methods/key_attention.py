@@ -13,7 +13,7 @@ class KeyAttention(Method):
     """score[j] = sum over queries q of softmax(x_q)[j]; keep = top k - 1 and the current token.
 
     Source: "key attention" of Keyformer's section 2.3.1 (arXiv:2403.09054): accumulated attention without a recent
-    window. Departure: none known; the paper gives no code for it.
+    window. The paper gives no code for it.
     """
 
     name: ClassVar[str] = "key_attention"

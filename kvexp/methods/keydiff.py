@@ -19,11 +19,10 @@ GRID = 2**20  # steps of 1 in which cosines are compared
 class KeyDiff(Method):
     """a = mean over the slots of key_j / ||key_j||_2; priority[j] = -cos(key_j, a); keep = top k.
 
-    Source: Park et al., arXiv:2504.15364, section 3: every key is normalised before the mean is taken, and the mean is
-    of the slots held at that eviction. Cached keys serve, RoPE applied, as in kvpress. Departures: prompts are not cut
-    block by block, the whole prompt is stored before the first eviction; the newest token is protected, else it could
-    go before a second query has seen it (`protect_recent=0` protects none, as the paper; the number counts the token
-    being generated); cosines are compared in steps of 2^-20, so that rounding does not decide between equal keys.
+    Source: Park et al., arXiv:2504.15364, section 3: the mean is of the normalised keys held at that eviction, RoPE
+    applied, as in kvpress. Departures: the whole prompt is stored before the first eviction (the paper: block by
+    block); the newest token is protected until a second query has seen it (`protect_recent=0`: the paper); cosines
+    are compared in steps of 2^-20, so that rounding does not decide between equal keys.
     """
 
     name: ClassVar[str] = "keydiff"

@@ -16,13 +16,13 @@ from kvexp.util import ConfigError, Range
 class Keyformer(Method):
     """score[j] = sum over q of softmax((x_q + zeta) / tau)[j]; keep = newest `recent_ratio` of k U top of score.
 
-    Source: Adnan et al., arXiv:2403.09054, eq. 9-10 and Algorithm 1; tau_t = tau_init + t (tau_end - tau_init) / T, T
-    the new tokens. noise: zeta's distribution, gumbel | gaussian | constant | none; fresh per (query, key) as in the
-    authors' code, or fresh=false: one draw per key (the other reading of Algorithm 1). score_scope=shared: one score
-    for all layers (Table 3); the order of layers is our choice. Departures of the release, as switches:
+    Source: Adnan et al., arXiv:2403.09054, eq. 9-10 and Algorithm 1; tau_t = tau_init + t (tau_end - tau_init) / T,
+    T the new tokens. noise: zeta's distribution, gumbel | gaussian | constant | none; fresh per (query, key) as in
+    the authors' code; fresh=false: one draw per key (the other reading of Algorithm 1). score_scope=shared: one
+    score for all layers (Table 3), whose order is our choice. Departures of the release, as switches:
     key_window=release_frozen loses the token that leaves the recent window, so keys freeze at prefill;
-    score_batch=sum_all adds up the whole batch (the default only beams of a sample); budget.of=padded; cadence every=8
-    at_prefill=false for its real-drop MPT.
+    score_batch=sum_all adds up the whole batch (the default only beams of a sample); budget.of=padded; cadence
+    every=8 at_prefill=false for its real-drop MPT.
     """
 
     name: ClassVar[str] = "keyformer"

@@ -14,8 +14,8 @@ from kvexp.util import Range
 class KeyformerA2SF(Keyformer):
     """score_t[j] = alpha * score_{t-1}[j] + softmax((x_t + zeta) / tau_t)[j]; the rest as Keyformer.
 
-    Source: A2SF (arXiv:2407.20485) says its factor composes with other score functions; eq. 5 over Keyformer's eq. 9
-    (arXiv:2403.09054). Departure: neither paper gives numbers or code for it.
+    Source: A2SF (arXiv:2407.20485) says its factor composes with other scores; eq. 5 over Keyformer's eq. 9
+    (arXiv:2403.09054). Neither gives numbers or code.
     """
 
     name: ClassVar[str] = "keyformer_a2sf"

@@ -15,9 +15,9 @@ from kvexp.core import Method
 class KNorm(Method):
     """score[j] = -||key_j||_2; keep = top k.
 
-    Source: Devoto et al., arXiv:2406.11430, section 3; RoPE leaves norms as they are, so cached keys serve. Departures:
-    the paper leaves the first two layers uncompressed, here every layer has its budget; norms are compared to 16 bits,
-    so that RoPE's rounding does not decide between equal tokens at different positions.
+    Source: Devoto et al., arXiv:2406.11430, section 3; RoPE leaves norms as they are, so cached keys serve.
+    Departures: every layer has its budget (the paper leaves the first two whole); norms are compared to 16 bits, so
+    that RoPE's rounding does not decide between equal tokens.
     """
 
     name: ClassVar[str] = "knorm"

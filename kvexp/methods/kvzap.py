@@ -13,11 +13,9 @@ from kvexp.util import AtLeast
 class KVzap(Method):
     """s[j] = w.h_j + b, h_j what the attention layer gets at token j, after the norm; keep = sinks U newest U top of s.
 
-    w and b of each layer and kv head are trained to predict the logarithm of KVzip+'s score of the model's own prompts
-    (kvexp calibrate kvzap), so that nothing is fed twice. Source: KVzap, arXiv:2601.07891, its linear
-    form. Departures: a budget, where the paper evicts what lies below a threshold; each kv head keeps as many;
-    the newest `protect_recent` tokens are kept, and `n_sinks` as in KVzip, where the paper keeps the newest 128
-    (`protect_recent=128`) and no sinks.
+    w and b of each layer and kv head are trained to predict the logarithm of KVzip+'s score (kvexp calibrate
+    kvzap), so that nothing is fed twice. Source: KVzap, arXiv:2601.07891, its linear form. Departures: a budget,
+    the same in each kv head (the paper: a threshold); `n_sinks` as in KVzip (the paper: none).
     """
 
     name: ClassVar[str] = "kvzap"

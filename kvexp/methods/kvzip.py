@@ -17,16 +17,15 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 @dataclass(frozen=True)
 class KVzip(Method):
     """s[j] = max over queries q and query heads of softmax(x_q)[j], q of a second pass that repeats the prompt;
-    keep = sinks U top of s. Chosen once, after prefill; nothing is evicted while decoding.
+    keep = sinks U top of s. Chosen once.
 
-    The prompt from the sinks on is fed again, `chunk` tokens at a time behind an instruction to repeat it, on the full
-    cache; each later chunk also behind the eight tokens before it. The softmax is over the sinks, the chunk's slots and
-    what is fed. Source: Kim et al., arXiv:2505.23416, algorithm 1, and the authors' code, which takes 2000 tokens at a
-    time. The words are kvpress's; `instruct=false` feeds none of them, `end_turn` puts the chat template's end of the
-    user's turn behind them, a newline without a template. Departures: each kv head has the same budget (the authors'
-    "uniform"; the paper's default, the best of all layers and heads, is `budget.heads=global`); the authors keep the
-    whole system prompt outside the budget, here `n_sinks` tokens inside it; a question in the prompt is repeated with
-    it.
+    The prompt from the sinks on is fed again to the full cache, `chunk` tokens at a time behind an instruction to
+    repeat it (later chunks also behind the eight tokens before them). The softmax is over sinks, the chunk's slots
+    and what is fed. Source: Kim et al., arXiv:2505.23416, algorithm 1, and the authors' code. The instruction is
+    kvpress's (`instruct=false`: none); `end_turn` puts the chat template's end of the user's turn behind it, or a
+    newline. Departures: each kv head has the same budget (the paper's default: `budget.heads=global`); `n_sinks`
+    tokens inside the budget are kept (the authors: the whole system prompt, outside it); a question in the prompt
+    is repeated with it.
     """
 
     name: ClassVar[str] = "kvzip"

@@ -16,14 +16,13 @@ from kvexp.util import AtLeast
 class LagKV(Method):
     """x'[j] = (x_j - min) / (max - min) per channel, min and max over the next partition; s[j] = softmax over j's
     partition of std over channels of x'[j], for keys plus for values; keep = sinks U last partition and remainder U
-    an equal share of every other partition, top of s. Chosen once, after prefill; nothing is evicted while decoding.
+    an equal share of every other partition, top of s. Chosen once.
 
-    Source: Liang et al., arXiv:2504.04704, section 3, and its release: after `n_sinks` tokens come partitions of `lag`
-    tokens; 128 is its README's, `lag=1024` its class's. kvpress has `n_sinks=4`. Departures: the budget sets the share
-    of a partition, as in kvpress, where the release is given the share and the size follows (what is left over goes to
-    the newer partitions, ties in kvpress are arbitrary); a budget that cannot hold the last partition keeps its newest
-    tokens; the release cuts again each time `lag` more tokens are decoded; a channel that is constant over the next
-    partition counts as 0, where the release divides by 0.
+    Source: Liang et al., arXiv:2504.04704, section 3, and its release: after `n_sinks` tokens come partitions of
+    `lag` tokens. Departures: the budget sets the share of a partition, as in kvpress (the release is given the
+    share; what is left over goes to the newer partitions); a budget that cannot hold the last partition keeps its
+    newest tokens; nothing is cut while decoding (the release: every `lag` tokens); a channel that is constant over
+    the next partition counts as 0 (the release divides by 0).
     """
 
     name: ClassVar[str] = "lagkv"

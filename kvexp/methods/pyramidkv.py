@@ -15,11 +15,11 @@ class PyramidKV(SnapKV):
     """score and keep as SnapKV, in layer l of L with k_l = w + b - l * (b - t) / (L - 1) slots, t = (k - w) / `beta`,
     b = 2 * (k - w) - t, w = `window`: as many slots in all as k in every layer.
 
-    b is at most the prompt's tokens less w, and t then as much larger. Source: Cai et al., arXiv:2406.02069, and the
-    authors' code, whose settings are the defaults (window 8, kernel 7, beta 20). `form="kvpress"` counts the window
-    within t and b, as kvpress does. Departures: w is part of the budget, the authors' code puts it on top, and leaves
-    budgets alone that are above half the prompt; shares are rounded so that their sum stays, where the authors' steps
-    are whole numbers; one choice per kv head (sum over its query heads). `budget.layers=uniform` gives every layer k.
+    b is at most the prompt's tokens less w, and t then as much larger. Source: Cai et al., arXiv:2406.02069, and
+    the authors' code, whose settings are the defaults. `form="kvpress"` counts the window within t and b.
+    Departures: w is part of the budget (the authors' code puts it on top, and leaves budgets above half the prompt
+    alone); shares are rounded so that their sum stays (theirs fall by whole numbers); one choice per kv head (sum
+    over its query heads). `budget.layers=uniform` gives every layer k.
     """
 
     name: ClassVar[str] = "pyramidkv"

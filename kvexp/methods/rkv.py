@@ -25,13 +25,12 @@ class RKV(Method):
     keep = newest `window` U top of s.
 
     Source: Cai et al., arXiv:2505.24133, equations 1-7, and the authors' release (window 8, kernel 7, similar 0.5).
-    `form="release"` is I as the release has it: softmax over the slots outside the window, and the mean pooled, not
-    each query's row; the release's `importance` is 0.07. Of the keys similar to one, the newest alone is spared, as in
-    the release (the paper: the newest beta). Departures: evicts after the prompt and at every decode step over budget,
-    the release every 128 tokens (`cache.evict_every=128`); a row without a similar key spares none (the release: its
-    first); neighbours and the newest similar key go by position, also after evictions, where the release leaves slots
-    in the order of their scores; with fewer tokens than `window`, the queries there are count; cosines are taken in
-    steps of 2^-20.
+    `form="release"`: softmax over the slots outside the window, and the mean pooled, not each query's row. Of the
+    keys similar to one, the newest alone is spared, as in the release (the paper: the newest beta). Departures:
+    evicts at the end of the prompt and at every step over budget (the release: `cache.evict_every=128`); a row
+    without a similar key spares none (the release: its first); neighbours and the newest similar key are by
+    position, also after evictions (the release: by slot); with fewer tokens than `window`, the queries there are
+    count; cosines are taken in steps of 2^-20.
     """
 
     name: ClassVar[str] = "rkv"

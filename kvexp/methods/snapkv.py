@@ -16,12 +16,11 @@ from kvexp.util import AtLeast, Odd
 @dataclass(frozen=True)
 class SnapKV(Method):
     """score[j] = pool over neighbouring j of the sum over the last `window` prompt queries of softmax(x_q)[j];
-    keep = those last `window` tokens U top of score. Chosen once, after prefill; nothing is evicted while decoding.
+    keep = those last `window` tokens U top of score. Chosen once.
 
-    Source: Li et al., arXiv:2404.14469, section 4.1. The authors' code has window 32, kernel 5 and average pooling
-    where nothing is said (`pool=avg`), their LongBench settings max pooling with kernel 7 (`kernel=7`); the defaults
-    here are between the two. kvpress has window 64, kernel 5 and average pooling. Departure: one choice per kv head
-    (sum over its query heads).
+    Source: Li et al., arXiv:2404.14469, section 4.1. The authors' code has kernel 5 and average pooling by default
+    (`pool=avg`), kernel 7 and max pooling for LongBench (`kernel=7`); the defaults here are between the two.
+    kvpress: window 64, kernel 5, average. Departure: one choice per kv head (sum over its query heads).
     """
 
     name: ClassVar[str] = "snapkv"

@@ -17,8 +17,8 @@ class StreamingLLM(Method):
     """keep = the first `n_sinks` tokens U the newest k - n_sinks.
 
     Source: Xiao et al., arXiv:2309.17453, section 3.2; survivors get the positions they have inside the cache
-    (`positions=renumbered`, RoPE and ALiBi models; learned positions cannot move, so there set original).
-    Departure: sinks are real tokens; in Keyformer's release of this baseline they may be padding.
+    (`positions=renumbered`; models with learned positions need original). Departure: sinks are real tokens; in
+    Keyformer's release of this baseline they may be padding.
     """
 
     name: ClassVar[str] = "streaming_llm"

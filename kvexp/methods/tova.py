@@ -13,9 +13,9 @@ from kvexp.util import AtLeast
 class TOVA(Method):
     """score[j] = mean over heads of softmax(x_t)[j] for the newest query t only; the lowest goes.
 
-    Source: Oren et al., arXiv:2401.06104, section 3.2; one choice per layer, shared by its heads.
-    Departure: a sum instead of a mean over heads (same order). The newest token competes like any other, as in the
-    paper; a common re-implementation protects it (`protect_recent=2` here, which counts the token being generated).
+    Source: Oren et al., arXiv:2401.06104, section 3.2; one choice per layer, shared by its heads. Departure: a sum
+    instead of a mean over heads (same order). The newest token competes like any other, as in the paper; a common
+    re-implementation protects it (`protect_recent=2`: the token being generated counts).
     """
 
     name: ClassVar[str] = "tova"

@@ -21,14 +21,12 @@ class TriAttention(Method):
     query head, d = 1, 2, 4 ... `max_offset`; keep = newest U top k of the largest z-score of s over query heads.
 
     f: RoPE's pairs of dimensions as complex numbers, before RoPE; E: over a calibration pass's queries, which the
-    command `kvexp calibrate` leaves; phi_f = arg(E q_f conj k_f), t: the next position, p_j: of slot j.
-    Source: Mao et al., arXiv:2604.04921, equations 6 to 13, as in its release (`per_layer_perhead_pruning`, scores
-    normalised over the slots held). The first sum is E q, turned by the mean of RoPE's matrices over t + d, times
-    key_j as cached. `group="mean"` takes the mean over query heads, an option of the release. Departures: the prompt is
-    evicted too (the release keeps it unless `allow_prefill_compression`); eviction comes at every step
-    (`cache.evict_every` sets the release's 128); the newest token is protected (`protect_recent=0` protects none, as
-    the release; the number counts the token being generated); no noise of 1e-6 is added. Our reading: dimensions that
-    RoPE does not turn count as E q times key.
+    command `kvexp calibrate` leaves; phi_f = arg(E q_f conj k_f), t: the next position, p_j: of slot j. Source: Mao
+    et al., arXiv:2604.04921, equations 6 to 13, as in its release (`per_layer_perhead_pruning`, scores normalised
+    over the slots held). `group="mean"`: an option of the release. Departures: the prompt is evicted too (the
+    release's `allow_prefill_compression`); eviction comes at every step (the release: `cache.evict_every=128`); the
+    newest token is protected (`protect_recent=0`: the release); no noise of 1e-6 is added. Our reading: dimensions
+    that RoPE does not turn count as E q times key.
     """
 
     name: ClassVar[str] = "triattention"

@@ -15,11 +15,11 @@ from kvexp.util import AtLeast, Range
 class VATP(Method):
     """s[j] = sum over queries q of softmax(x_q)[j] * ||v_j||_1; keep = sinks U newest `recent_ratio` of k U top of s.
 
-    Source: Guo et al., arXiv:2406.12335, over H2O's score; 20 sinks, and halves heavy and recent, as in the authors'
-    release. Departures: slots are dropped, where the release masks; one choice per kv head, by the attention summed
-    over its query heads (the release knows no shared kv heads); sinks and window are part of the budget, and so is the
-    token being generated (`budget.counts_self=false` gives the release's k + 1); the paper's other form, over
-    Scissorhands' score, is left out.
+    Source: Guo et al., arXiv:2406.12335, over H2O's score; 20 sinks, and halves heavy and recent, as in the
+    authors' release. Departures: slots are dropped (the release masks); one choice per kv head, by the attention
+    summed over its query heads; sinks, window and the token being generated are part of the budget
+    (`budget.counts_self=false`: the release's k + 1); the paper's other form, over Scissorhands' score, is left
+    out.
     """
 
     name: ClassVar[str] = "vatp"

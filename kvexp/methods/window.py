@@ -16,7 +16,7 @@ class Window(Method):
     """keep = the newest k tokens.
 
     Source: the "Window Attention" baseline of Keyformer (arXiv:2403.09054, section 4.1, recent ratio 100 %) and the
-    "Local" one of A2SF (arXiv:2407.20485, Table 1). Departure: none; the released A2SF mask attends one token more.
+    "Local" one of A2SF (arXiv:2407.20485, Table 1). The released A2SF mask attends one token more.
     """
 
     name: ClassVar[str] = "window"

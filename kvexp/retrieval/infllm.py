@@ -212,16 +212,16 @@ def _part(inputs: AttentionInputs, rows: slice, slots: Tensor) -> AttentionInput
 class InfLLM(Retrieval):
     """block score = q.r, r the key of the block's token that got most attention while it was in the recent window.
 
-    Source: Xiao et al. 2024, arXiv:2402.04617, as run in PQCache's release (arXiv:2407.12820). The past between sinks
-    and window is cut into blocks; tokens of a block that is not complete yet are attended like the window. r is chosen
-    per query head; with repr_tokens > 1 it is the mean of as many keys. choice: one for all heads of a layer (shared),
-    per kv head, or per query head (as the authors' perhead; keys and values are then repeated for every query head).
+    Source: Xiao et al. 2024, arXiv:2402.04617, as run in PQCache's release (arXiv:2407.12820). The past between
+    sinks and window is cut into blocks; an incomplete block is attended like the window. r is chosen per query
+    head; with repr_tokens > 1 it is the mean of as many keys. choice: one for all heads of a layer (shared), per kv
+    head, or per query head (the authors' perhead; repeats keys and values).
 
-    rounding: exact cuts the last block so that the budget holds to the token; blocks takes ceil(count / block) whole
-    blocks and the incomplete one on top, as released. prefill: full, or blockwise in chunks of min(chunk, window + 1)
-    that see sinks, chosen blocks and window only. far_positions: ordinary, or clamped: what is farther than the window
-    stands at its edge. The release is rounding=blocks prefill=blockwise far_positions=clamped n_sinks=32; a chunk's
-    rows then share what is far for the last of them, so that early rows see some tokens twice, and so it is here.
+    rounding: exact cuts the last block, so that the budget holds to the token; blocks takes ceil(count / block)
+    whole ones and the incomplete one on top. prefill: full, or blockwise in chunks of min(chunk, window + 1) that
+    see sinks, chosen blocks and window only. far_positions: ordinary, or clamped to the window's edge. The release
+    is rounding=blocks prefill=blockwise far_positions=clamped n_sinks=32; a chunk's rows then share what is far for
+    the last of them (early rows see some tokens twice).
     """
 
     name: ClassVar[str] = "infllm"

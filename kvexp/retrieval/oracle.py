@@ -15,9 +15,8 @@ from kvexp.retrieval.method import Retrieval, RetrievalQuery
 class Oracle(Retrieval):
     """selected = top of sum over the query heads of a kv head of softmax(q.K), the softmax over everything so far.
 
-    Source: "Oracle" of PQCache, arXiv:2407.12820, section 4.1.3. It reads every key at every step, so it bounds the
-    quality of the other methods and says nothing about speed. Departures from the release: a softmax over survivors, as
-    in all methods here; n_sinks=32 there.
+    Source: "Oracle" of PQCache, arXiv:2407.12820, section 4.1.3. It reads every key at every step: a bound of
+    quality, not of speed. Departure from the release: a softmax over survivors, as in all methods here.
     """
 
     name: ClassVar[str] = "oracle"

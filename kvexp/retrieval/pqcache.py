@@ -21,21 +21,19 @@ PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adapt
 class PQCache(Retrieval):
     """Keys (post-RoPE) in m sub-vectors, 2^b centroids each; relevance = sum over sub-vectors of q.centroid[code].
 
-    Source: Zhang et al. 2024, arXiv:2407.12820. Clustered per prompt, layer, kv head and sub-vector: all real prompt
-    keys but the sinks (cluster=prompt) or only those outside the recent window too (outside_window); every other token
-    gets the codes of its nearest centroids (L2). Rows with no more such keys than centroids are searched exactly, and
-    their receipts say so. combine: how the query heads of a kv head become one choice.
+    Source: Zhang et al. 2024, arXiv:2407.12820. Clustered per prompt, layer, kv head and sub-vector: all real
+    prompt keys but the sinks (cluster=prompt) or only those outside the recent window too (outside_window); every
+    other token gets the codes of its nearest centroids (L2). Rows with no more such keys than centroids are
+    searched exactly (their receipts say so). combine: how the query heads of a kv head become one choice.
 
-    max_iter: k-means iterations; adaptive: as many as hide behind one layer's prefill, measured on this machine.
-    cluster_on: cpu, during the computation on a GPU (the paper), or model, the model's device (which it is anyway with
-    offload=False). Codes live in CPU memory and are fetched one layer ahead. cache_tokens: capacity of the block cache
-    per kv head, 0 for none.
+    cluster_on: cpu, during the computation on a GPU (the paper), or model, the model's device (always so with
+    offload=False). Codes live in CPU memory and are fetched one layer ahead.
 
-    Departures from the release, whose defects are not reproduced: prompt tokens of the recent window are clustered with
-    their own keys (there: whatever the buffer held); generated tokens get codes in every version; window and candidates
-    move in step in all layers; nothing survives from one prompt to the next; only full blocks are cached; scores are
-    float32; codes are one or two bytes, not eight, with room for this prompt and its answer alone; any grouping of
-    heads works; inner-product clustering, which does not run there, is left out. n_sinks=32 there.
+    Departures from the release, whose defects are not reproduced: prompt tokens of the recent window are clustered
+    with their own keys (there: whatever the buffer held); generated tokens get codes in every version; window and
+    candidates move in step in all layers; nothing survives a prompt; only full blocks are cached; scores are
+    float32; codes are one or two bytes, not eight; any grouping of heads works; inner-product clustering, which
+    does not run there, is left out.
     """
 
     name: ClassVar[str] = "pqcache"

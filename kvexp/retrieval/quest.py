@@ -17,9 +17,9 @@ from kvexp.util import AtLeast
 class Quest(Retrieval):
     """relevance of a token = sum over components of max(q * smallest, q * largest) in its page, which bounds q.k there.
 
-    Source: Tang et al. 2024, arXiv:2406.10774, section 3.3; pages of 16. Departures: pages fill the budget to the token
-    (the last one is cut), sinks and window are as in the other methods here, and all layers select (there: not
-    the first two).
+    Source: Tang et al. 2024, arXiv:2406.10774, section 3.3; pages of 16. Departures: the last page is cut so that
+    the budget holds to the token; sinks and window as in the other methods here; all layers select (there: not the
+    first two).
     """
 
     name: ClassVar[str] = "quest"

@@ -18,11 +18,10 @@ from kvexp.util import AtLeast, ConfigError
 class SparQ(Retrieval):
     """s = q[i].K[:, i] / sqrt(D |q[i]|_1 / |q|_1), i the r components with the largest sum of |q| over a query group.
 
-    Source: Ribar et al. 2023, arXiv:2312.04985, algorithm 1. mean_value: output = a * attention + (1 - a) * mean of all
-    values so far, a = softmax(s) summed over what is attended. combine: raw_sum of the group's scores, as the authors'
-    code. PQCache (arXiv:2407.12820) runs it with r=1, mean_value=false and 32 sinks; the authors have no sinks
-    (n_sinks=0, mean_value=true).
-    Departure: the scale is the model's, and ALiBi is added to s.
+    Source: Ribar et al. 2023, arXiv:2312.04985, algorithm 1. mean_value: output = a * attention + (1 - a) * mean of
+    all values so far, a = softmax(s) summed over what is attended. combine=raw_sum is the authors'. PQCache
+    (arXiv:2407.12820) runs it with r=1, mean_value=false; the authors: n_sinks=0, mean_value=true. Departure: the
+    scale is the model's, and ALiBi is added to s.
     """
 
     name: ClassVar[str] = "sparq"

@@ -19,15 +19,11 @@ from experiments.lib.draw import METHODS, MODEL_NAMES, MODELS, bars, curves, pan
 from experiments.lib.exhibits import OWN, ROOT, declared, full_name, load, names, option, params, sweeps
 from experiments.lib.record import Made
 from experiments.lib.runner import Asked
-from experiments.lib.sweep import smaller
-from experiments.lib.tables import COLUMNS, KEYS, frame_of, paper_numbers, without
+from experiments.lib.tables import KEYS, frame_of, without
 from kvexp.run.compose import options
 from kvexp.run.store import Run, runs
 from kvexp.util import ConfigError
 from tests.exhibits import changed
-
-# Exhibits: each composes at both scales, and its table, picture and judgement work on numbers that are known.
-
 
 CONF = ROOT / "conf"
 SWEPT = [(name, scale) for name in names() for scale in ("testbed", "paper")]
@@ -46,35 +42,11 @@ def test_every_sweep_composes(name, scale):
             assert set(swept[group].split(",")) <= set(options(group)), (experiment, group)
 
 
-@pytest.mark.parametrize("name", names())
-def test_a_claim_is_a_sentence_with_its_source(name):
-    exhibit = load(name)
-    assert re.search(r"arXiv:\d{4}\.\d{5}", exhibit.claim) and exhibit.name == name
-    assert all(callable(part) for part in (exhibit.table, exhibit.draw, exhibit.holds))
-
-
 def test_names_carry_their_paper_and_fig7_is_short_for_keyformers():
     assert load("fig7") is load("keyformer_fig7") and full_name("fig7") == "keyformer_fig7"
     found = names()
     assert found.index("keyformer_fig7") < found.index("keyformer_fig10") < found.index("keyformer_table1")
     assert not {"pq_recall", "window_nll", "long_texts"} & set(found)
-
-
-def test_an_unknown_name_is_one_error_with_the_names_there_are(capsys):
-    assert reproduce.main(["keyformer_fig77"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: no exhibit 'keyformer_fig77'; there are keyformer_fig1,") and error.count("\n") == 1
-    with pytest.raises(ConfigError, match="and fig7 for keyformer_fig7"):
-        load("fig8")
-
-
-def test_a_smoke_run_has_no_numbers_to_record(capsys):
-    assert reproduce.main(["fig7", "--smoke", "--record"]) == 2
-    assert "a --smoke run has none" in capsys.readouterr().err
-
-
-def test_smoke_takes_the_first_model_and_the_ends_of_the_budgets():
-    assert smaller("keyformer_fig7") == ["limit=2", "model=testbed_rope", "kv_ratio=0.2,0.9"]
 
 
 def test_the_index_is_current():
@@ -87,9 +59,9 @@ def test_the_index_is_current():
 
 
 @pytest.mark.parametrize("name", names())
-def test_titles_are_words(name):
-    """Of exhibits, each another, and told instead of the name in what we conclude."""
+def test_an_exhibit_has_a_claim_with_its_source_and_a_title_that_stands_for_its_name(name):
     title = load(name).title
+    assert re.search(r"arXiv:\d{4}\.\d{5}", load(name).claim) and load(name).name == name
     assert re.match(r"(Keyformer|A2SF|PQCache), (Figs?\.|Table|section|appendix) [\w.]+", title) and "_" not in title
     found = (ROOT / "experiments" / "FINDINGS.md").read_text("utf-8").replace(f"make reproduce-{name}", "")
     assert len(title) > 30 and not re.search(rf"\b{name}\b", found)
@@ -117,20 +89,9 @@ def test_an_index_of_other_claims_is_not_current(tmp_path, monkeypatch, capsys):
     assert index.main([]) == 0 and index.main(["--check"]) == 0
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "paper").glob("*.csv")), ids=lambda path: path.stem)
-def test_the_papers_numbers_are_read(path):
-    frame = paper_numbers(path.stem)
-    assert list(frame.columns[: len(COLUMNS)]) == COLUMNS and len(frame)
-    assert frame["value"].notna().all() and frame["kind"].isin(["exact", "digitised", "text"]).all()
-    assert frame.loc[frame["kind"].eq("digitised"), "reading_error"].gt(0).all()
-    assert not frame["setting"].astype(str).str.contains("#").any()
-    for group in ("model", "method"):
-        assert set(frame[group]) <= set(options(group)), group
-
-
 def test_the_written_table_leaves_out_what_nobody_filled():
     text = runner.markdown(pd.DataFrame({"a": [1.23456, None], "b": ["x|y", "z"], "c": ["", ""], "d": [None, None]}))
-    assert text.splitlines() == ["| a | b |", "| --- | --- |", "| 1.235 | x\\|y |", "|  | z |"]
+    assert text.splitlines() == ["| a | b |", "|---|---|", "| 1.235 | x\\|y |", "|  | z |"]
 
 
 @pytest.mark.parametrize("code", [130, 143])
@@ -158,13 +119,8 @@ def test_a_smoke_run_writes_table_figure_and_judgement(tmp_path, capsys):
     said, made = capsys.readouterr().out, [(run.hash, len(run.rows())) for run in runs(tmp_path)]
     assert len(made) >= 4 and all(count == 2 for _, count in made)
     folder = tmp_path / "exhibits" / "keyformer_fig3c"
-    assert {path.name for path in folder.iterdir()} == {
-        "table.csv",
-        "table.md",
-        "figure.png",
-        "figure.pdf",
-        "sweep.log",
-    }
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"table.csv", "table.md", "figure.png", "figure.pdf", "sweep.log"}
     assert "testbed_rope key_attention" in said and re.search(r"(holds|does not hold|undecided): % of full", said)
     written = pd.read_csv(folder / "table.csv")
     assert set(written["method"]) == {"full", "window", "h2o", "key_attention"} and set(KEYS) <= set(written)
@@ -380,6 +336,8 @@ def test_an_override_may_be_of_an_option_that_the_sweep_brings():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["fig7", "--smoke", "--record"], "a --smoke run has none"),
+        (["keyformer_fig77"], "error: no exhibit 'keyformer_fig77'; there are keyformer_fig1,"),
         (["fig7", "--set", "model"], "--set wants KEY=VALUE or SWEEP:KEY=VALUE, got 'model'"),
         (["fig7", "--set", "fig8:a=b"], "no sweep 'fig8' here; there are keyformer_fig7, keyformer_fig7_soda"),
         (["fig7", "--set", "limit=3", "--record"], "--set changes them"),

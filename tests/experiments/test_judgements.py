@@ -30,8 +30,6 @@ from kvexp.results.plots import MARK_COLOR
 from tests.exhibits import frame_of, whole
 from tests.exhibits import run as exhibit_run
 
-# What exhibits make of known numbers: intervals, differences, verdicts in every direction, and the picture's lines.
-
 
 def run(model, method, value, ratio=None, setting="", task="testbed_summary", metric="rouge2", n=40):
     """One row of a frame whose examples alternate by 1 around `value`: means and gaps are exact."""

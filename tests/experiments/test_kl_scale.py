@@ -33,8 +33,6 @@ from kvexp.run.batches import run_group
 from kvexp.run.store import Run, runs
 from kvexp.util import Session
 
-# Known changes of a model, which say what a divergence is worth.
-
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_rounding_is_to_the_nearest_level_of_each_row(bits):

@@ -21,8 +21,6 @@ from kvexp.run.store import Run
 from kvexp.tasks import Example
 from kvexp.util import ConfigError
 
-# The league of methods: its pieces cover every method once and fit into memory, and its page says what rows say.
-
 
 def test_every_method_is_in_the_league_or_left_out_for_a_reason():
     known = options("method")

@@ -89,6 +89,7 @@ def test_each_subset_is_a_command_with_a_file_of_its_own(data):
     ("words", "said"),
     [
         (["a2sf_fig3", "--scale", "real"], "task=lm_eval, which no articles of kvexp's own can stand for"),
+        (["fig7", "--data", str(ROOT)], "has no cnn_dailymail/cnndm_test150.jsonl"),
         (["fig7", "--data", "nowhere"], "DATA=nowhere: no such folder; DATA is a folder laid out as"),
         (["fig7", "--scale", "paper", "--data", "hub"], "--scale paper was asked for"),
         (["fig7", "--scale", "real", "--record"], "which need DATA"),
@@ -101,12 +102,6 @@ def test_what_cannot_be_is_one_error(monkeypatch, capsys, words, said):
     assert said in error and error.count("\n") == 1
 
 
-def test_a_folder_without_a_file_is_told_by_the_files_name(monkeypatch, capsys, tmp_path):
-    here(monkeypatch)
-    assert reproduce.main(["fig7", "--data", str(tmp_path)]) == 2
-    assert "has no cnn_dailymail/cnndm_test150.jsonl" in capsys.readouterr().err
-
-
 def test_all_leaves_out_what_only_the_testbed_has_and_says_why(capsys, data):
     wanted = reproduce._with_a_real_scale(names(), data)
     said = capsys.readouterr().out
@@ -116,8 +111,9 @@ def test_all_leaves_out_what_only_the_testbed_has_and_says_why(capsys, data):
     assert set(wanted) - set(few) == {"keyformer_table2", "a2sf_fig3", "a2sf_fig5", "a2sf_table1"}
 
 
-def test_one_example_is_enough_to_see_whether_it_runs():
+def test_a_smoke_run_takes_few_examples_the_first_model_and_the_ends_of_the_budgets():
     assert smaller("real/keyformer_fig7") == ["limit=1", "model=smollm2_135m", "kv_ratio=0.2,0.9"]
+    assert smaller("keyformer_fig7") == ["limit=2", "model=testbed_rope", "kv_ratio=0.2,0.9"]
 
 
 # -- the second verdict ----------------------------------------------------------------------------------------
@@ -315,29 +311,17 @@ def test_a_forgetting_factor_is_held_against_h2o_where_the_question_is_read_alik
     for asked, score in (("in_prompt", mine), ("after_eviction", mine - 5)):
         words = f"task.question={asked}"
         full = scored("full", [100.0] * 24, setting=words, task="news_qa", metric="exact")
-        rows += [full]
+        rows.append({**full, "question": asked})
         for method, setting, value in (("h2o", words, 80.0), ("a2sf", f"method.alpha=0.1 {words}", score)):
-            rows.append(scored(method, [value] * 24, 0.3, setting, "exact", "news_qa", baseline=full["hash"]))
+            run = scored(method, [value] * 24, 0.3, setting, "exact", "news_qa", baseline=full["hash"])
+            rows.append({**run, "question": asked})
     exhibit = load("a2sf_factors")
     table = exhibit.table(pd.DataFrame(rows))
     found, words = exhibit.holds(table)
     assert found is verdict and "news_qa in_prompt" in words and "nan" not in words
     assert set(table["task"]) == {"news_qa in_prompt", "news_qa after_eviction"}
-
-
-def test_a_panel_of_a2sfs_factors_says_once_where_the_question_was() -> None:
-    from matplotlib.figure import Figure
-
-    from tests.exhibits import run as scored
-
-    rows = []
-    for asked in ("in_prompt", "after_eviction"):
-        words = f"task.question={asked}"
-        full = scored("full", [100.0] * 24, setting=words, task="news_qa", metric="exact")
-        mine = scored("a2sf", [80.0] * 24, 0.3, f"method.alpha=0.1 {words}", "exact", "news_qa", baseline=full["hash"])
-        rows += [{**full, "question": asked}, {**mine, "question": asked}]
-    exhibit, figure = load("a2sf_factors"), Figure()
-    exhibit.draw(exhibit.table(pd.DataFrame(rows)), figure)
+    figure = Figure()
+    exhibit.draw(table, figure)
     titles = [" ".join(axes.get_title().split()) for axes in figure.axes]
     assert [title.count("eviction") for title in titles] == [0, 1]
     assert [title.count("question in prompt") for title in titles] == [1, 0]

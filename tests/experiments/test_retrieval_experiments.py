@@ -13,8 +13,7 @@ from tiny import prompts_of, tiny
 
 from benchmarks.pq_selection import main as selection
 from experiments import needle_kept
-from experiments.cache_hits import main as cache_hits
-from experiments.cache_hits import rates
+from experiments.lib import inside
 from experiments.lib.long_texts import long_text
 from experiments.pq_recall import main as pq_recall
 from experiments.pq_recall import recall
@@ -23,9 +22,8 @@ from kvexp.core import Budget, CacheConfig
 from kvexp.generate import prefill
 from kvexp.hf import load_model, load_tokenizer
 from kvexp.methods import Full, StreamingLLM
+from kvexp.retrieval import PQCache
 from kvexp.util import ConfigError
-
-# The tables of recall and of cache hits, on a tiny model: plausible ends, and what must hold whatever the model.
 
 
 def test_recall_rises_with_bits_and_is_one_where_nothing_is_lost():
@@ -38,12 +36,16 @@ def test_recall_rises_with_bits_and_is_one_where_nothing_is_lost():
     assert found["random"] < found["1x3"] < found["7x3"]
 
 
-def test_a_cache_for_everything_hits_what_was_asked_for_before():
+def test_a_cache_for_everything_hits_what_was_asked_for_before(monkeypatch):
     """All blocks noted at every step and room for all: whatever lies in a block touched before is a hit."""
-    found = rates(tiny("llama"), prompts_of(3, [41]), [1, 50], 2, 200, 0.4, 8, 2)
-    assert set(found) == {("lru", 1), ("lru", 50), ("lfu", 1), ("lfu", 50)}
-    assert found["lru", 50] == found["lfu", 50] > found["lru", 1]
-    assert all(0 <= rate < 1 for rate in found.values())
+    monkeypatch.setattr(inside, "NEW", 8)
+
+    def rate(policy, blocks):
+        method = PQCache(m=2, b=4, cache_tokens=200, cache_block=2, cache_policy=policy, cache_blocks_per_step=blocks)
+        asked = SimpleNamespace(method=method, cache=CacheConfig(method, Budget(kv_ratio=0.4)))
+        return inside.hit_rate(tiny("llama"), prompts_of(3, [41]), asked)["rate"].item()
+
+    assert 0 <= rate("lru", 1) < rate("lru", 50) == rate("lfu", 50) < 1
 
 
 @pytest.mark.parametrize("model", ["testbed_gqa", "testbed_rope"])
@@ -57,16 +59,6 @@ def test_recall_is_a_command_that_needs_nothing(model, capsys):
     assert float(chance.split(": ")[1]) < low < high < 1
 
 
-def test_hit_rates_are_a_command_that_needs_nothing(capsys):
-    options = ["--tokens", "96", "--documents", "1", "--new", "6", "--block", "4", "--capacity", "16"]
-    assert cache_hits([*options, "--per-step", "1", "4"]) == 0
-    head, _, _, lru, lfu = capsys.readouterr().out.splitlines()
-    assert head == "hit rate, testbed_gqa, blocks of 4, 16 tokens, kv_ratio=0.1, 1 documents of 96 tokens"
-    for name, line in (("lru", lru), ("lfu", lfu)):
-        assert line.startswith(f"| {name} |")
-        assert all(0 <= float(cell) <= 1 for cell in line.split("|")[2:4])
-
-
 def test_long_texts_are_of_the_testbeds_language_and_of_one_length():
     tokenizer = load_tokenizer("kvexp/tasks/testbed_models/testbed_gqa")
     one, other, again = (long_text(tokenizer, 1024, number) for number in (0, 1, 0))
@@ -77,24 +69,9 @@ def test_long_texts_are_of_the_testbeds_language_and_of_one_length():
 
 def test_the_benchmark_runs(capsys, tmp_path):
     threads = torch.get_num_threads()
-    line = [
-        "--slots",
-        "70",
-        "--heads",
-        "2",
-        "--group",
-        "1",
-        "--dim",
-        "8",
-        "--b",
-        "3",
-        "--repeats",
-        "3",
-        "--threads",
-        "1",
-    ]
+    line = "--slots 70 --heads 2 --group 1 --dim 8 --b 3 --repeats 3 --threads 1"
     try:
-        assert selection([*line, "--json", str(tmp_path / "rows.json")]) == 0
+        assert selection([*line.split(), "--json", str(tmp_path / "rows.json")]) == 0
     finally:
         torch.set_num_threads(threads)
     assert "| 70 |" in capsys.readouterr().out
@@ -139,7 +116,7 @@ def test_runs_share_their_prompts(monkeypatch):
         decoding=SimpleNamespace(max_new_tokens=3),
     )
     monkeypatch.setattr(needle_kept, "load", lambda spec: (tiny("llama"), tokenizer))
-    monkeypatch.setattr(needle_kept, "prompts_of", lambda *_: [(0, SimpleNamespace(ids=ids))])
+    monkeypatch.setattr(needle_kept, "prompt_of", lambda *_: SimpleNamespace(ids=ids))
     plans = iter([CacheConfig(StreamingLLM(n_sinks=n), Budget(tokens=10)) for n in (3, 5)])
     monkeypatch.setattr(needle_kept, "batch_cache", lambda run, lengths: next(plans))
     found = needle_kept.shares([run, run])
