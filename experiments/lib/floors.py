@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments.lib.tables import mean_interval
 from kvexp.results import stats
-from kvexp.results import stats as intervals
 from kvexp.results.read import Folder, Row
 from kvexp.run.batches import examples_of, settings_at
-from kvexp.run.store import Run
 from kvexp.tasks import Example
 from kvexp.tasks.base import Task
 from kvexp.tasks.metrics import sentences
@@ -71,7 +70,9 @@ def floors_of(folder: Folder) -> dict[str, Floors]:
         return {}
     rows = list(folder.scored.values())
     if not rows[0].get("choices"):
-        return {"": judged(metric, _scores(rows, metric), _texts(folder.run, rows, metric))}
+        settings = settings_at(folder.run)
+        texts = of_examples(settings.task, examples_of(settings, rows), metric)
+        return {"": judged(metric, _scores(rows, metric), texts)}
     parts: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         parts[row["example"].rpartition("/")[0]].append(row)
@@ -90,21 +91,12 @@ def judged(metric: str, full: Scores, each: Mapping[str, Scores]) -> Floors:
     """Compare the full cache's scores with answers that read nothing, over the examples that all have."""
     names = sorted(set(full).intersection(*each.values())) if each else sorted(full)
     means = {answer: float(np.mean([scores[name] for name in names])) for answer, scores in each.items()}
-    ends = intervals.NONE
+    ends = math.nan, math.nan
     if floors := [answer for answer in FLOORS if answer in means]:
         best = max(floors, key=means.__getitem__)
-        gaps = np.array([full[name] - each[best][name] for name in names])
-        if len(gaps) > 1:
-            ends = intervals.mean_interval(
-                gaps, stats.resampled_means(intervals.mean_moments(gaps), stats.RESAMPLES), stats.LEVEL
-            )
+        ends = mean_interval([full[name] - each[best][name] for name in names])
     mean = float(np.mean([full[name] for name in names])) if names else math.nan
     return Floors(metric, len(names), mean, means, *ends)
-
-
-def _texts(run: Run, rows: Sequence[Row], metric: str) -> dict[str, Scores]:
-    settings = settings_at(run)
-    return of_examples(settings.task, examples_of(settings, list(rows)), metric)
 
 
 def of_examples(task: Task, examples: Sequence[Example], metric: str) -> dict[str, Scores]:
@@ -119,7 +111,12 @@ def of_examples(task: Task, examples: Sequence[Example], metric: str) -> dict[st
     made[RANDOM] = {e.id: float(np.mean([draw[e.id] for draw in draws])) for e in examples}
     counts = Counter(example.reference for example in examples)
     if len(counts) > 1 or len(examples) == 1:
-        made[FREQUENT] = scored(lambda e: _most_frequent_other(counts, e.reference))
+        # Ties in alphabetical order; "" where there is no other example.
+        def frequent(example: Example) -> str:
+            left = counts - Counter({example.reference: 1})
+            return min(left, key=lambda text: (-left[text], text), default="")
+
+        made[FREQUENT] = scored(frequent)
     return made
 
 
@@ -127,9 +124,3 @@ def _random_sentences(example: Example, many: int, draw: int) -> str:
     known = sentences(example.body)
     rng = random.Random(zlib.crc32(f"{example.id} {draw}".encode()))
     return " ".join(known[place] for place in sorted(rng.sample(range(len(known)), min(many, len(known)))))
-
-
-def _most_frequent_other(counts: Counter[str], own: str) -> str:
-    """The most frequent reference of the other examples, ties in alphabetical order; "" where there is no other."""
-    left = counts - Counter({own: 1})
-    return min(left, key=lambda text: (-left[text], text)) if left else ""

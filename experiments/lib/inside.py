@@ -143,17 +143,8 @@ def reduction(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
         order = before.argsort(dim=-1, descending=True)
         for name, part in (("before", before), ("after", after)):
             ranked = part.gather(-1, order).mean((0, 1)).tensor_split(RANKS)
-            found += [
-                {
-                    "prompt": number,
-                    "of": name,
-                    "rank": place,
-                    "score": float(piece.sum()),
-                    "uneven": uneven,
-                    "lost": lost,
-                }
-                for place, piece in enumerate(ranked)
-            ]
+            row = {"prompt": number, "of": name, "uneven": uneven, "lost": lost}
+            found += [row | {"rank": place, "score": float(piece.sum())} for place, piece in enumerate(ranked)]
     return pd.DataFrame(found)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,16 +287,13 @@ def marked(frame: pd.DataFrame) -> pd.DataFrame:
             ahead[pair["better"]].append(worse)
             behind[worse].append(pair["better"])
         for mark, found in zip(MARKS, (ahead, behind, _order(pairs)), strict=True):
-            frame.loc[part.index, mark] = [
-                " ".join(sorted([*found.get(name_of(row), []), *_about_others(row[mark], means)]))
-                for _, row in part.iterrows()
-            ]
+            marks = []
+            for _, row in part.iterrows():
+                # Marks of an older recording stay where they are about methods whose examples are not known.
+                older = [name for name in str(row[mark]).split() if name.lstrip(OUTCOMES) not in means]
+                marks.append(" ".join(sorted([*found.get(name_of(row), []), *older])))
+            frame.loc[part.index, mark] = marks
     return frame
-
-
-def _about_others(marks: str, known: Collection[str]) -> list[str]:
-    """The marks about methods that are not among `known`, from an older recording."""
-    return [mark for mark in str(marks).split() if mark.lstrip(OUTCOMES) not in known]
 
 
 def _order(pairs: pd.DataFrame) -> dict[str, list[str]]:
@@ -393,7 +390,9 @@ def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
     if evicting.empty:
         return ()
     best = _best(evicting)
-    others = [row for _, row in evicting.iterrows() if name_of(row) != name_of(best) and _compared(row, best)]
+    # Compared are methods of one recording, or whose examples are known.
+    compared = evicting[(evicting[EACH].ne("") & (best[EACH] != "")) | (evicting[OLDER].eq(True) & best[OLDER])]
+    others = [row for _, row in compared.iterrows() if name_of(row) != name_of(best)]
     alike = [name_of(row) for row in others if name_of(row) not in str(best["ahead_of"]).split()]
     more = [f"+{len(alike) - SHOWN}"] if len(alike) > SHOWN else []
     undecided = ", ".join([*alike[:SHOWN], *more]) or "-"
@@ -410,11 +409,6 @@ def _names_of(task: str) -> Iterator[str]:
     for group in GROUPS:
         for method in group.methods if task in group.tasks else ():
             yield f"{method}+{group.label}" if group.label else method
-
-
-def _compared(one: Any, other: Any) -> bool:
-    """Whether two methods of a block were in one recording, or their examples are known."""
-    return bool((one[EACH] and other[EACH]) or (one[OLDER] and other[OLDER]))
 
 
 def _pairs() -> Iterator[tuple[str, str]]:

@@ -141,28 +141,24 @@ def record_real(made: Made) -> None:
     """
     with (HERE / "__init__.py").open("rb") as lock:  # any file that is always there
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _record_real(made)
-
-
-def _record_real(made: Made) -> None:
-    known = _read(MEASURED_REAL)
-    exhibits, rows = known.setdefault("exhibits", {}), known.setdefault("rows", {})
-    seconds = max(round(made.seconds), exhibits.get(made.name, {}).get("seconds", 0))
-    entry: dict[str, Any] = {"holds": made.holds, "words": made.words, "seconds": seconds}
-    if made.divergence is not None:
-        entry["divergence"] = {"holds": made.divergence[0], "words": made.divergence[1]}
-    if made.provenance is not None:
-        keys = []
-        for each in made.provenance.rows:
-            ids = list(each.ids)
-            key = f"{each.task} {hashlib.sha256(json.dumps([each.data, ids]).encode()).hexdigest()[:8]}"
-            rows[key] = {"task": each.task, "data": each.data, "ids": ids}
-            keys.append(key)
-        entry |= {**made.provenance.plain(), "rows": keys}
-    exhibits[made.name] = entry
-    used = {key for each in exhibits.values() for key in each.get("rows", ())}
-    known["rows"] = {key: value for key, value in rows.items() if key in used}
-    _write(MEASURED_REAL, known)
+        known = _read(MEASURED_REAL)
+        exhibits, rows = known.setdefault("exhibits", {}), known.setdefault("rows", {})
+        seconds = max(round(made.seconds), exhibits.get(made.name, {}).get("seconds", 0))
+        entry: dict[str, Any] = {"holds": made.holds, "words": made.words, "seconds": seconds}
+        if made.divergence is not None:
+            entry["divergence"] = {"holds": made.divergence[0], "words": made.divergence[1]}
+        if made.provenance is not None:
+            keys = []
+            for each in made.provenance.rows:
+                ids = list(each.ids)
+                key = f"{each.task} {hashlib.sha256(json.dumps([each.data, ids]).encode()).hexdigest()[:8]}"
+                rows[key] = {"task": each.task, "data": each.data, "ids": ids}
+                keys.append(key)
+            entry |= {**made.provenance.plain(), "rows": keys}
+        exhibits[made.name] = entry
+        used = {key for each in exhibits.values() for key in each.get("rows", ())}
+        known["rows"] = {key: value for key, value in rows.items() if key in used}
+        _write(MEASURED_REAL, known)
 
 
 def status(entry: dict[str, Any] | None) -> str:

@@ -31,7 +31,6 @@ from experiments.lib.tables import KEYS, frame_of, spelled, without
 from experiments.lib.verdicts import divergence_frame, measure_missing
 from kvexp.run.model_spec import load as load_model
 from kvexp.run.prompts import prompt_of
-from kvexp.run.settings import Settings
 from kvexp.run.store import identity
 from kvexp.util import ConfigError
 
@@ -231,13 +230,20 @@ def measured(
     folder: where it is kept, and read if it is there. given: overrides that are no setting of the
     exhibit's own, as in `lib.tables.frame_of`.
     """
-    frames = []
+    frames, measure = [], load(name).measure
+    assert measure is not None
     for settings in jobs(experiment, overrides):
-        path = folder / f"{name}-{_key(name, settings)}.csv"
+        # The key changes with whatever can change a number: the run, its length, and the code that measures.
+        about = (identity(settings.identity), str(settings.limit), str(kvexp.NUMERICS), *sources(measure.__module__))
+        key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+        path = folder / f"{name}-{key}.csv"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(".draft")
-            _measure(load(name), settings).to_csv(draft, index=False)
+            settings.task.check()
+            model, tokenizer = load_model(settings.model)
+            prompts = [prompt_of(settings, model, tokenizer, example) for example in settings.task.examples()]
+            measure(model, [p.ids for p in prompts if p.skipped is None], settings).to_csv(draft, index=False)
             draft.replace(path)
         frame = pd.read_csv(path)
         labels = {key: settings.labels.get(key) for key in KEYS}
@@ -246,44 +252,19 @@ def measured(
     return pd.concat(frames, ignore_index=True)
 
 
-def _key(name: str, settings: Settings) -> str:
-    """Changes with whatever can change a number: the run, its length, the module that measures and those it uses."""
-    parts = (
-        identity(settings.identity),
-        str(settings.limit),
-        str(kvexp.NUMERICS),
-        *sources(load(name).measure.__module__),
-    )
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
 def sources(module: str) -> list[str]:
     """The text of a module of `experiments` and of all those it imports, directly or not, by name."""
     found: dict[str, str] = {}
     wanted = [module]
     while wanted:
         name = wanted.pop()
-        path = HERE.joinpath(*name.split(".")[1:]).with_suffix(".py")
-        if name not in found and path.exists():
+        package, *parts = name.split(".")
+        path = HERE.joinpath(*parts).with_suffix(".py")
+        if package == "experiments" and name not in found and path.exists():
             found[name] = path.read_text(encoding="utf-8")
-            wanted += _imports(found[name])
+            for node in ast.walk(ast.parse(found[name])):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    wanted += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+                elif isinstance(node, ast.Import):
+                    wanted += [each.name for each in node.names]
     return [found[name] for name in sorted(found)]
-
-
-def _imports(source: str) -> list[str]:
-    """What may be a module of `experiments`: A.B and A.B.NAME of `from A.B import NAME`, A.B of `import A.B`."""
-    words: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            words += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-        elif isinstance(node, ast.Import):
-            words += [each.name for each in node.names]
-    return [word for word in words if word.startswith("experiments.")]
-
-
-def _measure(exhibit: Exhibit, settings: Settings) -> pd.DataFrame:
-    assert exhibit.measure is not None
-    settings.task.check()
-    model, tokenizer = load_model(settings.model)
-    prompts = [prompt_of(settings, model, tokenizer, example) for example in settings.task.examples()]
-    return exhibit.measure(model, [p.ids for p in prompts if p.skipped is None], settings)

@@ -61,9 +61,7 @@ def limit_of(experiment: str, overrides: Sequence[str]) -> int | None:
 
 def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
     """Every job of the sweep as checked settings; nothing is loaded or run."""
-    session = Session()
-    session.collect_jobs()
-    _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET], session)
+    session = _collected(experiment, overrides)
     found = []
     for one in session.collected_jobs():
         plain = OmegaConf.to_container(one.config, resolve=True, throw_on_missing=True)
@@ -80,15 +78,21 @@ def planned_seconds(experiment: str, overrides: Sequence[str] = ()) -> float:
     """
     from kvexp.run.plan import show_plan, total_seconds
 
-    session = Session()
-    session.collect_jobs()
-    _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET], session)
+    session = _collected(experiment, overrides)
     with contextlib.redirect_stdout(io.StringIO()):
         groups = show_plan(session.collected_jobs(), None, session, shares=True)
     if session.failures:
         first = session.failures[0]
         raise ConfigError(f"a job of experiment={experiment} cannot run: {first.job}: {first.why}")
     return total_seconds(groups)
+
+
+def _collected(experiment: str, overrides: Sequence[str]) -> Session:
+    """A session that holds the jobs of the sweep; none is run."""
+    session = Session()
+    session.collect_jobs()
+    _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET], session)
+    return session
 
 
 def _command(overrides: list[str], session: Session) -> None:

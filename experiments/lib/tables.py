@@ -160,19 +160,8 @@ def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> 
     return "\n".join([first, f"|---|{rule * (len(head) - 1)}", *rest])
 
 
-COLUMNS = [
-    "model",
-    "task",
-    "method",
-    "kv_ratio",
-    "setting",
-    "metric",
-    "value",
-    "source",
-    "kind",
-    "reading_error",
-    "note",
-]
+COLUMNS = ["model", "task", "method", "kv_ratio", "setting", "metric", "value"]
+COLUMNS += ["source", "kind", "reading_error", "note"]
 KINDS = ("exact", "digitised", "text")
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -56,7 +56,19 @@ from kvexp.run.compose import options
 from kvexp.run.evictions import stem
 from kvexp.run.settings import Settings, batch_cache
 from kvexp.run.store import Run
-from kvexp.util import CacheError, ConfigError, Console, Progress, explained, load, replace, say, watch_pipes
+from kvexp.util import (
+    AtLeast,
+    CacheError,
+    ConfigError,
+    Console,
+    Progress,
+    check_fields,
+    explained,
+    load,
+    replace,
+    say,
+    watch_pipes,
+)
 
 # A measurement lies in its run's folder of diagnoses, one set of files per example.
 #
@@ -663,14 +675,14 @@ def causal_tables(run: Run, examples: Sequence[CausalExample]) -> CausalTables:
         effects, scores, methods = (read_frame(run, each.example, part) for part in (REMOVALS, SCORES, METHODS))
         assert effects is not None and scores is not None and methods is not None, "an example is complete"
         named = {"example": each.example}
-        removals.append(effects.assign(fifth=_fifths(effects["position"], each.tokens), **named))
+        fifths = [FIFTHS[len(FIFTHS) * int(at) // each.tokens] for at in effects["position"]]
+        removals.append(effects.assign(fifth=fifths, **named))
         lines.append(methods.assign(**named))
         for name, own in scores.groupby("method", sort=False):
             joined = removals[-1].join(own.set_index("unit")[["rank", "kept"]])
             tokens = joined[joined["kind"] == TOKEN]
             if len(tokens):
-                columns = [_column(tokens, key) for key in ("kl", "rank", "kept", "weight")]
-                found = score_quality(columns[0], columns[1], columns[2], columns[3])
+                found = score_quality(*(_column(tokens, key) for key in ("kl", "rank", "kept", "weight")))
                 quality.append(named | {"method": name} | vars(found))
             other += [
                 named | {"method": name, "kind": kind, "rho": _rho(joined[joined["kind"] == kind])}
@@ -691,10 +703,6 @@ def causal_tables(run: Run, examples: Sequence[CausalExample]) -> CausalTables:
         whole[whole["layer"] >= 0],
         whole[whole["layer"] < 0],
     )
-
-
-def _fifths(positions: pd.Series, tokens: int) -> list[str]:
-    return [FIFTHS[min(len(FIFTHS) * int(at) // tokens, len(FIFTHS) - 1)] for at in positions]
 
 
 def _column(frame: pd.DataFrame, name: str) -> Floats:
@@ -782,48 +790,30 @@ def draw_causal(tables: CausalTables, title: str) -> Figure:
     above, below = parts
     bars, heat, kept, kl = above.subplots(1, 4, sharey=True, width_ratios=[1.1, 1.1, 1, 1])
     names = [str(row["method"]) for row in rows]
-    _bars(bars, rows)
-    _by_layer(heat, tables, names)
-    _kept(kept, rows)
-    _divergence(kl, rows)
+    colors = [BY_ANSWER if row["method"] in ANSWER_SCORES else METHOD for row in rows]
+    bars.barh(range(len(rows)), _values(rows, "rho"), color=colors, height=0.7)
+    _intervals(bars, rows, "rho")
+    bars.axvline(0, color="k", lw=0.8)
+    bars.grid(axis="x", alpha=0.3)
+    bars.set_title("rank correlation of the score\nwith the effect of a token", fontsize=9)
+    means = tables.layers.groupby(["method", "layer"])["rho"].mean().unstack("layer").loc[names]
+    image = heat.imshow(means.to_numpy(dtype=float), cmap="RdBu", vmin=-1, vmax=1, aspect="auto", interpolation="none")
+    heat.set_xlabel("layer", fontsize=8)
+    heat.set_title("the same,\nof the score in one layer", fontsize=9)
+    solids = heat.figure.colorbar(image, ax=heat, location="bottom", aspect=30).solids
+    solids.set_rasterized(True)  # else 256 shapes in an .svg
+    scaled = [{key: 100 * row[key] for key in ("mass", "mass_low", "mass_high", "kept")} for row in rows]
+    _dots(kept, scaled, "mass", EFFECT, "effect")
+    kept.plot(_values(scaled, "kept"), range(len(rows)), "|", color="k", ms=8, label="tokens")
+    kept.legend(fontsize=7, loc="upper center")  # next to the yardsticks, which keep nothing
+    kept.set_title("effect kept\n(percent of the sum over tokens)", fontsize=9)
+    kl.set_xscale("log")
+    _dots(kl, rows, "joint_kl", METHOD, "")
+    kl.set_title("KL of all evicted\n(nats per token)", fontsize=9)
     bars.set_yticks(range(len(rows)), names, fontsize=8)
     bars.set_ylim(len(rows) - 0.5, -0.5)
     _where(below, tables)
     return figure
-
-
-def _bars(axis: Axes, rows: list[Row]) -> None:
-    colors = [BY_ANSWER if row["method"] in ANSWER_SCORES else METHOD for row in rows]
-    axis.barh(range(len(rows)), _values(rows, "rho"), color=colors, height=0.7)
-    _intervals(axis, rows, "rho")
-    axis.axvline(0, color="k", lw=0.8)
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_title("rank correlation of the score\nwith the effect of a token", fontsize=9)
-
-
-def _by_layer(axis: Axes, tables: CausalTables, order: list[str]) -> None:
-    means = tables.layers.groupby(["method", "layer"])["rho"].mean().unstack("layer").loc[order]
-    image = axis.imshow(means.to_numpy(dtype=float), cmap="RdBu", vmin=-1, vmax=1, aspect="auto", interpolation="none")
-    axis.set_xlabel("layer", fontsize=8)
-    axis.set_title("the same,\nof the score in one layer", fontsize=9)
-    assert axis.figure is not None
-    solids = axis.figure.colorbar(image, ax=axis, location="bottom", aspect=30).solids
-    assert solids is not None
-    solids.set_rasterized(True)  # else 256 shapes in an .svg
-
-
-def _kept(axis: Axes, rows: list[Row]) -> None:
-    scaled = [{key: 100 * row[key] for key in ("mass", "mass_low", "mass_high", "kept")} for row in rows]
-    _dots(axis, scaled, "mass", EFFECT, "effect")
-    axis.plot(_values(scaled, "kept"), range(len(rows)), "|", color="k", ms=8, label="tokens")
-    axis.legend(fontsize=7, loc="upper center")  # next to the yardsticks, which keep nothing
-    axis.set_title("effect kept\n(percent of the sum over tokens)", fontsize=9)
-
-
-def _divergence(axis: Axes, rows: list[Row]) -> None:
-    axis.set_xscale("log")
-    _dots(axis, rows, "joint_kl", METHOD, "")
-    axis.set_title("KL of all evicted\n(nats per token)", fontsize=9)
 
 
 def _dots(axis: Axes, rows: list[Row], key: str, color: str, label: str) -> None:
@@ -963,19 +953,12 @@ class RemovalPlan:
     span: tokens of a span; spans: at most so many of them, drawn at random (None: all).
     """
 
-    tokens: int | None = 300
-    span: int = 8
-    spans: int | None = None
-    layers: int = 150
-    heads: int = 180
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "spans", "layers", "heads"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"--{name} must be 0 or more, got {value}")
-        if self.span < 1:
-            raise ConfigError(f"--span must be at least 1 token, got {self.span}")
+    tokens: Annotated[int, AtLeast(0)] | None = 300
+    span: Annotated[int, AtLeast(1)] = 8
+    spans: Annotated[int, AtLeast(0)] | None = None
+    layers: Annotated[int, AtLeast(0)] = 150
+    heads: Annotated[int, AtLeast(0)] = 180
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -1051,10 +1034,11 @@ class CausalOptions:
 
     plan: RemovalPlan
     methods: tuple[str, ...] = (ALL,)
-    first: int = 12
+    first: Annotated[int, AtLeast(1)] = 12
     examples: tuple[str, ...] = ()
-    new_tokens: int = 32
-    rows: int = 8
+    new_tokens: Annotated[int, AtLeast(1)] = 32
+    rows: Annotated[int, AtLeast(1)] = ROWS
+    __post_init__ = check_fields
 
 
 def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
@@ -1062,11 +1046,19 @@ def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
     settings = settings_at(run)
     check_diagnosable(settings)
     methods = method_settings(settings, options.methods)
-    rows = _wanted(rows_of(run), options)
+    known_rows = rows_of(run)
+    named = {row["example"]: row for row in (chosen(known_rows, name) for name in options.examples)}
+    rows = sorted((named or known_rows).values(), key=lambda row: row["index"])
+    rows = rows if named else rows[: options.first]
     if not rows:
         raise ConfigError(f"{run.path} has no answered example: run it first")
     plan = {**dataclasses.asdict(options.plan), "new_tokens": options.new_tokens}
-    todo = [row for row in rows if not _is_complete(run, row, plan, methods)]
+    known = {row["example"]: read_measured(run, row["example"]) for row in rows}
+
+    def complete(made: CausalExample | None) -> bool:
+        return made is not None and made.plan == plan and set(methods) <= set(made.methods)
+
+    todo = [row for row in rows if not complete(known[row["example"]])]
     if todo:
         with (
             run.claim(waiting=waiting_notice(run), part="causal"),
@@ -1076,13 +1068,6 @@ def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
                 progress.advance()
     found = [read_measured(run, row["example"]) for row in rows]
     return [each for each in found if each is not None]
-
-
-def _wanted(rows: Mapping[str, RunRow], options: CausalOptions) -> list[RunRow]:
-    """The rows that are measured, each once, in the task's order."""
-    named = {row["example"]: row for row in (chosen(rows, name) for name in options.examples)}
-    order = sorted((named or rows).values(), key=lambda row: row["index"])
-    return order if named else order[: options.first]
 
 
 def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Settings]:
@@ -1103,8 +1088,10 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
             continue
         try:
             made = with_method(settings, name)
-            if (why := _no_score(made)) is not None:
+            if (why := nothing_to_log(made)) is not None:
                 raise ConfigError(why)
+            if not made.cache.cadence.at_prefill:
+                raise ConfigError("the run evicts nothing at the end of the prompt (cache.evict_at_prefill=false)")
         except ConfigError as error:
             if name in names:
                 raise
@@ -1114,19 +1101,6 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
     if not found:
         raise ConfigError("no method is left whose score could be measured: name one that evicts, as in --methods h2o")
     return found
-
-
-def _no_score(settings: Settings) -> str | None:
-    """Why a method has no score at the end of a prompt; None where it has one."""
-    why = nothing_to_log(settings)
-    if why is None and not settings.cache.cadence.at_prefill:
-        why = "the run evicts nothing at the end of the prompt (cache.evict_at_prefill=false)"
-    return why
-
-
-def _is_complete(run: Run, row: RunRow, plan: Mapping[str, object], methods: Mapping[str, Settings]) -> bool:
-    known = read_measured(run, row["example"])
-    return known is not None and known.plan == plan and set(methods) <= set(known.methods)
 
 
 def _measured(
@@ -1313,9 +1287,9 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
         [
             name,
             Column(f"rank correlation\nbehind {YARDSTICK}", lambda row: _with_interval(row, "behind")),
-            Column("effect kept less\ntokens kept", lambda row: _share_with_interval(row, "mass")),
-            Column("precision less\ntokens kept", lambda row: _share_with_interval(row, "precision")),
-            Column(f"top {TOP:.0%} kept less\ntokens kept", lambda row: _share_with_interval(row, "top")),
+            Column("effect kept less\ntokens kept", lambda row: _with_interval(row, "mass", 100, 1)),
+            Column("precision less\ntokens kept", lambda row: _with_interval(row, "precision", 100, 1)),
+            Column(f"top {TOP:.0%} kept less\ntokens kept", lambda row: _with_interval(row, "top", 100, 1)),
         ],
     )
     for by, groups, words in (("class", CLASSES, "class of token"), ("fifth", FIFTHS, "position")):
@@ -1348,18 +1322,11 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
     )
 
 
-def _share_with_interval(row: Mapping[str, Any], key: str) -> str:
+def _with_interval(row: Mapping[str, Any], key: str, factor: float = 1, digits: int = 3) -> str:
     if absent(row[key]):
         return "-"
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return f"{100 * row[key]:.1f} ({TOO_FEW if absent(low) else f'{100 * low:.1f}..{100 * high:.1f}'})"
-
-
-def _with_interval(row: Mapping[str, Any], key: str) -> str:
-    if absent(row[key]):
-        return "-"
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return f"{fixed(row[key], 3)} ({TOO_FEW if absent(low) else f'{low:.3f}..{high:.3f}'})"
+    value, low, high = (factor * row[f"{key}{end}"] for end in ("", "_low", "_high"))
+    return f"{fixed(value, digits)} ({TOO_FEW if absent(low) else f'{low:.{digits}f}..{high:.{digits}f}'})"
 
 
 def _share(value: Any) -> str:
@@ -1427,19 +1394,13 @@ def parser() -> argparse.ArgumentParser:
 def _causal(args: argparse.Namespace, console: Console) -> None:
     if args.draw is not None:
         check_picture(args.draw)
-    for name in ("first", "new_tokens", "rows"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.tokens != "all" and not args.tokens.isdigit():
         raise ConfigError(f"--tokens must be a whole number or all, got {args.tokens!r}")
     tokens = None if args.tokens == "all" else int(args.tokens)
     plan = RemovalPlan(tokens, args.span, args.spans, args.layers, args.heads)
     run = run_at(args.run)
-    asked = CausalOptions(
-        plan, tuple(args.methods), args.first, tuple(args.example), new_tokens=args.new_tokens, rows=args.rows
-    )
-    found = measure_causes(run, asked)
-    tables = causal_tables(run, found)
+    asked = CausalOptions(plan, tuple(args.methods), args.first, tuple(args.example), args.new_tokens, args.rows)
+    tables = causal_tables(run, measure_causes(run, asked))
     show_causal(tables, causal_title(run), console)
     if args.draw is not None:
         save(draw_causal(tables, causal_title(run)), args.draw)

@@ -228,7 +228,8 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
             families[str(labels.get("model")), str(labels.get("task")), folder.run.numerics].append(folder)
     rows = []
     for (model, task, numerics), family in families.items():
-        name = metric or _metric_of(family)
+        known = [each for folder in family for each in folder.metrics]
+        name = metric or (PREFERRED if PREFERRED in known else next(iter(known), ""))
         pairs = [(folder, baseline_of(folder, by_hash)) for folder in family]
         counted = [(folder.of_answered(full), full) for folder, full in pairs]
         measured = [one for pair in counted if (one := _measured(*pair, name)) is not None]
@@ -236,21 +237,9 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
             check_pair(measured[0].folder, one.folder)
         shared = sorted(set.intersection(*(set(one.kl) & set(one.score) for one in measured))) if measured else []
         if len(measured) > 2 and shared:
-            rows.append(
-                {
-                    "numerics": numerics,
-                    "model": model,
-                    "task": task,
-                    "metric": name,
-                    **_row(measured, shared, name, epsilon),
-                }
-            )
+            row = {"numerics": numerics, "model": model, "task": task, "metric": name}
+            rows.append(row | _row(measured, shared, name, epsilon))
     return pd.DataFrame(rows)
-
-
-def _metric_of(family: Sequence[Folder]) -> str:
-    names = [name for folder in family for name in folder.metrics]
-    return PREFERRED if PREFERRED in names else next(iter(names), "")
 
 
 def _measured(folder: Folder, baseline: Folder | None, metric: str) -> Measured | None:

@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lib.tables import markdown as markdown_table
-from experiments.studies import carried_out
+from experiments.studies import carried_out, composed_runs
 from kvexp import NUMERICS
 from kvexp.diagnose.case import Case, cases, run_at
 from kvexp.generate.kl import divergence_from_full, read_questions
@@ -41,17 +39,13 @@ from kvexp.results.table import absent, fixed, seconds, shared_settings, size, t
 from kvexp.run import compose as composing
 from kvexp.run.batches import with_limit_of
 from kvexp.run.compose import FILE_KEY, with_user_methods
-from kvexp.run.guard import guard
-from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings
 from kvexp.run.store import DIVERGENCE, OWN, Line, Run, identity
 from kvexp.util import (
-    CONF,
     CacheError,
     ConfigError,
     Session,
-    active,
     explained,
     load,
     replace,
@@ -491,16 +485,11 @@ def entry_settings(entry: Entry, allow_code: Sequence[str] = ()) -> Settings:
             raise ConfigError("its method is a user's code: name it, once it is read and trusted (--method-file FILE)")
         words = [word for word in words if word.lstrip("+").partition("=")[0] != FILE_KEY]
         words = [word for word in words if word.partition("=")[0] != "method"] + list(allow_code)
-    guard()
-    session = Session(typed_keys=set())
-    with active(session), initialize_config_dir(str(CONF), version_base="1.3"):
-        try:
-            config = compose("config", [*words, "divergence=true", f"limit={_limit(entry)}"], return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(composing.explained(error, words)) from error
-        choices = {str(key): str(value) for key, value in config.hydra.runtime.choices.items() if value is not None}
-        plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        (settings,) = runs_of(HydraJob(plain, words, choices, None), session)
+    try:
+        asked = [*words, "divergence=true", f"limit={_limit(entry)}"]
+        _, (settings,) = composed_runs(asked, Session(typed_keys=set()))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(composing.explained(error, words)) from error
     if identity(settings.identity) != entry["hash"]:
         raise ConfigError(
             f"its words make the run {identity(settings.identity)} today, not {entry['hash']}: model, data or settings "

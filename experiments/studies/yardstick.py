@@ -16,19 +16,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import kvexp
+from experiments.studies import composed_runs
 from kvexp.run.batches import evaluate_run
 from kvexp.run.compose import hydra_errors_shown
-from kvexp.run.guard import guard
-from kvexp.run.jobs import HydraJob, runs_of
-from kvexp.run.labels import QUOTES, model_label
+from kvexp.run.jobs import composed_model
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, keep_check
 from kvexp.tasks.lm_eval import LMEval
-from kvexp.util import CONF, CacheError, ConfigError, Session, active, keys_of, say, tells_errors, watch_pipes
+from kvexp.util import CacheError, ConfigError, Session, keys_of, say, tells_errors, watch_pipes
 
 SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "shard", "task.data_dir")
 SLICE = 25
@@ -238,20 +236,13 @@ def composed_settings(words: Sequence[str], benchmarks: Callable[[str], tuple[st
 
     words: overrides of the command line; benchmarks: name of the model -> lm-eval's names of its benchmarks.
     """
-    session = Session(typed_keys=keys_of(words))
-    guard()
-    chosen = [word.partition("=")[2] for word in words if word.partition("=")[0] == "model"]
-    with active(session), initialize_config_dir(str(CONF), version_base="1.3"):
-        name = chosen[-1] if chosen else str(compose("config", return_hydra_config=True).hydra.runtime.choices["model"])
-        paths = [word.partition("=")[2] for word in words if word.lstrip("+").partition("=")[0] == "model.path"]
-        name = model_label(name, paths[-1].strip(QUOTES)) if paths else name
-        own = ["task=lm_eval", f"task.tasks=[{','.join(benchmarks(name))}]", "method=full"]
-        if not any(word.partition("=")[0] == "batch_size" for word in words):
-            own.append(f"batch_size={BATCH}")
-        config = compose("config", [*words, *own], return_hydra_config=True)
-    choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option is not None}
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    settings = runs_of(HydraJob(plain, [*words, *own], choices, None), session)
+    name, _ = composed_model(
+        [word for word in words if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
+    )
+    own = ["task=lm_eval", f"task.tasks=[{','.join(benchmarks(name))}]", "method=full"]
+    if not any(word.partition("=")[0] == "batch_size" for word in words):
+        own.append(f"batch_size={BATCH}")
+    _, settings = composed_runs([*words, *own], Session(typed_keys=keys_of(words)))
     for each in settings:
         if each.model.kind == "random":
             raise ConfigError(f"model={name} has random weights: there is nothing to compare them with")

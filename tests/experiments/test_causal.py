@@ -340,7 +340,7 @@ def test_a_plan_without_removals_of_a_kind_has_none_and_bad_numbers_are_said():
     assert [unit.positions for unit in units] == [(at,) for at in range(len(CLASSES))]
     assert {unit.weight for unit in units} == {1.0} and math.isclose(sum(unit.weight for unit in units), len(CLASSES))
     for bad in ({"tokens": -1}, {"span": 0}, {"heads": -2}):
-        with pytest.raises(ConfigError, match=f"--{next(iter(bad))} must be"):
+        with pytest.raises(ConfigError, match=f"{next(iter(bad))} must be"):
             RemovalPlan(**bad)
 
 
@@ -420,8 +420,8 @@ def test_the_tables_hold_what_the_files_say(run, capsys):
         (["--methods", "full"], "no method 'full'"),
         (["--methods", "pqcache"], "pqcache keeps everything and chooses anew for every token"),
         (["--tokens", "some"], "--tokens must be a whole number or all"),
-        (["--span", "0"], "--span must be at least 1"),
-        (["--first", "0"], "--first must be at least 1"),
+        (["--span", "0"], "span must be at least 1"),
+        (["--first", "0"], "first must be at least 1"),
         (["--example", "nobody"], "no example of the run named 'nobody'"),
         (["--draw", "causes.gif"], "must end in .png, .svg or .pdf"),
     ],
