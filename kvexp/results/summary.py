@@ -37,9 +37,9 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
         for why, names in session.unmeasured.items():
             console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
     if session.failures and jobs:
-        names = [failure.job.split(" ") for failure in session.failures]
-        shared = [word for word in names[0] if len(names) > 1 and all(word in each for each in names)]
-        console.print(f"\n{len(names)} run(s) failed: {' '.join(shared)}".rstrip(), highlight=False, soft_wrap=True)
+        words = [failure.job.split(" ") for failure in session.failures]
+        shared = [word for word in words[0] if len(words) > 1 and all(word in each for each in words)]
+        console.print(f"\n{len(words)} run(s) failed: {' '.join(shared)}".rstrip(), highlight=False, soft_wrap=True)
         jobs_by_reason: dict[str, list[str]] = {}  # reasons printed before are empty
         for failure in session.failures:
             own = " ".join(word for word in failure.job.split(" ") if word not in shared)
