@@ -16,8 +16,7 @@ from kvexp.util import AtLeast
 @dataclass(frozen=True)
 class ExpectedAttention(Method):
     """z[j] = scale * mu.key_j + scale^2 / 2 * key_j.Sigma.key_j in each query head; p = softmax(z) over slots;
-    s[j] = (mean over a kv head's query heads of p[j] + epsilon) * ||v_j||_2; keep = sinks U top of s. Chosen once,
-    after prefill; nothing is evicted while decoding.
+    s[j] = (mean over a kv head's query heads of p[j] + epsilon) * ||v_j||_2; keep = sinks U top of s. Chosen once.
 
     mu and Sigma: mean and covariance of the prompt's queries before RoPE, without the sinks', turned by the mean of
     RoPE's matrices over the `n_future` positions that follow. Source: Devoto et al., arXiv:2510.00636, as in
