@@ -25,7 +25,18 @@ from experiments.lib.draw import (
     settings_grid,
 )
 from experiments.lib.exhibits import Exhibit
-from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, over, samples, with_paper
+from experiments.lib.speed import (
+    NONE_YET,
+    cells,
+    draw_speed,
+    found_of,
+    newest,
+    ours,
+    over,
+    samples,
+    times_at,
+    with_paper,
+)
 from experiments.lib.tables import ahead, interval, judge, means_by, option, paper_numbers, points, signed
 from experiments.lib.verdicts import (
     Closer,
@@ -72,9 +83,8 @@ def summaries(testbed: str = TESTBED, paper: str = PAPERS) -> dict[str, str]:
 
 # Figs. 1, 9, 10 and Table 1: speed, from benchmarks/results.
 
-LENGTHS, FASTER, MARK = ("1024+1024", "2048+2048", "4096+4096"), ("h2o@0.9", "keyformer@0.5"), 2.0
+LENGTHS, FASTER = ("1024+1024", "2048+2048", "4096+4096"), ("h2o@0.9", "keyformer@0.5")
 GROWTH = ("total_time_over_512", "kv_GB")
-TIMES = 16.0  # as many tokens
 PARTS, PART_MARK = ("kv_movement_of_full", "gumbel_overhead_of_full"), 1 / 2.9
 NAMES = {512: "512", 1024: "1k", 2048: "2k", 4096: "4k"}
 
@@ -93,33 +103,14 @@ def fig1_table(frame: pd.DataFrame) -> pd.DataFrame:
     return made[made["metric"].isin(GROWTH)].reset_index(drop=True)
 
 
-def fig1_holds(table: pd.DataFrame) -> Verdict:
-    """Whether 16 times the tokens take more than 16 times as long."""
-    row = found_of(table, "8192", "full", GROWTH[0])
-    if row is None:
-        return None, NONE_YET
-    said = f"{row['value']:.1f} ({row['low']:.1f} to {row['high']:.1f}) times as long for {TIMES:g} times the tokens"
-    return above(row["low"], row["high"], TIMES), f"{said}, {row['machine']}"
-
-
 def fig9_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Total time of full attention (kvexp's own) over that of the method, four beams as in the paper."""
     rows = []
-    for length in LENGTHS:
-        for cell in cells("whole", length=length, batch=1, beams=4)[-1:]:
-            for method in FASTER:
-                found = over(samples(cell, "full"), samples(cell, method), "total_s")
-                rows += [] if found is None else [ours(length, method, "speedup", found, cell)]
+    for length, cell in newest(LENGTHS, batch=1, beams=4):
+        for method in FASTER:
+            found = over(samples(cell, "full"), samples(cell, method), "total_s")
+            rows += [] if found is None else [ours(length, method, "speedup", found, cell)]
     return with_paper("keyformer_fig9", rows)
-
-
-def fig9_holds(table: pd.DataFrame) -> Verdict:
-    """The smallest and the largest of the turns' ratios against 2."""
-    row = found_of(table, LENGTHS[-1], "keyformer@0.5", "speedup")
-    if row is None:
-        return None, NONE_YET
-    said = f"{row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f}) times full attention at {LENGTHS[-1]}"
-    return above(row["low"], row["high"], MARK), f"{said} on {row['machine']}"
 
 
 def fig10_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -162,16 +153,15 @@ def fig10_holds(table: pd.DataFrame) -> Verdict:
 def table1_table(frame: pd.DataFrame) -> pd.DataFrame:
     """New tokens of all prompts over the seconds of the whole generation, four beams as in the paper."""
     rows = []
-    for length in LENGTHS:
-        new = int(length.partition("+")[2])
-        for batch in (1, 2):
-            for cell in cells("whole", length=length, batch=batch, beams=4)[-1:]:
-                for method in ("full", *FASTER):
-                    rates = sorted(batch * new / sample["total_s"] for sample in samples(cell, method))
-                    if rates:
-                        found = Ratio(rates[len(rates) // 2], rates[0], rates[-1])
-                        name = method if batch == 1 else f"{method} batch {batch}"
-                        rows.append(ours(length, name, "tokens_per_s", found, cell))
+    for batch in (1, 2):
+        for length, cell in newest(LENGTHS, batch=batch, beams=4):
+            for method in ("full", *FASTER):
+                new = int(length.partition("+")[2])
+                rates = sorted(batch * new / sample["total_s"] for sample in samples(cell, method))
+                if rates:
+                    found = Ratio(rates[len(rates) // 2], rates[0], rates[-1])
+                    name = method if batch == 1 else f"{method} batch {batch}"
+                    rows.append(ours(length, name, "tokens_per_s", found, cell))
     return with_paper("keyformer_table1", rows)
 
 
@@ -563,7 +553,10 @@ EXHIBITS = (
         ),
         table=fig1_table,
         draw=partial(draw_speed, ylabel="", metrics=GROWTH),
-        holds=fig1_holds,
+        holds=times_at(
+            *("8192", "full", GROWTH[0], 16.0),
+            "{value:.1f} ({low:.1f} to {high:.1f}) times as long for 16 times the tokens, {machine}",
+        ),
     ),
     Exhibit(
         "keyformer_fig3a",
@@ -717,7 +710,10 @@ EXHIBITS = (
         ),
         table=fig9_table,
         draw=partial(draw_speed, ylabel="speed-up over full attention", metrics=["speedup"]),
-        holds=fig9_holds,
+        holds=times_at(
+            *("4096+4096", "keyformer@0.5", "speedup", 2.0),
+            "{value:.2f} ({low:.2f} to {high:.2f}) times full attention at 4096+4096 on {machine}",
+        ),
     ),
     Exhibit(
         "keyformer_fig10",

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import statistics
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.clock import Ratio, ratio
+from benchmarks.clock import Ratio
 from benchmarks.store import RESULTS
 from experiments.lib import inside
 from experiments.lib.draw import (
@@ -32,7 +31,7 @@ from experiments.lib.draw import (
 )
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.record import WAITS
-from experiments.lib.speed import COLUMNS, NONE_YET, cells, draw_speed, found_of, ours, samples
+from experiments.lib.speed import COLUMNS, NONE_YET, draw_speed, found_of, newest, note, ours, over, samples
 from experiments.lib.tables import (
     Side,
     interval,
@@ -173,8 +172,7 @@ def fig7_table(frame: pd.DataFrame, path: Path = FIG7_FILE) -> pd.DataFrame:
 
 def fig7_draw(table: pd.DataFrame, figure: Figure) -> None:
     if table.empty:
-        figure.set_size_inches(6.0, 1.0)
-        figure.text(0.5, 0.5, textwrap.fill(FIG7_NONE, 75), ha="center", va="center", fontsize=7)
+        note(figure, FIG7_NONE)
         return
     axes = panel_grid(figure, 1, 1, (3.8, 3.0))[0, 0]
     for (name, label, color), marker in zip(FIG7_TIMES, "osD", strict=True):
@@ -196,14 +194,10 @@ def fig7_holds(table: pd.DataFrame) -> Verdict:
 def over_full(metric: str) -> pd.DataFrame:
     """Seconds of each method over full attention's (kvexp's own) per length: median, least and most of the turns."""
     rows = []
-    for length in LENGTHS:
-        for cell in cells("whole", shape="mistral_7b", length=length, batch=1)[-1:]:
-            base = samples(cell, "full")
-            for name in NAMES:
-                found = samples(cell, name)
-                if base and found:
-                    each = ratio([one[metric] for one in found], [one[metric] for one in base])
-                    rows.append(ours(length, name, metric, each, cell))
+    for length, cell in newest(LENGTHS, shape="mistral_7b", batch=1):
+        for name in NAMES:
+            found = over(samples(cell, name), samples(cell, "full"), metric)
+            rows += [] if found is None else [ours(length, name, metric, found, cell)]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -211,8 +205,7 @@ def over_full_draw(table: pd.DataFrame, figure: Figure, metric: str, ylabel: str
     """The points, or one line that says that there are none: the paper prints no numbers to show in their place."""
     table = table[table["metric"].eq(metric)]
     if table.empty:
-        figure.set_size_inches(4.0, 1.0)
-        figure.text(0.5, 0.5, NONE_YET, ha="center", va="center", fontsize=8)
+        note(figure, NONE_YET)
         return
     draw_speed(table, figure, ylabel, [metric])
 
@@ -253,12 +246,11 @@ def fig10a_holds(table: pd.DataFrame) -> Verdict:
 def fig10b_table(frame: pd.DataFrame) -> pd.DataFrame:
     """What is drawn, over full attention's; and the plain seconds of pqcache, which are held against a reader's."""
     rows = []
-    for length in LENGTHS:
-        for cell in cells("whole", shape="mistral_7b", length=length, batch=1)[-1:]:
-            each = [sample[FURTHER] for sample in samples(cell, "pqcache@0.2")]
-            if each:
-                found = Ratio(statistics.median(each), min(each), max(each))
-                rows.append(ours(length, "pqcache@0.2", SECONDS, found, cell))
+    for length, cell in newest(LENGTHS, shape="mistral_7b", batch=1):
+        each = [sample[FURTHER] for sample in samples(cell, "pqcache@0.2")]
+        if each:
+            found = Ratio(statistics.median(each), min(each), max(each))
+            rows.append(ours(length, "pqcache@0.2", SECONDS, found, cell))
     over = over_full(FURTHER)
     return pd.concat([over, pd.DataFrame(rows, columns=over.columns)], ignore_index=True) if rows else over
 

@@ -17,13 +17,8 @@ def run(method, scores, kv_ratio=None, setting="", metric="acc", task="t", model
     row = {"model": model, "task": task, "method": method, "setting": setting, "kv_ratio": kv_ratio, "n": len(named)}
     row |= {metric: mean, f"{metric}_of_full": mean, f"{metric}_low": mean - 2, f"{metric}_high": mean + 2}
     row |= {"verdict99": "baseline" if full else "fail", "hash": f"{method}{kv_ratio}{setting}{task}{model}"}
-    row |= {
-        "baseline": None if full else f"fullNone{task}{model}",
-        "headline": metric,
-        "fell_back": "",
-        "scores": named,
-    }
-    return row | {"search_share": 0.03, "moved_bytes": 1e6, "kmeans_iterations": 3.0} | own
+    row |= {"baseline": None if full else f"fullNone{task}{model}", "headline": metric, "scores": named}
+    return row | {"fell_back": "", "search_share": 0.03, "moved_bytes": 1e6, "kmeans_iterations": 3.0} | own
 
 
 def frame_of(*rows):

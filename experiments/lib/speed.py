@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,6 +14,7 @@ from benchmarks.store import Cell, Results
 from experiments.lib.draw import METHODS, finish, in_order, legend, panel_grid
 from experiments.lib.record import WAITS
 from experiments.lib.tables import paper_numbers
+from experiments.lib.verdicts import Judge, Verdict, above
 from kvexp.results.plots import color_of, marker_of
 
 NONE_YET = f"{WAITS}: `make bench-gpu` writes benchmarks/results"
@@ -24,6 +25,13 @@ def cells(benchmark: str, **wanted: Any) -> list[Cell]:
     """Cells of a GPU on the MPT-7B layout (not tiny) whose key holds these values."""
     key = {"device": "cuda", "tiny": False, "shape": "mpt_7b"} | wanted
     return [cell for cell in Results(benchmark).cells if all(cell["key"].get(k) == v for k, v in key.items())]
+
+
+def newest(lengths: Iterable[str], **wanted: Any) -> Iterator[tuple[str, Cell]]:
+    """(Length, newest cell) of the benchmark `whole` at each length that was measured."""
+    for length in lengths:
+        for cell in cells("whole", length=length, **wanted)[-1:]:
+            yield length, cell
 
 
 def samples(cell: Cell, name: str) -> list[dict[str, Any]]:
@@ -92,6 +100,24 @@ def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequen
     title = "; ".join(machines) if machines else "the paper's points; no GPU result of ours yet"
     figure.suptitle(textwrap.fill(title, 60 * len(metrics)), fontsize=7)
     legend(figure)
+
+
+def note(figure: Figure, text: str) -> None:
+    """Draw a text alone, where there is nothing else to show."""
+    figure.set_size_inches(6.0, 1.0)
+    figure.text(0.5, 0.5, textwrap.fill(text, 75), ha="center", va="center", fontsize=7)
+
+
+def times_at(seqlen: str, method: str, metric: str, mark: float, sentence: str) -> Judge:
+    """Our number at or above a mark, by the turns' range. sentence: with {value}, {low}, {high} and {machine}."""
+
+    def holds(table: pd.DataFrame) -> Verdict:
+        row = found_of(table, seqlen, method, metric)
+        if row is None:
+            return None, NONE_YET
+        return above(row["low"], row["high"], mark), sentence.format(**row)
+
+    return holds
 
 
 def found_of(table: pd.DataFrame, seqlen: str, method: str, metric: str) -> Any:

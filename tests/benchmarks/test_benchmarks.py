@@ -91,15 +91,9 @@ def test_bytes_of_a_step() -> None:
     assert slot_bytes(model.config, model.dtype) == 2 * 2 * 2 * 8 * 4
     assert step_bytes(model, 10, 3) == 4 * weights + 3 * 10 * 2 * 2 * 2 * 8 * 4
 
-
-def test_a_tied_embedding_is_read_whole() -> None:
-    model = stock(SHAPES["llama_100m"].tiny(), "cpu")
-    assert weight_bytes(model) == sum(weight.numel() for weight in model.parameters()) * 4
-
-
-def test_mpt_has_no_grouped_heads() -> None:
-    model = stock(SHAPES["mpt_7b"].tiny(), "cpu")
-    assert slot_bytes(model.config, model.dtype) == 2 * 2 * 4 * 8 * 4
+    tied, mpt = (stock(SHAPES[name].tiny(), "cpu") for name in ("llama_100m", "mpt_7b"))
+    assert weight_bytes(tied) == sum(weight.numel() for weight in tied.parameters()) * 4, "the embedding is read whole"
+    assert slot_bytes(mpt.config, mpt.dtype) == 2 * 2 * 4 * 8 * 4, "no grouped heads"
 
 
 @pytest.mark.real

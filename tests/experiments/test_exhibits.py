@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments import index, pqcache, reproduce
+from experiments import index, reproduce
 from experiments.lib import record, runner, sweep
 from experiments.lib.draw import METHODS, MODEL_NAMES, MODELS, bars, curves, panel_title, settings_curves, settings_grid
 from experiments.lib.exhibits import OWN, ROOT, declared, full_name, load, names, option, params, sweeps
@@ -441,7 +441,7 @@ def cell(**seconds):
 def test_fig10b_judges_sparq_and_the_reader(monkeypatch, change, verdict):
     seconds = {"h2o": (0.01, 0.02), "infllm": (0.05, 0.07), "pqcache": (0.04, 0.05), "sparq": (0.1, 0.12)} | change
     found = cell(**seconds)
-    monkeypatch.setattr(pqcache, "cells", lambda *_, length, **__: [found] if length == "2048+30" else [])
+    monkeypatch.setattr("experiments.lib.speed.cells", lambda *_, length, **__: [found] if length == "2048+30" else [])
     fig10b = load("pqcache_fig10b")
     table = fig10b.table(pd.DataFrame())
     assert fig10b.holds(table)[0] is verdict

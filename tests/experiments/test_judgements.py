@@ -32,26 +32,9 @@ from tests.exhibits import run as exhibit_run
 
 
 def run(model, method, value, ratio=None, setting="", task="testbed_summary", metric="rouge2", n=40):
-    """One row of a frame whose examples alternate by 1 around `value`: means and gaps are exact."""
-    scores = {str(i): {metric: value + (-1) ** i} for i in range(n)}
-    base = method == "full"
-    row = {
-        "model": model,
-        "task": task,
-        "method": method,
-        "setting": setting,
-        "kv_ratio": ratio,
-        "n": n,
-        "scores": scores,
-    }
-    row |= {"hash": f"{model}{task}{method}{ratio}{setting}", "baseline": None if base else f"{model}{task}fullNone"}
-    row |= {"verdict99": "baseline" if base else "fail", metric: value}
-    ends = {
-        "of_full": value,
-        "low": value - 0.5,
-        "high": value + 0.5,
-    }  # full is 100, so percent and points are the same
-    return row | {f"{metric}_{end}": None if base else number for end, number in ends.items()}
+    """A run whose examples alternate by 1 around `value`: means and gaps are exact, and percent of full are points."""
+    ends = {f"{metric}_low": value - 0.5, f"{metric}_high": value + 0.5}
+    return exhibit_run(method, [value + (-1) ** i for i in range(n)], ratio, setting, metric, task, model, **ends)
 
 
 def frame(*rows):
@@ -59,13 +42,10 @@ def frame(*rows):
 
 
 def two_models(**values):
-    """Runs of "a" and "b" under each (method, ratio) -> value, beside full at 100."""
-    rows = [run(m, "full", 100.0, task=t) for m in ("a", "b") for t in ("testbed_summary", "testbed_dialogue")]
-    for (method, ratio), value in values["runs"].items():
-        rows += [
-            run(m, method, value, ratio, task=t) for m in ("a", "b") for t in ("testbed_summary", "testbed_dialogue")
-        ]
-    return frame(*rows)
+    """Runs of "a" and "b" under each (method, ratio) -> value, and full at 100."""
+    places = [(model, task) for model in ("a", "b") for task in ("testbed_summary", "testbed_dialogue")]
+    each = {("full", None): 100.0} | values["runs"]
+    return frame(*(run(m, method, value, at, task=t) for (method, at), value in each.items() for m, t in places))
 
 
 def test_a_paired_difference_of_a_constant_is_that_constant():
@@ -340,7 +320,7 @@ def test_fig10d_wants_a_rise_and_a_fall():
 
 
 def test_speed_exhibits_say_that_no_gpu_hasrun(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.pqcache.cells", lambda *_, **__: [])
+    monkeypatch.setattr("experiments.lib.speed.cells", lambda *_, **__: [])
     for name in ("pqcache_fig10a", "pqcache_fig10b"):
         assert load(name).holds(load(name).table(pd.DataFrame()))[1].startswith("no GPU result yet")
     cpu = tmp_path / "found.json"

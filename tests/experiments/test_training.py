@@ -212,19 +212,8 @@ def test_bad_arguments(arguments, words, capsys):
 @pytest.mark.slow
 def test_the_whole_command_trains_is_killed_and_goes_on(tmp_path):
     """As `make testbed` does, one model after the other; interrupted when the first one has all its steps."""
-    line = [
-        sys.executable,
-        "-m",
-        "experiments.studies.testbed",
-        "train",
-        "testbed_rope",
-        "testbed_gqa",
-        "--steps",
-        "2",
-        "--workers",
-        "1",
-    ]
-    line += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    words = "-m experiments.studies.testbed train testbed_rope testbed_gqa --steps 2 --workers 1"
+    line = [sys.executable, *words.split(), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     first = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
     while not (tmp_path / "work" / "testbed_rope" / "checkpoint.pt").exists():
         assert first.poll() is None
