@@ -182,7 +182,7 @@ class _Relay:
 
 def _pack_error(error: Exception) -> tuple[str, int, str, str]:
     """An error as it is sent to another process: its kind, an OSError's number, its message and its traceback."""
-    if isinstance(error, OSError) and isinstance(error.__cause__, OSError):  # a file, in words for the user
+    if isinstance(error, OSError) and isinstance(error.__cause__, OSError):  # of a file, as the user reads it
         return "OSError", error.errno or 0, error.strerror or "", traceback.format_exc()
     return type(error).__name__, 0, str(error), traceback.format_exc()
 
