@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import in_turns, spent
-from kvexp.core.topk import topk_slots
+from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import init_rows, lloyd
 from kvexp.retrieval.method import reduce_group
 from kvexp.retrieval.pqcache import dots

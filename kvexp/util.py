@@ -764,7 +764,7 @@ def load(path: Path) -> Json:
     return parse(path.read_bytes())
 
 
-def setting(value: Mapping[str, Any], where: str) -> Json:
+def json_object(value: Mapping[str, Any], where: str) -> Json:
     try:
         return dict(plain(value, where))
     except (TypeError, ValueError) as error:

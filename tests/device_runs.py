@@ -58,7 +58,7 @@ FETCHING = {
     "retrieval/offload.py:read": "how many tokens each row has",
     "retrieval/offload.py:write_token": "where in its row the new token goes",
     "retrieval/offload.py:_step_layout": "how many tokens each row has",
-    "core/topk.py:topk_slots": "how many slots each row may choose",
+    "core/slot_order.py:topk_slots": "how many slots each row may choose",
 }
 # Of single methods, at every layer and step:
 GUARD = {"hf/cache.py:reorder_cache": "that no row went to another sample, where a sample's beams share scores"}

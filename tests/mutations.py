@@ -48,7 +48,7 @@ MUTATIONS = [
     ),
     Mutation(
         "among equals the newer goes",
-        "core/topk.py",
+        "core/slot_order.py",
         "(ordered.to(torch.int64) << 32) | positions",
         "(ordered.to(torch.int64) << 32) | (INT32_MAX - positions)",
         f"tests/core/test_layer.py {KEPT}",

@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     "methods": ("util core", {"torch"}),
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
-        "util core methods.base retrieval.method retrieval.layer",
+        "util core retrieval.method retrieval.layer",
         {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft", "jinja2"},
     ),
     "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
@@ -46,7 +46,7 @@ NOT_NEEDED = (
     *("accelerate", "triton"),
 )
 ON_DEMAND = {"kvexp.core.triton_kernels"}  # imported when asked for (observe=triton), never by importing anything else
-WITH_TORCH = {"kvexp.results.curves", "kvexp.results.summary"}  # what runs, as well as reads
+WITH_TORCH = {"kvexp.results.curves", "kvexp.results.sweep_callback"}  # what runs, as well as reads
 
 
 def layer_of(module: str) -> str:

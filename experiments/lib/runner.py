@@ -31,7 +31,7 @@ from experiments.lib.tables import KEYS, frame_of, spelled, without
 from experiments.lib.verdicts import divergence_frame, measure_missing
 from kvexp.run.model_spec import load as load_model
 from kvexp.run.prompts import prompt_of
-from kvexp.run.store import identity
+from kvexp.run.store import run_hash
 from kvexp.util import ConfigError
 
 
@@ -234,7 +234,7 @@ def measured(
     assert measure is not None
     for settings in jobs(experiment, overrides):
         # The key changes with whatever can change a number: the run, its length, and the code that measures.
-        about = (identity(settings.identity), str(settings.limit), str(kvexp.NUMERICS), *sources(measure.__module__))
+        about = (run_hash(settings.identity), str(settings.limit), str(kvexp.NUMERICS), *sources(measure.__module__))
         key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
         path = folder / f"{name}-{key}.csv"
         if not path.exists():

@@ -41,7 +41,7 @@ from kvexp.run.batches import with_limit_of
 from kvexp.run.compose import FILE_KEY, with_user_methods
 from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings
-from kvexp.run.store import DIVERGENCE, OWN, Line, Run, identity
+from kvexp.run.store import DIVERGENCE, OWN, Line, Run, run_hash
 from kvexp.util import (
     CacheError,
     ConfigError,
@@ -490,9 +490,9 @@ def entry_settings(entry: Entry, allow_code: Sequence[str] = ()) -> Settings:
         _, (settings,) = composed_runs(asked, Session(typed_keys=set()))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(composing.explained(error, words)) from error
-    if identity(settings.identity) != entry["hash"]:
+    if run_hash(settings.identity) != entry["hash"]:
         raise ConfigError(
-            f"its words make the run {identity(settings.identity)} today, not {entry['hash']}: model, data or settings "
+            f"its words make the run {run_hash(settings.identity)} today, not {entry['hash']}: model, data or settings "
             "are others"
         )
     return settings

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvexp.core.topk import INT64_MAX
+from kvexp.core.slot_order import INT64_MAX
 from kvexp.util import AtLeast, check_fields
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised

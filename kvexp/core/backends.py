@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvexp.core.budget_resolution import LayerSlots
 from kvexp.core.ranking import RankedSlots
+from kvexp.core.slot_order import select_evict, select_keep
 from kvexp.core.slots import RaggedSlots, Slots
-from kvexp.core.topk import select_evict, select_keep
 
 # On a CPU, MKL sums the last columns of a product in another order where their number is no multiple of this.
 CPU_WIDTH_MULTIPLE = 4

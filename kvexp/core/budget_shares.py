@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core.budget import Budget, floor_share
+from kvexp.core.slot_order import INT64_MAX, INT64_MIN, order_key
 from kvexp.core.statistics import HeadScores
-from kvexp.core.topk import INT64_MAX, INT64_MIN, order_key
 from kvexp.util import AtLeast, ConfigError, Range, check_fields
 
 if TYPE_CHECKING:

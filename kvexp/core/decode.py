@@ -1,4 +1,8 @@
-"""One decode step of a layer on the CPU."""
+"""One decode step of a layer on the CPU.
+
+Its protection of sinks and recent slots and its choice of one victim are the rules of `kvexp.core.ranking.rank` and
+`kvexp.core.slot_order` for a single new token; tests hold both to the same kept sets.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from torch.nn.functional import pad
 from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logits
 from kvexp.core.backends import InPlace
 from kvexp.core.noise import STEPS_AHEAD, Noise, PooledDraws, StepInput
+from kvexp.core.slot_order import INT64_MAX, lowest_slot
 from kvexp.core.slots import RaggedSlots, Slots
-from kvexp.core.topk import INT64_MAX, lowest_slot
 
 if TYPE_CHECKING:
     from kvexp.core.eviction import EvictionLayer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvexp.core.slot_order import INT64_MAX
 from kvexp.core.slots import GROWTH, Slots, rows_view
-from kvexp.core.topk import INT64_MAX
 from kvexp.util import AtLeast, ConfigError, check_fields
 
 Axis = Literal["channel", "token"]

@@ -1,4 +1,4 @@
-"""Which slots go: protection, priorities, ties."""
+"""What an eviction goes by: each slot's priority and whether it is protected (ties: `kvexp.core.slot_order`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvexp.core.budget_shares import slots_by_head, union_priority
 from kvexp.core.config import CacheConfig, Keep
 from kvexp.core.method import EvictionContext, Method, checked, undeclared
 from kvexp.core.sequence import MarkedSpans, SequenceState
-from kvexp.core.topk import kept_mask
+from kvexp.core.slot_order import kept_mask
 from kvexp.util import ConfigError
 
 

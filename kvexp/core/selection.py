@@ -1,4 +1,4 @@
-"""How slots are chosen by a method's priorities: one by one, by whole chunks, or with an eye on the values."""
+"""Wrappers of any method's priorities: whole chunks (ChunkKV), values (CriticalKV). The choice is `slot_order`'s."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.method import EvictionContext, Method
-from kvexp.core.topk import INT64_MAX, kept_mask
+from kvexp.core.slot_order import INT64_MAX, kept_mask
 from kvexp.util import AtLeast, ConfigError, check_fields
 
 if TYPE_CHECKING:

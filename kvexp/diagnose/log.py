@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionLayer, SequenceState
 from kvexp.core.backends import RecordingBackend, SlotsBefore
-from kvexp.core.topk import keep_order
+from kvexp.core.slot_order import keep_order
 from kvexp.hf import EvictionCache
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvexp.core import AttentionParams, EvictionLayer
 from kvexp.core.attention import AttentionInputs, apply_probs
 from kvexp.core.eviction import LayerCache
-from kvexp.core.topk import keep_order
+from kvexp.core.slot_order import keep_order
 from kvexp.diagnose.case import Case, rows_of
 from kvexp.diagnose.log import ColumnRecord
 from kvexp.generate.inputs import RowProcessors, eos_ids

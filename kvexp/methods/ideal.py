@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.core.topk import kept_mask
+from kvexp.core.slot_order import kept_mask
 
 
 @dataclass(frozen=True)

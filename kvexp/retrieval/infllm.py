@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, sdpa_attention
 from kvexp.core.observe import BLOCK_ELEMENTS
-from kvexp.core.topk import topk_slots
+from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, StoredPrompt, left_aligned
 from kvexp.retrieval.offload import BlockCacheConfig

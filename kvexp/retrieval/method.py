@@ -12,7 +12,7 @@ from torch import Tensor
 from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
 from kvexp.core.budget import floor_share
 from kvexp.core.method import Method
-from kvexp.core.topk import topk_slots
+from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.offload import BlockCacheConfig, OffloadedKV, step_layout
 from kvexp.util import AtLeast, Range

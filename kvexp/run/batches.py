@@ -53,7 +53,7 @@ from kvexp.run.rows import (
     validated_row,
 )
 from kvexp.run.settings import Settings, batch_cache, settings_of
-from kvexp.run.store import REFERENCE, TEXTS, Line, Run, identity, run_name
+from kvexp.run.store import REFERENCE, TEXTS, Line, Run, run_hash, run_name
 from kvexp.run.workers import ForkPool, num_workers
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
@@ -89,7 +89,7 @@ def evaluate_run(settings: Settings, session: Session | None = None) -> Run:
     # rows can be. os.path raises nothing for a folder that may not be looked into: opening the run does.
     check_cache_fits_model(settings.model, settings.cache)
     prompts = Prompts(settings, list(settings.task.examples()))
-    if not os.path.exists(settings.outputs_dir / identity(settings.identity) / "examples.jsonl"):
+    if not os.path.exists(settings.outputs_dir / run_hash(settings.identity) / "examples.jsonl"):
         check_beforehand(settings, prompts)
     if not settings.is_baseline:
         baseline = settings.baseline()
@@ -190,7 +190,7 @@ def opened(each: Sequence[Settings]) -> list[tuple[Settings, Run]]:
     """The runs with their folders, each once."""
     by_name = {}
     for settings in each:
-        baseline = None if settings.is_baseline else identity(settings.baseline().identity)
+        baseline = None if settings.is_baseline else run_hash(settings.baseline().identity)
         known = (settings.outputs_dir, settings.identity, settings.labels, environment())
         run = Run.open(*known, baseline=baseline, command=settings.command)
         by_name[run.hash] = (settings, run)
@@ -700,7 +700,7 @@ def settings_at(run: Run) -> Settings:
     given = ({**config, "outputs_dir": str(run.path.parent)}, choices, overrides)
     for part in settings_of(*given).parts():
         for settings in (part, part.baseline()):
-            if identity(settings.identity) == run.hash:
+            if run_hash(settings.identity) == run.hash:
                 return settings
     raise ConfigError(
         f"{run.path} was made with other files or another version of kvexp: model, data or settings have changed "

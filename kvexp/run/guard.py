@@ -2,7 +2,8 @@
 
 Hydra makes callbacks, a launcher, a sweeper and loggers of what it composed before a job begins. So nothing is made of
 a configuration but what kvexp and Hydra list, no package is imported to read configurations from it, the environment is
-neither read nor set, and what only a person can trust has to be typed.
+neither read nor set, and what only a person can trust has to be typed. Classes of kvexp that a node names are checked
+by `kvexp.run.build`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvexp.run.compose import LISTED, listed, stop
 from kvexp.util import CONF, ConfigError, current
 
 MADE = ("method", "budget", "task", "generation", "diagnose")  # by kvexp.run.build, within their own packages
-TABLE = "kvexp.results.summary.SweepTable"  # the one callback there is
+TABLE = "kvexp.results.sweep_callback.SweepTable"  # the one callback there is
 LOGGING = ("job_logging", "hydra_logging")
 TRUST = {
     "trust_remote_code": "runs the code that comes with the model",

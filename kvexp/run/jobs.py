@@ -39,7 +39,7 @@ from kvexp.run.labels import (
     request_key,
 )
 from kvexp.run.model_spec import ModelSpec
-from kvexp.run.store import Run, accept, identity, refuse
+from kvexp.run.store import Run, accept, refuse, run_hash
 from kvexp.util import CONF, CacheError, ConfigError, Session, active, current, duration, keys_of, say
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: 
 def is_unclaimed(wanted: Sequence[Settings]) -> bool:
     """Whether nobody works on these runs or their baselines now; a moment later somebody may."""
     each = (one for asked in wanted for one in (asked, asked if asked.is_baseline else asked.baseline()))
-    for path, part in {(one.outputs_dir / identity(one.identity), one.shard.name) for one in each}:
+    for path, part in {(one.outputs_dir / run_hash(one.identity), one.shard.name) for one in each}:
         try:
             with Run.load(path).claim(timeout=0, part=part):
                 pass
@@ -206,7 +206,7 @@ def _take_turns(jobs: Sequence[tuple[HydraJob, Sequence[Settings]]], session: Se
 
 def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
     """Whether a shared prefill of this command has made all of these runs: their turns have nothing to do."""
-    return bool(wanted) and {identity(each.identity) for each in wanted} <= session.complete_ahead
+    return bool(wanted) and {run_hash(each.identity) for each in wanted} <= session.complete_ahead
 
 
 def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> list[float | None]:
@@ -335,7 +335,7 @@ def _recorded(settings: Settings, error: Exception) -> bool:
 
     A job is a failed run or a refused one, never both.
     """
-    path = settings.outputs_dir / identity(settings.identity)
+    path = settings.outputs_dir / run_hash(settings.identity)
     try:
         if not (path / "config.json").exists():
             return False

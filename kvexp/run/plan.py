@@ -22,7 +22,7 @@ from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_sp
 from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, tokenize
 from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
-from kvexp.run.store import Run, identity, runs
+from kvexp.run.store import Run, run_hash, runs
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.util import ConfigError, Session, duration, say
 
@@ -289,7 +289,7 @@ def show_plan(
                     check_cache_fits_model(settings.model, settings.cache, config)
                 check_workload(settings, workload_of(settings, workloads))
                 for one in (settings if settings.is_baseline else settings.baseline(), settings):
-                    wanted.setdefault(identity(one.identity), one)
+                    wanted.setdefault(run_hash(one.identity), one)
         except Exception as error:
             if len(jobs) > 1:
                 say(" ".join(job.overrides), end=": ", file=sys.stderr)
@@ -378,7 +378,7 @@ TimeOf = Callable[[PlannedGroup], tuple[float | None, str]]  # seconds of a grou
 
 def _planned(settings: Settings, work: Workload) -> Planned:
     """Rows and texts that a run lacks, as far as its folder shows; changes nothing there."""
-    path, rows, lines = settings.outputs_dir / identity(settings.identity), list[Any](), list[tuple[str, str]]()
+    path, rows, lines = settings.outputs_dir / run_hash(settings.identity), list[Any](), list[tuple[str, str]]()
     if (path / "config.json").exists():
         run = Run.load(path)
         rows, lines = list(run.rows()), list(run.divergence())

@@ -39,6 +39,7 @@ from kvexp.util import (
     canonical,
     digest,
     explained,
+    json_object,
     load,
     locked,
     open_lock,
@@ -47,7 +48,6 @@ from kvexp.util import (
     pretty,
     release,
     replace,
-    setting,
     sync_folder,
     trouble,
     write_all,
@@ -213,12 +213,12 @@ def _cut_truncated(fd: int) -> int:
 # -- one run folder: what was run, its rows, how it ended, and who is working on it ------------------------------------
 
 
-def identity(config: Mapping[str, Any]) -> str:
+def run_hash(config: Mapping[str, Any]) -> str:
     """16 hex digits for all that can change a number: the configuration, its keys in any order, and kvexp.NUMERICS.
 
     1 and 1.0 differ, a tuple is a list. What JSON cannot say (NaN, a path, a key that is no string) is a ConfigError.
     """
-    return digest(setting(config, "config"), kvexp.NUMERICS)
+    return digest(json_object(config, "config"), kvexp.NUMERICS)
 
 
 def runs(outputs_dir: str | os.PathLike[str]) -> Iterator[Run]:
@@ -270,11 +270,11 @@ class Run:
         labels and env are no part of its identity: of a folder that exists those recorded first stay, and other labels
         are added to `asked`. command: what was composed from the command line, for whoever works on the run later.
         """
-        config, numerics = setting(config, "config"), kvexp.NUMERICS
-        labels = setting(labels, "labels")
+        config, numerics = json_object(config, "config"), kvexp.NUMERICS
+        labels = json_object(labels, "labels")
         key = digest(config, numerics)
         content = {"hash": key, "numerics": numerics, "config": config, "labels": labels, "baseline": baseline}
-        files = {"config.json": content, "env.json": setting({} if env is None else env, "env")}
+        files = {"config.json": content, "env.json": json_object({} if env is None else env, "env")}
         path = Path(outputs_dir) / key
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ class Run:
             run = cls.load(path)
             if canonical(run.config) == canonical(config):
                 run._ask(labels)
-                if command is not None and run.command != (plain := setting(command, "command")):
+                if command is not None and run.command != (plain := json_object(command, "command")):
                     _write(path / "command.json", plain)
         except OSError as error:
             raise ConfigError(trouble(error, "write", path)) from error
@@ -529,7 +529,7 @@ def refuse(
     """Record that what these overrides ask for could not begin. An OSError says where it could not be written."""
     words = sorted(overrides)
     file = _refusal_file(outputs_dir, words)
-    content: Json = {"overrides": words, "labels": setting(labels, "labels")} | _error_record(error)
+    content: Json = {"overrides": words, "labels": json_object(labels, "labels")} | _error_record(error)
     _write(file, content, make_folder=True)
     return Refusal(file, words, content["labels"], content["error"], content["message"])
 
@@ -564,7 +564,7 @@ ELSEWHERE = ("chat", "device")  # of a model's identity: what does not change th
 def keep_check(outputs_dir: str | Path, model: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
     """Write what was found of a model (as a run's identity has it); `content` has the text "verdict" and "numerics"."""
     file = _check_file(outputs_dir, model)
-    _write(file, setting(content, "yardstick"), make_folder=True)
+    _write(file, json_object(content, "yardstick"), make_folder=True)
     return file
 
 
@@ -582,7 +582,7 @@ def check_of(outputs_dir: str | Path, model: Any, numerics: int) -> str:
 
 def _check_file(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
     weights = {key: value for key, value in model.items() if key not in ELSEWHERE}
-    return Path(outputs_dir) / CHECKS_FOLDER / _file_name(setting(weights, "model"))
+    return Path(outputs_dir) / CHECKS_FOLDER / _file_name(json_object(weights, "model"))
 
 
 # -- what a run is called, and which rows can be compared --------------------------------------------------------------

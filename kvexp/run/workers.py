@@ -28,7 +28,7 @@ import torch
 from omegaconf import open_dict
 
 from kvexp.run.jobs import HydraJob, run_job, run_jobs, runs_of, runs_or_none
-from kvexp.run.store import Run, identity
+from kvexp.run.store import Run, run_hash
 from kvexp.run.user_methods import admit, admitted, load_method
 from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, listening, say, worked
 
@@ -317,7 +317,7 @@ def _lost(shipment: JobBatch, error: BaseException, session: Session) -> None:
     """A worker that ended without an answer: which of its jobs are done stands on disk."""
     for job in shipment.jobs:
         for settings in runs_of(job, session):
-            path = settings.outputs_dir / identity(settings.identity)
+            path = settings.outputs_dir / run_hash(settings.identity)
             run = Run.load(path) if (path / "config.json").exists() else None
             if run is not None:
                 session.add_runs(run.baseline, run.hash)

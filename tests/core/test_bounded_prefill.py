@@ -26,7 +26,7 @@ from kvexp.results.views import main as results
 from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run
 from kvexp.run.settings import Settings, settings_of
-from kvexp.run.store import Run, identity
+from kvexp.run.store import Run, run_hash
 from kvexp.run.store import runs as runs_under
 from kvexp.util import CacheError, ConfigError, Console
 
@@ -250,7 +250,7 @@ def test_a_run_its_identity_and_the_table_of_chunks(tmp_path: Any) -> None:
     plain = settings(tmp_path / "alone", *words)
     asked = [settings(tmp_path / "alone", *words, "prefill=bounded", f"prefill.chunk={n}") for n in (32, 64)]
     assert "prefill" not in plain.identity and asked[0].identity["prefill"] == {"bounded_chunk": 32}
-    assert identity(settings(tmp_path, *words, "prefill=whole").identity) == identity(plain.identity)
+    assert run_hash(settings(tmp_path, *words, "prefill=whole").identity) == run_hash(plain.identity)
     assert asked[0].baseline().identity == plain.baseline().identity
     assert "prefill" not in asked[0].baseline().labels["setting"]
     alone = [evaluate_run(one) for one in (plain, *asked)]

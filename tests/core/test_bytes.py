@@ -27,7 +27,7 @@ from kvexp.run.labels import QUANTISED_FULL, check_idle, check_values
 from kvexp.run.model_spec import check_cache_fits_model
 from kvexp.run.plan import model_shape
 from kvexp.run.settings import Settings, settings_of
-from kvexp.run.store import identity
+from kvexp.run.store import run_hash
 from kvexp.util import ConfigError
 
 # Quantised slots from the command line: settings, what identifies a run, labels, rows and tables.
@@ -59,7 +59,7 @@ def test_a_run_in_sixteen_bits_is_the_run_it_was() -> None:
     assert "quantization" not in plain.identity
     assert quantised.identity == plain.identity | {"quantization": quantised.identity["quantization"]}
     other = settings("method=h2o", "cache.bits=4", "cache.residual=5")
-    assert identity(other.identity) != identity(quantised.identity)
+    assert run_hash(other.identity) != run_hash(quantised.identity)
 
 
 def test_a_full_cache_in_few_bits_is_no_baseline() -> None:
@@ -68,7 +68,7 @@ def test_a_full_cache_in_few_bits_is_no_baseline() -> None:
     assert full.identity == coded.baseline().identity and coded.labels["method"] == QUANTISED_FULL
     assert full.labels["method"] == "full" and full.labels["setting"] == ""
     assert coded.labels["setting"] == "cache.bits=4"
-    assert identity(full.identity) != identity(coded.identity)
+    assert run_hash(full.identity) != run_hash(coded.identity)
 
 
 def test_a_folder_of_before_still_makes_its_settings() -> None:

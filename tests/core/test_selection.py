@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method, SlotSelection
 from kvexp.core.selection import attention_shares, by_chunk, by_values, projected_sizes
-from kvexp.core.topk import kept_mask, select_keep
+from kvexp.core.slot_order import kept_mask, select_keep
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache

@@ -16,7 +16,7 @@ from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.eviction import CacheState
 from kvexp.core.ranking import spare
 from kvexp.core.sequence import MarkedSpans
-from kvexp.core.topk import select_keep
+from kvexp.core.slot_order import select_keep
 from kvexp.generate import generate, prefill, prefill_together
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache
@@ -24,7 +24,7 @@ from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import H2O, TOVA, Full, Ideal, StreamingLLM, Window
 from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import token_spans
-from kvexp.run.store import identity
+from kvexp.run.store import run_hash
 from kvexp.tasks import Example
 from kvexp.util import ConfigError
 
@@ -213,7 +213,7 @@ def test_a_run_that_spares_the_instruction(tmp_path: Any) -> None:
     plain = settings(tmp_path, *words)
     spared = settings(tmp_path, *words, "keep=fair")
     assert "keep" not in plain.identity and spared.identity["keep"] == "fair"
-    assert identity(settings(tmp_path, *words, "keep=null").identity) == identity(plain.identity)
+    assert run_hash(settings(tmp_path, *words, "keep=null").identity) == run_hash(plain.identity)
     assert spared.baseline().identity == plain.baseline().identity
     assert "keep=fair" in spared.labels["setting"] and "keep" not in spared.baseline().labels["setting"]
 

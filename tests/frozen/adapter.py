@@ -11,13 +11,13 @@ def whole_batches():
 
 
 def collect_identities(write):
-    """Command lines of this process compose only: `write` gets the identity of each job in place of its run."""
+    """Command lines of this process compose only: `write` gets the hash of each job in place of its run."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     import kvexp.run.jobs as jobs
     from kvexp.run.jobs import HydraJob, settings_of_job
-    from kvexp.run.store import identity
+    from kvexp.run.store import run_hash
 
     def main_job(config, session):
         hydra = HydraConfig.get()
@@ -25,7 +25,7 @@ def collect_identities(write):
         overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         try:
             parts = settings_of_job(HydraJob(config, overrides, dict(hydra.runtime.choices), None), session).parts()
-            write(" ".join(f"{identity(one.identity)}:{one.labels['method']}" for one in parts))
+            write(" ".join(f"{run_hash(one.identity)}:{one.labels['method']}" for one in parts))
         except Exception as error:
             write(type(error).__name__)
 

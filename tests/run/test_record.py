@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import kvexp
-from kvexp.run.store import Run, identity, runs
+from kvexp.run.store import Run, run_hash, runs
 from kvexp.util import ConfigError, check_writable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,13 +48,13 @@ def run(tmp_path: Path) -> Run:
 def test_identity_is_a_fixed_function_of_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
     # By hand: sha256 of {"config":{"a":1,"b":[1.0,null,true]},"numerics":1}. It must never change by accident.
     monkeypatch.setattr(kvexp, "NUMERICS", 1)
-    assert identity({"b": (1.0, None, True), "a": 1}) == "295cf4d7389ba48d"
+    assert run_hash({"b": (1.0, None, True), "a": 1}) == "295cf4d7389ba48d"
 
 
 def test_identity_ignores_the_order_of_keys_and_the_kind_of_container() -> None:
     nested = MappingProxyType({"layers": 2, "name": "tiny"})
     other = OrderedDict(sizes=(1, 2), kv_ratio=0.5, method="h2o", model=nested)
-    assert identity(other) == identity(CONFIG) == identity(json.loads(json.dumps(CONFIG)))
+    assert run_hash(other) == run_hash(CONFIG) == run_hash(json.loads(json.dumps(CONFIG)))
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_identity_ignores_the_order_of_keys_and_the_kind_of_container() -> None:
     ],
 )
 def test_identity_sees_every_change(change: dict[str, Any]) -> None:
-    assert identity(CONFIG | change) != identity(CONFIG)
+    assert run_hash(CONFIG | change) != run_hash(CONFIG)
 
 
 def test_identity_tells_1_from_true_and_from_1_0() -> None:
-    assert len({identity({"a": value}) for value in (1, 1.0, True, "1", [1], None)}) == 6
+    assert len({run_hash({"a": value}) for value in (1, 1.0, True, "1", [1], None)}) == 6
 
 
 def test_a_change_of_numerics_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_change_of_numerics_is_another_run(tmp_path: Path, monkeypatch: pytest
 )
 def test_what_json_cannot_say_is_refused_by_place(tmp_path: Path, config: dict[str, Any], place: str) -> None:
     with pytest.raises(ConfigError, match=place):
-        identity(config)
+        run_hash(config)
     with pytest.raises(ConfigError, match=place):
         Run.open(tmp_path, config, LABELS)
     assert not list(tmp_path.iterdir())
@@ -105,7 +105,7 @@ def test_what_json_cannot_say_is_refused_by_place(tmp_path: Path, config: dict[s
 
 def test_the_folder_says_what_was_run(tmp_path: Path) -> None:
     run = Run.open(tmp_path / "new" / "outputs", CONFIG, LABELS, {"commit": "abc"}, baseline="0123456789abcdef")
-    assert run.path == tmp_path / "new" / "outputs" / run.hash and run.hash == identity(CONFIG)
+    assert run.path == tmp_path / "new" / "outputs" / run.hash and run.hash == run_hash(CONFIG)
     expected = {"hash": run.hash, "numerics": kvexp.NUMERICS, "config": CONFIG, "labels": LABELS}
     assert json.loads((run.path / "config.json").read_text()) == expected | {"baseline": "0123456789abcdef"}
     assert json.loads((run.path / "env.json").read_text()) == {"commit": "abc"} == run.env
@@ -602,7 +602,7 @@ def test_opened_at_once_by_many(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(opened) == 8 and len({run.labels["number"] for run in opened}) == 1  # the fastest one's
-    assert [found.hash for found in runs(tmp_path)] == [identity(CONFIG)]
+    assert [found.hash for found in runs(tmp_path)] == [run_hash(CONFIG)]
 
 
 def test_claims_wait_report_and_end(run: Run) -> None:

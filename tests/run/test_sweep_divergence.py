@@ -16,7 +16,7 @@ import kvexp.run.batches as batch
 from kvexp.run.batches import measure_claimed, measure_rest, prefill_groups, run_group
 from kvexp.run.labels import DivergenceOptions, decided
 from kvexp.run.settings import settings_of
-from kvexp.run.store import DIVERGENCE, NUMBERS, TEXTS, identity, runs
+from kvexp.run.store import DIVERGENCE, NUMBERS, TEXTS, run_hash, runs
 from kvexp.util import ConfigError, Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +105,7 @@ def test_what_is_missing_is_added_and_nothing_is_made_twice(tmp_path, prefills):
     run_group(members, Session())
     assert prefills == [4] * 4, "one prefill per prompt, of the three runs and the full cache"
     made = lines_of(tmp_path)
-    file = next(tmp_path.glob(f"{identity(members[1].identity)}/divergence.jsonl"))
+    file = next(tmp_path.glob(f"{run_hash(members[1].identity)}/divergence.jsonl"))
     whole = file.read_text().splitlines(keepends=True)
     file.write_text("".join(whole[:1] + whole[2:]))
     prefills.clear()
@@ -135,7 +135,7 @@ def test_no_part_of_identity_or_labels(tmp_path):
     plain = settings(tmp_path, "h2o", *SUMMARY)
     words = ("divergence=only", "divergence_text=both", "epsilon_kl=0.01", "epsilon_top1=0.1")
     other = settings(tmp_path, "h2o", *SUMMARY, *words)
-    assert identity(plain.identity) == identity(other.identity) and plain.labels == other.labels
+    assert run_hash(plain.identity) == run_hash(other.identity) and plain.labels == other.labels
     assert plain.divergence.texts == ("own",) and other.divergence == DivergenceOptions(("own", "reference"), True)
 
 
@@ -145,7 +145,7 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
     for each in prefill_groups(pair):
         run_group(each, Session())
     made = lines_of(tmp_path)
-    kl = [[line["kl"] for key, line in made.items() if key[0] == identity(one.identity)] for one in pair]
+    kl = [[line["kl"] for key, line in made.items() if key[0] == run_hash(one.identity)] for one in pair]
     assert kl[0] != kl[1]
     for run in runs(tmp_path):
         (run.path / DIVERGENCE).unlink(missing_ok=True)
@@ -189,7 +189,7 @@ def test_what_is_decoded_is_written_before_the_next_is(tmp_path, prefills, monke
 def test_an_example_without_a_row_is_forced_nothing(tmp_path, prefills):
     members = group(tmp_path, *ONE_BY_ONE, methods=("h2o",))
     run_group([dataclasses.replace(m, divergence=DivergenceOptions()) for m in members], Session())
-    file = tmp_path / identity(members[1].identity) / "examples.jsonl"
+    file = tmp_path / run_hash(members[1].identity) / "examples.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[2] |= {"skipped": "too long", "metrics": {}}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Around a sweep: what all its runs need is looked at first, table and failures are shown at the end."""
+"""Hydra's callback around a sweep: what all its runs need is looked at first, table and failures are shown at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots chosen by priority, to keep and to evict. Ties are broken by position: the newer is kept."""
+"""The order of slots: by priority, and of equal ones the newer is kept. Every choice of slots sorts or picks here."""
 
 from __future__ import annotations
 
