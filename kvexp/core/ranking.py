@@ -1,4 +1,4 @@
-"""What an eviction goes by: each slot's priority and whether it is protected (ties: `kvexp.core.slot_order`)."""
+"""What decides an eviction: each slot's priority and whether it is protected (ties: `kvexp.core.slot_order`)."""
 
 from __future__ import annotations
 

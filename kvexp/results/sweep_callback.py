@@ -1,4 +1,4 @@
-"""Hydra's callback around a sweep: what all its runs need is looked at first, table and failures are shown at the end."""
+"""Hydra's callback: looks at what all runs of a sweep need before it, shows table and failures after it."""
 
 from __future__ import annotations
 
