@@ -409,7 +409,8 @@ class Session:
     has filled before their turn; complete_ahead: the complete ones among them. overrides_of_jobs: the overrides in
     which jobs of a sweep differ, empty where not known. begun: a job has been composed. job_seconds: of the jobs that
     made rows. unmeasured: reason -> runs without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that are
-    composed for a launcher or a plan, None while a job is run as soon as it is composed.
+    composed for a launcher or a plan, None while a job is run as soon as it is composed. unrecorded: it was said that
+    failures cannot be written to the disk.
     """
 
     typed_keys: set[str] | None = None
@@ -425,6 +426,7 @@ class Session:
     job_seconds: list[float] = field(default_factory=list)
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
     collected: list[Any] | None = None
+    unrecorded: bool = False
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -894,6 +896,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def trouble(error: OSError, verb: str, path: Path) -> str:
+    if isinstance(error.__cause__, OSError):  # it has said so already
+        return str(error.strerror)
     advice = next(
         (text for codes, text in _ADVICE if error.errno in codes), "check the path, or choose another outputs_dir"
     )
@@ -902,10 +906,12 @@ def trouble(error: OSError, verb: str, path: Path) -> str:
 
 @contextlib.contextmanager
 def explained(path: Path, verb: str = "write") -> Iterator[None]:
-    """Make an OSError of the block say which path and what to do. Not to be nested."""
+    """Make an OSError of the block say which path and what to do; an inner block's word stands."""
     try:
         yield
     except OSError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
         raise OSError(error.errno, trouble(error, verb, path)) from error
 
 

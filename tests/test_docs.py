@@ -135,7 +135,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folder_of(page: Path, empty: Path) -> Path:
-    """Where a page's commands are typed: in the checkout, or in an empty folder with the files that it gives."""
+    """The folder for a page's commands: the checkout, or an empty one with the files that the page gives."""
     written = files(page)
     for name, text in written.items():
         (empty / name).write_text(text, "utf-8")
@@ -304,7 +304,7 @@ def test_what_methods_were_compared_with_is_what_the_recordings_hold():
 
 
 def test_every_method_has_an_oracle_as_the_page_says():
-    """Those that choose nothing, or are another's with other settings, need none."""
+    """Methods that choose nothing, or are another's with other settings, need none."""
     told = set(options("method"))
     oracles = "".join(
         (ROOT / "tests" / f"{name}.py").read_text("utf-8") for name in ("cases", "retrieval/test_retrieval_oracles")

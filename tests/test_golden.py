@@ -45,7 +45,7 @@ def test_recording(path):
 
 
 def test_every_recording_is_named_by_a_case():
-    """Those of retrieval methods, which keep everything, aside."""
+    """Recordings of retrieval methods, which keep everything, aside."""
     patterns = {pattern for case in CASES.values() for pattern in case.golden} | {"pqcache_*"}
     found = {pattern: set(FOLDER.glob(f"{pattern}.npz")) for pattern in patterns}
     assert all(found.values()) and set().union(*found.values()) == set(FOLDER.glob("*.npz"))

@@ -79,7 +79,7 @@ def stock(family: str, **changes: Any) -> PreTrainedModel:
 
 @functools.cache
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
-    """The same weights as `stock`, attending through kvexp."""
+    """A model with the weights of `stock`, attending through kvexp."""
     return patch_model(copy.deepcopy(stock(family, **changes)))
 
 

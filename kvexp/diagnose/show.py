@@ -36,10 +36,10 @@ def style(count: int, heads: int) -> str:
 
 def show(view: View, console: Console) -> None:
     """Print the text, and under every token its mark; what is to come at this step has none."""
-    told, heads = view.log, view.heads
+    log, heads = view.log, view.heads
     where = "all layers" if view.layer is None else f"layer {view.layer}"
     when = "the end of the prompt" if view.step == 0 else f"{view.step} decode tokens"
-    console.print(f"{told.example}: kept after {when}, {where} ({heads} heads a token)", highlight=False, markup=False)
+    console.print(f"{log.example}: kept after {when}, {where} ({heads} heads a token)", highlight=False, markup=False)
     for words, marks in lines(view, console.width):
         console.print(words, overflow="crop", no_wrap=True)
         console.print(marks, overflow="crop", no_wrap=True)
@@ -50,7 +50,7 @@ def show(view: View, console: Console) -> None:
     console.print(
         f"of {len(counts)} tokens {whole} are held by all heads, {some} by some, {gone} by none", highlight=False
     )
-    if not told.same_output:
+    if not log.same_output:
         console.print("alone this example is answered otherwise than in the batch of its row", highlight=False)
 
 
@@ -77,10 +77,10 @@ def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
 
 def page(view: View, title: str) -> str:
     """HTML document of the same text without a script: hovering over a token shows the heads of each layer."""
-    told, title = view.log, visible(title)
+    log, title = view.log, visible(title)
     when = "at the end of the prompt" if view.step == 0 else f"after {view.step} decode tokens"
     layer = "" if view.layer is None else f", shaded by layer {view.layer}"
-    head = f"{told.example} {when}{layer}: the greener, the more of {view.heads} heads keep a token; struck out: none"
+    head = f"{log.example} {when}{layer}: the greener, the more of {view.heads} heads keep a token; struck out: none"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">

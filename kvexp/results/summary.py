@@ -37,12 +37,15 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
         for why, names in session.unmeasured.items():
             console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
     if session.failures and jobs:
-        console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)
+        words = [failure.job.split(" ") for failure in session.failures]
+        shared = [word for word in words[0] if len(words) > 1 and all(word in each for each in words)]
+        console.print(f"\n{len(words)} run(s) failed: {' '.join(shared)}".rstrip(), highlight=False, soft_wrap=True)
         jobs_by_reason: dict[str, list[str]] = {}  # reasons printed before are empty
         for failure in session.failures:
-            jobs_by_reason.setdefault(failure.why if not failure.reported else "", []).append(failure.job)
-        for why, names in jobs_by_reason.items():
-            for line in (*names, *([f"  {why}"] if why else [])):
+            own = " ".join(word for word in failure.job.split(" ") if word not in shared)
+            jobs_by_reason.setdefault("" if failure.reported else failure.why, []).append(own)
+        for why, own_words in jobs_by_reason.items():
+            for line in (*filter(None, own_words), *([f"  {why}"] if why else [])):
                 console.print(f"  {line}", highlight=False, soft_wrap=True)
 
 

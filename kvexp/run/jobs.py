@@ -261,7 +261,7 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
     except Exception as error:
         report_failure(job, error, session)
         if settings is None or not _recorded(settings, error):
-            _refuse(job, settings, error)
+            _refuse(job, settings, error, session)
     session.jobs_done += 1  # well or with an error that was recorded
     if session.rows_written > rows:
         session.job_seconds.append(time.monotonic() - start)
@@ -273,7 +273,7 @@ def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
     text = error_text(error)
     alike = RUN_FOLDER.sub("", text)
     if any(failure.reported and RUN_FOLDER.sub("", failure.why) == alike for failure in session.failures):
-        say(f"error: {job.name}: as before", file=sys.stderr, flush=True)
+        say("error: as before", file=sys.stderr, flush=True)
     elif is_user_error(error):
         say(f"error: {text}", file=sys.stderr, flush=True)
     else:
@@ -346,8 +346,8 @@ def _recorded(settings: Settings, error: Exception) -> bool:
         return False
 
 
-def _refuse(job: HydraJob, settings: Settings | None, error: Exception) -> None:
-    """Leave a record of a job that has no folder."""
+def _refuse(job: HydraJob, settings: Settings | None, error: Exception, session: Session) -> None:
+    """Leave a record of a job that has no folder; that it cannot be written is said once."""
 
     def given(key: str) -> Any:
         try:
@@ -362,7 +362,13 @@ def _refuse(job: HydraJob, settings: Settings | None, error: Exception) -> None:
     try:
         refuse(str(given("outputs_dir")), request_key(job.overrides), labels, error)
     except OSError as trouble:
-        say(f"this failure could not be recorded: {error_text(trouble)}", file=sys.stderr, flush=True)
+        if not session.unrecorded:
+            say(
+                f"it could not be recorded either: {error_text(trouble).partition('; ')[0]}",
+                file=sys.stderr,
+                flush=True,
+            )
+        session.unrecorded = True
 
 
 # Ctrl-C or SIGTERM at any moment: a summary and exit status 130 or 143, no traceback; a second one stops at once.

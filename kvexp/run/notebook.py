@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]  # paths in conf/ begin here
 def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
     """Load a model that attends through kvexp, and its tokenizer; kept until another is asked for.
 
-    name: one of `kvexp models`, a folder, a GGUF file or a hub id. settings: those of `model` on the command line, as
+    name: one of `kvexp models`, a folder, a GGUF file or a hub id. settings: keys of `model` on the command line, as
     in dtype="bfloat16", device="cuda". Returns (model, tokenizer). ConfigError for what cannot be loaded.
     """
     if name in options("model"):
@@ -65,7 +65,7 @@ def generate(
     kv_ratio or tokens: how much of the cache stays (default: half of the prompt's tokens), or a whole `budget`.
     options: of the cache (`CacheConfig`) and of transformers' generate(): do_sample, num_beams and so on.
 
-    Returns a Generation; its `text` is the answer, `texts` are those of a batch. ConfigError for what cannot be done.
+    Returns a Generation; its `text` is the answer, `texts` has one per row. ConfigError for what cannot be done.
     """
     from kvexp.core import CacheConfig, Method
     from kvexp.generate.loop import generate as generate_ids

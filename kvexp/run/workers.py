@@ -180,13 +180,19 @@ class _Relay:
         self.counts.clear()
 
 
-def _pack_error(error: Exception) -> tuple[str, str, str]:
-    """An error as it is sent to another process: its kind, its message and its traceback."""
-    return type(error).__name__, str(error), traceback.format_exc()
+def _pack_error(error: Exception) -> tuple[str, int, str, str]:
+    """An error as it is sent to another process: its kind, an OSError's number, its message and its traceback."""
+    if isinstance(error, OSError) and isinstance(error.__cause__, OSError):  # of a file, as the user reads it
+        return "OSError", error.errno or 0, error.strerror or "", traceback.format_exc()
+    return type(error).__name__, 0, str(error), traceback.format_exc()
 
 
-def _unpack_error(kind: str, words: str, place: str) -> Exception:
+def _unpack_error(kind: str, number: int, words: str, place: str) -> Exception:
     """The error as it is raised here: our own ones say all there is to say, others by their words."""
+    if number:
+        error: Exception = OSError(number, words)
+        error.__cause__ = OSError(number, words)
+        return error
     ours = {"ConfigError": ConfigError, "CacheError": CacheError, "NotFinite": NotFinite}
     error = ours[kind](words) if kind in ours else RuntimeError(f"{kind}: {words}")
     error.__cause__ = RuntimeError(f"in another process:\n{place}")

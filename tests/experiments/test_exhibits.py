@@ -270,7 +270,7 @@ HARD_CASES = [
 
 @pytest.mark.parametrize(("rows", "panels", "value"), HARD_CASES)
 def test_figures_of_hard_tables_do_not_warn(rows, panels, value):
-    """Nothing scored, no interval, one point, as many lines as there are methods: a warning is an error here."""
+    """Tables with nothing scored, no interval, one point, as many lines as there are methods: a warning is an error."""
     made = points(("full", "", None), *HARD[rows]).assign(of_full=100.0, of_full_low=100.0, of_full_high=100.0)
     made.loc[made["method"].ne("full"), ["value", "low", "high", "of_full", "of_full_low", "of_full_high"]] = value
     wide = ["low", "high", "of_full_low", "of_full_high"]

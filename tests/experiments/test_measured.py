@@ -126,7 +126,7 @@ def test_a_papers_numbers_have_the_schema_and_possible_values(name):
 
 
 def test_printed_averages_are_those_of_their_columns():
-    """Those that are not are known: the paper prints 39.32 for full attention, 39.36 is what its column says."""
+    """The averages that are not are known: the paper prints 39.32 for full attention, 39.36 is what its column says."""
     off = {}
     for name, tolerance in (
         ("a2sf_table1", 0.11),

@@ -249,7 +249,7 @@ def test_recorded_numbers_name_their_rows_and_weights():
 
 
 def test_divergence_is_read_beside_the_rows(tmp_path, monkeypatch):
-    """Of the exhibit's own first examples, without those that another exhibit asked for more of."""
+    """The divergence is that of the exhibit's own first examples, not of those that another asked for."""
     from kvexp.run.store import Run
 
     found = Run.open(tmp_path, {"a": 1}, {"model": "m", "task": "t", "method": "h2o", "kv_ratio": 0.5, "setting": ""})

@@ -90,7 +90,7 @@ def test_the_tokens_of_a_sentence():
 
 
 def test_what_a_window_with_sinks_holds():
-    """Of 20 tokens it keeps the first 3 and the newest 7, in every head."""
+    """It keeps of 20 tokens the first 3 and the newest 7, in every head."""
     cache = prefill(tiny("llama"), prompts_of(3, (20,)), StreamingLLM(n_sinks=3), Budget(tokens=10)).cache
     found = needle_kept.held(cache, [0, 2, 3, 12, 14, 19], layers=2)
     assert found.shape == (2, 3) and np.all(found == 4 / 6)

@@ -236,7 +236,7 @@ def without(node):
 
 
 def table_digest(path: Path) -> str | None:
-    """Of a CSV's columns that are no times."""
+    """Digest of the columns of a CSV that are no times."""
     if not path.exists():
         return None
     rows = [

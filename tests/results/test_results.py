@@ -205,7 +205,7 @@ def test_a_resample_without_a_baseline_score_may_be_anything() -> None:
 
 @pytest.mark.parametrize(("right", "n", "high"), [(0, 100, 1 - 0.025**0.01), (1, 60, 0.0894)])
 def test_next_to_nothing_right_is_no_proof_of_nothing(right: int, n: int, high: float) -> None:
-    """None or one of n scores: so many of all may (Clopper and Pearson), each as much as the baseline's best."""
+    """Zero or one of n scores: so many of all may (Clopper and Pearson), each as much as the baseline's best."""
     top, bottom = np.where(np.arange(n) < right, 10.0, 0.0), np.full(n, 20.0)
     means = stats.resampled_means(intervals.ratio_moments(top, bottom), 2000)
     low, found = intervals.ratio_interval(top, bottom, means, 0.95)
@@ -214,7 +214,7 @@ def test_next_to_nothing_right_is_no_proof_of_nothing(right: int, n: int, high: 
 
 @pytest.mark.parametrize(("both", "first", "second"), [(43, 7, 23), (10, 0, 1), (60, 0, 0)])
 def test_shares_the_other_way_round(both: int, first: int, second: int) -> None:
-    """Also where no share changed: that is not exact."""
+    """A share that did not change: that is not exact."""
     top = np.array([100.0] * (both + first) + [0.0] * (second + 3))
     bottom = np.array([100.0] * both + [0.0] * first + [100.0] * second + [0.0] * 3)
     low, high = intervals.share_ratio_interval(top, bottom, 0.95)
@@ -226,7 +226,7 @@ def test_shares_the_other_way_round(both: int, first: int, second: int) -> None:
 
 
 def test_any_of_several_metrics_fails_a_run_so_each_has_its_share_of_the_errors(tmp_path: Path) -> None:
-    """The same scores as one metric and as four: passing asks no more of four, failing does."""
+    """Equal scores as one metric and as four: passing asks no more of four, failing does."""
     base, rng = noisy(), np.random.default_rng(3)
     worse = [float(score * rng.normal(0.96, 0.1)) for score in base]
     for folder, names in ((tmp_path / "one", ["rouge1"]), (tmp_path / "four", ["rouge1", "rouge2", "rougeL", "acc"])):

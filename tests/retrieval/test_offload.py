@@ -1,4 +1,4 @@
-"""Where tokens live: what is fetched equals what was stored, byte by byte, and every byte that moves is counted."""
+"""Places of tokens: what is fetched equals what was stored, byte by byte, and every byte that moves is counted."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def runs(text: str) -> set[tuple[str, ...]]:
 
 
 def places(answer: str, text: str) -> list[int]:
-    """Where an answer stands in a text as whole words."""
+    """Places at which an answer stands in a text as whole words."""
     return [match.start() for match in re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text)]
 
 

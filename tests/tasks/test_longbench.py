@@ -285,7 +285,7 @@ def test_bad_archives(tmp_path):
 
 
 def declared(archive: Path, size: int) -> Path:
-    """The same archive whose headers say that its only member unpacks to `size` bytes."""
+    """An archive whose headers say that its only member unpacks to `size` bytes."""
     data = bytearray(archive.read_bytes())
     data[22:26] = size.to_bytes(4, "little")  # local header
     at = data.index(b"PK\1\2") + 24  # central directory
