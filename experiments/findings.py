@@ -52,13 +52,10 @@ full claims and reasons. `make reproduce-NAME` and the [notebooks](../notebooks/
 
 
 @functools.cache
-def _written() -> Any:
-    return OmegaConf.to_container(OmegaConf.load(WORDS))
-
-
 def words(name: str) -> dict[str, str]:
     """What findings.yaml says of one exhibit: short and why, and the others of KEYS where there are any."""
-    found = _written().get(name)
+    written: Any = OmegaConf.to_container(OmegaConf.load(WORDS))
+    found = written.get(name)
     if not isinstance(found, dict) or not {"short", "why"} <= set(found) <= set(KEYS):
         raise ConfigError(f"{WORDS}: {name} needs `short` and `why`, and may have {', '.join(KEYS)}; got {found!r}")
     return {key: str(text).strip() for key, text in found.items()}

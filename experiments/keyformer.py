@@ -191,11 +191,9 @@ def per_prompt(frame: pd.DataFrame, by: str, value: str) -> pd.DataFrame:
 
 def fig3a_draw(table: pd.DataFrame, figure: Figure) -> None:
     paper = paper_numbers("keyformer_fig3a").rename(columns={"value": "sparsity"})
-    axes = model_lines(table, paper, figure, "layer", "sparsity")
+    axes = model_lines(table, paper, figure, "layer", "sparsity", "layer", "attention sparsity (%)")
     layers = sorted(table["layer"].unique())
     axes.set_xticks(layers if len(layers) <= MOST_TICKS else [layers[0], *layers[4::5]])
-    axes.set_xlabel("layer", fontsize=8)
-    axes.set_ylabel("attention sparsity (%)", fontsize=8)
     axes.set_ylim(0, 100)
 
 
@@ -214,11 +212,10 @@ def fig3a_holds(table: pd.DataFrame) -> Verdict:
 def fig3b_draw(table: pd.DataFrame, figure: Figure) -> None:
     paper = paper_numbers("keyformer_fig3b")
     paper = paper.assign(share=100 * paper["kv_ratio"], mass=100 * paper["value"])
-    axes = model_lines(table.assign(share=100 * table["share"]), paper, figure, "share", "mass")
+    labels = ("tokens, best first (%)", "attention score (%)")
+    axes = model_lines(table.assign(share=100 * table["share"]), paper, figure, "share", "mass", *labels)
     axes.axhline(HELD, color="0.4", linewidth=0.8, linestyle="--")
     axes.axvline(100 * SHARE, color="0.4", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("tokens, best first (%)", fontsize=8)
-    axes.set_ylabel("attention score (%)", fontsize=8)
     axes.set_ylim(0, 102)
 
 

@@ -22,7 +22,7 @@ from experiments.lib.real_scale import commands, layout, scale_of
 from experiments.lib.record import VERDICT, record, record_real
 from experiments.lib.runner import Asked, results
 from kvexp.run.jobs import INTERRUPTED, KEPT
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util import ConfigError, tells_errors, watch_pipes
 
 SHOWN = 20  # rows of a table that are printed
 
@@ -48,21 +48,18 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+@tells_errors(ConfigError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all were made, whether or not claims hold; 1 if one could not be made; 2 for a name there is not; 130 for an
     interrupt.
     """
     args = parser().parse_args(arguments)
-    try:
-        args.data = args.data or None  # --data "$DATA" of a script where it is not set
-        args.scale = scale_of(args.scale, args.data)
-        wanted = [full_name(name) for name in (names() if args.names == ["all"] else args.names)]
-        if args.names == ["all"] and args.scale == REAL:
-            wanted = _with_a_real_scale(wanted, args.data)
-        _check(args, wanted)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args.data = args.data or None  # --data "$DATA" of a script where it is not set
+    args.scale = scale_of(args.scale, args.data)
+    wanted = [full_name(name) for name in (names() if args.names == ["all"] else args.names)]
+    if args.names == ["all"] and args.scale == REAL:
+        wanted = _with_a_real_scale(wanted, args.data)
+    _check(args, wanted)
     outputs = (args.outputs or Path("outputs/smoke" if args.smoke else "outputs")).resolve()
     fresh = not outputs.exists() or not any(outputs.iterdir())
     asked = Asked(args.scale, outputs, args.smoke, tuple(args.given), args.data, shows=len(wanted) == 1)

@@ -90,15 +90,8 @@ def measure(model: str, outputs: Path, size: int) -> pd.DataFrame:
     weights = hashlib.sha256((FOLDER / model / "model.safetensors").read_bytes()).hexdigest()
     outputs = outputs / f"{model}-{weights[:8]}-{size}"
     for overrides in sweeps(model):
-        line = [
-            sys.executable,
-            "run.py",
-            "-m",
-            *overrides,
-            f"task.size={size}",
-            f"outputs_dir={outputs}",
-            "batch_size=8",
-        ]
+        own = [f"task.size={size}", f"outputs_dir={outputs}", "batch_size=8"]
+        line = [sys.executable, "run.py", "-m", *overrides, *own]
         subprocess.run(line, cwd=Path(__file__).resolve().parents[1], check=True, stdout=subprocess.DEVNULL)
     return table(outputs, {"model": [model]})
 

@@ -305,7 +305,9 @@ def best_of(runs: pd.DataFrame, column: str) -> str:
 LINES = ("#332288", "#117733", "#aa4499", "#661100")  # of models: none is a method's color
 
 
-def model_lines(table: pd.DataFrame, paper: pd.DataFrame, figure: Figure, x: str, value: str) -> Axes:
+def model_lines(
+    table: pd.DataFrame, paper: pd.DataFrame, figure: Figure, x: str, value: str, xlabel: str, ylabel: str
+) -> Axes:
     """Draw columns x and value (with _low and _high) of a table; `paper` has x and value too, of its own models."""
     axes: Axes = panel_grid(figure, 1, 1, (4.2, 2.6))[0, 0]
     models = in_order(table["model"].tolist(), MODELS)
@@ -319,9 +321,7 @@ def model_lines(table: pd.DataFrame, paper: pd.DataFrame, figure: Figure, x: str
         if len(known):
             look |= {"linestyle": ":", "markerfacecolor": "none"}
             axes.plot(known[x], known[value], label=f"{model_words(model)} (paper)", **look)
-    axes.tick_params(labelsize=7)
-    axes.grid(color="0.92", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish(axes, xlabel, ylabel)
     axes.legend(fontsize=7, frameon=False)
     return axes
 

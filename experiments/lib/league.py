@@ -22,7 +22,7 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.real_scale import MODEL
-from experiments.lib.tables import markdown
+from experiments.lib.tables import between, markdown
 from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, WORDS, folders
 from kvexp.results.stats import LEVEL
@@ -480,14 +480,5 @@ def record(outputs: Path) -> Path:
     if found.empty:
         raise ConfigError(f"{outputs} has no run with a divergence: run the league first")
     merged(recorded(), found.round(6)).to_csv(RECORDED, index=False)
-    PAGE.write_text(page_with(PAGE.read_text("utf-8"), text_of(recorded())), "utf-8")
+    PAGE.write_text(between(PAGE.read_text("utf-8"), BEGIN, END, text_of(recorded()), PAGE), "utf-8")
     return PAGE
-
-
-def page_with(page: str, made: str) -> str:
-    """The page with `made` between its two marks; ConfigError where it lacks them."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"{PAGE} must have the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"

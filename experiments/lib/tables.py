@@ -21,6 +21,7 @@ from kvexp.results.stats import mean_interval as interval_of_mean
 from kvexp.results.table import TOO_FEW, table
 from kvexp.run.labels import override_label as setting_of
 from kvexp.run.store import Run, check_same_prompts
+from kvexp.util import ConfigError
 
 Scores = Mapping[str, Mapping[str, float]]  # example -> metric -> number
 Gap = tuple[float, float, float]  # mean, low, high
@@ -158,6 +159,15 @@ def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> 
     lines = (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, *rows))
     first, *rest = lines
     return "\n".join([first, f"|---|{rule * (len(head) - 1)}", *rest])
+
+
+def between(page: str, begin: str, end: str, made: str, name: object) -> str:
+    """A page with `made` between its lines begin and end; ConfigError where it lacks them. name: of the page."""
+    before, begun, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise ConfigError(f"{name} must have the lines {begin} and {end}")
+    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
 
 
 COLUMNS = ["model", "task", "method", "kv_ratio", "setting", "metric", "value"]

@@ -14,12 +14,12 @@ import sys
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -77,6 +77,8 @@ from kvexp.util import (
 #                         NAME.methods.parquet      one row per score, and one per score and layer
 #                         NAME.causal.json          the plan, and what the effects are over; written last
 
+PROG = "python -m experiments.studies.causal"
+T = TypeVar("T")
 REMOVALS, SCORES, METHODS = "removals.parquet", "causal.parquet", "methods.parquet"
 MEASURED = "causal.json"
 TOKEN, SPAN, LAYER, HEAD = "token", "span", "layer", "head"  # kinds of removals
@@ -116,29 +118,25 @@ def write(run: Run, example: str, ending: str, data: pd.DataFrame | CausalExampl
         replace(file, content)
 
 
-def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
-    """A file of an example's measurement; None where it is missing, ConfigError where it cannot be read."""
-    file = _file(run, example, ending)
+def _read(file: Path, parse: Callable[[Path], T]) -> T | None:
+    """A file of a measurement; None where it is missing, ConfigError where it cannot be read."""
     if not file.exists():
         return None
     try:
-        return pd.read_parquet(file)
-    except (OSError, pa.ArrowException) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(
-            f"cannot read {file}: {why}; remove it and run python -m experiments.studies.causal again"
-        ) from error
+        return parse(file)
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+        again = f"remove it and run {PROG} again"
+        raise ConfigError(f"cannot read {file}: {str(error).splitlines()[0]}; {again}") from error
+
+
+def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
+    """A table of an example's measurement; None where it is missing."""
+    return _read(_file(run, example, ending), pd.read_parquet)
 
 
 def read_measured(run: Run, example: str) -> CausalExample | None:
     """An example's measurement; None where it is not complete."""
-    file = _file(run, example, MEASURED)
-    if not file.exists():
-        return None
-    try:
-        return CausalExample(**load(file))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file}: {error}; remove it and run python -m experiments.studies.causal again") from error
+    return _read(_file(run, example, MEASURED), lambda file: CausalExample(**load(file)))
 
 
 # How well a score ranks tokens by the effect of removing them, from a weighted sample of tokens. Every sampled token
@@ -1370,9 +1368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="python -m experiments.studies.causal", description=(__doc__ or "").partition("\n")[0]
-    )
+    result = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").partition("\n")[0])
     result.set_defaults(command=_causal)
     add = result.add_argument
     add("run", metavar="RUN", help=RUN)

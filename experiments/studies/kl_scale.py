@@ -131,12 +131,16 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
         prompts[example.id] = [*asked.ids, *asked.question_ids]
     found: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
     with Progress("scale", (len(found) + 1) * len(prompts), 0, "texts") as progress:
+
+        def add(change: str, name: str, full: Tensor, changed: Tensor) -> None:
+            made = line_of(full, changed, texts[name]["tokens"], name, texts[name]["index"])
+            found[change].append(made | {"first_by_prefill": change == SEEDS})
+            progress.advance()
+
         noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))
         for name, prompt in prompts.items():
-            text, index = texts[name]["tokens"], texts[name]["index"]
-            one, other = (logits_under(model, noised, prompt, text, zlib.crc32(name.encode()) + i) for i in (0, 1))
-            found[SEEDS].append(line_of(one, other, text, name, index) | {"first_by_prefill": True})
-            progress.advance()
+            seeds, text = zlib.crc32(name.encode()), texts[name]["tokens"]
+            add(SEEDS, name, *(logits_under(model, noised, prompt, text, seeds + i) for i in (0, 1)))
         unpack_linear(model)  # a packed copy of the weights would not see them change
         known = {}
         for name, prompt in prompts.items():
@@ -145,16 +149,12 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
         for change, make in CHANGES.items():
             changed = make(model)
             for name, prompt in prompts.items():
-                text, index = texts[name]["tokens"], texts[name]["index"]
-                found[change].append(line_of(known[name], forced_logits(changed, prompt, text), text, name, index))
-                progress.advance()
+                add(change, name, known[name], forced_logits(changed, prompt, texts[name]["tokens"]))
             del changed
         for name, prompt in prompts.items():
-            text, index = texts[name]["tokens"], texts[name]["index"]
             at = random.Random(zlib.crc32(name.encode())).randrange(len(prompt))
-            less = forced_logits(model, [*prompt[:at], *prompt[at + 1 :]], text)
-            found[DROPPED].append(line_of(known[name], less, text, name, index))
-            progress.advance()
+            less = forced_logits(model, [*prompt[:at], *prompt[at + 1 :]], texts[name]["tokens"])
+            add(DROPPED, name, known[name], less)
     return found
 
 

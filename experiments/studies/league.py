@@ -28,6 +28,7 @@ import numpy as np
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.lib.tables import between
 from experiments.lib.tables import markdown as markdown_table
 from experiments.studies import carried_out, composed_runs
 from kvexp import NUMERICS
@@ -265,11 +266,11 @@ def command(entry: Entry) -> str:
 def markdown(entries: Sequence[Entry]) -> str:
     """The tables as Markdown, for docs/league.md."""
     columns = {name: cell for name, cell in COLUMNS if name not in HTML_ONLY}
-    found = ""
+    parts = []
     for title, own in groups_of(entries):
         rows = [[_plain_text(cell(entry)) for cell in columns.values()] for entry in own]
-        found += f"**{_plain_text(title)}**\n\n{markdown_table(list(columns), *rows, right=True)}\n"
-    return found
+        parts += [f"**{_plain_text(title)}**", markdown_table(list(columns), *rows, right=True)]
+    return "\n\n".join(parts)
 
 
 def _plain_text(words: Any) -> str:
@@ -373,12 +374,8 @@ def _page(args: argparse.Namespace) -> int:
     args.out.write_text(html_page(entries), encoding="utf-8")
     say(f"wrote {args.out}: {len(entries)} entries")
     if args.markdown is not None:
-        text = args.markdown.read_text("utf-8")
-        before, found, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        if not found or END not in rest:
-            raise ConfigError(f"{args.markdown} must have the lines {BEGIN} and {END}, between which the tables go")
-        args.markdown.write_text(f"{before}{BEGIN}\n\n{markdown(entries)}\n{END}{after}", encoding="utf-8")
+        text = between(args.markdown.read_text("utf-8"), BEGIN, END, markdown(entries), args.markdown)
+        args.markdown.write_text(text, encoding="utf-8")
         say(f"wrote {args.markdown}")
     return 0
 

@@ -47,7 +47,7 @@ from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, Window
 from kvexp.run.batches import MAX_DECODE_ROWS, MIN_UTILISATION
 from kvexp.run.main import main as run_command
 from kvexp.run.model_spec import ModelSpec, load, prepare_for_fork, rows_alone
-from kvexp.run.plan import PlannedGroup, second_passes, seconds_of, slots_bytes, slots_of
+from kvexp.run.plan import Planned, PlannedGroup, second_passes, seconds_of, slots_bytes, slots_of
 from kvexp.run.rows import SHARE, environment
 from kvexp.run.settings import Settings
 from kvexp.run.workers import ForkPool, num_workers
@@ -453,15 +453,6 @@ def _slots(contexts: Sequence[PrefilledContext]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class RunWork:
-    """What one run lacks. answers: rows; texts: by kind, those it has still to be forced."""
-
-    settings: Settings
-    answers: int
-    texts: dict[str, int]
-
-
-@dataclass(frozen=True)
 class GroupPlan:
     """Runs that share prefills (or one run) on prompts of so many tokens, with so many new ones each.
 
@@ -469,7 +460,7 @@ class GroupPlan:
     by the weights; threads: processes that a shared sweep may fork.
     """
 
-    runs: Sequence[RunWork]
+    runs: Sequence[Planned]
     shape: ModelSize
     prompts: int
     prompt: float
@@ -484,7 +475,7 @@ class GroupPlan:
         spec, work = group.lead.model, group.work
         free = int(torch.cuda.mem_get_info()[0]) if spec.resolved_device().startswith("cuda") else available()
         return cls(
-            [RunWork(run.settings, run.left, run.forced) for run in group.runs],
+            group.runs,
             shape,
             group.prefills,
             work.prompt_tokens,
@@ -507,14 +498,14 @@ class GroupPlan:
         return math.ceil(self.prompts / self.lead.batch_size)
 
     @property
-    def active(self) -> list[RunWork]:
+    def active(self) -> list[Planned]:
         """The runs that lack anything."""
-        return [run for run in self.runs if run.answers or any(run.texts.values())]
+        return [run for run in self.runs if run.left or any(run.forced.values())]
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of texts that are forced."""
-        return sorted({kind for run in self.runs for kind, count in run.texts.items() if count})
+        return sorted({kind for run in self.runs for kind, count in run.forced.items() if count})
 
     @property
     def packed(self) -> int:
@@ -526,7 +517,7 @@ class GroupPlan:
     @property
     def copies(self) -> int:
         """How often every cache is held: for answers, and for each kind of texts."""
-        return max(1, len(self.kinds) + any(run.answers for run in self.runs))
+        return max(1, len(self.kinds) + any(run.left for run in self.runs))
 
     def held(self) -> list[int]:
         """Bytes of each cache of one batch, and of a full cache where texts are forced."""
@@ -566,8 +557,8 @@ class GroupPlan:
         if self.shared:
             return [self]
         (run,) = self.runs
-        answers = replace(self, runs=[replace(run, texts={})], prompts=run.answers)
-        texts = replace(self, runs=[replace(run, answers=0)], prompts=max(run.texts.values(), default=0))
+        answers = replace(self, runs=[replace(run, forced={})], prompts=run.left)
+        texts = replace(self, runs=[replace(run, left=0)], prompts=max(run.forced.values(), default=0))
         return [part for part in (answers, texts) if part.prompts]
 
     def seconds(self, known: KeptSpeed) -> float:
@@ -582,10 +573,10 @@ class GroupPlan:
         specs = [spec for settings in runs if (spec := settings.method.score_spec) is not None]
         scores = {spec.sums_key for spec in specs if observes_prompt(spec)}  # runs of equal sums share them
         beams = self.lead.decoding.num_beams
-        answered = [(run.settings, run.answers * beams) for run in self.active]
-        forced = [(run.settings, sum(run.texts.values())) for run in self.active]
+        answered = [(run.settings, run.left * beams) for run in self.active]
+        forced = [(run.settings, sum(run.forced.values())) for run in self.active]
         if self.kinds:  # and the full cache's own rows
-            most = sum(max(run.texts.get(kind, 0) for run in self.runs) for kind in self.kinds)
+            most = sum(max(run.forced.get(kind, 0) for run in self.runs) for kind in self.kinds)
             forced.append((self.lead.baseline(), most))
         return GroupWork(
             prompts=self.prompts * self._prefills(here),

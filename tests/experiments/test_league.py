@@ -207,6 +207,8 @@ def test_the_page_shows_every_entry_and_nothing_in_it_is_markup(league, tmp_path
     assert page.count(entry["hash"]) >= 1 and "<script>" not in page and "&lt;script&gt;" in page
     assert "default-src 'none'" in page and re.search(r"\d+ KiB of \d+|\d+\.?\d* [KM]iB of", page)
     assert "<script>" not in markdown([hostile]) and "\\|x" in markdown([entry, hostile])
+    (_, first, _, second, _) = markdown([entry, entry | {"task": "other"}]).split("**")
+    assert first != second and "|\n\n**" in markdown([entry, entry | {"task": "other"}]), "a table per group"
     docs = tmp_path / "league.md"
     docs.write_text(f"# L\n{BEGIN}\nold\n{END}\nrest\n")
     out = tmp_path / "index.html"

@@ -14,6 +14,7 @@ from experiments.lib import floors, league, real_scale
 from experiments.lib.exhibits import declared, params
 from experiments.lib.floors import CHANCE, FREQUENT, LEAD, RANDOM, judged, of_examples
 from experiments.lib.league import GROUPS, LEFT_OUT, LONGEST, MOST_BYTES, QUESTIONS, RATIOS, pieces
+from experiments.lib.tables import between
 from kvexp.results.read import folders
 from kvexp.results.stats import MIN_PAIRS
 from kvexp.run.compose import options
@@ -247,11 +248,11 @@ def test_a_run_that_was_interrupted_is_no_entry():
 def test_the_page_shows_what_is_recorded():
     page = league.PAGE.read_text("utf-8")
     assert len(page.split()) <= 1500, "the rest is in the CSV"
-    assert page == league.page_with(page, league.text_of(league.recorded())), (
+    assert page == between(page, league.BEGIN, league.END, league.text_of(league.recorded()), league.PAGE), (
         "python -m experiments.methods_league --record"
     )
     with pytest.raises(ConfigError, match="must have the lines"):
-        league.page_with("nothing", "made")
+        between("nothing", "BEGIN", "END", "made", "a page")
 
 
 # Floors: what an answer that read nothing gets, and when a task tells methods apart at all.

@@ -22,7 +22,6 @@ from experiments.studies.speed import (
     GroupPlan,
     GroupWork,
     KeptSpeed,
-    RunWork,
     Speed,
     observation_coefficients,
     observes_prompt,
@@ -35,6 +34,7 @@ from kvexp.methods import A2SF, H2O, TOVA, Keyformer, Window
 from kvexp.run import batches as prefill_groups
 from kvexp.run import rows as limits
 from kvexp.run.model_spec import ModelSpec
+from kvexp.run.plan import Planned, Workload
 from kvexp.run.rows import environment
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
@@ -56,10 +56,15 @@ def settings(*overrides: str):
     return settings_of({k: v for k, v in config.items() if k not in ("log", "experiment", "diagnose")}, {}, overrides)
 
 
+def lacking(settings, rows: int, texts: dict[str, int]) -> Planned:
+    """A run that lacks so many rows and texts."""
+    return Planned(settings, Workload((), 0, 0, ""), rows, texts)
+
+
 def plan(prompts: int, members: int = 2, *overrides: str, texts: int = 0, free: int = PLENTY, threads: int = 1):
     one = settings("method=window", "kv_ratio=0.5", *overrides)
-    runs = [RunWork(one.baseline(), prompts, {})]
-    runs += [RunWork(one, prompts, {"own": texts} if texts else {}) for _ in range(members - 1)]
+    runs = [lacking(one.baseline(), prompts, {})]
+    runs += [lacking(one, prompts, {"own": texts} if texts else {}) for _ in range(members - 1)]
     return GroupPlan(runs, SHAPE, prompts, 100, 10, shared=True, free=free, threads=threads)
 
 
@@ -104,7 +109,7 @@ def test_texts_are_forced_beside_the_full_cache_on_copies():
 
 def test_a_full_cache_that_is_done_stands_beside_its_texts():
     made = plan(4, 3, texts=4)
-    rest = [dataclasses.replace(run, answers=0) for run in made.runs]
+    rest = [dataclasses.replace(run, left=0) for run in made.runs]
     only = dataclasses.replace(made, runs=rest)
     assert len(only.active) == 2 and len(only.held()) == 3 and only.copies == 1
     assert only.seconds(KEPT) == pytest.approx(4 + 10 * 1.2)
@@ -112,10 +117,10 @@ def test_a_full_cache_that_is_done_stands_beside_its_texts():
 
 def test_a_run_alone_reads_its_prompts_again_for_its_texts():
     one = settings("method=window", "kv_ratio=0.5", "batch_size=2")
-    made = GroupPlan([RunWork(one, 4, {"own": 4})], SHAPE, 8, 100, 10, shared=False, free=PLENTY, threads=1)
+    made = GroupPlan([lacking(one, 4, {"own": 4})], SHAPE, 8, 100, 10, shared=False, free=PLENTY, threads=1)
     # Answers: 4 prefills, two batches of two rows. Texts: 4 more, eight rows in the same steps.
     assert made.seconds(KEPT) == pytest.approx(4 + 2 * 10 * 0.2 + 4 + 10 * 0.8)
-    answers = dataclasses.replace(made, runs=[RunWork(one, 4, {})], prompts=4)
+    answers = dataclasses.replace(made, runs=[lacking(one, 4, {})], prompts=4)
     assert answers.seconds(KEPT) == pytest.approx(4 + 2 * 10 * 0.2)
 
 
@@ -305,7 +310,7 @@ def test_a_measurement_has_all_its_parts(monkeypatch):
 def test_fewer_bits_are_fewer_bytes_too():
     def held(*words):
         one = settings("method=h2o", "kv_ratio=0.5", "cache.group=16", *words)
-        made = GroupPlan([RunWork(one, 1, {})], SHAPE_OF_BITS, 1, 800, 40, shared=False, free=PLENTY, threads=1)
+        made = GroupPlan([lacking(one, 1, {})], SHAPE_OF_BITS, 1, 800, 40, shared=False, free=PLENTY, threads=1)
         return sum(made.held())
 
     assert held("cache.bits=4") < 0.5 * held()

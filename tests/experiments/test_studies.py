@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,12 +17,10 @@ from tiny import stock
 
 import kvexp.run.batches as runner
 from experiments.studies import testbed as command
-from experiments.studies import yardstick as hflm_agreement
-from experiments.studies import yardstick as published_numbers
+from experiments.studies import yardstick as study
 from experiments.studies.bits_and_tokens import main, possibilities
 from experiments.studies.testbed import export_tasks as export
 from experiments.studies.yardstick import FullCacheScore, PublishedNumber, mean_score, published, verdict
-from experiments.studies.yardstick import main as yardstick_main
 from kvexp import NUMERICS
 from kvexp.hf.load import byte_tokenizer
 from kvexp.results.table import notes, table
@@ -186,13 +185,13 @@ def yardstick(tmp_path, monkeypatch, capsys):
     each = {"piqa": {"metric": "acc_norm", "number": 50.0}, "arc_easy": {"metric": "acc", "number": 25.0}}
     texts = {"protocol": "0-shot", "weights": "these", "source": "this test"}
     numbers.write_text(yaml.safe_dump({"tiny_random": {**texts, "numbers": each, "notes": ["another harness: 49"]}}))
-    monkeypatch.setattr(published_numbers, "FILE", numbers)
+    monkeypatch.setattr(study, "FILE", numbers)
 
     def called(*words):
         own = [f"outputs_dir={tmp_path / 'out'}", "model=local", f"model.path={folder}", f"task.data_dir={ROWS}"]
         monkeypatch.setattr(sys, "argv", ["yardstick"])
         capsys.readouterr()
-        code = yardstick_main(["--numbers", "tiny_random", *own, *words])
+        code = study.main(["--numbers", "tiny_random", *own, *words])
         return (code, *capsys.readouterr())
 
     return called
@@ -223,7 +222,7 @@ def test_the_command_compares_and_agrees_with_lm_eval(yardstick, tmp_path):
 
 
 def test_disagreement_with_lm_eval_fails(yardstick, monkeypatch):
-    true = hflm_agreement.stock_model
+    true = study.stock_model
 
     def other(settings):
         lm = true(settings)
@@ -233,7 +232,7 @@ def test_disagreement_with_lm_eval_fails(yardstick, monkeypatch):
         ]
         return lm
 
-    monkeypatch.setattr("experiments.studies.yardstick.stock_model", other)
+    monkeypatch.setattr(study, "stock_model", other)
     code, out, _ = yardstick("--check-lm-eval", "1", "limit=2")
     assert code == 1 and "differ by at most 2.0e-03 nats (allowed: 0.001): DISAGREE" in out
 
@@ -255,7 +254,7 @@ def test_mistakes_are_one_line(yardstick, words, told):
 
 
 def test_random_weights_have_no_yardstick(yardstick, monkeypatch, capsys):
-    assert yardstick_main(["--numbers", "tiny_random", "model=tiny", f"task.data_dir={ROWS}"]) == 2
+    assert study.main(["--numbers", "tiny_random", "model=tiny", f"task.data_dir={ROWS}"]) == 2
     assert "model=tiny has random weights: there is nothing to compare them with" in capsys.readouterr().err
 
 
@@ -353,8 +352,6 @@ def test_the_files_hold_what_the_tasks_ask(tmp_path):
 
 
 def test_the_command_prints_commands_that_hydra_reads(tmp_path, capsys):
-    import shlex
-
     command.main(["export", str(tmp_path / "a folder, with 'marks'"), "--size", "3"])
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines] == [["kvexp", "run"]] * 3
