@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from test_conversations import talk
 from test_eviction_log import assert_kept_is_what_is_not_logged, case_of, held, job, run_job, run_of, watched
-from test_twin import losses
+from test_show import losses
 from tiny import stock
 
 from experiments.studies.causal import prompt_scores

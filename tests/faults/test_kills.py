@@ -6,12 +6,17 @@ The long form, 30 moments of each kind, is `make faults`.
 from __future__ import annotations
 
 import functools
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 
 from faults.kills import Killer
-from faults.stage import TWO_THREADS
+from faults.stage import ENV, ROOT, TWO_THREADS
 from faults.sweeps import lines_of, rows_of, sweep
 from kvexp.run.store import runs
 
@@ -94,3 +99,115 @@ def test_one_that_is_killed_leaves_its_run_to_the_others(stage, tmp_path):
     first.send(9)
     assert second.wait() == 0, second.said
     assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
+
+
+# -- ctrl-C: a summary, exit status 130 and no traceback, at any moment; the same command then goes on -----------------
+
+
+def slow(method, count):
+    """Source that lets the `count`-th call of this method of a run wait."""
+    return f"""
+import time
+from kvexp.run.store import Run
+write = Run.{method}
+def slow(*given):
+    write(*given)
+    slow.made += 1
+    if slow.made == {count}:
+        print("HERE", flush=True)
+        time.sleep(60)
+slow.made = 0
+Run.{method} = slow
+"""
+
+
+SLOW_ROW, SLOW_TEXT = slow("append", 3), slow("append_divergence", 2)
+SLOW_LOAD = """
+import time
+import kvexp.hf
+def load(*args, **options):
+    print("HERE", flush=True)
+    time.sleep(60)
+kvexp.hf.load_model = load
+"""
+
+
+KEPT = "of 2 jobs are complete; all rows written so far are kept; the same command goes on"
+MOMENTS = {
+    "between rows": (SLOW_ROW, "SIGINT", 130, f"interrupted: 2 rows were written, 0 {KEPT}", 3),
+    "between texts": (
+        SLOW_TEXT,
+        "SIGINT",
+        130,
+        f"interrupted: 9 rows were written, 1 texts were measured, 0 {KEPT}",
+        9,
+    ),
+    "a model loads": (SLOW_LOAD, "SIGINT", 130, f"interrupted: 0 rows were written, 0 {KEPT}", 0),
+    "a cluster's preemption": (SLOW_ROW, "SIGTERM", 143, f"terminated: 2 rows were written, 0 {KEPT}", 3),
+    "its terminal is closed": (SLOW_ROW, "SIGHUP", 129, "hung up: all rows written so far are kept", 3),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_ends_it_with_a_summary(stage, tmp_path, moment):
+    """The row at which it stands is on disk and not counted yet; answers are written before texts are forced."""
+    before, number, code, words, lines = MOMENTS[moment]
+    out = tmp_path / "out"
+    child = stage.start(sweep(out, launcher="shared_prefill"), tmp_path / "log", before)
+    child.until("HERE")
+    child.send(getattr(signal, number))
+    assert child.wait() == code
+    assert words in child.said and "Traceback" not in child.said, child.said
+    assert len(lines_of(out)) == lines
+
+
+def test_processes_side_by_side(stage, tmp_path):
+    """They end with the command, whatever they are at."""
+    out = tmp_path / "out"
+    child = stage.start(sweep(out, launcher="shared_prefill"), tmp_path / "log", TWO_THREADS + SLOW_ROW)
+    child.until("HERE")
+    child.send(signal.SIGINT)
+    assert child.wait() == 130
+    assert re.search("rows were written, .*0 of 2 jobs are complete; all rows written so far are kept", child.said)
+    assert "Traceback" not in child.said and "in 2 processes" in child.said
+    code, said = stage.run(sweep(out, launcher="shared_prefill"), tmp_path / "log2", TWO_THREADS)
+    assert code == 0, said
+    assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
+
+
+def test_a_summary_that_hangs_is_ended_by_the_second_one(stage, tmp_path):
+    hang = "import time, kvexp.run.jobs as i\ni.summary = lambda _: print('HANGS', flush=True) or time.sleep(60)"
+    child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW + hang)
+    child.until("HERE")
+    child.send(signal.SIGINT)
+    child.until("HANGS")
+    child.send(signal.SIGINT)
+    assert child.wait(10) == 130
+    assert "interrupted: all rows written so far are kept" in child.said and "Traceback" not in child.said
+
+
+def test_while_everything_is_imported(tmp_path):
+    """A process of its own, told where it is by the one module that is imported first."""
+    code = (
+        "import signal, sys, threading, os, time, runpy\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import kvexp.run.jobs as i\n"
+        "watch = i.install_handler\n"
+        "def told():\n    watch(); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+        "i.install_handler = told\n"
+        "sys.argv = ['run.py']\n"
+        "runpy.run_path('run.py', run_name='__main__')\n"
+    )
+    env = os.environ | ENV | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr.strip().startswith("interrupted: ") and "Traceback" not in done.stderr
+
+
+def test_where_interrupts_are_ignored_they_stay_so(stage, tmp_path):
+    """A shell's background job is not to end when somebody presses Ctrl-C at another one."""
+    ignore = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    child = stage.start(sweep(tmp_path / "out", "limit=1"), tmp_path / "log", ignore)
+    child.until("answers")
+    child.send(signal.SIGINT)
+    assert child.wait() == 0
