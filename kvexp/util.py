@@ -208,10 +208,15 @@ CONF = Path(__file__).with_name("conf")  # in a checkout a link to conf/, in a w
 WHEEL = "pypi:"  # begins a model.path that names a wheel of the Python package index
 
 
+NAME_MAX = 255  # bytes of a file's name, as the usual file systems have it
+
+
 def path_of(words: str, option: str) -> Path:
     """The path with ~ filled in; ConfigError, naming the option, for one that no file system can hold."""
     try:
         path = Path(words).expanduser()
+        if any(len(os.fsencode(part)) > NAME_MAX for part in path.parts):  # also below a folder that is not there
+            raise OSError(errno.ENAMETOOLONG, "")
         os.lstat(path)
     except RuntimeError as error:
         raise ConfigError(
