@@ -32,7 +32,7 @@ from kvexp.methods import H2O, Full, KVzip, StreamingLLM, Window
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group
 from kvexp.run.lm_eval_model import KvexpLM
 from kvexp.run.model_spec import tokenizer_of
-from kvexp.run.prompts import Weightless, prompts_of
+from kvexp.run.prompts import Weightless, prompt_of
 from kvexp.run.settings import settings_of
 from kvexp.util import CacheError, ConfigError, Session
 
@@ -236,7 +236,8 @@ def by_stock(folder, one, new):
     """example -> the answer of a fresh stock model to the row's prompt alone."""
     fresh, made = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), {}
     tokenizer, examples = tokenizer_of(one.model), list(enumerate(one.task.examples()))
-    for _, prompt in prompts_of(one, Weightless(fresh.config), tokenizer, examples):
+    for _, example in examples:
+        prompt = prompt_of(one, Weightless(fresh.config), tokenizer, example)
         ids, model = torch.tensor([prompt.ids]), copy.deepcopy(fresh)
         answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
         made[prompt.example.id] = tokenizer.decode(answer[0, len(prompt.ids) :], skip_special_tokens=True)
