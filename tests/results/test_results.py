@@ -672,3 +672,11 @@ def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_folder_of_a_run_is_that_run(sweep: Path) -> None:
     run = next(path.parent for path in sorted(sweep.glob("*/config.json")) if "keyformer" in path.read_text("utf-8"))
     assert list(table(run)["hash"]) == [run.name] and list(table(run)["method"]) == ["keyformer"]
+
+
+def test_rows_of_other_prompts_are_no_pair(tmp_path: Path) -> None:
+    """The example's id is the same, its tokens are not: a template or tokenizer changed between the two runs."""
+    full = write(tmp_path, "full", [50.0] * 20, changes={"prompt_digest": "1" * 16})
+    write(tmp_path, "h2o", [40.0] * 20, baseline=full.hash, changes={"prompt_digest": "2" * 16})
+    with pytest.raises(ConfigError, match="example e0 was asked with other tokens"):
+        table(tmp_path)
