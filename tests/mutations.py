@@ -86,7 +86,7 @@ MUTATIONS = [
         "core/observe.py",
         '"per_sample": sequence.num_beams',
         '"per_sample": 1',
-        "tests/generate/test_generation.py tests/test_golden.py",
+        "tests/core/test_observe.py",
     ),
     Mutation(
         "a budget rounds up",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -375,3 +376,15 @@ def test_a_softmax_may_be_written_over_its_logits():
     x = torch.randn(5, 3, 1031) * 9
     expected = torch.softmax(x, dim=-1)
     assert torch.equal(torch.softmax(x, dim=-1, out=x), expected)
+
+
+@pytest.mark.parametrize(("batch", "groups"), [("per_beam", 6), ("per_sample", 2), ("sum_all", 1)])
+def test_rows_that_share_a_score_add_up_theirs(batch, groups):
+    """Two samples of three beams: each group of rows has its sum in all of its rows, computed here row by row."""
+    sums = torch.rand(6, 2, 5, generator=torch.Generator().manual_seed(0))
+    sequence = SimpleNamespace(num_beams=3, prompt_lengths=[5] * 6)
+    found = observing.pool_sums(AttentionScoreSpec(batch=batch), sums, sequence)
+    size = 6 // groups
+    for row in range(6):
+        first = row - row % size
+        torch.testing.assert_close(found[row], sum(sums[first + other] for other in range(size)))
