@@ -915,8 +915,6 @@ def explained(path: Path, verb: str = "write") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error.__cause__, OSError):
-            raise
         raise OSError(error.errno, trouble(error, verb, path)) from error
 
 

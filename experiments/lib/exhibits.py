@@ -10,13 +10,14 @@ import functools
 import importlib
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 
 from kvexp.util import ConfigError
 
@@ -163,9 +164,10 @@ def params(experiment: str) -> dict[str, str]:
 
 
 def size_of(experiment: str) -> int:
-    """How many runs an experiment is; a comma within brackets or quotes parts no values."""
-    values = (re.sub(r"\[[^]]*\]|'[^']*'|\([^)]*\)", "", each) for each in params(experiment).values())
-    return math.prod(each.count(",") + 1 for each in values)
+    """How many runs an experiment is, as Hydra's grammar parts the values."""
+    words = [f"{key}={values}" for key, values in params(experiment).items()]
+    swept = [each.value() for each in OverridesParser.create().parse_overrides(words)]
+    return math.prod(len(each.list) for each in swept if isinstance(each, ChoiceSweep))
 
 
 def declared_text() -> str:

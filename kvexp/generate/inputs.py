@@ -68,7 +68,7 @@ def real_prompts(
             raise ConfigError(f"prompts has no input_ids; it holds {', '.join(map(str, prompts))}")
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
         prompts = prompts["input_ids"]
-    prompts = _as_lists(_tokenized(prompts, tokenizer))
+    prompts = _tokenized(_as_lists(prompts), tokenizer)
     check_prompts(model, prompts)
     if attention_mask is None:
         _check_unpadded(model, prompts, tokenizer)
@@ -87,15 +87,10 @@ def real_prompts(
 
 
 def _tokenized(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """Texts and chats as token ids, one prompt as a batch of one; anything else as it is."""
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
+    """Texts and chats as token ids, one prompt as a batch of one; anything else as it is. prompts: no tensors."""
     first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
     if isinstance(prompts, str) or isinstance(first, int) or (isinstance(first, Mapping) and "role" in first):
         prompts, first = [prompts], prompts  # one text, one row of token ids, one chat
-        first = prompts[0]
-    if isinstance(first, int | None):
-        return prompts
     chats = isinstance(first, list | tuple) and bool(first) and isinstance(first[0], Mapping)
     if not isinstance(first, str) and not chats:
         return prompts

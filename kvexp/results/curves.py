@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from kvexp.core import Method
 from kvexp.results.plots import draw_quality as draw
 from kvexp.results.table import table
-from kvexp.run.compose import explained, make_option, meant, option, options, roots, unknown
+from kvexp.run.compose import explained, is_model_place, make_option, named_user_method, option, options, roots, unknown
 from kvexp.run.jobs import HydraJob, run_jobs
-from kvexp.run.user_methods import MISSING, admitted, class_method, load_method, settings_of_class
+from kvexp.run.user_methods import MISSING, admitted, class_method, settings_of_class
 from kvexp.util import CONF, ConfigError, Session
 
 SHOWN = ("method", "setting", "kv_ratio", "n")  # columns of a notebook's table, before the metric's
@@ -99,7 +99,7 @@ def compare(
     given = {"outputs_dir": outputs_dir, "divergence": True, **settings}
     given |= {} if task is None else {"task": task}
     if model is not None:
-        given |= {"model": model} if model in options("model") else {"model": "local", "model__path": model}
+        given |= {"model": "local", "model__path": model} if is_model_place(model) else {"model": model}
     if wrong := [name for name in settings if "__" not in name and name not in roots()]:
         raise ConfigError(f"{unknown(wrong[0], {})} (in Python a dot is written __)")
     common = [_override(key.replace("__", "."), value) for key, value in given.items()]
@@ -117,10 +117,7 @@ def compare(
 def _words_of(method: Method | type[Method] | str) -> list[str]:
     """The overrides that stand for a method: its option, and the fields that differ from the option's."""
     if isinstance(method, str):
-        loaded = None if method in options("method") else load_method(method)
-        if loaded is None and method not in options("method"):
-            raise ConfigError(f"there is no method {method!r}{meant(method, options('method'))}")
-        return [f"method={method if loaded is None else make_option(loaded)}"]
+        return [f"method={method if method in options('method') else make_option(named_user_method(method))}"]
     if isinstance(method, type):
         method = method()
     cls = type(method)

@@ -255,10 +255,8 @@ def read_runs(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, f
     run has.
     """
     if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
-        outputs_dir, where = (
-            Path(outputs_dir).resolve().parent,
-            {**(where or {}), "hash": [Path(outputs_dir).resolve().name]},
-        )
+        run = Path(outputs_dir).resolve()
+        outputs_dir, where = run.parent, {**(where or {}), "hash": [run.name]}
     found = folders(outputs_dir)
     if first is not None:
         rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]

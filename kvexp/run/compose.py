@@ -323,6 +323,14 @@ def is_model_place(name: str) -> bool:
     return name not in options("model") and ("/" in name or ":" in name or Path(name).exists())
 
 
+def named_user_method(name: str) -> AdmittedMethod:
+    """A user's method by MODULE.CLASS, FILE.py or an installed package's name; ConfigError where there is none."""
+    method = load_method(name)
+    if method is None:
+        raise ConfigError(f"there is no method {name!r}{meant(name, options('method'))}; `kvexp methods` lists them")
+    return method
+
+
 def make_option(method: AdmittedMethod) -> str:
     """Admit the method and let Hydra know it; returns its option of `method`."""
     admit(method)

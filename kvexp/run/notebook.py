@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexp.run import model_spec
-from kvexp.run.compose import is_model_place, meant, option, options
-from kvexp.run.user_methods import load_method
+from kvexp.run.compose import is_model_place, meant, named_user_method, option, options
+from kvexp.run.settings import with_packaged_path
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
 
 MODEL = "smollm2_135m"  # as conf/config.yaml has it
-ROOT = Path(__file__).resolve().parents[2]  # paths in conf/ begin here
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,10 +36,7 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
         raise ConfigError(
             f"there is no model {name!r}{near or '; `kvexp models` lists them'} (or give a folder or hub id)"
         )
-    path = node.get("path")
-    if path and not Path(path).exists() and (ROOT / path).exists():  # comes with kvexp
-        node["path"] = str(ROOT / path)
-    return model_spec.load(model_spec.ModelSpec.of({**node, **settings}))
+    return model_spec.load(model_spec.ModelSpec.of({**with_packaged_path(node, "model.path"), **settings}))
 
 
 def generate(
@@ -105,7 +100,5 @@ def method_of(name: str) -> Method:
     if name in options("method"):
         method: Method = build(option("method", name), "method", within=("kvexp.methods", "kvexp.retrieval"))
         return method
-    if (own := load_method(name)) is None:
-        raise ConfigError(f"there is no method {name!r}{meant(name, options('method'))}; `kvexp methods` lists them")
-    method = own.cls()
+    method = named_user_method(name).cls()
     return method

@@ -512,12 +512,14 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         if name not in config["cache"] and name not in ADDED_LATER:
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
     task: Task = build(
-        {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
+        {**with_packaged_path(config["task"], "task.data_files"), "limit": config["limit"]},
+        "task",
+        within="kvexp.tasks",
     )
     _check_targets_of_options(config, choices)
     if config.get("questions") == "all":
         task = with_shared_context(task, choices.get("task", task.name))
-    model = ModelSpec.of(_located(config["model"], "model.path"))
+    model = ModelSpec.of(with_packaged_path(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
     budget: Budget | None = None
     if method.evicts and config.get("bytes_ratio") is not None:
@@ -567,7 +569,7 @@ def _check_targets_of_options(config: dict[str, Any], choices: dict[str, str]) -
             )
 
 
-def _located(node: dict[str, Any], option: str) -> dict[str, Any]:
+def with_packaged_path(node: dict[str, Any], option: str) -> dict[str, Any]:
     """Make a relative path of packaged files absolute, so that runs may start in any folder."""
     key = option.rpartition(".")[2]
     path = node.get(key)
