@@ -30,8 +30,8 @@ def show(
         return
     folder = Path(outputs) / "smoke" if smoke else Path(outputs)
     made = make(name, Asked(scale, folder.resolve(), smoke, data=data))
-    remark = "SMOKE (a few examples; the verdict means nothing): " if smoke else ""
-    display(Markdown(f"{remark}**{VERDICT[made.holds]}**: {made.words}"))
+    remark = " (SMOKE: a few examples, the verdict means nothing)" if smoke else ""
+    display(Markdown(f"**{VERDICT[made.holds]}**: {made.words}{remark}"))
     if made.divergence is not None:
         display(Markdown(f"By divergence **{VERDICT[made.divergence[0]]}**: {made.divergence[1]}"))
     display(Image(str(made.folder / "figure.png"), width=900))
