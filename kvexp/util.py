@@ -230,6 +230,25 @@ def path_of(words: str, option: str) -> Path:
     return path
 
 
+def model_folder(words: str, one_of: Sequence[str]) -> Path | None:
+    """The model folder that a path names, None for a hub id.
+
+    ConfigError for a folder that is not there, for a file, and for a folder that holds none of the files `one_of`.
+    """
+    folder = path_of(words, "model.path")
+    if not folder.exists():
+        if words.startswith((".", "/", "~")):
+            raise ConfigError(f"model folder {words} does not exist")
+        return None
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is a file, and no GGUF file: give one, or the folder that holds config.json and the weights"
+        )
+    if one_of and not any((folder / name).is_file() for name in one_of):
+        raise ConfigError(f"{folder} has no {one_of[0]}: expected config.json, *.safetensors and a tokenizer")
+    return folder
+
+
 # Where kvexp keeps what it can make again: digests of files, fetched and converted models.
 
 

@@ -66,7 +66,7 @@ from kvexp.hf.patch import (
     padding_mask,
 )
 from kvexp.hf.second_pass import second_pass_hook
-from kvexp.util import WHEEL, CacheError, ConfigError, cached_commit, path_of, unreachable
+from kvexp.util import WHEEL, CacheError, ConfigError, cached_commit, model_folder, path_of, unreachable
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
@@ -555,18 +555,10 @@ def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
 
     what: the thing that is loaded, for the message; options: of the loader.
     """
-    folder = path_of(path, "model.path")
-    there = folder.exists()
+    folder = model_folder(path, ("config.json",) if what != "tokenizer" else ())
+    there = folder is not None
     if there:
         path = str(folder)
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{path} is a file, and no GGUF file: give one, or the folder that holds config.json and the weights"
-            )
-        if not (folder / "config.json").is_file() and what != "tokenizer":
-            raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
-    elif path.startswith((".", "/", "~")):
-        raise ConfigError(f"model folder {path} does not exist")
     offline = None if there else unreachable()
     if offline:
         options["local_files_only"] = True  # what is in the cache needs no hub

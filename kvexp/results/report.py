@@ -36,7 +36,7 @@ from typing import Any
 import pandas as pd
 
 import kvexp
-from kvexp.results.divergence import divergence_table, per_example, scale_of
+from kvexp.results.divergence import KL_INTERVAL, divergence_table, per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
@@ -53,6 +53,7 @@ from kvexp.results.read import (
 )
 from kvexp.results.stats import lower_is_better
 from kvexp.results.table import Block, Column, absent, called, few, groups, metrics_of, notes, quality_table
+from kvexp.results.views import DIVERGENCE as KL_VIEW
 from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
 from kvexp.run.store import TEXTS
@@ -434,26 +435,32 @@ VERDICT = re.compile(r"99(\.9)? %\n|.* %\nof full$|95 %\ninterval$")  # heads of
 
 
 def verdicts_data(source: ReportSource) -> dict[str, Any]:
-    """Tables with heads and cells as the terminal prints them, and the notes below them.
+    """Tables with heads and cells as the terminal prints them, divergences first, and the notes below them.
 
     Method and budget come first, then what became of them: a narrow window shows little more without scrolling.
     """
+    view = VIEWS[KL_VIEW]
+    far = source.runs.frame(view.table)
     tables = []
+    for title, rows, columns, _ in view.blocks(far):
+        first = [column for column in columns if column is KL_INTERVAL or column.head in ("KL", "verdict\non KL")]
+        others = [column for column in columns[2:] if column not in first]
+        tables.append(_cells_of(title, rows, [*columns[:2], *first, *others]))
     for group in source.groups:
         verdicts = [column for column in group.columns if VERDICT.match(column.head)]
         verdicts.sort(key=lambda column: not column.head.startswith("99"))
         others = [column for column in group.columns if not VERDICT.match(column.head)]
-        cells = _cells_of(group.title, group.rows, [*others[:2], *verdicts, *others[2:]])
-        tables.append({"model": group.model, "task": group.task, **cells})
-    return {"tables": tables, "notes": notes(source.frame)}
+        tables.append(_cells_of(group.title, group.rows, [*others[:2], *verdicts, *others[2:]]))
+    return {"tables": tables, "notes": [*view.lines_below(source.runs, far), *notes(source.frame)]}
 
 
 SECTIONS = (
     Section(
         "verdicts",
         "Verdicts",
-        "Whether a run reaches 99 % and 99.9 % of the full cache in every metric (MLPerf's marks), as in the "
-        "terminal's table. Choose a column's head to sort by it.",
+        "First how far each run is from the full cache: the KL divergence of its next-token distributions, with a "
+        "verdict. Then whether it reaches 99 % and 99.9 % of the full cache in every metric (MLPerf's marks). Choose "
+        "a column's head to sort by it.",
         verdicts_data,
     ),
     Section(

@@ -31,6 +31,7 @@ from kvexp.run.guard import check, guard
 from kvexp.run.labels import (
     check_idle,
     check_objective,
+    check_places,
     check_values,
     decided,
     labels_from_overrides,
@@ -98,6 +99,7 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     plain = _resolved(job.config, session)
     check_values(plain, job.choices)
     check_idle(plain, job.choices, job.overrides)
+    check_places(plain)
     plain["divergence"] = decided(plain, job.overrides, sweep=job.number is not None)
     from kvexp.run.settings import settings_of  # late: it imports torch, which mistakes found so far need not wait for
 

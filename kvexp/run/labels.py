@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from kvexp.run.build import STORAGE, build
 from kvexp.run.compose import option, root_values
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
-from kvexp.util import CONF, AtLeast, ConfigError, Range, Rule, reason_against, typed
+from kvexp.util import CONF, AtLeast, ConfigError, Range, Rule, model_folder, path_of, reason_against, typed
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings
@@ -40,13 +40,14 @@ DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null")
 OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "prefill", "keep=", "seed=")
 QUOTES = "\"'"
 FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same in fewer bits, which is no baseline
+PACKAGED = CONF.parent.parent  # the folder that relative paths in conf/ start from
 MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
 
 
 def model_label(choice: str, path: str | None) -> str:
     """Name of a model: its option, or its folder or file where another path was given."""
     known = option("model", choice).get("path")
-    if path is None or (choice and known is None) or path in (known, str(CONF.parent.parent / str(known))):
+    if path is None or (choice and known is None) or path in (known, str(PACKAGED / str(known))):
         return choice
     name = Path(path).name
     return name if name not in ("", "..") else Path(path).resolve().name
@@ -139,6 +140,34 @@ def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     budget = config.get("budget")
     if isinstance(budget, Mapping):
         _check_budget(budget, config.get("kv_ratio"), choices.get("budget"))
+
+
+def check_places(config: Mapping[str, Any]) -> None:
+    """ConfigError for a model folder or a data file that is not there."""
+    for group in ("model", "task"):
+        typed(config.get(group), dict, group)
+    path = with_packaged_path(config["model"], "model.path").get("path")
+    if isinstance(path, str) and not path_of(path, "model.path").is_file():
+        model_folder(path, ("config.json", "adapter_config.json"))
+    task = task_of(config)
+    if getattr(task, "data_files", None) is not None:
+        task.source.places()
+
+
+def task_of(config: Mapping[str, Any]) -> Task:
+    """The task of a resolved configuration; ConfigError names the key."""
+    node = {**with_packaged_path(config["task"], "task.data_files"), "limit": config["limit"]}
+    task: Task = build(node, "task", within="kvexp.tasks")
+    return task
+
+
+def with_packaged_path(node: dict[str, Any], option: str) -> dict[str, Any]:
+    """Make a relative path of packaged files absolute, so that runs may start in any folder."""
+    key = option.rpartition(".")[2]
+    path = node.get(key)
+    if isinstance(path, str) and not path_of(path, option).exists() and (PACKAGED / path).exists():
+        return {**node, key: str(PACKAGED / path)}
+    return node
 
 
 def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> None:

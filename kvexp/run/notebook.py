@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.run import model_spec
 from kvexp.run.compose import is_model_place, meant, named_user_method, option, options
-from kvexp.run.settings import with_packaged_path
+from kvexp.run.labels import with_packaged_path
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:

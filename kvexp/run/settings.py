@@ -26,6 +26,8 @@ from kvexp.run.labels import (
     labels_of,
     labels_of_baseline,
     refusal,
+    task_of,
+    with_packaged_path,
 )
 from kvexp.run.model_spec import (
     ModelSpec,
@@ -44,7 +46,7 @@ from kvexp.tasks.lm_eval import written_after
 from kvexp.tasks.metrics import is_unspaced
 from kvexp.tasks.needle import has_plain_sentences
 from kvexp.tasks.summaries import SummaryTask
-from kvexp.util import ConfigError, Rule, field_types, path_of, refuse, typed
+from kvexp.util import ConfigError, Rule, field_types, refuse, typed
 
 # Corrections of NUMERICS 10 that move rows: the identity of each run that one touches names it; others keep theirs.
 # The next NUMERICS holds them all, and this part goes with it.
@@ -373,7 +375,6 @@ _NOT_THE_TASK = (
     *("max_new_tokens", "min_new_tokens"),
     *("tasks", "data_dir"),
 )
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -511,11 +512,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     for name in CACHE:
         if name not in config["cache"] and name not in ADDED_LATER:
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
-    task: Task = build(
-        {**with_packaged_path(config["task"], "task.data_files"), "limit": config["limit"]},
-        "task",
-        within="kvexp.tasks",
-    )
+    task = task_of(config)
     _check_targets_of_options(config, choices)
     if config.get("questions") == "all":
         task = with_shared_context(task, choices.get("task", task.name))
@@ -567,15 +564,6 @@ def _check_targets_of_options(config: dict[str, Any], choices: dict[str, str]) -
                 f"{group}._target_={target} makes it another {group} than {group}={choice}, under whose name its rows "
                 f"would be shown: leave it out and choose {group}=NAME"
             )
-
-
-def with_packaged_path(node: dict[str, Any], option: str) -> dict[str, Any]:
-    """Make a relative path of packaged files absolute, so that runs may start in any folder."""
-    key = option.rpartition(".")[2]
-    path = node.get(key)
-    if isinstance(path, str) and not path_of(path, option).exists() and (ROOT / path).exists():
-        return {**node, key: str(ROOT / path)}
-    return node
 
 
 def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:

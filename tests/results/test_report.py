@@ -132,12 +132,16 @@ def test_verdict_cells_are_those_of_the_printed_table(folder: Path) -> None:
     frame = table(folder, {"model": ["tiny", "old"]})
     lines, found = to_markdown(frame), verdicts.verdicts_data(read(folder, {"model": ["tiny", "old"]}))
     printed = [sorted(line.strip("| ").split(" | ")) for line in lines.splitlines() if line.startswith("|")]
-    for each in found["tables"]:
+    heads = [[head.replace("\n", " ") for head in each["heads"]] for each in found["tables"]]
+    assert heads[0][:5] == ["method", "kv_ratio", "KL", "95 %", "verdict on KL"], "divergences come first"
+    quality = [each for each, head in zip(found["tables"], heads, strict=True) if "KL" not in head]
+    for each in quality:
         assert [head.split("\n")[0] for head in each["heads"]][:4] == ["method", "kv_ratio", "99 %", "99.9 %"]
         for _, *cells in each["rows"]:
             assert sorted(cells) in printed, "the same cells, in an order of their own"
-    assert sum(len(each["rows"]) for each in found["tables"]) == frame["status"].ne("refused").sum()
-    assert all(f"- {note}" in lines for note in found["notes"])
+    assert sum(len(each["rows"]) for each in quality) == frame["status"].ne("refused").sum()
+    about_kl, *others = found["notes"]
+    assert about_kl.startswith("KL in nats per token") and all(f"- {note}" in lines for note in others)
 
 
 def test_needle_cells_are_means_and_other_tasks_have_none(folder: Path) -> None:

@@ -163,7 +163,8 @@ def test_model_task_method_and_metric_each_change_what_is_drawn(opened: Any) -> 
     everything = drawn(opened, "explorer")
     choose(opened, "Model", "tiny")
     assert headings(opened, "explorer") == [NEEDLE, XSUM]
-    assert headings(opened, "verdicts") == [NEEDLE, XSUM]
+    kl, *others = headings(opened, "verdicts")
+    assert kl.startswith("tiny / xsum: KL divergence from the full cache") and others == [NEEDLE, XSUM]
     choose(opened, "Task", "xsum")
     assert headings(opened, "explorer") == headings(opened, "cost") == [XSUM]
     assert drawn(opened, "needle") == []
@@ -212,7 +213,7 @@ def test_a_table_sorts_by_the_column_chosen(opened: Any) -> None:
     choose(opened, "Task", "xsum")
 
     def column(head: str) -> list[str]:
-        (table,) = (each for each in opened.find_elements("css selector", "#verdicts table") if each.is_displayed())
+        (_, table) = (each for each in opened.find_elements("css selector", "#verdicts table") if each.is_displayed())
         heads = table.find_elements("css selector", "th")
         (place,) = (i for i, each in enumerate(heads) if each.text.split(" \u25b2")[0].split(" \u25bc")[0] == head)
         heads[place].find_element("css selector", "button").click()
@@ -337,10 +338,11 @@ def test_a_narrow_window_shows_the_verdicts_first_and_says_that_there_is_more(op
     resize(opened, 500)
     opened.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 300))")
     tables = opened.find_elements("css selector", "#verdicts .scroller")
-    assert len(tables) == 4
-    for table in tables:
-        seen = opened.execute_script(SEEN, table)
-        assert seen[:2] == ["method", "kv_ratio"] and [head.split("\n")[0] for head in seen[2:4]] == ["99 %", "99.9 %"]
+    assert len(tables) == 5
+    for place, table in enumerate(tables):
+        seen = [head.split("\n")[0] for head in opened.execute_script(SEEN, table)]
+        decides = ["99 %", "99.9 %"] if place else ["KL", "95 %", "verdict"]
+        assert seen[:2] == ["method", "kv_ratio"] and seen[2 : 2 + len(decides)] == decides
         assert table.find_element("css selector", ".hint").is_displayed() and "more" in table.get_attribute("class")
     opened.execute_script("arguments[0].querySelector('.scroll').scrollLeft = 10000", tables[0])
     opened.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 100))")

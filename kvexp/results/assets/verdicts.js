@@ -11,7 +11,7 @@ kvexp.sortKey = (cell) => {
 
 kvexp.section("verdicts", (root, data, page) => {
   const { el } = kvexp;
-  const VERDICTS = /^(pass|fail|undecided|void|baseline|partial|failed|refused)(?= |$)/;
+  const VERDICTS = /^(pass|fail|equivalent|worse|undecided|void|baseline|partial|failed|refused)(?= |$)/;
   const tables = data.tables.map(make);
   const notes = data.notes.map((line) => el("li", {}, line));
   root.append(...tables.map((table) => table.node),
