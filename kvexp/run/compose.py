@@ -158,7 +158,7 @@ def _yaml_loader() -> Any:
     if not yaml.__with_libyaml__:
         return rules
 
-    class Loader(yaml.cyaml.CParser, rules):  # type: ignore[misc]
+    class Loader(yaml.cyaml.CParser, rules):  # type: ignore[misc,valid-type]
         def __init__(self, stream: Any) -> None:
             yaml.cyaml.CParser.__init__(self, stream)
             yaml.constructor.SafeConstructor.__init__(self)
