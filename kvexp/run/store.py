@@ -528,7 +528,7 @@ def refuse(
 ) -> Refusal:
     """Record that what these overrides ask for could not begin. An OSError says where it could not be written."""
     words = sorted(overrides)
-    file = _refusal_file(outputs_dir, words)
+    file = refusal_file(outputs_dir, words)
     content: Json = {"overrides": words, "labels": json_object(labels, "labels")} | _error_record(error)
     _write(file, content, make_folder=True)
     return Refusal(file, words, content["labels"], content["error"], content["message"])
@@ -536,7 +536,7 @@ def refuse(
 
 def accept(outputs_dir: str | Path, overrides: Iterable[str]) -> None:
     """What these overrides ask for has a run now: forget that it was refused once."""
-    file = _refusal_file(outputs_dir, sorted(overrides))
+    file = refusal_file(outputs_dir, sorted(overrides))
     with explained(file), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         file.unlink()
 
@@ -551,7 +551,8 @@ def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
             yield Refusal(file, *(found[name] for name in ("overrides", "labels", "error", "message")))
 
 
-def _refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
+def refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
+    """Path of the record of a refusal of these overrides, which are sorted; there may be none."""
     return Path(outputs_dir) / REFUSED_JOBS_FOLDER / _file_name(words)
 
 
