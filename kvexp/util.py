@@ -770,14 +770,17 @@ def _lines(path: Path) -> list[str]:
 Json = dict[str, Any]
 
 
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_no_constant)
+
+
 def parse(data: bytes) -> Json:
     """A JSON object in strict JSON, or ValueError."""
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        value = _STRICT.decode(data.decode("utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):

@@ -289,7 +289,7 @@ def _folder(run: Run) -> Folder:
         return Folder(run, [], "failed", f"failed: {error}", asked, {})
     failure = run.failure()
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
-    if run.finished:
+    if run.finished_with(rows):
         status, problem = "done", ""
     elif not rows and ((run.command or {}).get("config") or {}).get("divergence") == "only":
         problem = "no answers (divergence=only): divergence=true adds them"

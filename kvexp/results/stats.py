@@ -308,7 +308,7 @@ def percent_of_sums(metric: str, top: Floats, bottom: Floats) -> Interval:
 
 
 def _score_ratios(top: Floats, bottom: Floats, resampled: Floats, levels: Sequence[Level]) -> list[Interval]:
-    """Intervals of mean(top) / mean(bottom), those of two shares where every score is all or nothing."""
+    """Intervals of mean(top) / mean(bottom); where every score is all or nothing, of two shares."""
     if is_all_or_nothing(top, bottom):
         return [share_ratio_interval(top, bottom, level) for level, _ in levels]
     return ratio_intervals(top, bottom, resampled, levels)

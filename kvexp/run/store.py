@@ -26,7 +26,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -99,7 +99,7 @@ def wrong_row(row: Mapping[str, Any]) -> str | None:
         return _must("example", TEXT, row.get("example"))
     if "index" in row and row["index"] is None:
         return _must("index", WHOLE, None)
-    return _wrong(row, ROW, "")
+    return None if _plainly_fits(row, ROW) else _wrong(row, ROW, "")
 
 
 def wrong_labels(labels: Any) -> str | None:
@@ -116,9 +116,32 @@ def wrong_divergence(line: Mapping[str, Any]) -> str | None:
         values = line.get(name)
         if not isinstance(values, list) or len(values) != count or not count:
             return f"{name} must be a list as long as tokens"
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        plainly = _plainly_fits(values, [NUMBER])
+        if not plainly and not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
             return f"{name} must hold finite numbers"
     return None
+
+
+TYPES = {NUMBER: {int, float}, WHOLE: {int}, TEXT: {str}, TRUTH: {bool}, GROUP: {dict}}
+LARGE = 1e15  # a number beyond it is looked at by itself
+
+
+def _plainly_fits(value: Any, kind: Any) -> bool:
+    """Whether a value is what runs write, seen quickly: False says nothing. Nearly all that is read comes past here."""
+    if value is None:
+        return True
+    if isinstance(kind, dict):
+        if type(value) is not dict:
+            return False
+        each = kind.get(EACH)
+        return all(_plainly_fits(item, each or kind[name]) for name, item in value.items() if each or name in kind)
+    items = value if isinstance(kind, list) else [value]
+    allowed = TYPES[kind[0] if isinstance(kind, list) else kind]
+    if type(items) is not list or not allowed.issuperset(map(type, items)):
+        return False
+    if int not in allowed or not items:
+        return True
+    return min(items) > -LARGE and max(items) < LARGE and sum(items) == sum(items)  # NaN is not itself
 
 
 def _wrong(value: Any, kind: Any, where: str) -> str | None:
@@ -398,11 +421,14 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether `finish` was called and that many rows are there, no more and no fewer."""
+        return self.finished_with(self.rows())
+
+    def finished_with(self, rows: Sequence[Json]) -> bool:
+        """`finished`, of rows that were read before."""
         try:
-            total = load(self.path / "done.json").get("examples")
+            return bool(load(self.path / "done.json").get("examples") == len(rows))
         except (OSError, ValueError):
             return False
-        return total == len(self.rows())
 
     def fail(self, error: BaseException) -> None:
         """Record that this attempt ended with an error; its rows stay, and it can be taken up again."""
