@@ -1,5 +1,6 @@
 """Settings for every test: no network, and where the recorded material lies, if it is there."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -19,6 +20,14 @@ torch.set_num_threads(1)  # pytest's workers share the processors; and what a te
 
 USERS_CACHE = cache_folder()  # before the tests get one of their own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_finish(session):
+    """Every run collects garbage at its end: what is loaded by now, which stays, is not looked through each time."""
+    import hypothesis  # noqa: F401  its plugins look for the referrers of what they are given, among what is not frozen
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
