@@ -105,6 +105,7 @@ def _serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one what nohup started
     _load()
     gc.freeze()  # a child's collections would look through it, and copy it
     answers.write('"loaded"\n')
