@@ -124,6 +124,15 @@ def test_experiments(experiment):
     assert config.hydra.sweeper.params
 
 
+def test_experiments_alone_ask_for_a_sweep():
+    """Else `kvexp run` would have to compose a single run twice to see that it is one."""
+    nodes = [(name, listed(group)[name]) for group in LISTED for name in listed(group) if group != "experiment"]
+    nodes += [
+        (file, yaml.safe_load(file.read_text())) for file in CONF.rglob("*.yaml") if file.parent.name != "experiment"
+    ]
+    assert not [name for name, node in nodes if "mode" in (node or {}).get("hydra", {})]
+
+
 @pytest.mark.parametrize("pair", GROUPS["model_task"])
 def test_pairs_name_a_model_and_a_task(pair):
     model = next(m for m in GROUPS["model"] if pair.startswith(f"{m}_") and pair[len(m) + 1 :] in GROUPS["task"])
