@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import hypothesis  # noqa: F401  its plugins look for what refers to an object, and see nothing that is frozen
 import pytest
 import torch
 
@@ -22,10 +23,9 @@ USERS_CACHE = cache_folder()  # before the tests get one of their own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-def pytest_collection_finish(session):
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
     """Every run collects garbage at its end: what is loaded by now, which stays, is not looked through each time."""
-    import hypothesis  # noqa: F401  its plugins look for the referrers of what they are given, among what is not frozen
-
     gc.collect()
     gc.freeze()
 

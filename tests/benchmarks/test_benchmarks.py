@@ -383,12 +383,16 @@ def test_the_report_has_every_table_and_no_tiny_one_unasked(tmp_path, capsys) ->
     assert capsys.readouterr().out.strip() == shown
 
 
-def test_a_suite_runs_its_commands_and_says_what_failed(tmp_path, capfd) -> None:
+def test_a_suite_runs_its_commands_and_says_what_failed(tmp_path, capfd, monkeypatch) -> None:
     words = ["gpu", "--tiny", "--out", str(tmp_path), "--only"]
     assert main([*words, "llama2_2k"]) == 0
     assert "1 of 1 done" in capfd.readouterr().out
     assert (tmp_path / "whole.json").exists()
     (tmp_path / "whole.json").write_text("not json")
+    (run,) = (run for run in GPU if run.name == "llama2_2k")
+    with pytest.raises(json.JSONDecodeError):  # here, for a process takes long to begin
+        whole.main([*run.words(tiny=True), "--out", str(tmp_path), "--device", "cpu"])
+    monkeypatch.setattr(subprocess, "run", lambda line, **_: subprocess.CompletedProcess(line, 1))
     assert main([*words, "llama2_2k"]) == 1
     assert "not: llama2_2k" in capfd.readouterr().out
 

@@ -136,7 +136,7 @@ def stuck():
 
 def test_a_call_that_never_comes_back(stage, tmp_path, truth):
     """The process is given up with its row written; the same command does the rest."""
-    out, words = tmp_path / "out", ("timeout_s=1",)
+    out, words = tmp_path / "out", ("method=h2o", "timeout_s=1")
     bad = next(row for row in truth["full"].values() if row["index"] == 1)
     before = STUCK + BAD.replace("LENGTH", str(bad["prompt_tokens"])).replace("FAILS", "STUCK()")
     before = before.replace("BEFORE = True", "BEFORE, STUCK = True, stuck")
