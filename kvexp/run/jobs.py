@@ -478,7 +478,7 @@ OWN_FOLDERS = (Path(kvexp.__file__).parent, PACKAGED / "hydra_plugins")
 PACKAGE_FILES = (".dist-info", ".egg-info", ".egg-link", ".pth")
 OF_THE_SHELL = ("_", "OLDPWD", "PWD", "SHLVL")
 DEVICES = ("nvidia", "kfd", "dxg")  # beginnings of names in /dev
-RUN_FILES = ("config.json", "command.json", "asked.json", "done.json", "failure.json", EXAMPLES, DIVERGENCE)
+RUN_FILES = ("config.json", "done.json", "failure.json", EXAMPLES, DIVERGENCE)
 MAX_FILES = 20_000  # to look at more would take longer than is won
 MAX_KEPT = 200  # commands
 
@@ -534,7 +534,7 @@ def key_of_command(
         devices.append(Path("/proc/driver/nvidia/version").read_text())
     shell = sorted(item for item in os.environ.items() if item[0] not in OF_THE_SHELL)
     composed = [OmegaConf.to_container(node, resolve=False) for node in (config, hydra)]
-    found = [composed, list(map(list, overrides)), own.stamps, sorted(packages), sorted(devices), shell]
+    found: list[Any] = [composed, list(map(list, overrides)), own.stamps, sorted(packages), sorted(devices), shell]
     found += [os.getcwd(), sys.path, sys.version]
     return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -548,6 +548,11 @@ def recall(key: str | None, session: Session) -> bool:
         if Stamped(known["places"]).stamps != known["stamps"]:
             return False
         hashes, unmeasured, overrides = (known[name] for name in ("hashes", "unmeasured", "overrides_of_jobs"))
+        for folder, asked in known["asked"].items():  # other commands may have asked for it since, under other names
+            run = Run.load(folder)
+            labels = asked["labels"] if run.asked[-len(asked["labels"]) :] != asked["labels"] else ()
+            for each in labels or asked["labels"][-1:]:
+                run.ask(each, known["commands"][asked["command"]])
     except (OSError, ValueError, KeyError, TypeError):  # none there, or damaged
         return False
     session.begun = True
@@ -564,14 +569,19 @@ def remember(key: str | None, session: Session, jobs: int) -> None:
         return
     read = set[str]()
     runs: dict[tuple[Path, Any, Any], Settings] = {}
+    asked: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(ConfigError, OSError):  # what cannot be looked at or written is not kept
-        for job, parts in session.made:
+        for place, (job, parts) in enumerate(session.made):
             for one in parts:
                 if (named := _files_named(job, one)) is None:
                     return
                 read |= named
-                for each in [one] if one.is_baseline else [one, one.baseline()]:
-                    runs.setdefault((each.outputs_dir / run_hash(each.identity), each.limit, each.shard), each)
+                for each in [one] if one.is_baseline else [one.baseline(), one]:
+                    folder = each.outputs_dir / run_hash(each.identity)
+                    runs.setdefault((folder, each.limit, each.shard), each)
+                    before = asked.get(str(folder.absolute()), {"labels": []})["labels"]
+                    labels = [*(other for other in before if other != each.labels), each.labels]
+                    asked[str(folder.absolute())] = {"labels": labels, "command": place}
             read.add(str(refusal_file(parts[0].outputs_dir, request_key(job.overrides))))
         inputs, outputs = Stamped(read), Stamped(folder / name for folder, *_ in runs for name in RUN_FILES)
         if not inputs.settled(session) or _lack_something((folder, one) for (folder, *_), one in runs.items()):
@@ -580,7 +590,8 @@ def remember(key: str | None, session: Session, jobs: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         about = {name: getattr(session, name) for name in ("hashes", "unmeasured", "overrides_of_jobs")}
         stamps = {"places": inputs.places + outputs.places, "stamps": inputs.stamps | outputs.stamps}
-        replace(file, canonical(about | stamps))
+        commands = [parts[0].command for _, parts in session.made]
+        replace(file, canonical(about | stamps | {"asked": asked, "commands": commands}))
         for old in sorted(file.parent.glob("*.json"), key=os.path.getmtime)[:-MAX_KEPT]:
             old.unlink()
 

@@ -309,9 +309,7 @@ class Run:
                             replace(path / name, pretty(value))
             run = cls.load(path)
             if canonical(run.config) == canonical(config):
-                run._ask(labels)
-                if command is not None and run.command != (plain := json_object(command, "command")):
-                    _write(path / "command.json", plain)
+                run.ask(labels, command)
         except OSError as error:
             raise ConfigError(trouble(error, "write", path)) from error
         if canonical(run.config) != canonical(config):
@@ -370,7 +368,10 @@ class Run:
         except (OSError, ValueError):
             return None
 
-    def _ask(self, labels: Json) -> None:
+    def ask(self, labels: Json, command: Mapping[str, Any] | None = None) -> None:
+        """Record that the run was asked for under these labels, and with this command."""
+        if command is not None and self.command != (plain := json_object(command, "command")):
+            _write(self.path / "command.json", plain)
         if self.asked[-1] != labels:
             with locked(self.path):
                 known = [*(other for other in self.asked if other != labels), labels]

@@ -61,6 +61,22 @@ def test_the_same_table_without_a_look_at_the_jobs(settled, given, tmp_path, mon
     assert before == {file: file.read_bytes() for file in (tmp_path / "out").rglob("*.json*")}
 
 
+def test_runs_have_the_names_they_were_asked_for_under_last(settled, given, tmp_path):
+    def names():
+        return {run.labels["method"]: (run.asked, run.command["overrides"]) for run in runs(tmp_path / "out")}
+
+    given(*SWEEP)
+    first = names()
+    for run in runs(tmp_path / "out"):
+        run.ask(run.labels | {"setting": "seen=otherwise"}, {"overrides": []})
+    assert names() != first
+    assert SAID in given(*SWEEP)
+    again = names()
+    for method, (asked, overrides) in first.items():
+        assert again[method] == ([*(each | {"setting": "seen=otherwise"} for each in asked[:1]), *asked], overrides)
+    assert SAID in given(*SWEEP) and names() == again
+
+
 def test_a_run_alone(settled, given):
     first, again = given("method=h2o"), given("method=h2o")
     assert SAID not in first and f"{SAID}: 2 runs are complete" in again
@@ -80,11 +96,6 @@ def _another_row(folder: Path) -> None:
     file.write_text("\n".join([json.dumps(row | {key: row[key].swapcase()}), *rest]) + "\n")
 
 
-def _asked_otherwise(folder: Path) -> None:
-    run = next(iter(runs(folder / "out")))
-    run._ask(run.labels | {"setting": "seen=otherwise"})
-
-
 def _statistics(folder: Path) -> None:
     file = QUERIES.path(jobs_model_digest(folder))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +112,6 @@ def jobs_model_digest(folder: Path) -> str:
 CHANGES = {  # what the result depends on -> a change of it
     "rows": _damaged,
     "a run's folder": lambda folder: shutil.rmtree(next(iter(runs(folder / "out"))).path),
-    "a run's names": _asked_otherwise,
     "a failure": lambda folder: next(iter(runs(folder / "out"))).fail(ValueError("by hand")),
     "the data": _another_row,
     "statistics of the model": _statistics,
