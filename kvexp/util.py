@@ -514,6 +514,7 @@ EVERY_S = 60.0  # between plain lines
 TITLE = 32  # letters in front of a bar
 REDRAW_S = 0.2  # between two changes of a bar
 KNOWN = 0.02  # of a kind of work, done: from then on it is known how long the rest takes
+LARGE = 0.1  # of a kind of work: a first piece of it that tells how long the others take
 PROMPTS, ANSWERS, TEXTS = "prompts", "answers", "texts"  # kinds of work of a run: read, written, forced
 
 
@@ -567,6 +568,7 @@ class Progress:
         self.made = dict.fromkeys(self.work, 0.0)  # of each kind, parts included
         self.written = dict.fromkeys(self.work, 0)
         self.spent = dict.fromkeys(self.work, 0.0)  # seconds
+        self.first: dict[str, tuple[float, float]] = {}  # seconds of the first piece of each kind, and how much it was
         self.last = self.shown = time.monotonic()
         self.bar: Bar | None = None
 
@@ -592,8 +594,12 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """Seconds that the rest takes; None until that is known."""
-        made = self.made
-        each = {kind: self.spent[kind] / made[kind] for kind in self.work if made[kind] > KNOWN * self.work[kind]}
+        made, each = self.made, dict[str, float]()
+        for kind, (seconds, count) in self.first.items():
+            if made[kind] >= max(2 * count, KNOWN * self.work[kind]):
+                each[kind] = (self.spent[kind] - seconds) / (made[kind] - count)
+            elif count >= LARGE * self.work[kind]:
+                each[kind] = self.spent[kind] / made[kind]
         if TEXTS in self.work and TEXTS not in each and ANSWERS in each:
             each[TEXTS] = each[ANSWERS]
         left = {kind: max(0.0, self.work[kind] - made[kind]) for kind in self.work}
@@ -612,6 +618,8 @@ class Progress:
         self.spent[kind] += now - self.last
         self.last = now
         self.made[kind] = min(float(self.work[kind]), self.made[kind] + count)
+        if count:
+            self.first.setdefault(kind, (self.spent[kind], self.made[kind]))
         if now - self.shown < (EVERY_S if self.bar is None else REDRAW_S):
             return
         self.shown = now

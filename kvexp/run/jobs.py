@@ -511,9 +511,7 @@ def _stamp_of(file: str) -> list[int] | None:
         return None
 
 
-def key_of_command(
-    config: DictConfig, hydra: DictConfig, overrides: Sequence[Sequence[str]], session: Session
-) -> str | None:
+def key_of_command(config: DictConfig, hydra: Any, overrides: Sequence[Sequence[str]], session: Session) -> str | None:
     """Digest of what decides which runs the jobs are, but for the files that their settings name; None: not known.
 
     config, hydra: as composed before the jobs.

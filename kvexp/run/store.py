@@ -122,7 +122,7 @@ def wrong_divergence(line: Mapping[str, Any]) -> str | None:
     return None
 
 
-TYPES = {NUMBER: {int, float}, WHOLE: {int}, TEXT: {str}, TRUTH: {bool}, GROUP: {dict}}
+TYPES: dict[str, set[Any]] = {NUMBER: {int, float}, WHOLE: {int}, TEXT: {str}, TRUTH: {bool}, GROUP: {dict}}
 LARGE = 1e15  # a number beyond it is looked at by itself
 
 

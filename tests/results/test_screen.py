@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 from report_runs import write
@@ -176,6 +178,28 @@ def test_the_time_left_is_right_within_a_factor_of_two_once_it_is_said(clock, ca
                 progress.advance(prompts * each, kind)
     assert wrong and max(wrong) <= 2
     assert capsys.readouterr().out.startswith("runs: 16 prompts, 48 answers, 32 texts\n")
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "progress.json").read_text())
+
+
+@pytest.mark.parametrize("waited", [0.0, 100.0])
+def test_the_time_left_of_a_recorded_sweep(clock, waited):
+    """A sweep of 18 runs and the full cache; also where the first answer and the first text waited so many seconds."""
+    last, said, waits = 0.0, [], {ANSWERS: waited, TEXTS: waited}
+    start = clock.now
+    with Progress("runs", 760, 0, work=RECORDED["work"]) as progress:
+        for now, kind, count in RECORDED["pieces"]:
+            clock.now += now - last + waits.pop(kind, 0.0)
+            last = now
+            worked(kind, count)
+            said.append((clock.now - start, progress.seconds_left(), bool(waits) and waited > 0))
+    end = said[-1][0]
+    known = [(now, left) for now, left, _ in said if left is not None]
+    assert known[0][0] > 0.04 * end, "before, nothing is known"
+    tenth = 0.1 * (end - 2 * waited)
+    late = [(left, end - now) for now, left, waits_still in said if tenth < now < end - tenth and not waits_still]
+    assert late and all(left is not None and 0.5 <= left / rest <= 2 for left, rest in late)
 
 
 def test_piped_progress_is_a_line_a_minute_at_most(clock, capsys):
