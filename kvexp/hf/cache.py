@@ -606,10 +606,11 @@ class MultiLayer:
         slots.sort(key=lambda state: not state.final_length)
         first, *others = slots
         inputs = first.store(query, key, value, params, padding)
-        out, _ = first.attend(inputs)
         for state in others:
             state.share_prefill(inputs, key, value, padding)
-        seen: PromptSums = {}
+        sums = {key: each for state in slots for key, each in state.column_sums_of(inputs).items()}
+        out, _ = first.attend(inputs, sums.values())
+        seen: PromptSums = {key: each.sums for key, each in sums.items()}
         for state in slots:
             state.update(inputs, None, seen)
         return out.flatten(1, 2)
