@@ -179,13 +179,17 @@ class Tile:
 def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = ()) -> Tensor:
     """Attention output [B, H, G, Q, Dv]: on a CPU, of several queries, by `blocked_attention`, else by torch's SDPA.
 
-    observers: on a CPU alone. SDPA is called once where a causal mask suffices: for a whole prompt without padding,
-    ALiBi, and a sliding window shorter than it. Else in blocks of QUERY_BLOCK query rows, each with its mask.
+    So it is where gradients are wanted. observers: on a CPU alone. SDPA is called once where a causal mask suffices:
+    for a whole prompt without padding, ALiBi, and a sliding window shorter than it. Else in blocks of QUERY_BLOCK query
+    rows, each with its mask.
     """
     count, params = inputs.query.shape[3], inputs.params
-    if inputs.query.device.type == "cpu" and (count > 1 or observers):
-        return blocked_attention(inputs, observers)
-    assert not observers
+    states = (inputs.query, inputs.keys, inputs.values)
+    wants_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in states)
+    if observers or (inputs.query.device.type == "cpu" and count > 1 and not wants_gradients):
+        out = blocked_attention(inputs, observers)
+        if not wants_gradients:
+            return out
     whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None
     if whole and params.alibi is None and (params.sliding_window or count) >= count:
         return _sdpa(inputs, slice(0, count), count, causal=True)
@@ -193,6 +197,7 @@ def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
     return torch.cat([_sdpa(inputs, rows, inputs.kv_len(rows)) for rows in blocks], dim=3)
 
 
+@torch.no_grad()
 def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = ()) -> Tensor:
     """Attention output [B, H, G, Q, Dv] on a CPU, tile by tile, shown to observers as it is computed.
 
@@ -221,7 +226,7 @@ def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
             for observer in observers:
                 if not observer.from_logits:
                     observer.add(tile, x)
-            out[row, heads, :, tile.rows] = _weighted(x, one.values[0, heads, seen])
+            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), one.values[0, heads, seen])
     return out
 
 
@@ -288,12 +293,11 @@ def _tile_logits(
         query, keys = query.float(), keys.float()
     h, g, q, _ = query.shape
     slots = seen.stop - seen.start
-    x = room[: h * g * q * slots].view(h, g * q, slots)
+    x = room[: h * g * q * slots].view(h, g, q, slots)
     if query.dtype == room.dtype:
-        torch.bmm((query * params.scale).flatten(1, 2), keys.transpose(1, 2), out=x)
+        grouped_matmul(query * params.scale, keys.transpose(1, 2), out=x)
     else:
-        torch.mul(torch.bmm(query.flatten(1, 2), keys.transpose(1, 2)).float(), params.scale, out=x)
-    x = x.view(h, g, q, slots)
+        torch.mul(grouped_matmul(query, keys.transpose(1, 2)).float(), params.scale, out=x)
     if params.alibi is not None:
         bias = one.alibi_bias(rows, seen.stop)
         assert bias is not None
@@ -314,11 +318,18 @@ def _tile_logits(
     return x
 
 
-def _weighted(probabilities: Tensor, values: Tensor) -> Tensor:
-    """The output [H, G, q, Dv] of a tile: probabilities [H, G, q, S], values [H, S, Dv]."""
-    h, g, q, s = probabilities.shape
-    out = torch.bmm(probabilities.view(h, g * q, s).to(values.dtype), values)
-    return out.view(h, g, q, values.shape[-1])
+def grouped_matmul(x: Tensor, of_heads: Tensor, out: Tensor | None = None) -> Tensor:
+    """Product [H, G, q, n] of x [H, G, q, m], of query heads, with one matrix per kv head, of_heads [H, m, n].
+
+    A single product would be split among threads where they are many, and its sums with it; several are not.
+    """
+    h, g, q, m = x.shape
+    n = of_heads.shape[-1]
+    if h == 1:
+        into = None if out is None else out.view(g, q, n)
+        return torch.bmm(x.reshape(g, q, m), of_heads.expand(g, m, n), out=into).view(h, g, q, n)
+    into = None if out is None else out.view(h, g * q, n)
+    return torch.bmm(x.reshape(h, g * q, m), of_heads, out=into).view(h, g, q, n)
 
 
 def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = False) -> Tensor:

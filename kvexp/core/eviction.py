@@ -247,7 +247,8 @@ class EvictionLayer:
             return self._single_stack().forward(query, key, value, params)
         self._leave_fast_path()
         inputs = self.store(query, key, value, params, padding)
-        sums = self.column_sums_of(inputs)
+        sums: dict[SumsKey, ColumnSums] = {}
+        self.observe(inputs, sums)
         out, probabilities = self.attend(inputs, sums.values())
         self.update(inputs, probabilities, {key: each.sums for key, each in sums.items()})
         return out.flatten(1, 2)
@@ -399,12 +400,16 @@ class EvictionLayer:
 
     # -- observe ------------------------------------------------------------------------------------------------------
 
-    def column_sums_of(self, inputs: AttentionInputs) -> dict[SumsKey, ColumnSums]:
-        """What is to be summed up while a prompt is attended to, on a CPU; empty where sums are computed afterwards."""
+    def observe(self, inputs: AttentionInputs, sums: dict[SumsKey, ColumnSums]) -> None:
+        """Add to `sums` what is to be summed up while a prompt is attended to, unless another cache has added it.
+
+        On a CPU alone; elsewhere, and for observe=naive, `update` sums up afterwards.
+        """
         spec, how = self.score_spec, self.config.observe
         if spec is None or how != "blocked" or not self.sequence.in_prompt or inputs.query.device.type != "cpu":
-            return {}
-        return {(spec.sums_key, how): ColumnSums(inputs, self._observed(spec, inputs))}
+            return
+        if (key := (spec.sums_key, how)) not in sums:
+            sums[key] = ColumnSums(inputs, self._observed(spec, inputs))
 
     def _observed(self, spec: AttentionScoreSpec, inputs: AttentionInputs) -> ObservedRows:
         """How the query rows of the forward in progress are observed."""

@@ -123,7 +123,10 @@ class ColumnSums:
             # softmax(x + zeta) is softmax(x) * exp(zeta), divided by its sum.
             x = self._factors(tile, x).mul_(x)
             weights = weights / x.sum(-1)
-        product = torch.bmm(weights.reshape(h, 1, g * q).to(x.dtype), x.reshape(h, g * q, s))
+        if h == 1:  # as `grouped_matmul`
+            product = torch.bmm(weights.reshape(g, 1, q).to(x.dtype), x.reshape(g, q, s)).sum(0, keepdim=True)
+        else:
+            product = torch.bmm(weights.reshape(h, 1, g * q).to(x.dtype), x.reshape(h, g * q, s))
         self.sums[tile.row, tile.heads, tile.seen] += product[:, 0]
 
     def _factors(self, tile: Tile, x: Tensor) -> Tensor:

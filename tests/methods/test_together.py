@@ -267,10 +267,10 @@ def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
 
 
 def test_equal_views_are_observed_once(monkeypatch):
-    import kvexp.core.observe as observe
+    import kvexp.core.eviction as eviction
 
-    calls, original = [], observe.column_sums
-    monkeypatch.setattr(observe, "column_sums", lambda *a, **k: calls.append(a[1]) or original(*a, **k))
+    calls, original = [], eviction.ColumnSums
+    monkeypatch.setattr(eviction, "ColumnSums", lambda *a: calls.append(a[1]) or original(*a))
     model = tiny("llama")
     methods = [(H2O(), FIFTH), (H2O(), HALF), (Keyformer(), HALF), (Keyformer(tau_end=5.0), FIFTH)]
     some = [CacheConfig(*pair) for pair in methods]

@@ -20,7 +20,6 @@ import kvexp
 from kvexp.results import stats
 from kvexp.results import stats as intervals
 from kvexp.results.plots import draw_quality as draw
-from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.stats import n_needed
 from kvexp.results.table import CONTAINS, count, print_table, seconds, size, table, to_markdown
 from kvexp.results.views import main
@@ -422,19 +421,6 @@ def test_runs_that_no_label_tells_apart_say_what_differs(tmp_path: Path) -> None
         run.finish(20)
     assert table(tmp_path)["setting"].nunique() == 2 and table(tmp_path)["setting"].str.startswith("data=").all()
     assert table(tmp_path)["also"].eq("").all()
-
-
-def test_a_run_that_a_correction_replaced_is_left_out(tmp_path: Path) -> None:
-    labels = {"model": "tiny", "task": "xsum", "method": "full", "kv_ratio": None}
-    hashes = []
-    for more in ({}, {"corrected": ["clock"]}):
-        run = Run.open(tmp_path, {"method": {"name": "full"}, **more}, labels)
-        run.append(row(0, 50.0))
-        run.finish(1)
-        hashes.append(run.hash)
-    frame = table(tmp_path)
-    assert frame["hash"].tolist() == hashes[1:] and "left out: 1 run of an older kvexp" in to_markdown(frame)
-    assert set(table(tmp_path, {ALL_VERSIONS: True})["hash"]) == set(hashes)
 
 
 def test_hiding_runs_moves_no_95_percent_interval() -> None:
