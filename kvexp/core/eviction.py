@@ -262,7 +262,8 @@ class EvictionLayer:
         positions, config, sequence = self.advance(key, padding), self.config, self.sequence
         slots = self._write_slots(key, value, positions)
         b, h, s = query.shape[0], slots.positions.shape[1], slots.length
-        hides_nothing = sequence.in_prompt or config.method.per_query  # mask mode, but no slot was evicted yet
+        # In mask mode no slot was evicted yet.
+        hides_nothing = slots.visible is None or sequence.in_prompt or config.method.per_query
         decodes_one = query.shape[2] == 1 and not sequence.in_prompt and params.sliding_window is None
         inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
@@ -271,7 +272,7 @@ class EvictionLayer:
             positions=slots.broadcast_positions(),
             query_positions=positions,
             params=params,
-            visible=None if slots.visible is None or hides_nothing else slots.visible[:, :, :s],
+            visible=slots.visible[:, :, :s] if not hides_nothing and slots.visible is not None else None,
             in_column_order=slots.same_order,
             padded=sequence.padded or (sequence.in_prompt and not sequence.prompt_complete),
             all_visible=hides_nothing and decodes_one and slots.same_order and not sequence.padded,
