@@ -484,7 +484,7 @@ def test_half_precision_goes_on_with_the_threads_it_was_begun_with(tmp_path, mon
             if dtype == "float32":
                 assert len(evaluate_run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
                 continue
-            with pytest.raises(ConfigError, match=r"77 would make others: set OMP_NUM_THREADS=\d+, or remove"):
+            with pytest.raises(ConfigError, match=r"77 would make others: set threads=\d+, or remove"):
                 evaluate_run(_settings(tmp_path, *half, "limit=2"))
         assert len(evaluate_run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
 
