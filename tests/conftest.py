@@ -1,10 +1,12 @@
 """Settings for every test: no network, and where the recorded material lies, if it is there."""
 
+import gc
 import os
 import signal
 from collections import Counter
 from pathlib import Path
 
+import hypothesis  # noqa: F401  its plugins look for what refers to an object, and see nothing that is frozen
 import pytest
 import torch
 
@@ -19,6 +21,13 @@ torch.set_num_threads(1)  # pytest's workers share the processors; and what a te
 
 USERS_CACHE = cache_folder()  # before the tests get one of their own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """Every run collects garbage at its end: what is loaded by now, which stays, is not looked through each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvexp"
 
 LAB = {"numpy", "pandas", "pyarrow", "rich", "scipy", "matplotlib"}  # what tables and figures are made with
-CONFIGURED = {"hydra", "omegaconf"}
+CONFIGURED = {"hydra", "omegaconf", "yaml"}
 # Layer (kvexp/<layer>.py or kvexp/<layer>/) -> the layers below it that it may know, and third-party packages. Each may
 # know itself, the standard library and the constants of `kvexp`.
 LAYERS: dict[str, tuple[str, set[str]]] = {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import kvexp
 from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
 from kvexp.run.user_methods import place_of, source_files
-from kvexp.util import ConfigError
+from kvexp.util import BUSY, ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -284,7 +284,7 @@ def _folder(run: Run) -> Folder:
     asked = run.asked
     try:
         # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
-        rows = sorted(run.rows(), key=lambda row: row.get("index", 0))
+        rows = sorted(map(_timed, run.rows()), key=lambda row: row.get("index", 0))
     except ConfigError as error:  # shown without a number: its other rows would give another one
         return Folder(run, [], "failed", f"failed: {error}", asked, {})
     failure = run.failure()
@@ -296,6 +296,15 @@ def _folder(run: Run) -> Folder:
     elif failure is not None:
         status, problem = "failed", f"failed: {failure.get('error', 'error')}: {_first_line(failure.get('message'))}"
     return Folder(run, rows, status, problem, asked, {})
+
+
+def _timed(row: Row) -> Row:
+    """The row, without its times where other processes took the cores meanwhile: they are of no use to anybody."""
+    return {**row, "seconds": dict.fromkeys(row.get("seconds") or {})} if is_busy(row) else row
+
+
+def is_busy(row: Row) -> bool:
+    return number(row.get("load")) >= BUSY
 
 
 def _refused(refusal: Refusal) -> Folder:

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import omegaconf._utils
+import yaml
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
@@ -145,8 +147,28 @@ def _leaves(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(OmegaConf.load(path))
+    with path.open("rb") as file:
+        plain: Any = YAML(file).get_single_data()
     return plain or {}
+
+
+def _yaml_loader() -> Any:
+    """OmegaConf's loader of YAML, on libyaml's parser where PyYAML has it: in a tenth of the time."""
+    rules = omegaconf._utils.get_yaml_loader()
+    if not yaml.__with_libyaml__:
+        return rules
+
+    class Loader(yaml.cyaml.CParser, rules):  # type: ignore[misc,valid-type]
+        def __init__(self, stream: Any) -> None:
+            yaml.cyaml.CParser.__init__(self, stream)
+            yaml.constructor.SafeConstructor.__init__(self)
+            yaml.resolver.Resolver.__init__(self)
+
+    return Loader
+
+
+YAML = _yaml_loader()
+omegaconf._utils.get_yaml_loader = lambda: YAML  # which OmegaConf, and thereby Hydra, asks for with every file
 
 
 # -- what Hydra refuses to compose: what was typed, and what was probably meant ----------------------------------------

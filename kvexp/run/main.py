@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -56,11 +57,20 @@ def compose_and_run() -> None:
         elif args.info:
             hydra.show_info(args.info, config_name=name, overrides=words)
         else:
-            sweep = args.multirun or hydra.get_mode(name, words) == RunMode.MULTIRUN  # which an experiment may set
+            sweep = args.multirun or (_may_sweep(args) and hydra.get_mode(name, words) == RunMode.MULTIRUN)
             mode, perform = ("MULTIRUN", hydra.multirun) if sweep else ("RUN", hydra.run)
             perform(config_name=name, task_function=_job, overrides=[*words, f"hydra.mode={mode}"])
     finally:
         GlobalHydra.instance().clear()
+
+
+def _may_sweep(args: argparse.Namespace) -> bool:
+    """Whether a sweep may be asked for without -m: to know it, all is composed once more.
+
+    Of kvexp's own configurations experiments alone ask for one.
+    """
+    asking = keys_of(args.overrides) & {"experiment", "hydra.mode", "hydra.searchpath"}
+    return bool(asking or args.config_name or args.config_path or args.config_dir)
 
 
 def _search_path(config_path: str | None, config_dir: str | None) -> Any:

@@ -10,6 +10,7 @@ import torch
 from test_conf import composed
 from test_quantised import streams_of
 from tiny import prompts_of, run_core, tiny
+from turns import in_turn
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Quantization
 from kvexp.core.budget import PromptSizes
@@ -311,8 +312,7 @@ def planned_bytes(given, prompt):
     return cost.slots_bytes(shape, given, cost.slots_of(given, prompt)), cost.kv_bytes(shape, [given], prompt)
 
 
-@pytest.mark.parametrize("method", ["h2o", "full"])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(("bits", "method"), in_turn([8, 4, 2], ["h2o", "full"], of=2))
 def test_the_bytes_of_a_plan_are_those_that_the_run_holds(method: str, bits: int, tmp_path: Path) -> None:
     given = settings(*FEW, f"method={method}", "kv_ratio=0.5", f"cache.bits={bits}", f"outputs_dir={tmp_path}")
     (row,) = evaluate_run(given).rows()

@@ -10,6 +10,7 @@ import torch
 from test_bounded_prefill import settings
 from test_kept_sets import METHODS
 from tiny import LAYERS, Streams, prompts_of, tiny
+from turns import in_turn
 
 from kvexp.core import AttentionParams, Budget, CacheConfig, EvictionLayer, SequenceState
 from kvexp.core.budget_shares import LayerBudgets
@@ -120,8 +121,7 @@ def test_spans_stay_through_the_answer_in_every_mode_and_whatever_the_padding(mo
     assert kept("span") != kept(None)
 
 
-@pytest.mark.parametrize("keep", ["span", "fair"])
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize(("name", "keep"), in_turn(TRIED, ["span", "fair"], of=2))
 def test_every_method_spares_marked_spans(name: str, keep: Any) -> None:
     method = METHODS[name].method
     prompts, spans = prompts_of(5, (37, 29)), [[(14, 20)], [(11, 16)]]

@@ -69,7 +69,7 @@ def lost(methods, layouts):
             yield from ((method, name, layout) for layout in known[:layouts] if mark == "-")
 
 
-FEW = ["window", "h2o", "a2sf", "tova", "knorm", "keyformer", "streaming_llm_4", "spatten"]
+FEW = ["window", "h2o", "keyformer", "streaming_llm_4"]
 
 
 QUICK = list(lost(FEW, 1))

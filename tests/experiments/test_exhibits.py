@@ -37,7 +37,7 @@ def test_every_sweep_composes(name, scale):
         first = [f"{key}={value.split(',')[0]}" for key, value in swept.items() if "[" not in value]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("config", [f"experiment={experiment}", *first], return_hydra_config=True)
-        assert config.hydra.mode.name == "MULTIRUN"
+        assert config.hydra.mode.name == "MULTIRUN" and config.hydra.sweeper.params
         for group in [key for key in ("model", "task", "method") if key in swept]:
             assert set(swept[group].split(",")) <= set(options(group)), (experiment, group)
 

@@ -170,7 +170,7 @@ several({name: [sys.executable, "-c", sys.argv[2], str(folder / name)] for name 
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_ends_those_that_run_and_begins_no_other(number, tmp_path):
     # Both by hand: where the tests run in the background of a shell, SIGINT is ignored by all they start.
     handled = "signal.signal(signal.SIG{}, signal.default_int_handler)"

@@ -4,6 +4,7 @@ A child is a process of its own from the fork on: it takes its locks, writes its
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -104,7 +105,9 @@ def _serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one what nohup started
     _load()
+    gc.freeze()  # a child's collections would look through it, and copy it
     answers.write('"loaded"\n')
     answers.flush()
     children = {}

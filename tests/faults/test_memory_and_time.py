@@ -94,12 +94,12 @@ FAILURES = {"memory": "raise torch.OutOfMemoryError('CUDA out of memory')", "tim
 
 @pytest.mark.parametrize(("launcher", "why", "size"), [("shared_prefill", "memory", 3), ("basic", "time", 1)])
 def test_one_example_fails_and_the_rest_goes_on(stage, tmp_path, truth, launcher, why, size):
-    out, words = tmp_path / "out", (f"batch_size={size}", "timeout_s=1.5")
+    out, words = tmp_path / "out", (f"batch_size={size}", "timeout_s=1")
     bad = next(row for row in truth["full"].values() if row["index"] == 1)
     before = BAD.replace("LENGTH", str(bad["prompt_tokens"])).replace("FAILS", FAILURES[why])
     code, said = stage.run(sweep(out, *words, launcher=launcher), tmp_path / "log", before)
     assert code == 0, said
-    reason = {"memory": "out of memory, alone", "time": "no answer within timeout_s=1.5"}[why]
+    reason = {"memory": "out of memory, alone", "time": "no answer within timeout_s=1"}[why]
     for method in METHODS:
         failed, *others = sorted(rows_of(out, *BATCHED)[method].values(), key=lambda row: row["index"] != 1)
         assert (failed["failed"], failed["metrics"]) == (why, {})
@@ -136,7 +136,7 @@ def stuck():
 
 def test_a_call_that_never_comes_back(stage, tmp_path, truth):
     """The process is given up with its row written; the same command does the rest."""
-    out, words = tmp_path / "out", ("timeout_s=1.5",)
+    out, words = tmp_path / "out", ("method=h2o", "timeout_s=1")
     bad = next(row for row in truth["full"].values() if row["index"] == 1)
     before = STUCK + BAD.replace("LENGTH", str(bad["prompt_tokens"])).replace("FAILS", "STUCK()")
     before = before.replace("BEFORE = True", "BEFORE, STUCK = True, stuck")

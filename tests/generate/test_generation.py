@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny import CONFIGS, prompts_of, stock, tiny
 from transformers import BatchEncoding
+from turns import in_turn
 
 from kvexp.core import Budget, CacheConfig, Cadence, Noise
 from kvexp.core.backends import stackable_width
@@ -391,8 +392,7 @@ def test_a_mask_that_fits_no_prompts_is_refused(mask, message):
 # -- a batch is as long as its rows ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("method", [Full(), H2O()], ids=lambda m: m.name)
+@pytest.mark.parametrize(("family", "method"), in_turn(["llama", "gpt2"], [Full(), H2O()], of=2))
 def test_a_long_prompt_beside_a_long_continuation_is_no_row_too_long(family, method):
     model = tiny(family)  # 211 positions
     prompts = [[*range(3, 60)] * 3 + [5] * 30, [7, 8, 9, 10], [11] * 90, [12] * 100]

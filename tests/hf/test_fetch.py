@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fake_wheels
 import pytest
+from commands import run_py
 from huggingface_hub import constants
 from small import small
 from test_conf import composed
@@ -168,7 +169,6 @@ def test_the_cache_is_where_the_system_keeps_such(monkeypatch, tmp_path):
 # Hub ids without a network: an unreachable hub is said at once, a cached model is named by its commit.
 
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -257,7 +257,7 @@ def test_a_label_says_that_an_open_revision_moves(tmp_path):
     assert ModelSpec.of({"kind": "random", "family": "llama", "config": {}}).shown_revision() is None
 
 
-def test_a_model_of_the_cache_is_named_by_its_commit(tmp_path):
+def test_a_model_of_the_cache_is_named_by_its_commit(tmp_path, monkeypatch, capsys):
     from tiny import stock
 
     from kvexp.hf.load import byte_tokenizer
@@ -270,15 +270,13 @@ def test_a_model_of_the_cache_is_named_by_its_commit(tmp_path):
     words = ["model=llama_7b", "model.path=kvexp/tiny", "model.dtype=float32", "model.device=cpu", "kv_ratio=0.5"]
     words += ["limit=1", "task.max_new_tokens=2", "task.nll=false", "cache.beyond_context=true"]
     words.append(f"outputs_dir={tmp_path / 'out'}")
-    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    env.pop("HF_HUB_CACHE", None)
-    line = [sys.executable, "run.py", *small(*words)]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    code, out, err = run_py(monkeypatch, capsys, *small(*words))
+    assert code == 0, err
     shown = table(tmp_path / "out")
     assert set(shown["revision"]) == {"main (moving)"}
     assert {row["revision"] for name in shown["hash"] for row in Run.load(tmp_path / "out" / name).rows()} == {COMMIT}
-    assert "main (moving)" in done.stdout and "set a commit hash for numbers to keep" in done.stdout
+    assert "main (moving)" in out and "set a commit hash for numbers to keep" in out
 
 
 def test_rows_of_two_commits_are_not_one_run(tmp_path):

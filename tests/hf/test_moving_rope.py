@@ -225,6 +225,12 @@ def moved(request, tmp_path_factory):
     return folder
 
 
+def mostly(kind):
+    """The model of the other kind is for the slow tests."""
+    other = {"longrope": "dynamic", "dynamic": "longrope"}[kind]
+    return pytest.mark.parametrize("moved", [kind, pytest.param(other, marks=pytest.mark.slow)], indirect=True)
+
+
 def settings(folder, outputs, *words):
     words = ("model=local", f"model.path={folder}", f"outputs_dir={outputs}", *words)
     config, choices = composed(*words)
@@ -251,6 +257,7 @@ def answers(record):
 TASK = ("task=testbed_needle", "task.lengths=[160,384]", "task.depths=[50]", "limit=6", "task.max_new_tokens=6")
 
 
+@mostly("longrope")
 def test_batches_and_shared_prefills_write_the_row_alone(moved, tmp_path):
     one = settings(moved, tmp_path / "1", *TASK, "method=full", "batch_size=1")
     eight = settings(moved, tmp_path / "8", *TASK, "method=full", "batch_size=8")
@@ -274,6 +281,7 @@ def test_batches_and_shared_prefills_write_the_row_alone(moved, tmp_path):
         assert {line["example"] for line in shared.divergence().values()} == set(answers(shared))
 
 
+@mostly("dynamic")
 def test_questions_about_a_context_and_given_texts(moved, tmp_path):
     words = (
         "task=testbed_qa",

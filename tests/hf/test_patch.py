@@ -300,7 +300,9 @@ def test_only_causal_masks_and_sliding_windows_pass():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gptj", "mpt"])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gptj", marks=pytest.mark.slow), pytest.param("mpt", marks=pytest.mark.slow)]
+)
 def test_torch_compile_says_in_one_line_that_it_cannot(family):
     model = patch_model(copy.deepcopy(stock(family)))
     line = "^torch.compile cannot compile a model that attends through kvexp: .*$"

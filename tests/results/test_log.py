@@ -27,6 +27,7 @@ from kvexp.results.wandb_log import (
     check,
     check_reachable,
     dashboards,
+    main,
     publish,
     report,
     spec,
@@ -265,12 +266,12 @@ def test_what_wandb_cannot_take(project: Any, mode: Any, words: str, monkeypatch
     assert check("kvexp", "offline") == "offline"
 
 
-def test_nothing_to_publish(tmp_path: Path) -> None:
-    done = command(tmp_path / "nothing", tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: no folder {tmp_path / 'nothing'}; name the outputs")
+def test_nothing_to_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nothing")]) == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert said.startswith(f"error: no folder {tmp_path / 'nothing'}; name the outputs")
     (tmp_path / "empty").mkdir()
-    done = command(tmp_path / "empty", tmp_path)
-    assert done.returncode == 1 and "no run under" in done.stdout
+    assert main([str(tmp_path / "empty")]) == 1 and "no run under" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"config\.json"):
         publish([tmp_path / "nothing"], mode="offline")
 

@@ -18,6 +18,7 @@ from small import small
 from tiny import tiny
 
 import kvexp.tasks
+from experiments.lib.exhibits import names, sweeps
 from kvexp.generate import GenerationParams, generate
 from kvexp.hf.load import random_config, shape_of
 from kvexp.methods import H2O, Full, KVzip, KVzipPlus
@@ -116,12 +117,27 @@ def test_models(model, tmp_path, request):
     assert spec.family in (None, *FAMILIES)
 
 
-@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def not_of_exhibits():
+    """The experiments but those of exhibits, which tests/experiments/test_exhibits.py composes."""
+    theirs = {one for name in names() for scale in ("testbed", "paper") for one in sweeps(name, scale)}
+    return [name for name in GROUPS["experiment"] if name not in theirs]
+
+
+@pytest.mark.parametrize("experiment", not_of_exhibits())
 def test_experiments(experiment):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", [f"experiment={experiment}"], return_hydra_config=True)
     assert config.hydra.mode.name == "MULTIRUN"
     assert config.hydra.sweeper.params
+
+
+def test_experiments_alone_ask_for_a_sweep():
+    """Else `kvexp run` would have to compose a single run twice to see that it is one."""
+    nodes = [(name, listed(group)[name]) for group in LISTED for name in listed(group) if group != "experiment"]
+    nodes += [
+        (file, yaml.safe_load(file.read_text())) for file in CONF.rglob("*.yaml") if file.parent.name != "experiment"
+    ]
+    assert not [name for name, node in nodes if "mode" in (node or {}).get("hydra", {})]
 
 
 @pytest.mark.parametrize("pair", GROUPS["model_task"])

@@ -93,7 +93,7 @@ def check_refusal(job):
 
 
 @given(job=jobs(VALUES))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_any_value_is_taken_or_refused_in_words(job):
     check_refusal(job)
 
@@ -119,7 +119,7 @@ def carry_out(job, folder, capsys):
 
 
 @given(job=jobs(MILD, ("sample",)))
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_what_is_taken_runs_or_is_refused_in_words(job, tmp_path_factory, capsys):
     carry_out(job, tmp_path_factory.mktemp("fuzz"), capsys)
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_py
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
@@ -109,7 +110,9 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in ("full", "h2o", "tokens") else []) for c in SAME]
+)
 def test_rows_have_the_numbers_of_lm_evals_own_command(case, tmp_path):
     """Both ways over the same items; also with batches of rows in the one and not in the other."""
     overrides, options = SAME[case]
@@ -117,13 +120,13 @@ def test_rows_have_the_numbers_of_lm_evals_own_command(case, tmp_path):
     for name in ("piqa", "winogrande"):
         (part,) = settings(tmp_path, *overrides, "batch_size=3", limit, tasks=name)
         record = evaluate_run(part)
-        lm = lm_of(part, **options)
-        for row, results in zip(record.rows(), sums(lm, part), strict=True):
+        measured = sums(lm_of(part, **options), part)
+        for row, results in zip(record.rows(), measured, strict=True):
             logprobs = row["choices"]["logprobs"]
             if options.get("protocol") in ("keyformer", "h2o"):
                 logprobs = [p / n for p, n in zip(logprobs, row["choices"]["tokens"], strict=True)]
             assert logprobs == pytest.approx([p for p, _ in results], abs=1e-4)
-        scores = [part.task.score_item(i, r) for i, r in zip(part.task.examples(), sums(lm, part), strict=True)]
+        scores = [part.task.score_item(i, r) for i, r in zip(part.task.examples(), measured, strict=True)]
         assert [row["metrics"] for row in record.rows()] == scores
 
 
@@ -305,12 +308,12 @@ def test_the_command_says_what_is_wrong():
     assert "Traceback" not in bad.stderr
 
 
-def test_a_benchmark_whose_prompts_are_too_short_leaves_the_others(tmp_path):
+def test_a_benchmark_whose_prompts_are_too_short_leaves_the_others(tmp_path, monkeypatch, capsys):
     """copa's prompts have 24 tokens at most and cannot hold SnapKV's window in half of them; arc_easy's can."""
     words = ["task.tasks=[copa,arc_easy]", f"task.data_dir={ROWS}", "method=snapkv", "method.window=16", "kv_ratio=0.5"]
-    done = command(["run.py"], "task=lm_eval", "model=tiny", *words, "limit=1", f"outputs_dir={tmp_path}")
-    assert done.returncode == 1, done.stderr
-    assert "error: copa: budget of 12 slots cannot hold" in done.stderr
+    words += ["task=lm_eval", "model=tiny", "limit=1", f"outputs_dir={tmp_path}"]
+    code, _, err = run_py(monkeypatch, capsys, *words)
+    assert code == 1 and "error: copa: budget of 12 slots cannot hold" in err, err
     assert {(each.labels["task"], each.labels["method"]) for each in runs(tmp_path) if each.finished} == {
         ("arc_easy", "full"),
         ("arc_easy", "snapkv"),

@@ -68,15 +68,16 @@ def test_a_mistake_is_one_short_message(monkeypatch, capsys, tmp_path, typed, sa
 
 def test_torch_is_not_imported_for_it(tmp_path):
     (tmp_path / "empty").mkdir()
-    for words in (
-        *(["kv_ratio=20"], ["+max_new_tokens=32"], ["method=h20"], ["task.max_new_tokens=0"]),
-        *(["model=/nowhere"], [f"model={tmp_path}/empty"], ["task=stories", "task.data_files=/nowhere.jsonl"]),
-    ):
-        code = f"""import runpy, sys; sys.argv = ['run.py', *{words!r}, 'outputs_dir={tmp_path}']
-try: runpy.run_path('run.py', run_name='__main__')
-finally: print({{'torch', 'pandas'}} & set(sys.modules))"""
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1 and done.stdout == "set()\n" and done.stderr.startswith("error: "), done.stderr
+    mistakes = [["kv_ratio=20"], ["+max_new_tokens=32"], ["method=h20"], ["task.max_new_tokens=0"], ["model=/nowhere"]]
+    mistakes += [[f"model={tmp_path}/empty"], ["task=stories", "task.data_files=/nowhere.jsonl"]]
+    code = f"""import runpy, sys
+for words in {mistakes!r}:
+    sys.argv = ['run.py', *words, 'outputs_dir={tmp_path}']
+    try: runpy.run_path('run.py', run_name='__main__')
+    except SystemExit as end: print(end.code, {{'torch', 'pandas'}} & set(sys.modules))"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["1 set()"] * len(mistakes), done.stderr
+    assert done.stderr.count("error: ") == len(mistakes), done.stderr
 
 
 def test_a_sweep_tells_each_reason_once_and_lists_its_failed_jobs(monkeypatch, capsys, tmp_path):
@@ -141,6 +142,7 @@ def test_every_key_of_the_defaults_is_known():
         ("seed", -1, "seed must be at least 0, got -1"),
         ("timeout_s", float("inf"), "timeout_s must be above 0 or null, got inf"),
         ("retry", "yes", "retry must be true or false, got 'yes'"),
+        ("threads", 0, "threads must be at least 1 or null, got 0"),
         ("budget", {"kv_ratio": 120}, r"budget.kv_ratio must be in \(0, 1\], got 120$"),
         ("budget", {"kv_ratio": True}, "budget.kv_ratio must be a number"),
     ],

@@ -94,7 +94,7 @@ TWENTY = (
     "model=testbed_rope",
     "task=testbed_summary",
     "limit=21",
-    "task.max_new_tokens=16",
+    "task.max_new_tokens=6",
     "batch_size=3",
 )  # of the testbed: enough for a verdict
 

@@ -71,9 +71,11 @@ def prefills(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    "task", [ONE_BY_ONE, (*SUMMARY, "batch_size=3"), QUESTIONS], ids=["single", "batch", "questions"]
-)
+SINGLE = pytest.param(ONE_BY_ONE, id="single", marks=pytest.mark.slow)
+BATCH = pytest.param((*SUMMARY, "batch_size=3"), id="batch")
+
+
+@pytest.mark.parametrize("task", [SINGLE, BATCH, pytest.param(QUESTIONS, id="questions")])
 def test_it_shares_the_prefill_and_finds_what_a_pass_by_itself_finds(tmp_path, prefills, task):
     run_group(group(tmp_path, *task, "divergence_text=both"), Session())
     assert set(prefills) == {4}
@@ -153,7 +155,7 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
     assert_alike(made, lines_of(tmp_path))
 
 
-@pytest.mark.parametrize("task", [ONE_BY_ONE, (*SUMMARY, "batch_size=3")], ids=["single", "batch"])
+@pytest.mark.parametrize("task", [SINGLE, BATCH])
 def test_what_is_decoded_is_written_before_the_next_is(tmp_path, prefills, monkeypatch, task):
     """Each run by itself, each text by itself: rows and lines are those of all together."""
     words = (*task, "divergence_text=both")
