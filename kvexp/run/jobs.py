@@ -65,6 +65,8 @@ from kvexp.util import (
     replace,
     say,
     stamp,
+    tell_threads,
+    use_threads,
 )
 
 if TYPE_CHECKING:
@@ -123,11 +125,14 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     """The job's checked settings; ConfigError names the key."""
     plain = _resolved(job.config, session)
     check_values(plain, job.choices)
+    if plain.get("threads") is not None:
+        use_threads(plain["threads"])
     check_idle(plain, job.choices, job.overrides)
     check_places(plain)
     plain["divergence"] = decided(plain, job.overrides, sweep=job.number is not None)
     from kvexp.run.settings import settings_of  # late: it imports torch, which mistakes found so far need not wait for
 
+    tell_threads()
     settings = settings_of(plain, job.choices, job.overrides)
     check_objective(settings.task, plain.get("objective"))
     diagnosis = diagnosis_of(job.config)

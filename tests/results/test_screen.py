@@ -18,7 +18,19 @@ from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
 AROUND = 6  # lines, the empty ones not counted
 
 
-def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=None, evicts=True, timed=False, **labels):
+def record(
+    folder,
+    method,
+    kv_ratio=None,
+    n=24,
+    score=40.0,
+    kl=None,
+    baseline=None,
+    evicts=True,
+    timed=False,
+    load=0.0,
+    **labels,
+):
     """A run whose scores and divergences differ a little from example to example."""
     receipt = {"kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
     receipt["first_eviction_step"] = 0 if evicts and baseline else None
@@ -26,7 +38,7 @@ def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=No
     more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": "length"}
     scores = [{"rouge1": score + index % 5, "rouge2": score / 2} for index in range(n)]
     generation = {"generation": {"max_new_tokens": 8, "num_beams": 1}}
-    changes = {"receipt": receipt, "seconds": seconds, **more}
+    changes = {"receipt": receipt, "seconds": seconds, "load": load, **more}
     labels = {"kv_ratio": kv_ratio, "setting": "", **labels}
     run = write(folder, method, scores, baseline, changes=changes, config=generation, **labels)
     if kl is not None:
@@ -97,8 +109,14 @@ def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep
             ("TTFT",),
         ),
         ({"timed": True}, {"kl": 0.3, "timed": True}, ("TTFT", "100 ms", "10 ms"), ("Speed was not measured",)),
+        (
+            {"timed": True, "load": 1.0},
+            {"kl": 0.3, "timed": True, "load": 1.0},
+            ("full, h2o 50 %: busy machine: times are not comparable",),
+            ("TTFT", "100 ms", "10 ms", "Speed was not measured"),
+        ),
     ],
-    ids=["few examples", "void", "timed"],
+    ids=["few examples", "void", "timed", "busy"],
 )
 def test_what_the_lines_around_a_table_say(tmp_path, full, run, present, missing):
     record(tmp_path, "h2o", 0.5, baseline=record(tmp_path, "full", **full), **run)
