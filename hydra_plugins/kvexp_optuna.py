@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from kvexp.util import ConfigError
 
-NEUTRAL = ("outputs_dir", "batch_size", "log", "hydra")  # they choose nothing and change no objective
+NEUTRAL = ("outputs_dir", "batch_size", "threads", "log", "hydra")  # they choose nothing and change no objective
 
 
 class OptunaSweeper(Sweeper):  # type: ignore[misc]

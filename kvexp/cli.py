@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from kvexp.util import CONF, ConfigError, did_you_mean, say, tells_errors, watch_pipes
+from kvexp.util import CONF, ConfigError, did_you_mean, say, tells_errors, watch_pipes, watch_torch
 
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
@@ -65,6 +65,7 @@ def main() -> NoReturn:
     sys.argv = [f"kvexp {name}", *rest]
     if name == "run":
         run()
+    watch_torch()
     sys.exit(_function((COMMANDS | PARTS)[name][0])(rest))
 
 
@@ -101,6 +102,7 @@ def run() -> NoReturn:
     from kvexp.run.jobs import install_handler
 
     install_handler()  # first: the imports take their time too
+    watch_torch()
     from kvexp.run.main import main as run_hydra
 
     run_hydra()

@@ -9,6 +9,8 @@ import errno
 import fcntl
 import functools
 import hashlib
+import importlib.abc
+import importlib.machinery
 import json
 import math
 import os
@@ -433,8 +435,8 @@ class Session:
     has filled before their turn; complete_ahead: the complete ones among them. overrides_of_jobs: the overrides in
     which jobs of a sweep differ, empty where not known. begun: a job has been composed. job_seconds: of the jobs that
     made rows. unmeasured: reason -> runs without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that are
-    composed for a launcher or a plan, None while a job is run as soon as it is composed. unrecorded: it was said that
-    failures cannot be written to the disk.
+    composed for a launcher or a plan, None while a job is run as soon as it is composed. made: (job, its runs'
+    settings) of those that went well. unrecorded: it was said that failures cannot be written to the disk.
     """
 
     typed_keys: set[str] | None = None
@@ -450,6 +452,7 @@ class Session:
     job_seconds: list[float] = field(default_factory=list)
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
     collected: list[Any] | None = None
+    made: list[tuple[Any, Any]] = field(default_factory=list)
     unrecorded: bool = False
     started: float = field(default_factory=time.monotonic)
 
@@ -513,6 +516,7 @@ EVERY_S = 60.0  # between plain lines
 TITLE = 32  # letters in front of a bar
 REDRAW_S = 0.2  # between two changes of a bar
 KNOWN = 0.02  # of a kind of work, done: from then on it is known how long the rest takes
+LARGE = 0.1  # of a kind of work: a first piece of it that tells how long the others take
 PROMPTS, ANSWERS, TEXTS = "prompts", "answers", "texts"  # kinds of work of a run: read, written, forced
 
 
@@ -566,6 +570,7 @@ class Progress:
         self.made = dict.fromkeys(self.work, 0.0)  # of each kind, parts included
         self.written = dict.fromkeys(self.work, 0)
         self.spent = dict.fromkeys(self.work, 0.0)  # seconds
+        self.first: dict[str, tuple[float, float]] = {}  # seconds of the first piece of each kind, and how much it was
         self.last = self.shown = time.monotonic()
         self.bar: Bar | None = None
 
@@ -591,8 +596,12 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """Seconds that the rest takes; None until that is known."""
-        made = self.made
-        each = {kind: self.spent[kind] / made[kind] for kind in self.work if made[kind] > KNOWN * self.work[kind]}
+        made, each = self.made, dict[str, float]()
+        for kind, (seconds, count) in self.first.items():
+            if made[kind] >= max(2 * count, KNOWN * self.work[kind]):
+                each[kind] = (self.spent[kind] - seconds) / (made[kind] - count)
+            elif count >= LARGE * self.work[kind]:
+                each[kind] = self.spent[kind] / made[kind]
         if TEXTS in self.work and TEXTS not in each and ANSWERS in each:
             each[TEXTS] = each[ANSWERS]
         left = {kind: max(0.0, self.work[kind] - made[kind]) for kind in self.work}
@@ -611,6 +620,8 @@ class Progress:
         self.spent[kind] += now - self.last
         self.last = now
         self.made[kind] = min(float(self.work[kind]), self.made[kind] + count)
+        if count:
+            self.first.setdefault(kind, (self.spent[kind], self.made[kind]))
         if now - self.shown < (EVERY_S if self.bar is None else REDRAW_S):
             return
         self.shown = now
@@ -730,29 +741,29 @@ def _of_process() -> int:
 
 def _of_groups() -> Iterator[int]:
     """Free bytes under the memory limit of each control group around this process (containers, SLURM)."""
-    for line in _lines(PROC / "self/cgroup"):
-        _, controllers, path = line.rstrip("\n").split(":", 2)
-        if not controllers:
-            yield from _left(CGROUPS, path, V2)
-        elif "memory" in controllers.split(","):
-            yield from _left(CGROUPS / "memory", path, V1)
-
-
-def _left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Free bytes of the control group at `path` under `root`, and of each group above it.
-
-    names: its files of limit and usage, and the field of reclaimable bytes. Inside a container the path may be the
-    host's: then the root is the group.
-    """
-    limit, taken, cached = names
-    group = root / os.path.normpath(path).lstrip("/.")
-    for folder in (group, *group.parents):
+    for folder, unified in _groups("memory"):
+        limit, taken, cached = V2 if unified else V1
         with suppress(OSError, ValueError):  # not there, or "max": without a limit
             most, now = (int((folder / name).read_text()) for name in (limit, taken))
             stat = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
             yield most - now + int(stat.get(cached, 0))
-        if folder == root:
-            return
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folder of each control group around this process, the innermost first, and whether it is one of version 2.
+
+    Inside a container the path may be the host's: then the root is the group.
+    """
+    for line in _lines(PROC / "self/cgroup"):
+        _, controllers, path = line.rstrip("\n").split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CGROUPS / controller if controllers else CGROUPS
+        group = root / os.path.normpath(path).lstrip("/.")
+        for folder in (group, *group.parents):
+            yield folder, not controllers
+            if folder == root:
+                break
 
 
 def _lines(path: Path) -> list[str]:
@@ -763,20 +774,193 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+# Threads of torch: at most the free cores, waiting so that they take none from others; decided as torch is imported.
+#
+# OpenMP's threads spin where they wait for each other. Where another process wants one of their cores, they all wait
+# until the scheduler gives it back, at every product; threads that sleep instead are slower on an idle machine. No
+# setting is good for both (benchmarks/README.md).
+
+
+BUSY = 0.5  # cores wanted that other processes take; measured: from there on spinning threads are no faster than fewer
+SAMPLE_S = 0.1  # seconds between two readings, at least: the system counts hundredths of a second
+USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@dataclass(frozen=True)
+class Threads:
+    """What torch gets. count: threads at most, None as torch has them; variables: of OpenMP, while it is loaded.
+
+    wanted: the threads on an idle machine; load: the cores of them that other processes took, None where not known.
+    """
+
+    count: int | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    wanted: int = 1
+    load: float | None = None
+
+
+def decide_threads(
+    cores: int, quota: float, others: float | None, environ: Mapping[str, str], asked: int | None = None
+) -> Threads:
+    """Threads of a process that may run on so many cores, and only for quota seconds per second (inf: no limit).
+
+    cores: 0 where the system does not tell; others: cores that other processes take, None where it does not tell that.
+    asked: `threads=N`. Where the user has set one of `USERS`, nothing but that is decided.
+    """
+    if not cores:
+        return Threads(asked)
+    whole = max(1, int(min(cores, quota)))
+    given = environ.get("OMP_NUM_THREADS", "")
+    wanted = asked or (min(int(given), cores) if given.isdecimal() else 0) or whole
+    load = max(0.0, wanted + (others or 0.0) - cores)
+    busy, own = load >= BUSY, any(name in environ for name in USERS)
+    count = asked
+    if count is None and not own and (busy or whole < cores):
+        count = max(1, math.ceil(whole - load - 0.5)) if busy else whole
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if busy and not own else {}
+    return Threads(count, waiting, wanted, None if others is None else load)
+
+
+class LoadMeter:
+    """Cores that other processes take from its making on."""
+
+    def __init__(self) -> None:
+        self.began, self.taken, self.own = time.monotonic(), _seconds_of_cores(), time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def others(self) -> float | None:
+        """Cores on average so far, of those that this process may run on; None where the system does not tell."""
+        taken, own, seconds = _seconds_of_cores(), time.process_time(), self.seconds
+        if taken is None or self.taken is None or seconds < SAMPLE_S:
+            return None
+        return max(0.0, (taken - self.taken - (own - self.own)) / seconds)
+
+
+def _cores() -> set[int]:
+    """Numbers of the cores that this process may run on; empty where the system does not tell."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _seconds_of_cores() -> float | None:
+    """Seconds that the cores of this process have worked for anybody since the machine started."""
+    names, total = {f"cpu{number}" for number in _cores()}, 0
+    for line in _lines(PROC / "stat"):
+        name, *counts = line.split()
+        if name in names:
+            names.remove(name)
+            user, nice, system, _, _, *more = map(int, counts[:8])  # without idle and waiting for a disk
+            total += user + nice + system + sum(more)
+    return None if names or not total else total / os.sysconf("SC_CLK_TCK")
+
+
+def _quota() -> float:
+    """Cores' worth of time under the limits of the control groups around this process; inf without a limit."""
+    found = [math.inf]
+    for folder, unified in _groups("cpu"):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # not there, or "max": without a limit
+            names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            most, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+            found += [most / period] if most > 0 else []
+    return min(found)
+
+
+threads: Threads | None = None  # as decided; None where torch was there before, or is not there yet
+_threads_asked: int | None = None  # threads=N
+_told = False  # that the machine is busy
+
+
+class _BeforeTorch(importlib.abc.MetaPathFinder):
+    """Import hook that decides when torch is first imported, by whomever: OpenMP reads its variables only then.
+
+    The variables are taken back, so that processes started later decide for themselves.
+    """
+
+    def __init__(self) -> None:
+        self.meter = LoadMeter()
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "torch" else None
+        if spec is not None and spec.loader is not None:
+            load, loader = spec.loader.exec_module, typing.cast("Any", spec.loader)
+            loader.exec_module = lambda module: self.load(module, load)
+        return spec
+
+    def load(self, torch: Any, execute: Callable[[Any], None]) -> None:
+        global threads
+        with suppress(ValueError):  # imported once more
+            sys.meta_path.remove(self)
+        time.sleep(max(0.0, SAMPLE_S - self.meter.seconds))
+        cores = len(_cores())
+        made = decide_threads(cores, _quota(), self.meter.others(), os.environ, _threads_asked)
+        os.environ.update(made.variables)
+        try:
+            execute(torch)
+        finally:
+            for name in made.variables:
+                del os.environ[name]
+        if made.count is not None:
+            torch.set_num_threads(_threads_asked or min(made.count, torch.get_num_threads()))
+        threads = made
+
+
+def watch_torch() -> None:
+    """From now on the import of torch decides about its threads; nothing where it has been imported already."""
+    if "torch" not in sys.modules and not any(isinstance(each, _BeforeTorch) for each in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeTorch())
+
+
+def use_threads(count: int) -> None:
+    """Let torch have so many threads, whether it has been imported or not. ConfigError for a second number."""
+    global _threads_asked
+    if _threads_asked not in (None, count):
+        raise ConfigError(f"threads={count}, but this command has threads={_threads_asked}: give each a command")
+    _threads_asked = count
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(count)
+
+
+def tell_threads() -> None:
+    """Say once on stderr that torch has fewer threads than on an idle machine, and why."""
+    global _told
+    if threads is None or threads.load is None or not threads.variables or _threads_asked or _told:
+        return
+    _told = True
+    few = f"{threads.count} thread{'s' * (threads.count != 1)}"
+    words = f"busy machine: other processes take {threads.load:.1f} of {threads.wanted} cores, so torch has {few}"
+    say(f"{words} (threads=N: so many)", file=sys.stderr, flush=True)
+
+
+def machine_load(meter: LoadMeter | None = None) -> float | None:
+    """Cores wanted by torch's threads and taken by other processes as it was imported, or by the meter where more.
+
+    None where that is not known.
+    """
+    if threads is None or threads.load is None:
+        return None
+    others = (meter and meter.others()) or 0.0
+    return round(max(threads.load, threads.wanted + others - len(_cores())), 2)
+
+
 # What JSON can hold, written in one way only: the same content has the same bytes, and so the same digest.
 
 
 Json = dict[str, Any]
 
 
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_no_constant)
+
+
 def parse(data: bytes) -> Json:
     """A JSON object in strict JSON, or ValueError."""
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        value = _STRICT.decode(data.decode("utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):

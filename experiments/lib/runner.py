@@ -32,7 +32,7 @@ from experiments.lib.verdicts import divergence_frame, measure_missing
 from kvexp.run.model_spec import load as load_model
 from kvexp.run.prompts import prompt_of
 from kvexp.run.store import run_hash
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, use_threads
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,7 @@ def longest_first(names: Sequence[str], scale: str) -> list[str]:
 
 def _share(workers: int) -> None:
     """The cores divided among the processes."""
-    import torch
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    use_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def measured(

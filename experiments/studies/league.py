@@ -59,8 +59,9 @@ FORMAT, VERSION = "kvexp-league", 1
 Entry = dict[str, Any]
 
 # What of a command line is of this machine or changes no number, and no part of an entry.
-LEFT_OUT = tuple(
-    ["outputs_dir", "limit", "batch_size", "timeout_s", "retry", "shard", "log", "diagnose", "divergence", "hydra"]
+LEFT_OUT = (
+    *("outputs_dir", "limit", "batch_size", "timeout_s", "retry", "shard", "threads", "log"),
+    *("diagnose", "divergence", "hydra"),
 )
 NUMBERS = ("kl", "full_logprob", "logprob")  # of a row: means over its judged tokens, teacher-forced
 TEXTS = ("hash", "model", "task", "method")

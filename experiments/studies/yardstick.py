@@ -28,7 +28,7 @@ from kvexp.run.store import Run, keep_check
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.util import CacheError, ConfigError, Session, keys_of, say, tells_errors, watch_pipes
 
-SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "shard", "task.data_dir")
+SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "threads", "shard", "task.data_dir")
 SLICE = 25
 
 

@@ -6,8 +6,9 @@ Position ids are the mask: a query sees a slot iff 0 <= slot position <= query p
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from kvexp.core.slot_order import INT64_MAX
 from kvexp.util import AtLeast, check_fields
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
+MAX_TILE_LOGITS = 1 << 21  # of `blocked_attention`: 8 MiB in float32
+MAX_TILE_ROWS = 64  # query rows per tile: more would waste time above the diagonal
+MIN_TILE_ROWS = 64  # query rows times query heads of a kv head: fewer make a product slow
 # MKL splits a sum over so many slots and more at places that depend on their number, once a group has so many heads.
 SPLIT_SLOTS, SPLIT_MIN_GROUP = 192, 4
 SUMMED_TOGETHER = 8  # slots; on some processors MKL sums so many side by side, and what is left behind them otherwise
@@ -146,18 +150,186 @@ class AttentionInputs:
         return total - count + rows.stop if self.in_column_order else total
 
 
-def sdpa_attention(inputs: AttentionInputs) -> Tensor:
-    """Attention output [B, H, G, Q, Dv] by torch's scaled_dot_product_attention.
+class Observer(Protocol):
+    """What is computed from a prompt's attention while its logits or probabilities are there (`blocked_attention`).
 
-    One call where a causal mask suffices: for a whole prompt without padding, ALiBi, and a sliding window shorter than
-    it. Else blocks of QUERY_BLOCK query rows, each with its mask.
+    from_logits: whether it takes masked logits; else it takes probabilities.
+    """
+
+    from_logits: bool
+
+    def add(self, tile: Tile, x: Tensor) -> None:
+        """Take in one tile's x [heads, G, rows, seen], which must stay as it is."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some query rows of some kv heads of one batch row, and the slots that they may see, as slices of a forward.
+
+    consecutive: whether the slots' position ids are consecutive numbers.
+    """
+
+    row: int
+    heads: slice
+    rows: slice
+    seen: slice
+    consecutive: bool
+
+
+def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = ()) -> Tensor:
+    """Attention output [B, H, G, Q, Dv]: on a CPU, of several queries, by `blocked_attention`, else by torch's SDPA.
+
+    So it is where gradients are wanted. observers: on a CPU alone. SDPA is called once where a causal mask suffices:
+    for a whole prompt without padding, ALiBi, and a sliding window shorter than it. Else in blocks of QUERY_BLOCK query
+    rows, each with its mask.
     """
     count, params = inputs.query.shape[3], inputs.params
+    states = (inputs.query, inputs.keys, inputs.values)
+    wants_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in states)
+    if observers or (inputs.query.device.type == "cpu" and count > 1 and not wants_gradients):
+        out = blocked_attention(inputs, observers)
+        if not wants_gradients:
+            return out
     whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None
     if whole and params.alibi is None and (params.sliding_window or count) >= count:
         return _sdpa(inputs, slice(0, count), count, causal=True)
     blocks = (slice(a, min(a + QUERY_BLOCK, count)) for a in range(0, count, QUERY_BLOCK))
     return torch.cat([_sdpa(inputs, rows, inputs.kv_len(rows)) for rows in blocks], dim=3)
+
+
+@torch.no_grad()
+def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = ()) -> Tensor:
+    """Attention output [B, H, G, Q, Dv] on a CPU, tile by tile, shown to observers as it is computed.
+
+    A tile's logits, their softmax and its product with the values stay in the CPU's cache, and nothing is computed
+    again for an observer. Each batch row is computed by itself and without its left padding (whose output is 0), so
+    that its numbers do not depend on the batch. Tokens in column order need a mask on the diagonal only.
+    """
+    b, h, g, count, _ = inputs.query.shape
+    out = inputs.values.new_zeros(b, h, g, count, inputs.values.shape[-1])
+    for row in range(b):
+        found = _without_padding(inputs, row)
+        if found is None:
+            continue
+        one, pads, cut, consecutive = found
+        tiles = list(_tiles(one, consecutive))
+        size = max(g * (hs.stop - hs.start) * (r.stop - r.start) * (s.stop - s.start) for hs, r, s in tiles)
+        room = torch.empty(size, dtype=torch.float64 if inputs.query.dtype == torch.float64 else torch.float32)
+        for heads, rows, seen in tiles:
+            x = _tile_logits(one, heads, rows, seen, room, diagonal=consecutive)
+            place = (slice(rows.start + cut, rows.stop + cut), slice(seen.start + pads, seen.stop + pads))
+            tile = Tile(row, heads, *place, consecutive)
+            for observer in observers:
+                if observer.from_logits:
+                    observer.add(tile, x)
+            torch.softmax(x, dim=-1, out=x)
+            for observer in observers:
+                if not observer.from_logits:
+                    observer.add(tile, x)
+            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), one.values[0, heads, seen])
+    return out
+
+
+def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs, int, int, bool] | None:
+    """One batch row without its left padding; None where it is nothing else.
+
+    With the slots and query rows that were cut off, and whether query row i sees just the slots up to its own.
+    """
+    at, positions = slice(row, row + 1), inputs.positions
+    slots, count, pads, cut = inputs.keys.shape[2], inputs.query.shape[3], 0, 0
+    in_order = inputs.in_column_order and positions.shape[1] == 1
+    if in_order:
+        places = positions[row, 0]
+        if int(places[0]) < 0:
+            real = places >= 0
+            if not bool(real.any()):
+                return None
+            pads = int(real.int().argmax())
+            cut = max(0, pads - (slots - count))
+            places = places[pads:]
+        straight = inputs.visible is None and inputs.rope_positions is None
+        consecutive = straight and bool((places.diff() == 1).all())
+    place = inputs.rope_positions
+    one = replace(
+        inputs,
+        query=inputs.query[at, :, :, cut:],
+        keys=inputs.keys[at, :, pads:],
+        values=inputs.values[at, :, pads:],
+        positions=positions[at, :, pads:],
+        query_positions=inputs.query_positions[at, cut:],
+        visible=None if inputs.visible is None else inputs.visible[at, :, pads:],
+        rope_positions=None if place is None else (place[0][at, :, pads:], place[1][at, :, cut:]),
+    )
+    return one, pads, cut, in_order and consecutive
+
+
+def _tiles(one: AttentionInputs, consecutive: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """The tiles of one batch row: (kv heads, query rows, slots); consecutive: as of `Tile`."""
+    _, h, g, count, _ = one.query.shape
+    slots = one.keys.shape[2]
+    past, window = slots - count, one.params.sliding_window if consecutive else None
+    together = min(h, max(1, MAX_TILE_LOGITS // (g * min(MAX_TILE_ROWS, count) * slots)))
+    for first in range(0, h, together):
+        heads, start = slice(first, min(first + together, h)), 0
+        while start < count:
+            own = past + start if one.in_column_order else slots
+            oldest = max(0, own + 1 - window) if window is not None else 0
+            fit = MAX_TILE_LOGITS // (g * together * (own - oldest + MAX_TILE_ROWS))
+            rows = slice(start, min(count, start + max(1, MIN_TILE_ROWS // g, min(MAX_TILE_ROWS, fit))))
+            yield heads, rows, slice(oldest, one.kv_len(rows))
+            start = rows.stop
+
+
+def _tile_logits(
+    one: AttentionInputs, heads: slice, rows: slice, seen: slice, room: Tensor, *, diagonal: bool
+) -> Tensor:
+    """Masked logits [heads, G, rows, seen] of a tile, in `room`; diagonal: whether no query sees a slot behind its own.
+
+    The scale is multiplied into the query; in half precision products are rounded before they are scaled, as in
+    `AttentionInputs.logits`.
+    """
+    query, keys, params = one.query[0, heads, :, rows], one.keys[0, heads, seen], one.params
+    if params.upcast:
+        query, keys = query.float(), keys.float()
+    h, g, q, _ = query.shape
+    slots = seen.stop - seen.start
+    x = room[: h * g * q * slots].view(h, g, q, slots)
+    if query.dtype == room.dtype:
+        grouped_matmul(query * params.scale, keys.transpose(1, 2), out=x)
+    else:
+        torch.mul(grouped_matmul(query, keys.transpose(1, 2)).float(), params.scale, out=x)
+    if params.alibi is not None:
+        bias = one.alibi_bias(rows, seen.stop)
+        assert bias is not None
+        x += bias[0, :, :, :, seen.start :][heads if bias.shape[1] > 1 else slice(None)]
+    if one.all_visible:
+        return x
+    if not diagonal:
+        mask = one.mask(rows, seen.stop)[0, :, :, seen.start :]
+        x.masked_fill_(~mask[heads if mask.shape[0] > 1 else slice(None), None], -torch.inf)
+        return x
+    x[..., slots - q :].masked_fill_(torch.ones(q, q, dtype=torch.bool).triu(1), -torch.inf)
+    window = params.sliding_window
+    if window is not None and one.keys.shape[2] - one.query.shape[3] + rows.stop > window:
+        own = torch.arange(rows.start, rows.stop) + one.keys.shape[2] - one.query.shape[3]
+        # Only the first q slots are too old for some row.
+        too_old = torch.arange(seen.start, seen.start + q) <= own[:, None] - window
+        x[..., :q].masked_fill_(too_old, -torch.inf)
+    return x
+
+
+def grouped_matmul(x: Tensor, of_heads: Tensor, out: Tensor | None = None) -> Tensor:
+    """Product [H, G, q, n] of x [H, G, q, m], of query heads, with one matrix per kv head, of_heads [H, m, n].
+
+    A single product would be split among threads where they are many, and its sums with it; several are not.
+    """
+    h, g, q, m = x.shape
+    n = of_heads.shape[-1]
+    if h == 1:
+        into = None if out is None else out.view(g, q, n)
+        return torch.bmm(x.reshape(g, q, m), of_heads.expand(g, m, n), out=into).view(h, g, q, n)
+    into = None if out is None else out.view(h, g * q, n)
+    return torch.bmm(x.reshape(h, g * q, m), of_heads, out=into).view(h, g, q, n)
 
 
 def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = False) -> Tensor:

@@ -32,10 +32,8 @@ class CacheConfig:
     mode: Literal["overwrite", "compact", "mask", "auto"] = "overwrite"
     # Original position ids, or 0..S-1 among the survivors at every step; None: what the method's paper uses.
     positions: Literal["original", "renumbered"] | None = None
-    # How a prompt's attention is summed; naive: all rows at once; triton: CUDA kernels.
+    # How a prompt's attention is summed; naive: all rows at once, a second time; triton: CUDA kernels.
     observe: Literal["blocked", "naive", "triton"] = "blocked"
-    # Query rows per block of observe=blocked; None: as many as keep a block's logits under 64 MiB.
-    block: Annotated[int, AtLeast(1)] | None = None
     beyond_context: bool = False  # whether to allow more tokens than the model was built for
     calibration: QueryCalibration | None = None  # statistics of the model's queries, for methods that need them
     # How keys and values are stored in fewer bits once they are no longer new; None: as the model makes them.

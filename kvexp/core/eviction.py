@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,7 +15,7 @@ from kvexp.core.attention import (
     AttentionParams,
     LocalAttention,
     apply_probs,
-    sdpa_attention,
+    compute_attention,
     with_renumbered_positions,
 )
 from kvexp.core.backends import Compacting, InPlace, make_backend
@@ -26,9 +26,11 @@ from kvexp.core.config import CacheConfig
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode, supports_fast_decode
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, newest_attention
 from kvexp.core.observe import (
+    ColumnSums,
     CrossLayerScore,
     ObservedRows,
     PromptSums,
+    SumsKey,
     column_sums_by,
     pool_sums,
     weighted_column_sums,
@@ -245,8 +247,10 @@ class EvictionLayer:
             return self._single_stack().forward(query, key, value, params)
         self._leave_fast_path()
         inputs = self.store(query, key, value, params, padding)
-        out, probabilities = self.attend(inputs)
-        self.update(inputs, probabilities, {})
+        sums: dict[SumsKey, ColumnSums] = {}
+        self.observe(inputs, sums)
+        out, probabilities = self.attend(inputs, sums.values())
+        self.update(inputs, probabilities, {key: each.sums for key, each in sums.items()})
         return out.flatten(1, 2)
 
     # -- store --------------------------------------------------------------------------------------------------------
@@ -258,7 +262,8 @@ class EvictionLayer:
         positions, config, sequence = self.advance(key, padding), self.config, self.sequence
         slots = self._write_slots(key, value, positions)
         b, h, s = query.shape[0], slots.positions.shape[1], slots.length
-        hides_nothing = sequence.in_prompt or config.method.per_query  # mask mode, but no slot was evicted yet
+        # In mask mode no slot was evicted yet.
+        hides_nothing = slots.visible is None or sequence.in_prompt or config.method.per_query
         decodes_one = query.shape[2] == 1 and not sequence.in_prompt and params.sliding_window is None
         inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
@@ -267,7 +272,7 @@ class EvictionLayer:
             positions=slots.broadcast_positions(),
             query_positions=positions,
             params=params,
-            visible=None if slots.visible is None or hides_nothing else slots.visible[:, :, :s],
+            visible=slots.visible[:, :, :s] if not hides_nothing and slots.visible is not None else None,
             in_column_order=slots.same_order,
             padded=sequence.padded or (sequence.in_prompt and not sequence.prompt_complete),
             all_visible=hides_nothing and decodes_one and slots.same_order and not sequence.padded,
@@ -365,16 +370,16 @@ class EvictionLayer:
 
     # -- attend -------------------------------------------------------------------------------------------------------
 
-    def attend(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    def attend(self, inputs: AttentionInputs, observers: Iterable[ColumnSums] = ()) -> tuple[Tensor, Tensor | None]:
         """Attention output [B, H, G, Q, Dv], and probabilities [B, H, G, Q, S] float32 of a decode step.
 
-        None in place of the probabilities where a fused kernel computed the output, which returns none.
+        None in place of the probabilities where they were not kept. observers: of a prompt, which fill here.
         """
         method, count = self.config.method, inputs.query.shape[3]
         unobserved = method.score_spec is None and not method.per_query
         # For one query on a CPU, SDPA takes longer than the two matrix products.
         if self.sequence.in_prompt or (unobserved and (count > 1 or inputs.query.device.type != "cpu")):
-            return sdpa_attention(inputs), None
+            return compute_attention(inputs, list(observers)), None
         x = inputs.logits(slice(0, count), inputs.keys.shape[2])
         if method.per_query:
             x = self._hide_by_query(x, inputs.params)
@@ -395,6 +400,24 @@ class EvictionLayer:
         return torch.stack(rows, dim=3)
 
     # -- observe ------------------------------------------------------------------------------------------------------
+
+    def observe(self, inputs: AttentionInputs, sums: dict[SumsKey, ColumnSums]) -> None:
+        """Add to `sums` what is to be summed up while a prompt is attended to, unless another cache has added it.
+
+        On a CPU alone; elsewhere, and for observe=naive, `update` sums up afterwards.
+        """
+        spec, how = self.score_spec, self.config.observe
+        if spec is None or how != "blocked" or not self.sequence.in_prompt or inputs.query.device.type != "cpu":
+            return
+        if (key := (spec.sums_key, how)) not in sums:
+            sums[key] = ColumnSums(inputs, self._observed(spec, inputs))
+
+    def _observed(self, spec: AttentionScoreSpec, inputs: AttentionInputs) -> ObservedRows:
+        """How the query rows of the forward in progress are observed."""
+        sequence, left = self.sequence, None  # query rows of the prompt still to come before its eviction
+        if sequence.in_prompt and sequence.prompt_columns is not None:
+            left = 0 if self.is_bounded else sequence.prompt_columns - sequence.seq_len
+        return ObservedRows.of(spec, inputs.query_positions, sequence, self.index, left)
 
     def update(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
         """Update the score and evict: the last part of `forward`, after `attend`.
@@ -439,17 +462,14 @@ class EvictionLayer:
         spec, sequence, config = self.score_spec, self.sequence, self.config
         if spec is None or (not sequence.in_prompt and not config.method.evicts_while_decoding):
             return
-        key = (spec.sums_key, config.observe, config.block)
+        key = (spec.sums_key, config.observe)
         sums = seen.get(key) if sequence.in_prompt else None
         if sums is None:
-            rows_left = None  # query rows of the prompt still to come before its eviction
-            if sequence.in_prompt and sequence.prompt_columns is not None:
-                rows_left = 0 if self.is_bounded else sequence.prompt_columns - sequence.seq_len
-            observed = ObservedRows.of(spec, inputs.query_positions, sequence, self.index, rows_left)
+            observed = self._observed(spec, inputs)
             if probabilities is not None and spec.is_plain:
                 sums = weighted_column_sums(probabilities, observed.weights)
             else:
-                sums = column_sums_by(config.observe, inputs, observed, config.block)
+                sums = column_sums_by(config.observe, inputs, observed)
             if sequence.in_prompt:
                 seen[key] = sums
         self._accumulate(self.require_slots(), spec, pool_sums(spec, sums, sequence), inputs.query_positions)

@@ -123,6 +123,13 @@ def pool(kind: str, device: torch.device) -> Tensor:
         return table
 
 
+@functools.cache
+def exp_pool(kind: str) -> Tensor:
+    """exp of every draw of the `pool`, on the CPU: what noise in front of a softmax multiplies probabilities by."""
+    with torch.inference_mode(False), torch.no_grad():
+        return pool(kind, torch.device("cpu")).exp()
+
+
 @dataclass(frozen=True)
 class Noise:
     """The logit adjustment zeta of Keyformer (arXiv:2403.09054, section 3.2).

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvexp.core import triton_ops
-from kvexp.core.attention import AttentionInputs, AttentionParams
+from kvexp.core.attention import AttentionInputs, Tile
 from kvexp.core.method import AttentionScoreSpec
-from kvexp.core.noise import POOL_OVERLAP, Noise, hash_draws, pool, stream_id
+from kvexp.core.noise import POOL_OVERLAP, Noise, exp_pool
 from kvexp.core.sequence import SequenceState
 
-# Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
-PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
+SumsKey = tuple[AttentionScoreSpec, str]  # (sums_key, observe): caches that share a prefill share the sums of one key
+PromptSums = dict[SumsKey, Tensor]
 
 
 @dataclass(frozen=True)
@@ -90,180 +89,99 @@ def weighted_column_sums(probabilities: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(row, probabilities.reshape(b * h, g * q, s)).view(b, h, s).to(torch.float32)
 
 
-MAX_TILE_LOGITS = 1 << 21  # logits: 8 MiB in float32
-MIN_TILED_LOGITS = 1 << 17  # up to so many logits the whole prompt at once is quicker than tiles
-MAX_TILE_ROWS = 128  # query rows per tile: more would waste time above the diagonal
-MIN_PRODUCT_ROWS = 64  # rows of one matrix product, query heads of a kv head included: fewer make it slow
+class ColumnSums:
+    """Column sums [B, H, S] float32 of a prompt, as `naive_column_sums`, added up while a CPU attends to it.
 
-
-def supports(inputs: AttentionInputs, spec: AttentionScoreSpec) -> bool:
-    """Whether these inputs can be observed in tiles: on a CPU, in column order, not float64, with kvexp's own noise."""
-    straight = inputs.in_column_order and inputs.visible is None and inputs.rope_positions is None
-    straight = straight and inputs.query.dtype != torch.float64
-    known = spec.noise is None or (type(spec.noise) is Noise and inputs.keys.shape[2] <= POOL_OVERLAP)
-    return straight and known and inputs.keys.device.type == "cpu"
-
-
-@dataclass(frozen=True)
-class HeadBlock:
-    """Some kv heads of one batch row, without its left padding and without query rows of weight 0.
-
-    query [H, G, Q, D]; keys_t [H, D, S]; weights, taus [Q] (taus None: all are 1); slopes [H, G, 1, 1] of ALiBi.
-    pool_offsets [H, G, Q]: where in `draws` each row's noise starts; per_key [H, G, 1, S]: noise that all rows share.
+    An `Observer`: rows that weigh nothing are passed over, noise is multiplied into the probabilities, and where a
+    temperature changes the logits, their softmax is taken a second time. Up to float32 rounding: the order of summation
+    is another.
     """
 
-    query: Tensor
-    keys_t: Tensor
-    params: AttentionParams
-    weights: Tensor
-    taus: Tensor | None
-    slopes: Tensor | None
-    pool_offsets: Tensor | None = None
-    draws: Tensor | None = None
-    per_key: Tensor | None = None
+    def __init__(self, inputs: AttentionInputs, observed: ObservedRows) -> None:
+        """Zeros; inputs: of the forward that will be attended."""
+        spec, count = observed.spec, inputs.query.shape[3]
+        self.inputs, self.observed = inputs, observed
+        self.sums = torch.zeros(*inputs.keys.shape[:3])
+        self.first = first_weighted_row(spec, count, observed.rows_left)
+        self.noise = None if spec.noise is None or spec.noise.constant else spec.noise  # a constant changes no softmax
+        self._pooled = type(self.noise) is Noise and self.noise.fresh
+        self.tempered = bool((observed.taus != 1).any())
+        self.from_logits = self.tempered
+        self._room = torch.empty(0)
+        self._offsets: tuple[int, Tensor] | None = None  # a batch row, and where in the pool the noise of its rows is
 
-    @property
-    def num_past(self) -> int:
-        """Slots before the first query's own slot."""
-        return self.keys_t.shape[2] - self.query.shape[2]
+    def add(self, tile: Tile, x: Tensor) -> None:
+        """As `Observer.add`."""
+        if tile.rows.stop <= self.first:
+            return
+        h, g, q, s = x.shape
+        weights = self.observed.weights[tile.row, tile.rows].expand(h, g, q)
+        if self.tempered:
+            x = x if self.noise is None else x + self._noise(tile, g)
+            x = torch.softmax(x / self.observed.taus[tile.rows, None], dim=-1)
+        elif self.noise is not None:
+            # softmax(x + zeta) is softmax(x) * exp(zeta), divided by its sum.
+            x = self._factors(tile, x).mul_(x)
+            weights = weights / x.sum(-1)
+        if h == 1:  # as `grouped_matmul`
+            product = torch.bmm(weights.reshape(g, 1, q).to(x.dtype), x.reshape(g, q, s)).sum(0, keepdim=True)
+        else:
+            product = torch.bmm(weights.reshape(h, 1, g * q).to(x.dtype), x.reshape(h, g * q, s))
+        self.sums[tile.row, tile.heads, tile.seen] += product[:, 0]
 
-    def tiles(self, block: int | None) -> Iterator[tuple[slice, slice]]:
-        """The tiles as pairs (query rows, slots that these rows can see). block: query rows per tile."""
-        (h, g, count, _), window = self.query.shape, self.params.sliding_window
-        start = 0
-        while start < count:
-            own = self.num_past + start
-            width = own + MAX_TILE_ROWS if window is None else min(own, window) + MAX_TILE_ROWS
-            rows = block or max(1, MIN_PRODUCT_ROWS // g, min(MAX_TILE_ROWS, MAX_TILE_LOGITS // (h * g * width)))
-            stop = min(start + rows, count)
-            yield slice(start, stop), slice(0 if window is None else max(0, own + 1 - window), self.num_past + stop)
-            start = stop
+    def _factors(self, tile: Tile, x: Tensor) -> Tensor:
+        """exp(zeta) of a tile, [heads, G, rows, seen], in a buffer that the next tile uses again; x: for its shape."""
+        if not (tile.consecutive and self._pooled and x.dtype == torch.float32 and tile.seen.stop <= POOL_OVERLAP):
+            return self._noise(tile, x.shape[1]).exp().expand_as(x).contiguous()
+        if self._room.numel() < x.numel():
+            self._room = x.new_empty(x.numel())
+        found = self._room[: x.numel()].view(-1, x.shape[3])
+        # A query's draws for neighbouring positions are neighbours in the pool: one copy per query.
+        assert self.noise is not None
+        first = int(self.inputs.positions[tile.row, 0, tile.seen.start])
+        draws = exp_pool(self.noise.kind)[first:].unfold(0, x.shape[3], 1)
+        starts = self._pool_offsets(tile.row).unflatten(0, (-1, x.shape[1]))[tile.heads, :, tile.rows]
+        torch.index_select(draws, 0, starts.flatten(), out=found)
+        return found.view(x.shape)
 
-    def add_column_sums(self, total: Tensor, block: int | None) -> None:
-        """Add the column sums to total [H, S], in place; block: query rows per tile."""
-        (h, g), window = self.query.shape[:2], self.params.sliding_window
-        tiles = list(self.tiles(block))
-        room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
-        above = torch.ones(*[max(r.stop - r.start for r, _ in tiles)] * 2, dtype=torch.bool).triu(1)
-        for rows, seen in tiles:
-            q, slots = rows.stop - rows.start, seen.stop - seen.start
-            x = self.logits(rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
-            x[..., slots - q :].masked_fill_(above[:q, :q], -torch.inf)
-            if window is not None and self.num_past + rows.stop > window:
-                # Only the first q slots are too old for some row.
-                too_old = torch.arange(seen.start, seen.start + q) <= self._own_slots(rows) - window
-                x[..., :q].masked_fill_(too_old, -torch.inf)
-            if self.taus is not None:
-                x /= self.taus[rows]
-            torch.softmax(x, dim=-1, out=x)
-            weights = self.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
-            total[:, seen] += torch.bmm(weights, x.view(h, g * q, slots))[:, 0]
+    def _pool_offsets(self, row: int) -> Tensor:
+        """Where each query's noise starts in the pool, [H * G, Q], of one batch row."""
+        if self._offsets is None or self._offsets[0] != row:
+            assert self.noise is not None
+            of, queries = self.observed.seeds[row : row + 1], self.inputs.query_positions[row : row + 1]
+            heads = self.inputs.query.shape[1] * self.inputs.query.shape[2]
+            self._offsets = row, self.noise.pool_offsets(of, self.observed.layer, heads, queries)[0]
+        return self._offsets[1]
 
-    def logits(self, rows: slice, seen: slice, out: Tensor) -> Tensor:
-        """Logits plus noise of a tile, unmasked, written to out [H, G, rows, seen]; rows, seen: as of `tiles`."""
-        query, keys_t, scale = self.query[:, :, rows], self.keys_t[:, :, seen], self.params.scale
-        product = out.view(out.shape[0], -1, out.shape[3])
-        if self.pool_offsets is not None and self.draws is not None:
-            runs = self.draws[seen.start :].unfold(0, out.shape[3], 1)
-            places = self.pool_offsets[:, :, rows].flatten()
-            torch.index_select(runs, 0, places, out=product.view(-1, out.shape[3]))
-        noised = float(self.pool_offsets is not None)
-        if query.dtype == out.dtype:
-            torch.baddbmm(product, (query * scale).flatten(1, 2), keys_t, beta=noised, out=product)
-        else:  # half precision: rounded to the model's dtype before it is scaled, as in `AttentionInputs.logits`
-            half = torch.bmm(query.flatten(1, 2), keys_t)
-            torch.add(product if noised else out.new_zeros(()), half.float(), alpha=scale, out=product)
-        if self.slopes is not None:
-            distance = torch.arange(seen.start, seen.stop) - self._own_slots(rows)
-            out.addcmul_(self.slopes, distance.to(out))
-        if self.per_key is not None:
-            out += self.per_key[..., seen]
-        return out
-
-    def _own_slots(self, rows: slice) -> Tensor:
-        """The slot [rows, 1] of each query row's own token."""
-        return torch.arange(self.num_past + rows.start, self.num_past + rows.stop)[:, None]
-
-
-def tiled_column_sums(inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
-    """Column sums [B, H, S] float32 of a prompt on a CPU, in one buffer that stays in the CPU's cache.
-
-    A tile is some query rows of one or several kv heads against all the slots they can see. Slots in column order need
-    a mask on the diagonal only, and a row's left padding is cut off instead of masked. Per logit this leaves one
-    product, one softmax in place, one weighted sum and, for noise, one copy out of the pool. block: query rows per
-    tile; None: as many as MAX_TILE_LOGITS and MAX_TILE_ROWS allow.
-    """
-    weights, taus = observed.weights, observed.taus
-    b, h, g, count, _ = inputs.query.shape
-    slots = inputs.keys.shape[2]
-    dtype = torch.float32 if inputs.params.upcast else inputs.query.dtype
-    total = torch.zeros(b, h, slots)
-    together = min(h, max(1, MAX_TILE_LOGITS // (g * min(block or MAX_TILE_ROWS, count) * slots)))
-    tempered = None if bool((taus == 1).all()) else taus
-    for row in range(b):
-        observing = weights[row].nonzero()
-        if not len(observing):
-            continue
-        rows = slice(int(observing[0]), count)
-        pad = int((inputs.positions[row, 0] < 0).sum())
-        for first in range(0, h, together):
-            heads = slice(first, min(first + together, h))
-            slopes = inputs.params.alibi
-            held = HeadBlock(
-                query=inputs.query[row, heads, :, rows].to(dtype),
-                keys_t=inputs.keys[row, heads, pad:].to(dtype).transpose(1, 2),
-                params=inputs.params,
-                weights=weights[row, rows],
-                taus=None if tempered is None else tempered[rows, None],
-                slopes=None if slopes is None else slopes.to(total).view(h, g, 1, 1)[heads],
-                **_noise(inputs, observed, row, rows, heads, pad),
-            )
-            held.add_column_sums(total[row, heads, pad:], block)
-    return total
-
-
-def _noise(
-    inputs: AttentionInputs, observed: ObservedRows, row: int, rows: slice, heads: slice, pad: int
-) -> dict[str, Tensor]:
-    """The fields of a `HeadBlock` that give its noise; empty for no or constant noise.
-
-    row: the batch row; rows: its query rows; heads: its kv heads; pad: columns of padding on its left.
-    """
-    noise, layer = observed.spec.noise, observed.layer
-    if noise is None or noise.constant:
-        return {}
-    g = inputs.query.shape[2]
-    of, count, first = observed.seeds[row : row + 1], (heads.stop - heads.start) * g, heads.start * g
-    positions = inputs.positions[row, 0, pad:]
-    if not noise.fresh:
-        per_key = hash_draws(noise.kind, stream_id(of, layer, count, first), positions.expand(1, count, -1))
-        return {"per_key": per_key.view(-1, g, 1, len(positions))}
-    pool_offsets = noise.pool_offsets(of, layer, count, inputs.query_positions[row : row + 1, rows], first)
-    return {
-        "pool_offsets": pool_offsets.view(-1, g, pool_offsets.shape[2]),
-        "draws": pool(noise.kind, pool_offsets.device)[int(positions[0]) :],
-    }
+    def _noise(self, tile: Tile, groups: int) -> Tensor:
+        """The tile's noise [heads, G, rows or 1, seen], by its definition."""
+        inputs, at, heads = self.inputs, slice(tile.row, tile.row + 1), self.inputs.keys.shape[1]
+        assert self.noise is not None
+        zeta = self.noise.draw(
+            self.observed.seeds[at],
+            self.observed.layer,
+            heads * groups,
+            inputs.query_positions[at, tile.rows],
+            inputs.positions[at, :, tile.seen],
+        )
+        own: Tensor = zeta.unflatten(1, (heads, groups))[0, tile.heads]
+        return own
 
 
 BLOCK_ELEMENTS = 1 << 24  # logits per block: 64 MiB in float32
 
 
 @torch.no_grad()
-def column_sums(inputs: AttentionInputs, observed: ObservedRows, block: int | None = None) -> Tensor:
-    """Column sums [B, H, S] float32, as `naive_column_sums`, in blocks of query rows: O(block * slots) memory.
+def column_sums(inputs: AttentionInputs, observed: ObservedRows) -> Tensor:
+    """Column sums [B, H, S] float32, as `naive_column_sums`, in blocks of query rows of at most 64 MiB of logits.
 
-    Up to float32 rounding: the order of summation is another, and in tiles the scale of the logits is multiplied into
-    the query. block: query rows per block; None: as many as keep a block's logits under 64 MiB, or in a tile. Whether a
-    prompt goes in tiles on a CPU is decided by its own length, never by the batch it is in.
+    Up to float32 rounding: the order of summation is another.
     """
-    spec = observed.spec
     b, h, g, count, _ = inputs.query.shape
     slots = inputs.keys.shape[2]
-    if supports(inputs, spec) and (block is not None or h * g * count * slots > MIN_TILED_LOGITS):
-        return tiled_column_sums(inputs, observed, block)
-    block = block or max(16, BLOCK_ELEMENTS // max(1, b * h * g * slots))
+    block = max(16, BLOCK_ELEMENTS // max(1, b * h * g * slots))
     total = torch.zeros(b, h, slots, device=inputs.keys.device)
-    for start in range(first_weighted_row(spec, count, observed.rows_left), count, block):
+    for start in range(first_weighted_row(observed.spec, count, observed.rows_left), count, block):
         rows = slice(start, min(start + block, count))
         kv_len = inputs.kv_len(rows)
         seen = observed_probs(inputs, observed, rows, kv_len)
@@ -336,8 +254,8 @@ class CrossLayerScore:
             self.buffer = self.buffer.index_select(0, rows.to(self.buffer.device))
 
 
-def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows, block: int | None) -> Tensor:
-    """Column sums [B, H, S] float32, computed as `how` says: naive, blocked (of `block` query rows) or triton.
+def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows) -> Tensor:
+    """Column sums [B, H, S] float32, computed as `how` says: naive, blocked or triton.
 
     The Triton kernels observe prompts only; decode rows are few and are observed in blocks.
     """
@@ -346,7 +264,7 @@ def column_sums_by(how: str, inputs: AttentionInputs, observed: ObservedRows, bl
     if how == "triton" and observed.rows_left is not None:
         first = first_weighted_row(observed.spec, inputs.query.shape[3], observed.rows_left)
         return triton_ops.triton_column_sums(inputs, observed, first)
-    return column_sums(inputs, observed, block)
+    return column_sums(inputs, observed)
 
 
 def pool_sums(spec: AttentionScoreSpec, sums: Tensor, sequence: SequenceState) -> Tensor:

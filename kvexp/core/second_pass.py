@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.slots import Slots
 from kvexp.util import CacheError
@@ -78,7 +78,7 @@ class SecondPassLayer:
         self.peak_bytes = max(self.peak_bytes, inputs.keys.nbytes + inputs.values.nbytes)
         if self.observes:
             self._observe(inputs, key, rows)
-        return sdpa_attention(inputs).flatten(1, 2)
+        return compute_attention(inputs).flatten(1, 2)
 
     def _observe(self, inputs: AttentionInputs, key: Tensor, rows: Tensor) -> None:
         """Take the chunk's attention into the largest; inputs: of the whole prompt; key [n, H, Q, D]: of the fed."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, RoPE, sdpa_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, RoPE, compute_attention
 from kvexp.util import CacheError, ConfigError
 
 
@@ -322,7 +322,7 @@ class CalibrationLayer:
             in_column_order=True,
             padded=False,
         )
-        return sdpa_attention(inputs).flatten(1, 2)
+        return compute_attention(inputs).flatten(1, 2)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Always a CacheError: a calibration pass has one row."""

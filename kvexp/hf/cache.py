@@ -25,7 +25,7 @@ from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.core.decode import stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
 from kvexp.core.eviction import CacheState, LayerCache
-from kvexp.core.observe import PromptSums
+from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
@@ -606,10 +606,13 @@ class MultiLayer:
         slots.sort(key=lambda state: not state.final_length)
         first, *others = slots
         inputs = first.store(query, key, value, params, padding)
-        out, _ = first.attend(inputs)
         for state in others:
             state.share_prefill(inputs, key, value, padding)
-        seen: PromptSums = {}
+        sums: dict[SumsKey, ColumnSums] = {}
+        for state in slots:
+            state.observe(inputs, sums)
+        out, _ = first.attend(inputs, sums.values())
+        seen: PromptSums = {key: each.sums for key, each in sums.items()}
         for state in slots:
             state.update(inputs, None, seen)
         return out.flatten(1, 2)

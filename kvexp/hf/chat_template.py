@@ -97,17 +97,6 @@ class ThoughtfulAnswer:
     cut: bool
 
 
-@dataclass(frozen=True)
-class TemplateFacts:
-    """Facts of a chat template.
-
-    changes: whether its texts depend on the clock or on chance where nobody stops them; thinking: its tags, or None.
-    """
-
-    changes: bool
-    thinking: Thinking | None
-
-
 def with_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> Any:
     """The tokenizer, whose chat template `render` gives these arguments from now on."""
     setattr(tokenizer, _ARGUMENTS, dict(arguments))
@@ -290,25 +279,14 @@ def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], option: str = 
             raise ConfigError(f"{option}: date_string must be a date such as {TODAY} or 2024-07-26, got {date!r}")
 
 
-def facts_of(tokenizer: Any) -> TemplateFacts:
-    """Facts of the tokenizer's chat template with the arguments it has; none, and a broken one, change nothing."""
+def thinking_of(tokenizer: Any) -> Thinking | None:
+    """The tags of thinking in the tokenizer's chat template; None where it has none, or is broken."""
     source = template_of(tokenizer)
     if source is None:
-        return TemplateFacts(False, None)
+        return None
     with contextlib.suppress(ConfigError):
-        return TemplateFacts(_changes(tokenizer), _thinking(tokenizer, source))
-    return TemplateFacts(False, None)
-
-
-def _changes(tokenizer: Any) -> bool:
-    """Whether a conversation reads otherwise at another moment, or with other random numbers."""
-    user, model = {"role": "user", "content": _WORDS}, {"role": "assistant", "content": "An answer."}
-    system = {"role": "system", "content": "A system turn."}
-    moments = (None, datetime(1999, 11, 3, 15, 45, 10), datetime(2031, 2, 9, 8))
-    for turns in ([user], [system, user], [user, model, user]):
-        if len({_tried(tokenizer, turns, now=now, seed=seed) for seed, now in enumerate(moments)}) > 1:
-            return True
-    return False
+        return _thinking(tokenizer, source)
+    return None
 
 
 def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]], **how: Any) -> str | None:

@@ -5,7 +5,8 @@ there are, and which takes two to three times as long as the weights take to rea
 oneDNN, which torch brings along, comes near to memory's limit if it is given a copy of the weights in the order it
 reads them (measured: DECISIONS.md). From two rows on its kernels for AVX2 and AVX-512 add up a row's sums in one order,
 whatever the number of rows or threads and whether they read the copy or the weights; so a single row is given to it
-twice. It changes the order of sums, and so is not part of `patch_model`.
+twice. Small layers go the same way, where a call takes longer than the product, so that a run's numbers do not depend
+on its batch or on how many threads were free. It changes the order of sums, and so is not part of `patch_model`.
 
 `round_weights` rounds and computes as before: stated baselines, which give a cache's loss its scale.
 """
@@ -21,7 +22,6 @@ from transformers.pytorch_utils import Conv1D
 
 from kvexp.util import ConfigError, available
 
-MIN_WEIGHTS = 1 << 16  # of a layer: below (a quarter of a megabyte) the call takes longer than the product
 # Of the free memory, at most, for the copies of a model's weights; without a copy, products take longer.
 MAX_MEMORY_SHARE = 0.25
 
@@ -46,13 +46,12 @@ class PackedLinear(nn.Linear):
         return twice[:1].view(*input.shape[:-1], -1)
 
     def _eligible(self, x: Tensor | None = None) -> bool:
-        """Whether oneDNN may compute the product: float32 on a CPU, large enough, no gradients. x: the input."""
+        """Whether oneDNN may compute the product: float32 on a CPU, no gradients. x: the input."""
         weight = self.weight
         return (
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
             and (x is None or (x.device == weight.device and x.dtype == weight.dtype))
-            and weight.numel() >= MIN_WEIGHTS
             and type(weight) is nn.Parameter  # and no quantized tensor in its place
             and weight.is_contiguous()
             and not torch.is_grad_enabled()

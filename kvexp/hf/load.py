@@ -42,7 +42,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from kvexp.hf.cpu_linear import MIN_WEIGHTS
 from kvexp.hf.fetch import check_tokenizer_of, is_gguf, located
 from kvexp.hf.moving_rope import MovingRope, check_forward, reset_frequencies
 from kvexp.hf.patch import (
@@ -664,11 +663,6 @@ def base_of(path: str) -> str:
     return base
 
 
-def beside_weights(path: str | None) -> bool:
-    """Whether the folder at `path` holds weights and an adapter that changes them."""
-    return path is not None and adapter_settings(path) is not None and _has_weights(path_of(path, "model.path"))
-
-
 def check_adapter(path: str, allow_pickle: bool = False) -> None:
     """ConfigError for an adapter that cannot be merged: nothing of it is left out. Loads no weights."""
     settings = adapter_settings(path)
@@ -849,11 +843,7 @@ def shape_of(config: Any) -> ModelSize:
         model = AutoModelForCausalLM.from_config(config)
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        linear=sum(
-            module.weight.numel()
-            for module in model.modules()
-            if type(module) is nn.Linear and module.weight.numel() >= MIN_WEIGHTS
-        ),
+        linear=sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear),
         vocabulary=int(config.vocab_size),
         layers=num_layers(config),
         width=int(config.num_attention_heads) * head_dim(config),

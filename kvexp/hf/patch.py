@@ -24,7 +24,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
 
 from kvexp.core import CacheConfig, Quantization, RoPE
-from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
@@ -148,7 +148,7 @@ def _without_cache(
         in_column_order=True,
         padded=padding is not None,
     )
-    return sdpa_attention(inputs).flatten(1, 2)
+    return compute_attention(inputs).flatten(1, 2)
 
 
 def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:

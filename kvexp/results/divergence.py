@@ -108,8 +108,15 @@ class PerExample:
 
 def per_example(run: Run, text: str, first: int | None = None) -> PerExample | None:
     """What a run recorded along one kind of text; None where it has nothing. first: of the task's first examples."""
+    return _per_text(run, (text,), first).get(text)
+
+
+def _per_text(run: Run, texts: Sequence[str], first: int | None) -> dict[str, PerExample]:
+    """`per_example` of those kinds of text that a run has, which is read once."""
     lines = run.divergence().values() if run.baseline is not None else ()
-    return PerExample.of(line for line in lines if line["text"] == text and (first is None or line["index"] < first))
+    shown = [line for line in lines if first is None or line["index"] < first]
+    each = {text: PerExample.of(line for line in shown if line["text"] == text) for text in texts}
+    return {text: found for text, found in each.items() if found is not None}
 
 
 def frame_of(runs: Runs, epsilon_kl: float | None = None, epsilon_top1: float | None = None) -> pd.DataFrame:
@@ -134,9 +141,8 @@ def divergence_table(
     """
     families: dict[tuple[str, str], list[tuple[Folder, PerExample]]] = defaultdict(list)
     for folder in folders:
-        for text in TEXTS:
-            if (found := per_example(folder.run, text, first)) is not None:
-                families[folder.family, text].append((folder, found))
+        for text, found in _per_text(folder.run, TEXTS, first).items():
+            families[folder.family, text].append((folder, found))
     rows = []
     for (_, text), family in families.items():
         level = stats.corrected_level(len(family))
@@ -152,8 +158,8 @@ def _row(
     folder: Folder, found: PerExample, text: str, level: float, epsilon_kl: float, epsilon_top1: float
 ) -> dict[str, Any]:
     total = found.tokens.sum()
-    kl = share_interval(found.kl, found.tokens, stats.LEVEL)
-    top1 = share_interval(found.differs, found.tokens, stats.LEVEL)
+    shares = share_intervals((found.kl, found.differs), found.tokens, (stats.LEVEL, level))
+    (kl, kl_corrected), (top1, top1_corrected) = shares
     same_top1 = np.clip((1 - top1[1], 1 - top1[0]), 0, 1)  # a share; NaN stays
     change = float(found.change.sum() / total)
     row: dict[str, Any] = {**folder.labels, "question": folder.question, "text": text}
@@ -164,8 +170,8 @@ def _row(
     row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": same_top1[0], "top1_high": same_top1[1]}
     row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(found.change_squared.sum() / total)}
     row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
-    row["verdict_kl"] = decide(share_interval(found.kl, found.tokens, level), epsilon_kl)
-    row["verdict_top1"] = decide(share_interval(found.differs, found.tokens, level), epsilon_top1)
+    row["verdict_kl"] = decide(kl_corrected, epsilon_kl)
+    row["verdict_top1"] = decide(top1_corrected, epsilon_top1)
     receipts = [each["receipt"] for each in folder.scored.values() if each.get("receipt")]  # none: divergence=only
     for name in ("slots", "kv_bytes"):
         values = np.array([number(receipt.get(name)) for receipt in receipts])
@@ -179,11 +185,18 @@ def _mean(values: Floats) -> float:
 
 def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, float]:
     """Interval of sum(sums) / sum(tokens), examples resampled; NaN under MIN_PAIRS of them."""
-    if len(sums) < stats.MIN_PAIRS:
-        return stats.NONE
-    finer = 1 - (1 - level) / TAIL
-    moments = stats.resampled_means(stats.ratio_moments(sums, tokens), stats.resamples_for(finer))
-    return stats.ratio_interval(sums, tokens, moments, finer)
+    return share_intervals((sums,), tokens, (level,))[0][0]
+
+
+def share_intervals(each: Sequence[Floats], tokens: Floats, levels: Sequence[float]) -> list[list[stats.Interval]]:
+    """`share_interval` of several sums of the same examples, at every level."""
+    if len(tokens) < stats.MIN_PAIRS:
+        return [[stats.NONE for _ in levels] for _ in each]
+    finer = [1 - (1 - level) / TAIL for level in levels]
+    counts = [stats.resamples_for(level) for level in finer]
+    blocks = stats.resampled_blocks([stats.ratio_moments(sums, tokens) for sums in each], max(counts))
+    made_of = list(zip(finer, counts, strict=True))
+    return [stats.ratio_intervals(sums, tokens, means, made_of) for sums, means in zip(each, blocks, strict=True)]
 
 
 def decide(interval: tuple[float, float], epsilon: float) -> str:

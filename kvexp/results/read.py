@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import kvexp
 from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
 from kvexp.run.user_methods import place_of, source_files
-from kvexp.util import ConfigError
+from kvexp.util import BUSY, ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -284,18 +284,27 @@ def _folder(run: Run) -> Folder:
     asked = run.asked
     try:
         # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
-        rows = sorted(run.rows(), key=lambda row: row.get("index", 0))
+        rows = sorted(map(_timed, run.rows()), key=lambda row: row.get("index", 0))
     except ConfigError as error:  # shown without a number: its other rows would give another one
         return Folder(run, [], "failed", f"failed: {error}", asked, {})
     failure = run.failure()
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
-    if run.finished:
+    if run.finished_with(rows):
         status, problem = "done", ""
     elif not rows and ((run.command or {}).get("config") or {}).get("divergence") == "only":
         problem = "no answers (divergence=only): divergence=true adds them"
     elif failure is not None:
         status, problem = "failed", f"failed: {failure.get('error', 'error')}: {_first_line(failure.get('message'))}"
     return Folder(run, rows, status, problem, asked, {})
+
+
+def _timed(row: Row) -> Row:
+    """The row, without its times where other processes took the cores meanwhile: they are of no use to anybody."""
+    return {**row, "seconds": dict.fromkeys(row.get("seconds") or {})} if is_busy(row) else row
+
+
+def is_busy(row: Row) -> bool:
+    return number(row.get("load")) >= BUSY
 
 
 def _refused(refusal: Refusal) -> Folder:
@@ -372,7 +381,7 @@ def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
 
 
 def _current(found: list[Folder], everything: list[Folder]) -> tuple[list[Folder], list[str]]:
-    """Runs without those by older code of a user's method or replaced by a correction of kvexp; lines that say so.
+    """Runs without those by older code of a user's method; lines that say so.
 
     The code it has now is what its file holds; where that cannot be found, or has not run, what ran last. everything:
     all runs of the folder, for whichever ran last may be hidden by a `where`.
@@ -382,12 +391,9 @@ def _current(found: list[Folder], everything: list[Folder]) -> tuple[list[Folder
         if folder.source is not None:
             versions[_method_of(folder)].append(folder)
     newest = {name: _newest(each) for name, each in versions.items()}
-    replaced = _replaced(found)
     kept, older, said = [], defaultdict[str, set[str]](set), []
     for folder in found:
-        if folder.run.hash in replaced:
-            older["an older kvexp"].add(folder.run.hash)
-        elif folder.source is not None and folder.code != newest[_method_of(folder)].code:
+        if folder.source is not None and folder.code != newest[_method_of(folder)].code:
             older[f"older code of {folder.labels.get('method')}"].add(folder.run.hash)
         else:
             kept.append(folder)
@@ -413,19 +419,6 @@ def _newest(versions: list[Folder]) -> Folder:
     except OSError:
         return latest
     return next((one for one in versions if files and files == (one.source or {}).get("files")), latest)
-
-
-def _replaced(found: Iterable[Folder]) -> set[str]:
-    """Hashes of the runs of which another differs only by more corrections of kvexp (`corrected` of the identity)."""
-    alike: dict[str, list[Folder]] = defaultdict(list)
-    for folder in found:
-        plain = {name: value for name, value in folder.run.config.items() if name != "corrected"}
-        alike[_short([plain, folder.run.numerics, folder.run.hash if folder.refused else None])].append(folder)
-    gone = set()
-    for each in alike.values():
-        names = {folder.run.hash: set(folder.run.config.get("corrected") or ()) for folder in each}
-        gone |= {key for key, own in names.items() if any(own < other for other in names.values())}
-    return gone
 
 
 def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:

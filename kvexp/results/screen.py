@@ -344,7 +344,8 @@ def _below(rows: list[Record], greedy: bool) -> Iterator[str]:
         )
     if len({quality.batch_of(row) for row in rows if row["n"]}) > 1:
         yield "Batch sizes differ between runs (--full): compare bytes and times only where they are equal."
-    if any(row["n"] and absent(row["ttft_s"]) and row["text"] != "choices" for row in rows):
+    untimed = [row for row in rows if row["n"] and absent(row["ttft_s"]) and row["text"] != "choices"]
+    if any(not row["busy"] for row in untimed):
         yield (
             "Speed was not measured: these runs read each prompt together. With times: hydra/launcher=basic."
             if all(absent(row["ttft_s"]) for row in rows)

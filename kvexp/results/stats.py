@@ -13,8 +13,10 @@ Examples are the units that are resampled: tokens of one answer are not independ
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, TypeAlias
@@ -35,6 +37,8 @@ MIN_PAIRS = 20  # a bootstrap of fewer examples knows too little about its own w
 RESAMPLES = 10_000
 PILOT_RESAMPLES = 2_000  # of `n_range`, whose ends are printed with two digits
 MAX_RESAMPLES = 50_000
+MOST_REMEMBERED = 2000  # examples: their draws are at most 100 MB
+TOGETHER = 48  # metrics that are resampled at a time: 100 MB of means
 SEED = 95
 
 
@@ -95,16 +99,43 @@ def resampled_means(columns: Floats, resamples: int) -> Floats:
 def resampled_blocks(blocks: Sequence[Floats], resamples: int) -> list[Floats]:
     """`resampled_means` of each block (n, C), to the last digit what it is alone; all share the draws."""
     n = len(blocks[0])
-    rng = np.random.default_rng([SEED, n])
     means = [np.empty((resamples, block.shape[1])) for block in blocks]
-    step = max(1, min(RESAMPLES, 1_000_000 // n))
-    for start in range(0, resamples, step):
-        draws = rng.integers(n, size=(step, n)) + n * np.arange(step)[:, None]
-        counts = np.bincount(draws.ravel(), minlength=step * n).reshape(step, n).astype(np.float64)
-        rows = min(step, resamples - start)
+    made = 0
+    for drawn in _draws(n):
+        counts = drawn.astype(np.float64)
+        rows = min(len(counts), resamples - made)
         for mean, block in zip(means, blocks, strict=True):
-            mean[start : start + rows] = (counts @ block / n)[:rows]
+            mean[made : made + rows] = (counts @ block / n)[:rows]
+        made += rows
+        if made == resamples:
+            break
     return means
+
+
+def _draws(n: int) -> Iterator[NDArray[Any]]:
+    """How often each of n examples is drawn, [some resamples, n], one block of resamples after the other."""
+    rng, known = _known_draws(n)
+    step = max(1, min(RESAMPLES, 1_000_000 // n))
+    for block in itertools.count():
+        if block < len(known):
+            yield known[block]
+            continue
+        draws = rng.integers(n, size=(step, n)) + n * np.arange(step)[:, None]
+        counts = np.bincount(draws.ravel(), minlength=step * n).reshape(step, n)
+        counts = counts.astype(np.min_scalar_type(counts.max()))
+        if n <= MOST_REMEMBERED:
+            known.append(counts)
+        yield counts
+
+
+def _known_draws(n: int) -> tuple[np.random.Generator, list[NDArray[Any]]]:
+    """The generator of n examples' draws, and those it has made; of more than MOST_REMEMBERED none are remembered."""
+    return _remembered(n) if n <= MOST_REMEMBERED else _remembered.__wrapped__(n)
+
+
+@functools.lru_cache(maxsize=2)
+def _remembered(n: int) -> tuple[np.random.Generator, list[NDArray[Any]]]:
+    return np.random.default_rng([SEED, n]), []
 
 
 def corrected_level(comparisons: int, level: float = LEVEL) -> float:
@@ -157,6 +188,7 @@ LEAST_ERROR = 0.4  # a resample's standard error counts as at least this share o
 LARGEST_LOG = 50.0  # an end of a ratio beyond exp(+-50) is 0 or infinity
 
 Interval = tuple[float, float]
+Level = tuple[float, int]  # of an interval, and how many of the resamples, from the first, it is made of
 NONE: Interval = (math.nan, math.nan)
 
 
@@ -167,16 +199,21 @@ def mean_moments(values: Floats) -> Floats:
 
 def mean_interval(values: Floats, resampled: Floats, level: float) -> Interval:
     """Interval of the mean of values [n], which may have either sign; resampled [R, 2]: means of `mean_moments`."""
+    return mean_intervals(values, resampled, [(level, len(resampled))])[0]
+
+
+def mean_intervals(values: Floats, resampled: Floats, levels: Sequence[Level]) -> list[Interval]:
+    """`mean_interval` at each level."""
     n = len(values)
     if n < 2:
-        return NONE
+        return [NONE for _ in levels]
     at, error = _mean_error(mean_moments(values).mean(axis=0), n)
     if not error > 0:
-        return float(at), float(at)
+        return [(float(at), float(at)) for _ in levels]
     each, errors = _mean_error(resampled, n)
     t = (each - at) / np.maximum(errors, LEAST_ERROR * error)
-    below, above = _quantiles(t, n, level)
-    return float(at - above * error), float(at + below * error)
+    reached = _quantiles(t, n, levels)
+    return [(float(at - above * error), float(at + below * error)) for below, above in reached]
 
 
 def _mean_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
@@ -197,26 +234,34 @@ def ratio_interval(top: Floats, bottom: Floats, resampled: Floats, level: float)
     few examples of top are not 0 that resamples without them leave the upper end infinite, it is what top would give if
     as many examples were not 0 as n draws allow (Clopper and Pearson 1934), each as large as the largest seen.
     """
+    return ratio_intervals(top, bottom, resampled, [(level, len(resampled))])[0]
+
+
+def ratio_intervals(top: Floats, bottom: Floats, resampled: Floats, levels: Sequence[Level]) -> list[Interval]:
+    """`ratio_interval` at each level."""
     n = len(top)
     if n < 2 or not bottom.mean() > 0:
-        return NONE
+        return [NONE for _ in levels]
     k = int((top > 0).sum())
-    share = 1.0 if k == n else float(betaincinv(k + 1, n - k, (1 + level) / 2))  # upper end, Clopper and Pearson
-    at_most = float(share * max(top.max(), bottom.max()) / bottom.mean())
+    # The upper ends of Clopper and Pearson.
+    shares = [1.0 if k == n else float(betaincinv(k + 1, n - k, (1 + level) / 2)) for level, _ in levels]
+    at_most = [float(share * max(top.max(), bottom.max()) / bottom.mean()) for share in shares]
     if not top.any():
-        return 0.0, at_most
+        return [(0.0, most) for most in at_most]
     at, error = _ratio_error(ratio_moments(top, bottom).mean(axis=0), n)
     spread = float(error / at)
     if not spread > 0:
-        return float(at), float(at)
+        return [(float(at), float(at)) for _ in levels]
     with np.errstate(divide="ignore", invalid="ignore"):
         each, errors = _ratio_error(resampled, n)
         t = np.log(each / at) / np.maximum(errors / each, LEAST_ERROR * spread)
-    below, above = _quantiles(t, n, level)
-    high = _times_exp(at, below * spread)
-    if math.isinf(high) and resampled[:, 1].min() > 0:
-        high = at_most
-    return _times_exp(at, -above * spread), high
+    found = []
+    for (_, count), most, (below, above) in zip(levels, at_most, _quantiles(t, n, levels), strict=True):
+        high = _times_exp(at, below * spread)
+        if math.isinf(high) and resampled[:count, 1].min() > 0:
+            high = most
+        found.append((_times_exp(at, -above * spread), high))
+    return found
 
 
 def _ratio_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
@@ -226,17 +271,22 @@ def _ratio_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
     return ratio, np.sqrt(np.maximum(variance, 0) / (n - 1)) / moments[..., 1]
 
 
-def _quantiles(t: Floats, n: int, level: float) -> tuple[float, float]:
+def _quantiles(t: Floats, n: int, levels: Sequence[Level]) -> list[tuple[float, float]]:
     """How many standard errors above and below the estimate the interval reaches: (up, down), each at least Student's.
 
     A resample without a ratio (its baseline scored 0, or the run did) may lie anywhere: it counts on both sides.
     """
-    tail = (1 - level) / 2
-    student = t_quantile(1 - tail, n - 1)
     unknown = np.isnan(t)
-    low = np.quantile(np.where(unknown, -np.inf, t), tail, method="lower")
-    high = np.quantile(np.where(unknown, np.inf, t), 1 - tail, method="higher")
-    return max(float(-low), student), max(float(high), student)
+    lowest, highest = (np.where(unknown, end, t) for end in (-np.inf, np.inf)) if unknown.any() else (t, t)
+    found: dict[Level, tuple[float, float]] = {}
+    for count in {count for _, count in levels}:
+        tails = {(level, count): (1 - level) / 2 for level, of in levels if of == count}
+        low = np.quantile(lowest[:count], list(tails.values()), method="lower")
+        high = np.quantile(highest[:count], [1 - tail for tail in tails.values()], method="higher")
+        for (one, tail), down, up in zip(tails.items(), low, high, strict=True):
+            student = t_quantile(1 - tail, n - 1)
+            found[one] = max(float(-down), student), max(float(up), student)
+    return [found[each] for each in levels]
 
 
 def _times_exp(at: Floats | float, power: float) -> float:
@@ -252,15 +302,16 @@ def percent_of_sums(metric: str, top: Floats, bottom: Floats) -> Interval:
     """
     if len(top) < MIN_PAIRS or lower_is_better(metric):
         return NONE
-    low, high = _score_ratio(top, bottom, resampled_means(ratio_moments(top, bottom), resamples_for(LEVEL)), LEVEL)
+    resampled = resampled_means(ratio_moments(top, bottom), resamples_for(LEVEL))
+    ((low, high),) = _score_ratios(top, bottom, resampled, [(LEVEL, len(resampled))])
     return 100 * low, 100 * high
 
 
-def _score_ratio(top: Floats, bottom: Floats, resampled: Floats, level: float) -> Interval:
-    """Interval of mean(top) / mean(bottom), that of two shares where every score is all or nothing."""
+def _score_ratios(top: Floats, bottom: Floats, resampled: Floats, levels: Sequence[Level]) -> list[Interval]:
+    """Intervals of mean(top) / mean(bottom); where every score is all or nothing, of two shares."""
     if is_all_or_nothing(top, bottom):
-        return share_ratio_interval(top, bottom, level)
-    return ratio_interval(top, bottom, resampled, level)
+        return [share_ratio_interval(top, bottom, level) for level, _ in levels]
+    return ratio_intervals(top, bottom, resampled, levels)
 
 
 def is_all_or_nothing(*columns: Floats) -> bool:
@@ -298,7 +349,7 @@ class Comparison:
     scores: Floats
     base: Floats
     length: float  # generated tokens, percent of the baseline's
-    means: list[Floats] = field(default_factory=list)  # of each metric's `_moments`, resampled: (resamples, 2 or 5)
+    intervals: list[dict[float, Interval]] = field(default_factory=list)  # of each metric: level -> its percentage's
 
     @property
     def pairs(self) -> int:
@@ -332,14 +383,27 @@ def _scores(rows: Sequence[Row], metrics: Sequence[str]) -> Floats:
 
 
 def resample(comparisons: Sequence[Comparison], level: float) -> None:
-    """Bootstrap the comparisons that have enough pairs for it; equal sizes share the draws."""
-    for n in {comparison.pairs for comparison in comparisons if comparison.pairs >= MIN_PAIRS}:
-        same = [comparison for comparison in comparisons if comparison.pairs == n]
-        columns = [_moments(each, index) for each in same for index in range(len(each.metrics))]
-        finest = max(fail_level(each, level) for each in same)
-        blocks = iter(resampled_blocks(columns, resamples_for(finest)))
-        for each in same:
-            each.means = [next(blocks) for _ in each.metrics]
+    """Bootstrap the comparisons that have enough pairs for it: their intervals at 95 %, at `level` and `fail_level`.
+
+    Equal sizes share the draws, and as many of them count as a level takes: how many more a table's other runs need
+    moves nothing.
+    """
+    sizes: dict[int, list[tuple[Comparison, int]]] = {}
+    for comparison in comparisons:
+        if comparison.pairs >= MIN_PAIRS:
+            comparison.intervals = [{} for _ in comparison.metrics]
+            sizes.setdefault(comparison.pairs, []).extend(
+                (comparison, index) for index in range(len(comparison.metrics))
+            )
+    for alike in sizes.values():
+        for start in range(0, len(alike), TOGETHER):
+            some = alike[start : start + TOGETHER]
+            levels = [sorted({LEVEL, level, fail_level(each, level)}) for each, _ in some]
+            blocks = resampled_blocks([_moments(*one) for one in some], resamples_for(max(map(max, levels))))
+            for (comparison, index), wanted, means in zip(some, levels, blocks, strict=True):
+                made_of = [(each, resamples_for(each)) for each in wanted]
+                found = _percent_intervals(comparison, index, means, made_of)
+                comparison.intervals[index] = dict(zip(wanted, found, strict=True))
 
 
 def _moments(comparison: Comparison, index: int) -> Floats:
@@ -350,20 +414,18 @@ def _moments(comparison: Comparison, index: int) -> Floats:
     return ratio_moments(scores, base)
 
 
-def percent_interval(comparison: Comparison, index: int, level: float) -> tuple[float, float]:
-    """Interval of a metric's percentage of the baseline; NaN without enough pairs.
-
-    From as many of the draws as the level takes: how many more a table's other runs need moves nothing.
-    """
+def _percent_intervals(comparison: Comparison, index: int, means: Floats, levels: Sequence[Level]) -> list[Interval]:
+    """Intervals of a metric's percentage of the baseline; means: of its `_moments`, resampled."""
     scores, base = comparison.scores[:, index], comparison.base[:, index]
-    if not comparison.means:
-        return NONE
-    means = comparison.means[index][: resamples_for(level)]
     if lower_is_better(comparison.metrics[index]):
-        low, high = mean_interval(base - scores, means, level)
-        return 100.0 * math.exp(low), 100.0 * math.exp(high)
-    low, high = _score_ratio(scores, base, means, level)
-    return 100.0 * low, 100.0 * high
+        each = mean_intervals(base - scores, means, levels)
+        return [(100.0 * math.exp(low), 100.0 * math.exp(high)) for low, high in each]
+    return [(100.0 * low, 100.0 * high) for low, high in _score_ratios(scores, base, means, levels)]
+
+
+def percent_interval(comparison: Comparison, index: int, level: float) -> Interval:
+    """Interval of a metric's percentage of the baseline, at a level of `resample`; NaN without enough pairs."""
+    return comparison.intervals[index][level] if comparison.intervals else NONE
 
 
 def quality(comparison: Comparison, level: float, decidable: bool) -> Row:

@@ -30,6 +30,7 @@ from kvexp.results.read import (
     Runs,
     baseline_of,
     evicted,
+    is_busy,
     number,
     question_words,
     read_runs,
@@ -54,7 +55,8 @@ VERDICTS = (
 )
 COST = (
     *("ended", "slots", "kv_ratio_reached", "kv_bytes", "bytes_share", "peak_kv_bytes"),
-    *("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed", "batch_size", "smallest_batch", *MEANS, "fell_back"),
+    *("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed", "busy"),
+    *("batch_size", "smallest_batch", *MEANS, "fell_back"),
 )
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline_check", "baseline", "hash")
 
@@ -179,8 +181,9 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     """Mean slots and bytes at the end, the highest peak, median seconds; all new tokens over all generation time.
 
     ended: percent of the generated answers that an end token or a stop string ended, before max_new_tokens did.
-    Seconds are of the scored examples that hold times (`timed`): not of rows made with shared prefills. Time per token
-    is of the timed ones with two new tokens or more. fell_back: notes of rows whose retrieval did less than asked.
+    Seconds are of the scored examples that hold times (`timed`): not of rows made with shared prefills, nor of the
+    `busy` ones, made while other processes took the cores. Time per token is of the timed ones with two new tokens or
+    more. fell_back: notes of rows whose retrieval did less than asked.
 
     Per row (one prompt): slots, and over the prompt's tokens (kv_ratio_reached); kv_bytes and peak_kv_bytes, an equal
     share of the batch's, its padding included; and tokens_per_s, the tokens of one row over the seconds it ran (a batch
@@ -212,6 +215,7 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
         "tpot_s": _over(np.median, tpot),
         "tokens_per_s": float(new[timed].sum()) / total if total > 0 else math.nan,
         "timed": int(np.isfinite(ttft).sum()),
+        "busy": sum(map(is_busy, rows)),
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
         "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
         **{name: _over(lambda found: sum(found) / len(found), (of.get(name) for of in retrieval)) for name in MEANS},
@@ -788,7 +792,7 @@ def legend(df: pd.DataFrame) -> list[str]:
         ]
     if any(partly_timed(row) for row in records(df)):
         lines += ["timed: of how many of the n examples TTFT, TPOT and tokens/s are; the others shared a prefill."]
-    if df.loc[df["n"] > 0, ["ttft_s", "tpot_s"]].isna().any(axis=None):
+    if df.loc[(df["n"] > 0) & (df["busy"] == 0), ["ttft_s", "tpot_s"]].isna().any(axis=None):
         lines += [
             "no TTFT, TPOT, tokens/s: choices are not generated, and runs of a sweep that share each prompt's prefill "
             "are not timed (hydra/launcher=basic takes them one at a time)."
@@ -841,6 +845,9 @@ def own_notes(row: Row) -> Iterator[str]:
         yield f"also asked for as {row['also']}"
     if row["verdict99"] != "baseline" and row["slots"] < FEW_SLOTS:
         yield FEW_SLOTS_WORDS
+    if row["busy"]:
+        some = "" if row["busy"] == row["n"] else f" of {row['busy']} of {row['n']} examples"
+        yield f"busy machine: times{some} are not comparable"
     if row["fell_back"]:
         yield row["fell_back"]
     if MOVING in str(row.get("revision") or ""):

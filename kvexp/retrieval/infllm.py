@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, sdpa_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, compute_attention
 from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import KVIndex
@@ -271,7 +271,7 @@ class InfLLM(Retrieval):
     def attend_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> Tensor:
         if self.prefill == "full":
             (received,) = window_attention_masses(inputs, [local])
-            out = sdpa_attention(inputs)
+            out = compute_attention(inputs)
         else:
             out, received = blockwise_prefill(self, inputs, local, counts)
         index.register("received", received)

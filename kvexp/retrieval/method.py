@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.budget import floor_share
 from kvexp.core.method import Method
 from kvexp.core.slot_order import topk_slots
@@ -227,14 +227,14 @@ class Retrieval(Method):
 
         chosen: what `select` returned.
         """
-        return sdpa_attention(inputs)
+        return compute_attention(inputs)
 
     def attend_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> Tensor:
         """Attention output [B, H, G, Q, Dv] of prompt rows.
 
         local: past tokens of the recent window, per row; counts: slots to select, per row.
         """
-        return sdpa_attention(inputs)
+        return compute_attention(inputs)
 
     @classmethod
     def observe_prompts(cls, prompts: Sequence[tuple[Self, StoredPrompt]]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, sdpa_attention
+from kvexp.core.attention import AttentionInputs, compute_attention
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery, Selection, reduce_group
 from kvexp.util import AtLeast, ConfigError
@@ -61,7 +61,7 @@ class SparQ(Retrieval):
         return Selection(chosen, retrieval_query.logits(dots, past=True) if self.mean_value else None)
 
     def attend(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, chosen: Selection) -> Tensor:
-        out = sdpa_attention(inputs)
+        out = compute_attention(inputs)
         if chosen.extra is None:
             return out
         groups = out.shape[2]

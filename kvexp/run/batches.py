@@ -57,7 +57,18 @@ from kvexp.run.store import REFERENCE, TEXTS, Line, Run, run_hash, run_name
 from kvexp.run.workers import ForkPool, num_workers
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ANSWERS, PROMPTS, CacheError, ConfigError, NotFinite, Progress, Session, say
+from kvexp.util import (
+    ANSWERS,
+    PROMPTS,
+    CacheError,
+    ConfigError,
+    LoadMeter,
+    NotFinite,
+    Progress,
+    Session,
+    machine_load,
+    say,
+)
 from kvexp.util import TEXTS as FORCED
 
 if TYPE_CHECKING:
@@ -500,6 +511,7 @@ class Filler:
         return [[piece] for piece in (pieces if len(pieces) > 1 else pieces[0].halves())]
 
     def _computed(self, pieces: Sequence[Piece], batches: Sequence[PromptBatch], halved: int) -> Iterator[Part]:
+        meter = LoadMeter() if self.timed and self.model.device.type == "cpu" else None
         for one in outputs_of_batches(self.model, self.tokenizer, batches, self.most):
             piece = pieces[one.batch]
             if one.run == len(piece.members):  # the full cache's, which was added for the texts
@@ -509,7 +521,8 @@ class Filler:
                 if index in one.answers and (prompt.example.id, ANSWER) in member.lacking:
                     answer = one.answers[index] if self.timed else one.answers[index].untimed
                     row = row_of(member.settings, self.model, self.tokenizer, index, prompt, answer)
-                    rows.append({**row, "halved": halved})
+                    load = None if meter is None else machine_load(meter)
+                    rows.append({**row, "halved": halved} | ({} if load is None else {"load": load}))
             yield member, rows, one.lines
 
     def _located(self, error: NotFinite, pieces: Sequence[Piece], batches: Sequence[PromptBatch]) -> NotFinite:

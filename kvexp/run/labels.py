@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that say how a job is carried out, and nothing of what is asked for.
 EXECUTION_KEYS = (
-    *("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose"),
-    "cache.graph",
+    *("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "threads", "log", "objective"),
+    *("diagnose", "cache.graph"),
     *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1"),
 )
 # Overrides that have a label of their own or change no number.
@@ -127,6 +127,7 @@ ROOT: dict[str, Any] = {
     "batch_size": Annotated[int, AtLeast(1)],
     "timeout_s": Annotated[float, Range(0, above=True)] | None,
     "retry": bool,
+    "threads": Annotated[int, AtLeast(1)] | None,
     "bytes_ratio": Annotated[float, Range(0, 1, above=True)] | None,
     "questions": Literal["each", "all"],
 }

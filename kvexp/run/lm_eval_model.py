@@ -246,7 +246,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
     @functools.cached_property
     def _thinking(self) -> Thinking | None:
         """The tags of the tokenizer's template."""
-        return chat_template.facts_of(self.tokenizer).thinking
+        return chat_template.thinking_of(self.tokenizer)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability, greedy) per request. Requests of one item share what they have in common."""

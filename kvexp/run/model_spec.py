@@ -20,7 +20,7 @@ from kvexp.util import ConfigError, cached_commit, field_types, file_digest, pat
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
     from kvexp.hf.calibrate import Made, StatisticsFile
-    from kvexp.hf.chat_template import TemplateFacts
+    from kvexp.hf.chat_template import Thinking
     from kvexp.hf.load import Model, Tokenizer
     from kvexp.hf.moving_rope import MovingRope
     from kvexp.tasks import Task
@@ -113,7 +113,7 @@ class ModelSpec:
         spec = replace(spec, chat=spec._templated() if chat == AUTO else chat)
         if given:
             spec._check_arguments(given)
-        if spec.strip_thinking is True and facts_of_template(spec).thinking is None:
+        if spec.strip_thinking is True and thinking_of_model(spec) is None:
             raise ConfigError(
                 "model.strip_thinking=true, but the model's chat template has no tags of thinking: leave it at auto"
             )
@@ -169,7 +169,7 @@ class ModelSpec:
         known["template_args"] = json.loads(self.template_args)
         if not known["template_args"]:
             del known["template_args"]  # the same
-        if self.strip_thinking == AUTO or (self.strip_thinking is False and facts_of_template(self).thinking is None):
+        if self.strip_thinking == AUTO or (self.strip_thinking is False and thinking_of_model(self) is None):
             del known["strip_thinking"]  # the same; and where there is nothing to leave in
         for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
             known[name] = digest or known[name]
@@ -232,21 +232,19 @@ def tokenizer_of(spec: ModelSpec) -> Tokenizer:
     return _tokenizer(replace(spec, chat=False, strip_thinking=AUTO))  # the same with and without its template
 
 
-def facts_of_template(spec: ModelSpec) -> TemplateFacts:
-    """Facts of the tokenizer's chat template; none where it cannot be loaded, which making prompts reports."""
-    from kvexp.hf.chat_template import TemplateFacts
-
+def thinking_of_model(spec: ModelSpec) -> Thinking | None:
+    """The chat template's tags of thinking; None also where it cannot be loaded, which making prompts reports."""
     try:
-        return _facts(replace(spec, chat=False, strip_thinking=AUTO))
+        return _thinking(replace(spec, chat=False, strip_thinking=AUTO))
     except ConfigError:
-        return TemplateFacts(False, None)
+        return None
 
 
 @functools.lru_cache(maxsize=64)
-def _facts(spec: ModelSpec) -> TemplateFacts:
-    from kvexp.hf.chat_template import TemplateFacts, facts_of
+def _thinking(spec: ModelSpec) -> Thinking | None:
+    from kvexp.hf.chat_template import thinking_of
 
-    return facts_of(tokenizer_of(spec)) if spec.kind == "pretrained" else TemplateFacts(False, None)
+    return thinking_of(tokenizer_of(spec)) if spec.kind == "pretrained" else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -287,18 +285,6 @@ def moving_rope(spec: ModelSpec) -> MovingRope | None:
         return MovingRope.of(config_of_spec(spec))
     except ConfigError:
         return None
-
-
-@functools.lru_cache(maxsize=16)
-def stretches_context(spec: ModelSpec) -> bool:
-    """Whether a factor of the model's RoPE raises its config's limit of tokens; False where that cannot be read."""
-    from kvexp.hf import patch as families
-
-    try:
-        config = config_of_spec(spec)
-        return bool(families.max_positions(config) > getattr(config, families.family_of(config).limit))
-    except ConfigError:
-        return False
 
 
 def rows_alone(spec: ModelSpec) -> bool:

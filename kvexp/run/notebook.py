@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvexp.run import model_spec
 from kvexp.run.compose import is_model_place, meant, named_user_method, option, options
 from kvexp.run.labels import with_packaged_path
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, watch_torch
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
@@ -25,6 +25,7 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
     name: one of `kvexp models`, a folder, a GGUF file or a hub id. settings: keys of `model` on the command line, as
     in dtype="bfloat16", device="cuda". Returns (model, tokenizer). ConfigError for what cannot be loaded.
     """
+    watch_torch()
     if name in options("model"):
         node = dict(option("model", name))
         if node.get("path") == "???":

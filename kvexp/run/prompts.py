@@ -19,7 +19,7 @@ from kvexp.hf.patch import check_positions, num_layers
 from kvexp.hf.patch import max_positions as positions_of
 from kvexp.hf.second_pass import check_second_pass
 from kvexp.run.model_spec import config_of_spec, max_positions, tokenizer_of
-from kvexp.run.settings import Settings, batch_budget, corrections_of
+from kvexp.run.settings import Settings, batch_budget
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.tasks.lm_eval import Item
 from kvexp.util import ConfigError
@@ -268,8 +268,6 @@ def check_template(settings: Settings, tokenizer: Tokenizer) -> None:
             "the tokenizer's chat template writes another text every time, so no two runs would have the same prompts: "
             "correct chat_template in the model's folder, or set model.chat=false"
         )
-    if corrections_of(settings) != settings.identity.get("corrected", []):
-        raise ConfigError("the model's tokenizer could not be read when this run was set up: start it again")
 
 
 def check_max_new_tokens(settings: Settings, todo: list[tuple[int, Example]]) -> None:

@@ -29,7 +29,7 @@ from kvexp.run.prompts import ItemPrompt, Items, Prompts, TokenizedExample, turn
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.run.store import Run, sent_otherwise
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, machine_load
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
@@ -94,7 +94,7 @@ def check_threads(record: Run, model: ModelSpec, threads: int) -> None:
     if one_row_per_forward(model.dtype, model.resolved_device()) and record.rows() and before != threads:
         raise ConfigError(
             f"{record.path} has rows made with {before} threads, and in {model.dtype} on a CPU {threads} would make "
-            f"others: set OMP_NUM_THREADS={before}, or remove that folder"
+            f"others: set threads={before}, or remove that folder"
         )
 
 
@@ -248,6 +248,7 @@ def environment() -> dict[str, Any]:
         "transformers": metadata.version("transformers"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
+        "load": machine_load(),
     }
 
 

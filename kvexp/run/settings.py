@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 from kvexp.core import Budget, BytesBudget, CacheConfig, Method
 from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
 from kvexp.generate import GenerationParams
-from kvexp.generate.inputs import MODEL_PROCESSORS, check_generation_config, set_fields
+from kvexp.generate.inputs import check_generation_config
 from kvexp.hf.chat_template import Thinking
-from kvexp.hf.load import batch_size_identifies_run, beside_weights
+from kvexp.hf.load import batch_size_identifies_run
 from kvexp.hf.moving_rope import check_rope
-from kvexp.methods import CUR, Full
+from kvexp.methods import Full
 from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, made, quantization_of
 from kvexp.run.compose import option
 from kvexp.run.labels import (
@@ -33,23 +33,16 @@ from kvexp.run.model_spec import (
     ModelSpec,
     calibrated,
     config_of_spec,
-    facts_of_template,
     generation_config_of,
     moving_rope,
     rows_alone,
-    stretches_context,
+    thinking_of_model,
 )
 from kvexp.run.user_methods import admitted, source_of
-from kvexp.tasks import ContextQA, LMEval, Needle, Perplexity, Stories, Task
+from kvexp.tasks import LMEval, Task
 from kvexp.tasks.base import with_shared_context
 from kvexp.tasks.lm_eval import written_after
-from kvexp.tasks.metrics import is_unspaced
-from kvexp.tasks.needle import has_plain_sentences
-from kvexp.tasks.summaries import SummaryTask
 from kvexp.util import ConfigError, Rule, field_types, refuse, typed
-
-# Corrections of NUMERICS 10 that move rows: the identity of each run that one touches names it; others keep theirs.
-# The next NUMERICS holds them all, and this part goes with it.
 
 
 def writes_text(settings: Settings) -> bool:
@@ -57,112 +50,6 @@ def writes_text(settings: Settings) -> bool:
     if isinstance(settings.task, LMEval):
         return any(written_after(name) is not None for name in settings.task.tasks)
     return generates(settings)
-
-
-def _stop_begins_in_prompt(settings: Settings) -> bool:
-    """Whether a stop string may begin in a prompt, whose end once counted as written."""
-    task = settings.task
-    if isinstance(task, LMEval):
-        found = [made for name in task.tasks if (made := written_after(name)) is not None]
-    elif generates(settings):
-        known = task.truncate != "right" and not settings.model.chat
-        end = task.around()[1] if isinstance(task, SummaryTask) and known else ""
-        found = [(end, list(settings.decoding.stop_strings))]
-    else:
-        return False
-    return any(_begins(stop, end) for end, stops in found for stop in stops)
-
-
-def _begins(stop: str, end: str) -> bool:
-    """Whether a prompt may end with the beginning of a stop string; end: what all prompts end with, "" where unknown.
-
-    A space in front counts as well: some tokenizers leave it out where a text begins.
-    """
-    parts = [stop[:count] for count in range(1, len(stop))]
-    return stop.startswith(" ") or any(end.endswith(part) or part.endswith(end) for part in parts)
-
-
-def _model_changes_logits(settings: Settings) -> bool:
-    """Whether the model's generation_config.json holds what changes a greedy answer, which once was left out."""
-    if not writes_text(settings):
-        return False
-    own = generation_config_of(settings.model)
-    return bool(set_fields(own, MODEL_PROCESSORS)) or bool(own.stop_strings and not settings.decoding.stop_strings)
-
-
-# Name of the correction -> whether it can move a row of a run with these settings. No model is loaded for the answer.
-CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
-    "stop_in_prompt": _stop_begins_in_prompt,
-    "generation_config": _model_changes_logits,
-    # Rows of a batch, of a shared prefill and of the runs before chose each other's RoPE frequencies.
-    "moving_rope": lambda settings: moving_rope(settings.model) is not None,
-    # Prompts were cut to, or skipped by, the length that the model had before its RoPE was stretched.
-    "rope_context": lambda settings: stretches_context(settings.model),
-    # Chat templates that wrote the day's date are given one date for ever.
-    "template_clock": lambda settings: settings.templated and facts_of_template(settings.model).changes,
-    # Answers are scored without the thinking before them, where the chat template has tags for it.
-    "thinking": lambda settings: settings.thinking is not None,
-    # A LoRA adapter in the weights' folder is merged into them, where it was left out.
-    "adapter": lambda settings: settings.model.kind == "pretrained" and beside_weights(settings.model.path),
-    # Depths, answers and words go by the scripts of the texts, which were taken for English.
-    "needle_depth": lambda settings: _known(_stands_elsewhere, settings.task),
-    "unicode_answers": lambda settings: _known(_has_answers_beyond_ascii, settings.task),
-    "unspaced_words": lambda settings: _known(_has_unspaced_texts, settings.task),
-    # Its scores were of another scale in every head where heads are compared.
-    "cur_heads": lambda settings: isinstance(settings.method, CUR) and settings.cache.compares_heads,
-}
-
-
-_FOUND: dict[tuple[Callable[[Task], bool], str, str], bool] = {}
-
-
-def _known(holds: Callable[[Task], bool], task: Task) -> bool:
-    """Whether `holds` is true of the task, whose texts are read once for all runs of a sweep, whatever the `limit`."""
-    if not isinstance(task, ContextQA | Needle | Perplexity | Stories):
-        return False
-    task = dataclasses.replace(task, limit=None, sample="first")
-    key = (holds, repr(task), task.pinned)
-    if key not in _FOUND:
-        try:
-            _FOUND[key] = holds(task)
-        except ConfigError:  # bad rows or options: `Task.check` says what is wrong
-            return False
-    return _FOUND[key]
-
-
-def _stands_elsewhere(task: Task) -> bool:
-    """Whether the text, in which needles once stood at ends of English sentences, has no, or not only, such ends."""
-    if not isinstance(task, Needle):
-        return False
-    longest = max((length for length in task.lengths if isinstance(length, int)), default=0)
-    whole = f"{task.text}\n\n{task.text}"  # repeats begin elsewhere and go on with what was in front
-    return longest > 0 and not has_plain_sentences(task.text[: 20 * longest] if task.repeats == 1 else whole)
-
-
-def _has_answers_beyond_ascii(task: Task) -> bool:
-    """Whether answers have letters that SQuAD's normalisation, by which they once were compared, does not know."""
-    if isinstance(task, Needle):
-        return task.beyond_ascii
-    return isinstance(task, ContextQA) and _in_rows(task, lambda row: "words" in task.example(row, "").info)
-
-
-def _has_unspaced_texts(task: Task) -> bool:
-    """Whether a text is of a script without spaces, at which its words once were split."""
-    if not isinstance(task, Stories | Perplexity):
-        return False
-    return _in_rows(task, lambda row: is_unspaced(str(row.get(task.text_field))))
-
-
-def _in_rows(task: Task, holds: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether `holds` is true of a row of the task's files; of the hub, whether it is not the task's own data set."""
-    if task.data_files is None:
-        return task.hub_id != type(task).hub_id
-    return any(holds(row) for _, row in task.rows())
-
-
-def corrections_of(settings: Settings) -> list[str]:
-    """Sorted names of the corrections that can move rows of a run with these settings."""
-    return sorted(name for name, touches in CORRECTIONS.items() if touches(settings))
 
 
 # Settings of different groups that exclude each other, looked through before any model loads.
@@ -420,7 +307,7 @@ class Settings:
         asked = self.model.strip_thinking
         if asked is False or self.task.only_nll or not (self.templated or asked is True):
             return None
-        found = facts_of_template(self.model).thinking
+        found = thinking_of_model(self.model)
         return found if found is None or self.templated else dataclasses.replace(found, opened=False)
 
     @property
@@ -482,8 +369,6 @@ class Settings:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
             identity["batch_size"] = self.batch_size
-        if corrected := corrections_of(self):
-            identity["corrected"] = corrected
         return dataclasses.replace(self, labels=labels, identity=identity)
 
 

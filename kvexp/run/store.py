@@ -26,7 +26,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -99,7 +99,7 @@ def wrong_row(row: Mapping[str, Any]) -> str | None:
         return _must("example", TEXT, row.get("example"))
     if "index" in row and row["index"] is None:
         return _must("index", WHOLE, None)
-    return _wrong(row, ROW, "")
+    return None if _plainly_fits(row, ROW) else _wrong(row, ROW, "")
 
 
 def wrong_labels(labels: Any) -> str | None:
@@ -116,9 +116,32 @@ def wrong_divergence(line: Mapping[str, Any]) -> str | None:
         values = line.get(name)
         if not isinstance(values, list) or len(values) != count or not count:
             return f"{name} must be a list as long as tokens"
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        plainly = _plainly_fits(values, [NUMBER])
+        if not plainly and not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
             return f"{name} must hold finite numbers"
     return None
+
+
+TYPES: dict[str, set[Any]] = {NUMBER: {int, float}, WHOLE: {int}, TEXT: {str}, TRUTH: {bool}, GROUP: {dict}}
+LARGE = 1e15  # a number beyond it is looked at by itself
+
+
+def _plainly_fits(value: Any, kind: Any) -> bool:
+    """Whether a value is what runs write, seen quickly: False says nothing. Nearly all that is read comes past here."""
+    if value is None:
+        return True
+    if isinstance(kind, dict):
+        if type(value) is not dict:
+            return False
+        each = kind.get(EACH)
+        return all(_plainly_fits(item, each or kind[name]) for name, item in value.items() if each or name in kind)
+    items = value if isinstance(kind, list) else [value]
+    allowed = TYPES[kind[0] if isinstance(kind, list) else kind]
+    if type(items) is not list or not allowed.issuperset(map(type, items)):
+        return False
+    if int not in allowed or not items:
+        return True
+    return min(items) > -LARGE and max(items) < LARGE and sum(items) == sum(items)  # NaN is not itself
 
 
 def _wrong(value: Any, kind: Any, where: str) -> str | None:
@@ -286,9 +309,7 @@ class Run:
                             replace(path / name, pretty(value))
             run = cls.load(path)
             if canonical(run.config) == canonical(config):
-                run._ask(labels)
-                if command is not None and run.command != (plain := json_object(command, "command")):
-                    _write(path / "command.json", plain)
+                run.ask(labels, command)
         except OSError as error:
             raise ConfigError(trouble(error, "write", path)) from error
         if canonical(run.config) != canonical(config):
@@ -347,7 +368,10 @@ class Run:
         except (OSError, ValueError):
             return None
 
-    def _ask(self, labels: Json) -> None:
+    def ask(self, labels: Json, command: Mapping[str, Any] | None = None) -> None:
+        """Record that the run was asked for under these labels, and with this command."""
+        if command is not None and self.command != (plain := json_object(command, "command")):
+            _write(self.path / "command.json", plain)
         if self.asked[-1] != labels:
             with locked(self.path):
                 known = [*(other for other in self.asked if other != labels), labels]
@@ -398,11 +422,14 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether `finish` was called and that many rows are there, no more and no fewer."""
+        return self.finished_with(self.rows())
+
+    def finished_with(self, rows: Sequence[Json]) -> bool:
+        """`finished`, of rows that were read before."""
         try:
-            total = load(self.path / "done.json").get("examples")
+            return bool(load(self.path / "done.json").get("examples") == len(rows))
         except (OSError, ValueError):
             return False
-        return total == len(self.rows())
 
     def fail(self, error: BaseException) -> None:
         """Record that this attempt ended with an error; its rows stay, and it can be taken up again."""
@@ -528,7 +555,7 @@ def refuse(
 ) -> Refusal:
     """Record that what these overrides ask for could not begin. An OSError says where it could not be written."""
     words = sorted(overrides)
-    file = _refusal_file(outputs_dir, words)
+    file = refusal_file(outputs_dir, words)
     content: Json = {"overrides": words, "labels": json_object(labels, "labels")} | _error_record(error)
     _write(file, content, make_folder=True)
     return Refusal(file, words, content["labels"], content["error"], content["message"])
@@ -536,7 +563,7 @@ def refuse(
 
 def accept(outputs_dir: str | Path, overrides: Iterable[str]) -> None:
     """What these overrides ask for has a run now: forget that it was refused once."""
-    file = _refusal_file(outputs_dir, sorted(overrides))
+    file = refusal_file(outputs_dir, sorted(overrides))
     with explained(file), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         file.unlink()
 
@@ -551,7 +578,8 @@ def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
             yield Refusal(file, *(found[name] for name in ("overrides", "labels", "error", "message")))
 
 
-def _refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
+def refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
+    """Path of the record of a refusal of these overrides, which are sorted; there may be none."""
     return Path(outputs_dir) / REFUSED_JOBS_FOLDER / _file_name(words)
 
 

@@ -24,13 +24,12 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
 from omegaconf import open_dict
 
 from kvexp.run.jobs import HydraJob, run_job, run_jobs, runs_of, runs_or_none
 from kvexp.run.store import Run, run_hash
 from kvexp.run.user_methods import admit, admitted, load_method
-from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, listening, say, worked
+from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, listening, say, watch_torch, worked
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model
@@ -47,6 +46,8 @@ def num_workers(model: Model) -> int:
 
     A CUDA context does not survive a fork, and elsewhere than on Linux a process that has used threads does not.
     """
+    import torch
+
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     alone = threading.current_thread() is threading.main_thread() and not multiprocessing.current_process().daemon
     if sys.platform != "linux" or not on_cpu or torch.cuda.is_initialized() or not alone:
@@ -148,6 +149,8 @@ def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -
     ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         return
+    import torch
+
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     with listening(_Relay(pipe)):
@@ -261,6 +264,7 @@ def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: S
 
 def run_batch(shipment: JobBatch) -> BatchResult:
     """In the worker: run the jobs in a session of their own, and tell what they were."""
+    watch_torch()
     with active(Session(overrides_of_jobs=shipment.words)) as session:
         _load_methods(shipment.methods)
         values = run_jobs(shipment.jobs, session)

@@ -103,12 +103,6 @@ def hide(text: str, needles: Sequence[tuple[float, str]], characters: int | None
     return Hidden("".join(reversed(parts)).rstrip(), depths)
 
 
-def has_plain_sentences(text: str) -> bool:
-    """Whether all of the text is in sentences that . ! ? and white space end: needles stand where they always did."""
-    begins = [0, *(found.end() for found in _ENDS.finditer(text))]
-    return OTHER_ENDS.search(text) is None and all(_ends_as_sentence(text, begin) for begin in begins)
-
-
 def _boundary(text: str, near: int, length: int) -> tuple[int, bool]:
     """(Where the sentence, line, word or character that holds character `near` begins, whether it is a line.)
 

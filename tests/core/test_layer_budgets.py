@@ -144,7 +144,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("how", [{"mode": "compact"}, {"mode": "mask"}, {"chunk": 13}, {"block": 5}], ids=str)
+@pytest.mark.parametrize("how", [{"mode": "compact"}, {"mode": "mask"}, {"chunk": 13}], ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_modes_batches_padding_and_chunks_agree(method: Method, how: dict[str, Any]) -> None:
     budget = Budget(tokens=BUDGET, layers="cake" if method.name in ("h2o", "kvzip") else None)

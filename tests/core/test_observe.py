@@ -6,8 +6,10 @@ import math
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,21 +24,21 @@ from kvexp.core import (
     Noise,
     SequenceState,
 )
+from kvexp.core import attention as attending
 from kvexp.core import observe as observing
-from kvexp.core.attention import AttentionInputs
+from kvexp.core.attention import AttentionInputs, blocked_attention
 from kvexp.core.eviction import CacheState
 from kvexp.core.noise import EULER, GUMBEL_STD, POOL_OVERLAP, POOL_SIZE, pool
-from kvexp.core.observe import (
-    ObservedRows,
-    column_sums,
-    naive_column_sums,
-    row_weights,
-    supports,
-    tiled_column_sums,
-)
+from kvexp.core.observe import ColumnSums, ObservedRows, naive_column_sums, row_weights
 from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
 
 # Observation at prefill: blocks change nothing, memory stays linear, and hand-computed sums come out.
+
+
+def tiles_of(rows):
+    """Let blocked attention take at most so many query rows per tile; None: as many as it likes."""
+    few = {} if rows is None else {"MAX_TILE_ROWS": rows, "MIN_TILE_ROWS": 1}
+    return mock.patch.multiple(attending, **few) if few else nullcontext()
 
 
 def observe(view_method, *, block=None, naive=False, padding=0, alibi=False, window=None, dtype=torch.float32):
@@ -47,9 +49,10 @@ def observe(view_method, *, block=None, naive=False, padding=0, alibi=False, win
     mask = torch.ones(batch, length, dtype=torch.bool)
     mask[1, :padding] = False
     slopes = torch.arange(1, heads * groups + 1) / 10 if alibi else None
-    plan = CacheConfig(view_method, Budget(tokens=40), Cadence(), observe="naive" if naive else "blocked", block=block)
+    plan = CacheConfig(view_method, Budget(tokens=40), Cadence(), observe="naive" if naive else "blocked")
     state = EvictionLayer(plan, 0, CacheState(plan, 1, SequenceState(max_new_tokens=4, seeds=9)))
-    out = state.forward(q, k, v, AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes), mask)
+    with tiles_of(block):
+        out = state.forward(q, k, v, AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes), mask)
     return out, state.slots.score[:, :, :length]
 
 
@@ -283,6 +286,14 @@ def sight_of(count=59, padding=(0, 0, 0), alibi=False, window=None, ahead=0, dty
     return AttentionInputs(query, keys, keys, columns[:, None], own, params, in_column_order=True, padded=any(padding))
 
 
+def attended(inputs, observed, block=None):
+    """Column sums of a prompt as they are taken while it is attended to."""
+    sums = ColumnSums(inputs, observed)
+    with tiles_of(block):
+        blocked_attention(inputs, [sums])
+    return sums.sums
+
+
 def sums(inputs, method, how, rows_left=0, first_seed=5, **options):
     spec = method.score_spec
     weights = row_weights(spec, inputs.query_positions, rows_left)
@@ -298,7 +309,7 @@ def test_tiles_are_naive(method, world):
     inputs = sight_of(**WORLDS[world])
     expected = sums(inputs, METHODS[method], naive_column_sums)
     for block in (1, 7, 64, None):
-        got = sums(inputs, METHODS[method], tiled_column_sums, block=block)
+        got = sums(inputs, METHODS[method], attended, block=block)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
 
@@ -306,7 +317,7 @@ def test_half_precision_rounds_products_as_the_truth_does():
     """A product that lies between two numbers of bfloat16 may be summed up to either: one part in 2**8 of a logit."""
     inputs = sight_of(dtype=torch.bfloat16)
     exact = sums(replace(inputs, query=inputs.query.float(), keys=inputs.keys.float()), H2O(), naive_column_sums)
-    rounded, got = sums(inputs, H2O(), naive_column_sums), sums(inputs, H2O(), tiled_column_sums, block=7)
+    rounded, got = sums(inputs, H2O(), naive_column_sums), sums(inputs, H2O(), attended, block=7)
     assert (got - rounded).abs().max() < 0.05 * (rounded - exact).abs().max()
 
 
@@ -314,7 +325,7 @@ def test_a_row_is_the_same_in_any_company():
     """To the bit: neighbours and padding decide neither the tiles nor what is in them."""
     padded = sight_of(padding=(0, 19, 41))
     for method in METHODS.values():
-        together = sums(padded, method, tiled_column_sums, block=None)
+        together = sums(padded, method, attended)
         for row, pad in enumerate((0, 19, 41)):
             at = slice(row, row + 1)
             alone = replace(
@@ -326,7 +337,7 @@ def test_a_row_is_the_same_in_any_company():
                 query_positions=padded.query_positions[at, pad:],
                 padded=False,
             )
-            got = sums(alone, method, tiled_column_sums, first_seed=5 + row, block=None)
+            got = sums(alone, method, attended, first_seed=5 + row)
             assert torch.equal(together[row, :, pad:], got[0])
             assert (together[row, :, :pad] == 0).all()
 
@@ -334,41 +345,65 @@ def test_a_row_is_the_same_in_any_company():
 def test_heads_go_in_pieces_where_a_tile_cannot_hold_them(monkeypatch):
     inputs = sight_of()
     for size, least in ((1 << 9, 1), (1 << 12, 1), (1 << 9, 64)):
-        monkeypatch.setattr(observing, "MAX_TILE_LOGITS", size)
-        monkeypatch.setattr(observing, "MIN_PRODUCT_ROWS", least)
+        monkeypatch.setattr(attending, "MAX_TILE_LOGITS", size)
+        monkeypatch.setattr(attending, "MIN_TILE_ROWS", least)
         for method in (H2O(), Keyformer(), Keyformer(fresh=False)):
             expected = sums(inputs, method, naive_column_sums)
-            got = sums(inputs, method, tiled_column_sums, block=None)
+            got = sums(inputs, method, attended)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
 
 def test_a_chunk_that_nothing_observes_adds_nothing():
-    assert (sums(sight_of(ahead=7), SnapKV(window=5), tiled_column_sums, rows_left=5, block=None) == 0).all()
+    assert (sums(sight_of(ahead=7), SnapKV(window=5), attended, rows_left=5) == 0).all()
 
 
-@pytest.mark.parametrize(("count", "tiled"), [(31, False), (300, True)])
-def test_short_prompts_are_observed_at_once_and_long_ones_in_tiles(count, tiled, monkeypatch):
-    called = []
-    monkeypatch.setattr(observing, "tiled_column_sums", lambda *_: called.append(1) or torch.zeros(()))
-    sums(sight_of(count), H2O(), column_sums)
-    assert bool(called) == tiled
-
-
-def test_what_never_comes_in_tiles():
+def test_slots_in_no_order_and_noise_of_another_kind_are_naive_too():
     """Slots out of order, a simulation's, float64; and recorded noise, whose table knows rows by their number."""
 
     class Recorded(Noise):
         pass
 
-    inputs, spec = sight_of(), AttentionScoreSpec(noise=Noise())
-    assert supports(inputs, spec)
-    assert not supports(inputs, AttentionScoreSpec(noise=Recorded()))
-    for other in (
-        sight_of(dtype=torch.float64),
-        replace(inputs, in_column_order=False),
-        replace(inputs, visible=torch.ones(3, 3, 59, dtype=torch.bool)),
-    ):
-        assert not supports(other, spec)
+    dice, inputs = torch.Generator().manual_seed(2), sight_of()
+    hidden = torch.rand(3, 3, 59, generator=dice) < 0.8
+    hidden[..., 0] = True
+    order = torch.randperm(59, generator=dice)
+    shuffled = replace(
+        inputs, keys=inputs.keys[:, :, order], positions=inputs.positions[..., order], in_column_order=False
+    )
+    for other in (sight_of(dtype=torch.float64), shuffled, replace(inputs, visible=hidden)):
+        for method in (H2O(), Keyformer()):
+            expected = sums(other, method, naive_column_sums)
+            torch.testing.assert_close(sums(other, method, attended, block=7), expected, atol=1e-5, rtol=2e-5)
+    spec = SimpleNamespace(score_spec=AttentionScoreSpec(noise=Recorded()))
+    torch.testing.assert_close(sums(inputs, spec, attended), sums(inputs, Keyformer(tau_init=1.0), naive_column_sums))
+
+
+ORDERS = ("prompt", "padded", "alibi", "window", "ahead", "hidden", "shuffled", "bfloat16")
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_blocked_attention_is_a_masked_softmax_times_the_values(case):
+    """Against logits and masks of all query rows at once, whatever the tiles; padded rows give 0."""
+    worlds = {"padded": {"padding": (0, 19, 41)}, "alibi": {"alibi": True}, "window": {"window": 9}}
+    worlds |= {"ahead": {"ahead": 12}, "bfloat16": {"dtype": torch.bfloat16}}
+    dice, inputs = torch.Generator().manual_seed(2), sight_of(**worlds.get(case, {}))
+    if case == "hidden":
+        visible = torch.rand(3, 3, 59, generator=dice) < 0.8
+        visible[..., 0] = True
+        inputs = replace(inputs, visible=visible)
+    if case == "shuffled":
+        order = torch.randperm(59, generator=dice)
+        parts = {"keys": inputs.keys[:, :, order], "values": inputs.values[:, :, order]}
+        inputs = replace(inputs, **parts, positions=inputs.positions[..., order], in_column_order=False)
+    count, slots = inputs.query.shape[3], inputs.keys.shape[2]
+    probabilities = torch.softmax(inputs.logits(slice(0, count), slots), dim=-1)
+    expected = torch.einsum("bhgqs,bhsd->bhgqd", probabilities, inputs.values.float())
+    real = (inputs.query_positions >= 0)[:, None, None, :, None]
+    near = {"atol": 2e-2, "rtol": 2e-2} if case == "bfloat16" else {"atol": 5e-6, "rtol": 1e-5}
+    for block in (1, 7, 64, None):
+        with tiles_of(block):
+            got = blocked_attention(inputs)
+        torch.testing.assert_close(got.float(), expected * real, **near)
 
 
 def test_a_softmax_may_be_written_over_its_logits():

@@ -72,7 +72,7 @@ def sums(inputs, method, how):
     weights = row_weights(spec, inputs.query_positions, 0)
     taus = torch.full((inputs.query.shape[3],), spec.tau[0], device=DEVICE)
     observed = ObservedRows(spec, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0)
-    return column_sums_by(how, inputs, observed, None)
+    return column_sums_by(how, inputs, observed)
 
 
 def same(got, expected):
@@ -151,7 +151,7 @@ def test_three_tokens_by_hand():
     for method, columns in ((H2O(), [19 / 12, 7 / 6, 1 / 4]), (A2SF(alpha=0.5), [2 / 3, 5 / 6, 1 / 4])):
         weights = row_weights(method.score_spec, at, 0)
         observed = ObservedRows(method.score_spec, weights, taus, seeds, 0, 0)
-        got = column_sums_by("triton", inputs, observed, None)
+        got = column_sums_by("triton", inputs, observed)
         torch.testing.assert_close(got[0, 0].cpu(), torch.tensor(columns))
 
 

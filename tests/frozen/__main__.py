@@ -49,6 +49,7 @@ TIMED_COLUMNS = (
     "tpot_s",
     "tokens_per_s",
     "timed",
+    "busy",
     "batch_size",
     "smallest_batch",
     "baseline_check",

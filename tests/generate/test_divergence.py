@@ -267,11 +267,6 @@ def test_static_caches_are_refused():
         model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=64))
 
 
-def test_blocks_of_nothing():
-    with pytest.raises(ConfigError, match="block must be at least 1 or null, got 0"):
-        EvictionCache(tiny("llama"), H2O(), Budget(tokens=8), block=0)
-
-
 def test_tau_schedule_does_not_run_past_its_end():
     model = tiny("llama")
     cache = EvictionCache(model, Keyformer(), Budget(tokens=8), max_new_tokens=3)

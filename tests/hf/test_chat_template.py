@@ -20,7 +20,7 @@ from test_conf import composed
 from kvexp.generate import GenerationParams, generate
 from kvexp.generate import loop as decode_loop
 from kvexp.hf import chat_template, random_model
-from kvexp.hf.chat_template import Thinking, check_arguments, facts_of, render, variables_of, with_arguments
+from kvexp.hf.chat_template import Thinking, check_arguments, render, thinking_of, variables_of, with_arguments
 from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import Full
 from kvexp.run.batches import evaluate_run
@@ -124,7 +124,6 @@ def days(monkeypatch):
 @pytest.mark.parametrize("form", ["%d %b %Y", "%Y-%m-%d %H:%M:%S", "%A %d %B %Y", "%s", "%j %Z", "%c %x"])
 def test_a_template_reads_one_day_whatever_the_clock_says(form, days):
     tokenizer, texts = tokenizer_with("{{ strftime_now('" + form + "') }}" + PLAIN), set()
-    assert facts_of(tokenizer).changes
     for year in (2001, 2030):
         days(year)
         texts.add(render(tokenizer, USER, add_generation_prompt=True))
@@ -178,7 +177,7 @@ def test_a_template_that_takes_a_date_gets_the_one_that_is_set():
 
 def test_chance_in_a_template_is_the_same_every_time():
     tokenizer = tokenizer_with("{{ range(99999)|random }}" + PLAIN)
-    assert render(tokenizer, USER) == render(tokenizer, USER) and facts_of(tokenizer).changes
+    assert render(tokenizer, USER) == render(tokenizer, USER)
 
 
 class Unlike(type(byte_tokenizer())):
@@ -217,29 +216,6 @@ def test_every_way_of_rendering_reads_the_same_day(days):
     ]
     assert all("2024" in text and "2031" not in text for text in told)
     assert end_of_turn(tokenizer) == []
-
-
-@pytest.mark.parametrize(
-    ("template", "named"),
-    [
-        (PLAIN, None),
-        ("{{ date_string }}" + PLAIN, None),  # it always had one
-        ("{# strftime_now #}" + PLAIN, None),
-        ("{% if not date_string is defined %}{{ strftime_now('%Y') }}{% endif %}" + PLAIN, None),
-        ("{{ strftime_now('%Y') }}" + PLAIN, ["template_clock"]),
-        ("{% if messages|length > 2 %}{{ strftime_now('%Y') }}{% endif %}" + PLAIN, ["template_clock"]),
-        (SMOL, ["template_clock", "thinking"]),
-        (QWEN, ["thinking"]),
-    ],
-)
-def test_exactly_the_runs_that_are_touched_have_another_identity(template, named, folders):
-    folder = folders(template)
-    made = settings(folder)
-    assert made.identity.get("corrected") == named
-    assert settings(folder, "model.chat=false").identity.get("corrected") is None
-    assert made.baseline().identity.get("corrected") == named
-    assert not {"template_args", "strip_thinking"} & set(made.identity["model"])
-    assert "thinking" not in made.identity["generation"]
 
 
 # ---- arguments of a template
@@ -320,7 +296,7 @@ def test_arguments_that_no_template_takes():
     ],
 )
 def test_tags_are_the_templates_own(template, arguments, found):
-    assert facts_of(tokenizer_with(template, **arguments)).thinking == found
+    assert thinking_of(tokenizer_with(template, **arguments)) == found
 
 
 @pytest.mark.parametrize(

@@ -306,78 +306,6 @@ def test_log_likelihoods_are_of_the_raw_logits():
     assert continuation_logprobs(model, PROMPTS[:1], [[4, 5, 6]], Full()) == before
 
 
-# -- the runs that these corrections touch ---------------------------------------------------------------------------
-
-
-def corrected(*words):
-    words = [*words, f"task.data_files={ROOT}/tests/fixtures/xsum.jsonl"] if NAMED in words else words
-    return settings_of(*composed("model=testbed_rope", *words)).identity.get("corrected", [])
-
-
-NAMED = "task=xsum"
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([NAMED], []),
-        ([NAMED, r"+generation.stop_strings=['\n\n']", "task.template='{input}: '"], []),
-        ([NAMED, "+generation.stop_strings=[': Q']", "task.template='{input}: '"], ["stop_in_prompt"]),
-        ([NAMED, "+generation.stop_strings=['aQ']", "task.template='Sum up {input}'"], ["stop_in_prompt"]),
-        (["task=testbed_needle", "+generation.stop_strings=['ab']"], ["stop_in_prompt"]),
-        (["task=testbed_choice", "+generation.stop_strings=['ab']"], []),
-    ],
-)
-def test_runs_whose_stop_strings_may_begin_in_a_prompt_are_other_runs(words, expected):
-    assert corrected(*words) == expected
-
-
-@pytest.mark.parametrize(
-    ("prompt", "until", "expected"),
-    [
-        ("{{text}} {{ask}}", "['\\n\\n', '.']", ["stop_in_prompt"]),
-        ("Q: {{ask}}\\nA:", "['\\n\\n', 'Q:']", []),
-        ("Q: {{ask}}\\n", "['\\n\\n']", ["stop_in_prompt"]),
-        ("{{ask}} A:", "[':B']", ["stop_in_prompt"]),
-        ("{{ask}} A:", "null", []),
-        ("{{ask}}\\n", "null", ["stop_in_prompt"]),
-    ],
-)
-def test_tasks_of_lm_eval_whose_stop_texts_may_begin_in_a_prompt_are_other_runs(prompt, until, expected, tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
-    rows = ROOT / "tests" / "fixtures" / "lm_eval"
-    text = (rows / "own_answers.yaml").read_text()
-    text = text.replace("tests/fixtures/lm_eval/texts.jsonl", str(rows / "texts.jsonl"))
-    text = text.replace("{{text}} {{ask}}", prompt)
-    text = text.replace(
-        '  until: ["\\n\\n", "."]\n', "" if until == "null" else f"  until: {until}\n".replace("'", '"')
-    )
-    file = tmp_path / "own_answers.yaml"
-    file.write_text(text)
-    assert corrected("task=lm_eval", f"task.tasks=[{file}]") == expected
-
-
-def test_runs_of_a_model_that_changes_its_logits_are_other_runs(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(ROOT / "kvexp" / "tasks" / "testbed_models" / "testbed_rope", folder)
-    words = ("model=local", f"model.path={folder}", "model.device=cpu")
-    file = folder / "generation_config.json"
-    plain = json.loads(file.read_text())
-
-    def of(task, **own):
-        file.write_text(json.dumps(plain | own))
-        return corrected(*words, f"task={task}")
-
-    for own in ({"repetition_penalty": 1.2}, {"suppress_tokens": [5]}, {"min_length": 9}, {"stop_strings": ["."]}):
-        assert of("testbed_summary", **own) == ["generation_config"]
-        assert of("testbed_choice", **own) == of("testbed_summary") == []
-    for own in ({"repetition_penalty": 1.0}, {"temperature": 0.6, "top_p": 0.9}, {"suppress_tokens": []}):
-        assert of("testbed_summary", **own) == []
-    with pytest.raises(ConfigError, match=r"generation_config\.json sets guidance_scale=2\.0"):
-        of("testbed_summary", guidance_scale=2.0)
-    assert of("testbed_choice", guidance_scale=2.0) == [], "no answer of this task is generated"
-
-
 def test_a_run_follows_its_model_s_own_settings_with_shared_prefills_and_measured_divergence(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "kvexp" / "tasks" / "testbed_models" / "testbed_rope", folder)
@@ -390,7 +318,6 @@ def test_a_run_follows_its_model_s_own_settings_with_shared_prefills_and_measure
     words += ["model=local", f"model.path={folder}", "task=testbed_summary", "method=h2o", "task.max_new_tokens=9"]
     settings = settings_of(*composed(*words))
     run, full = evaluate_run(settings), evaluate_run(settings.baseline())
-    assert "generation_config" in settings.identity["corrected"]
     banned = tokenizer.decode(free[:1])
     assert not any(banned in row["output"].split() for one in (run, full) for row in one.rows())
 

@@ -16,7 +16,7 @@ from tiny import prompts_of, tiny
 import kvexp.retrieval.infllm as retrieval_infllm
 import kvexp.retrieval.method as retrieval_base
 from kvexp.core import AttentionParams, Budget, Cadence
-from kvexp.core.attention import apply_probs_any_width, decode_logits, sdpa_attention
+from kvexp.core.attention import apply_probs_any_width, compute_attention, decode_logits
 from kvexp.core.backends import stackable_width
 from kvexp.core.slots import Slots
 from kvexp.generate import (
@@ -184,7 +184,7 @@ def test_retrieval_methods_join():
 
 def test_a_prompts_output_is_computed_once(monkeypatch):
     """Retrieval methods attend to a shared prompt only where no other cache does, and then the first of them."""
-    prompts, original = [], sdpa_attention
+    prompts, original = [], compute_attention
 
     def counted(inputs):
         if inputs.query.shape[3] > 1:
@@ -192,7 +192,7 @@ def test_a_prompts_output_is_computed_once(monkeypatch):
         return original(inputs)
 
     for where in (retrieval_base, retrieval_infllm):
-        monkeypatch.setattr(where, "sdpa_attention", counted)
+        monkeypatch.setattr(where, "compute_attention", counted)
     model = tiny("llama")
     some = [CacheConfig(m, HALF) for m in (InfLLM(n_sinks=1, block=4), Oracle(n_sinks=1), PQCache(m=2, b=3))]
     for variants, times in (([CacheConfig(Full()), *some], 0), (some, 1), (some[1:], 1)):
@@ -225,7 +225,7 @@ def test_a_method_that_indexes_what_it_attends_to_does_so_in_a_shared_prefill(mo
 
     def attend_prompt(self, inputs, index, local, counts):
         calls.append((local, counts))
-        return sdpa_attention(inputs)
+        return compute_attention(inputs)
 
     mine = type("Mine", (Oracle,), {"attend_prompt": attend_prompt, "__module__": __name__})
     model = tiny("llama")
@@ -267,10 +267,10 @@ def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
 
 
 def test_equal_views_are_observed_once(monkeypatch):
-    import kvexp.core.observe as observe
+    import kvexp.core.eviction as eviction
 
-    calls, original = [], observe.column_sums
-    monkeypatch.setattr(observe, "column_sums", lambda *a, **k: calls.append(a[1]) or original(*a, **k))
+    calls, original = [], eviction.ColumnSums
+    monkeypatch.setattr(eviction, "ColumnSums", lambda *a: calls.append(a[1]) or original(*a))
     model = tiny("llama")
     methods = [(H2O(), FIFTH), (H2O(), HALF), (Keyformer(), HALF), (Keyformer(tau_end=5.0), FIFTH)]
     some = [CacheConfig(*pair) for pair in methods]
@@ -484,7 +484,7 @@ def test_half_precision_goes_on_with_the_threads_it_was_begun_with(tmp_path, mon
             if dtype == "float32":
                 assert len(evaluate_run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
                 continue
-            with pytest.raises(ConfigError, match=r"77 would make others: set OMP_NUM_THREADS=\d+, or remove"):
+            with pytest.raises(ConfigError, match=r"77 would make others: set threads=\d+, or remove"):
                 evaluate_run(_settings(tmp_path, *half, "limit=2"))
         assert len(evaluate_run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
 

@@ -20,7 +20,6 @@ import kvexp
 from kvexp.results import stats
 from kvexp.results import stats as intervals
 from kvexp.results.plots import draw_quality as draw
-from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.stats import n_needed
 from kvexp.results.table import CONTAINS, count, print_table, seconds, size, table, to_markdown
 from kvexp.results.views import main
@@ -133,6 +132,12 @@ UNTIMED = {"seconds": {"ttft": None, "tt2t": None, "tpot": None}}
         ([{"prompt_cut": True}], "prompt cut", "1", ""),
         ([{}, {"metrics": {}, "skipped": "too long"}], "skipped", "1", "without a score: too long (1)"),
         ([{}, UNTIMED, UNTIMED], "timed", "1", "timed: of how many of the n examples"),
+        (
+            [{}, {"load": 0.5}, {"load": 0.49}],
+            "timed",
+            "2",
+            "busy machine: times of 1 of 3 examples are not comparable",
+        ),
         ([{"seconds": {"ttft": 0.5}}], "TTFT", "500 ms", "TTFT, TPOT: medians over the n examples"),
     ],
 )
@@ -152,6 +157,17 @@ def test_columns_stand_where_a_row_has_something_to_say(
     heads, text = shown()
     line = next(line for line in text.splitlines() if line.startswith("| h2o"))
     assert line.split("|")[heads.index(head)].strip() == cell and below in text
+
+
+def test_times_of_a_busy_machine_are_not_shown(tmp_path: Path) -> None:
+    """Half a core taken by others: no median of them is made, and a line says why."""
+    write(tmp_path, "full", [10.0, 30.0], changes={"load": 0.4})
+    write(tmp_path, "h2o", [10.0, 30.0], changes={"load": 0.5})
+    full, h2o = (one(tmp_path, method) for method in ("full", "h2o"))
+    assert (full["busy"], full["timed"], h2o["busy"], h2o["timed"]) == (0, 2, 2, 0)
+    assert full["ttft_s"] > 0 and all(math.isnan(h2o[name]) for name in ("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s"))
+    text = to_markdown(table(tmp_path, {"method": "h2o"}))
+    assert "busy machine: times are not comparable" in text and "TTFT" not in text
 
 
 def test_percent_and_spread_by_hand() -> None:
@@ -422,19 +438,6 @@ def test_runs_that_no_label_tells_apart_say_what_differs(tmp_path: Path) -> None
         run.finish(20)
     assert table(tmp_path)["setting"].nunique() == 2 and table(tmp_path)["setting"].str.startswith("data=").all()
     assert table(tmp_path)["also"].eq("").all()
-
-
-def test_a_run_that_a_correction_replaced_is_left_out(tmp_path: Path) -> None:
-    labels = {"model": "tiny", "task": "xsum", "method": "full", "kv_ratio": None}
-    hashes = []
-    for more in ({}, {"corrected": ["clock"]}):
-        run = Run.open(tmp_path, {"method": {"name": "full"}, **more}, labels)
-        run.append(row(0, 50.0))
-        run.finish(1)
-        hashes.append(run.hash)
-    frame = table(tmp_path)
-    assert frame["hash"].tolist() == hashes[1:] and "left out: 1 run of an older kvexp" in to_markdown(frame)
-    assert set(table(tmp_path, {ALL_VERSIONS: True})["hash"]) == set(hashes)
 
 
 def test_hiding_runs_moves_no_95_percent_interval() -> None:

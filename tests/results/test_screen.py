@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 from report_runs import write
@@ -16,7 +18,19 @@ from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
 AROUND = 6  # lines, the empty ones not counted
 
 
-def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=None, evicts=True, timed=False, **labels):
+def record(
+    folder,
+    method,
+    kv_ratio=None,
+    n=24,
+    score=40.0,
+    kl=None,
+    baseline=None,
+    evicts=True,
+    timed=False,
+    load=0.0,
+    **labels,
+):
     """A run whose scores and divergences differ a little from example to example."""
     receipt = {"kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
     receipt["first_eviction_step"] = 0 if evicts and baseline else None
@@ -24,7 +38,7 @@ def record(folder, method, kv_ratio=None, n=24, score=40.0, kl=None, baseline=No
     more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": "length"}
     scores = [{"rouge1": score + index % 5, "rouge2": score / 2} for index in range(n)]
     generation = {"generation": {"max_new_tokens": 8, "num_beams": 1}}
-    changes = {"receipt": receipt, "seconds": seconds, **more}
+    changes = {"receipt": receipt, "seconds": seconds, "load": load, **more}
     labels = {"kv_ratio": kv_ratio, "setting": "", **labels}
     run = write(folder, method, scores, baseline, changes=changes, config=generation, **labels)
     if kl is not None:
@@ -95,8 +109,14 @@ def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep
             ("TTFT",),
         ),
         ({"timed": True}, {"kl": 0.3, "timed": True}, ("TTFT", "100 ms", "10 ms"), ("Speed was not measured",)),
+        (
+            {"timed": True, "load": 1.0},
+            {"kl": 0.3, "timed": True, "load": 1.0},
+            ("full, h2o 50 %: busy machine: times are not comparable",),
+            ("TTFT", "100 ms", "10 ms", "Speed was not measured"),
+        ),
     ],
-    ids=["few examples", "void", "timed"],
+    ids=["few examples", "void", "timed", "busy"],
 )
 def test_what_the_lines_around_a_table_say(tmp_path, full, run, present, missing):
     record(tmp_path, "h2o", 0.5, baseline=record(tmp_path, "full", **full), **run)
@@ -176,6 +196,28 @@ def test_the_time_left_is_right_within_a_factor_of_two_once_it_is_said(clock, ca
                 progress.advance(prompts * each, kind)
     assert wrong and max(wrong) <= 2
     assert capsys.readouterr().out.startswith("runs: 16 prompts, 48 answers, 32 texts\n")
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "progress.json").read_text())
+
+
+@pytest.mark.parametrize("waited", [0.0, 100.0])
+def test_the_time_left_of_a_recorded_sweep(clock, waited):
+    """A sweep of 18 runs and the full cache; also where the first answer and the first text waited so many seconds."""
+    last, said, waits = 0.0, [], {ANSWERS: waited, TEXTS: waited}
+    start = clock.now
+    with Progress("runs", 760, 0, work=RECORDED["work"]) as progress:
+        for now, kind, count in RECORDED["pieces"]:
+            clock.now += now - last + waits.pop(kind, 0.0)
+            last = now
+            worked(kind, count)
+            said.append((clock.now - start, progress.seconds_left(), bool(waits) and waited > 0))
+    end = said[-1][0]
+    known = [(now, left) for now, left, _ in said if left is not None]
+    assert known[0][0] > 0.04 * end, "before, nothing is known"
+    tenth = 0.1 * (end - 2 * waited)
+    late = [(left, end - now) for now, left, waits_still in said if tenth < now < end - tenth and not waits_still]
+    assert late and all(left is not None and 0.5 <= left / rest <= 2 for left, rest in late)
 
 
 def test_piped_progress_is_a_line_a_minute_at_most(clock, capsys):

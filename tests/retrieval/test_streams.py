@@ -122,7 +122,8 @@ def test_codes_that_were_fetched_for_nothing_are_fetched_again(window, monkeypat
         beside = generate(on_gpu("llama"), [PROMPTS[1]], method, Budget(tokens=17), **options)
         logits = [x.cpu() for x in beside.logits]
     assert not checker.problems
-    torch.testing.assert_close(torch.stack(logits), torch.stack(alone.logits), atol=1e-6, rtol=0)
+    # The prompt is attended in tiles on a CPU, by SDPA elsewhere: float32 rounding of logits up to 3, layer by layer.
+    torch.testing.assert_close(torch.stack(logits), torch.stack(alone.logits), atol=2e-5, rtol=0)
 
 
 def test_room_that_was_not_foreseen_is_made_while_codes_are_on_their_way(monkeypatch):

@@ -142,6 +142,7 @@ def test_every_key_of_the_defaults_is_known():
         ("seed", -1, "seed must be at least 0, got -1"),
         ("timeout_s", float("inf"), "timeout_s must be above 0 or null, got inf"),
         ("retry", "yes", "retry must be true or false, got 'yes'"),
+        ("threads", 0, "threads must be at least 1 or null, got 0"),
         ("budget", {"kv_ratio": 120}, r"budget.kv_ratio must be in \(0, 1\], got 120$"),
         ("budget", {"kv_ratio": True}, "budget.kv_ratio must be a number"),
     ],

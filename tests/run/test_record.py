@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import kvexp
+from kvexp.run import store
 from kvexp.run.store import Run, run_hash, runs
 from kvexp.util import ConfigError, check_writable
 
@@ -618,3 +619,32 @@ def test_claims_wait_report_and_end(run: Run) -> None:
         raise KeyError("inside")
     with run.claim(timeout=0):  # an error inside the block released it
         run.append(row(0))
+
+
+VALUES = [
+    None,
+    True,
+    0,
+    -3,
+    2.5,
+    10**14,
+    10**16,
+    2**63,
+    1e16,
+    1e301,
+    float("inf"),
+    float("nan"),
+    "text",
+    {},
+    {"a": 1},
+    [],
+]
+
+
+@pytest.mark.parametrize("kind", [*store.TYPES, [store.NUMBER], [store.TEXT], {store.EACH: store.NUMBER}, store.ROW])
+def test_what_fits_at_first_sight_fits(kind: Any) -> None:
+    values = [*VALUES, *([value, 1.0] for value in VALUES), *({"index": value} for value in VALUES)]
+    plain = [value for value in values if store._plainly_fits(value, kind)]
+    assert 0 < len(plain) < len(values)
+    for value in plain:
+        assert store._wrong(value, kind, "") is None, value
