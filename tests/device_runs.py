@@ -43,6 +43,7 @@ ONCE = {
 # Of retrieval methods, at every layer and step. Tokens are in CPU memory, lengths of rows are integers of the host:
 FETCHING = {
     "retrieval/offload.py:fetch": "which slots were chosen, so that the host can look for them",
+    "retrieval/offload.py:_count_fetch": "with offload=false how many slots of each row are meant",
     "retrieval/offload.py:components": "which components of the query are the largest, likewise, and back",
     "retrieval/offload.py:all_keys": "all keys, for a method that compares all",
     "retrieval/offload.py:_copy": "where each fetched token goes; with offload=false which places are meant",
