@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -248,16 +249,19 @@ class Runs:
         return self._made[table]  # type: ignore[no-any-return]
 
 
-def read_runs(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> Runs:
+def read_runs(
+    outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None, *, alone: bool = False
+) -> Runs:
     """The runs under a folder, or one run by its own folder; where: label -> value or values, as `chosen` takes them.
 
-    first: with the rows of the task's first examples alone. ConfigError without such a folder, or for a label that no
-    run has.
+    first: with the rows of the task's first examples alone. alone: of all others than the runs whose hashes `where`
+    names nothing is read but their baselines. ConfigError without such a folder, or for a label that no run has.
     """
     if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
         run = Path(outputs_dir).resolve()
         outputs_dir, where = run.parent, {**(where or {}), "hash": [run.name]}
-    found = folders(outputs_dir)
+    named = (where or {}).get("hash") if alone else None
+    found = folders(outputs_dir, [named] if isinstance(named, str) else named)
     if first is not None:
         rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]
         found = [replace(folder, rows=some) for folder, some in zip(found, rows, strict=True)]
@@ -272,11 +276,15 @@ def score_pairs(folder: Folder, baseline: Folder) -> Iterator[tuple[Row, float, 
             yield row, number(row["metrics"].get(metric)), number(full[name]["metrics"].get(metric))
 
 
-def folders(outputs_dir: str | Path) -> list[Folder]:
-    """Every run, then every job that was refused one."""
+def folders(outputs_dir: str | Path, only: Collection[str] | None = None) -> list[Folder]:
+    """Every run, by hash, then every job that was refused one. only: hashes, of runs that are read with baselines."""
     if not Path(outputs_dir).is_dir():
         raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: kvexp run")
-    found = [_labelled(folder, folder.asked[-1]) for folder in map(_folder, runs(outputs_dir))]
+    each = list(runs(outputs_dir, only))
+    if only is not None:
+        baselines = {run.baseline for run in each if run.baseline is not None}
+        each = sorted([*each, *runs(outputs_dir, baselines.difference(only))], key=lambda run: run.path)
+    found = [_labelled(folder, folder.asked[-1]) for folder in map(_folder, each)]
     return [*found, *map(_refused, refusals(outputs_dir))]
 
 
@@ -426,10 +434,15 @@ def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:
 
     def is_alike(folder: Folder) -> bool:
         pairs = [(str(refused.labels.get(name)), str(folder.labels.get(name))) for name in ORDER[:3]]
-        near = all(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75) for wrong, right in pairs)
+        near = all(_is_near(wrong, right) for wrong, right in pairs)
         return near and sum(wrong != right for wrong, right in pairs) <= 1
 
     return any(folder.scored and folder.made > refused.made and is_alike(folder) for folder in everything)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_near(wrong: str, right: str) -> bool:
+    return bool(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75))
 
 
 def _distinguished(found: list[Folder]) -> list[Folder]:
