@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -298,11 +298,11 @@ def show_plan(
     together = prefill_groups(wanted.values()) if shares else []
     taken = {str(settings.identity) for group in together for settings in group}
     alone = [[settings] for settings in wanted.values() if str(settings.identity) not in taken]
-    planned, paces = [], functools.cache(measured_paces)
+    planned, known = [], functools.cache(pace_of)  # of all groups, the rows of a model are read once
     for group in [*together, *alone]:
         try:
             made = PlannedGroup([_planned(settings, workload_of(settings, workloads)) for settings in group])
-            seconds, basis = (time_of or functools.partial(seconds_of, machine=machine, paces=paces))(made)
+            seconds, basis = (time_of or functools.partial(seconds_of, machine=machine, pace_of=known))(made)
             planned.append(replace(made, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
@@ -424,42 +424,36 @@ class Pace:
     new: dict[str, float]
 
 
-def measured_paces(outputs_dir: Path, device: str) -> dict[bytes, Pace]:
-    """A run's model, as its identity has it, -> its pace by the rows under outputs_dir that were timed on this device.
+def pace_of(outputs_dir: Path, device: str, model: bytes) -> Pace | None:
+    """Pace of a model (its identity, canonical) by the rows under outputs_dir that were timed on this device, if any.
 
     Rows of shared prefills hold no times.
     """
-    first: dict[bytes, list[tuple[float, int]]] = {}  # seconds of a row's share of its batch until its first token
-    new: dict[bytes, dict[str, list[float]]] = {}  # method: seconds per new token
+    first: list[tuple[float, int]] = []  # seconds of a row's share of its batch until its first token, prompt tokens
+    new: dict[str, list[float]] = {}  # method: seconds per new token
     for run in runs(outputs_dir) if outputs_dir.is_dir() else ():
-        if run.env.get("device") != device:
+        if canonical(run.config.get("model")) != model or run.env.get("device") != device:
             continue
-        model = canonical(run.config.get("model"))
         for row in run.rows():
             spent, batch = row.get("seconds") or {}, (row.get("receipt") or {}).get("batch_size") or 1
             if spent.get("ttft") and spent.get("tpot"):
-                first.setdefault(model, []).append((spent["ttft"] / batch, row["prompt_tokens"]))
-                method = run.config["method"]["name"]
-                new.setdefault(model, {}).setdefault(method, []).append(spent["tpot"] / batch)
-    return {
-        model: Pace(
-            len(each),
-            sum(seconds for seconds, _ in each) / max(1, sum(tokens for _, tokens in each)),
-            {method: fmean(spent) for method, spent in new[model].items()},
-        )
-        for model, each in first.items()
-    }
+                first.append((spent["ttft"] / batch, row["prompt_tokens"]))
+                new.setdefault(run.config["method"]["name"], []).append(spent["tpot"] / batch)
+    if not first:
+        return None
+    per_token = sum(seconds for seconds, _ in first) / max(1, sum(tokens for _, tokens in first))
+    return Pace(len(first), per_token, {method: fmean(each) for method, each in new.items()})
 
 
 def seconds_of(
     group: PlannedGroup,
     machine: str | None = None,
-    paces: Callable[[Path, str], Mapping[bytes, Pace]] = measured_paces,
+    pace_of: Callable[[Path, str, bytes], Pace | None] = pace_of,
 ) -> tuple[float | None, str]:
     """(seconds, their source) of a group on a machine of `MACHINES`; None: this one, by its own rows if any."""
     device = environment()["device"]
-    pace = paces(group.lead.outputs_dir, device).get(canonical(group.lead.identity["model"])) if not machine else None
-    if pace is not None:
+    model = canonical(group.lead.identity["model"])
+    if machine is None and (pace := pace_of(group.lead.outputs_dir, device, model)) is not None:
         other = fmean(pace.new.values())  # of a method without rows
         step = sum((run.left + run.texts) * pace.new.get(run.settings.method.name, other) for run in group.runs)
         seconds = group.prefills * group.work.prompt_tokens * pace.per_token + step * group.work.new_tokens
