@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import math
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,7 @@ Row = dict[str, Any]
 BASELINE, EXPERIMENT = "full", "experiment"
 ORDER = ("model", "task", "method", "kv_ratio", "tokens", "setting")  # labels by which runs stand in a table
 LISTED = 24  # values of a label that an error names
+FOUND = ("hash", "status", "question", "numerics", "code", "all_versions")  # in `where`: no label that was asked for
 ALL_VERSIONS = "all_versions"  # in `where`: with runs of older code, and refused jobs that a later run made up for
 
 
@@ -254,18 +256,41 @@ def read_runs(
 ) -> Runs:
     """The runs under a folder, or one run by its own folder; where: label -> value or values, as `chosen` takes them.
 
-    first: with the rows of the task's first examples alone. alone: of all others than the runs whose hashes `where`
-    names nothing is read but their baselines. ConfigError without such a folder, or for a label that no run has.
+    first: with the rows of the task's first examples alone. alone: no rows are read but of the runs that `where` leaves
+    and of their baselines, where that can be told without. ConfigError without such a folder, or for a label that no
+    run has.
     """
     if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
         run = Path(outputs_dir).resolve()
         outputs_dir, where = run.parent, {**(where or {}), "hash": [run.name]}
-    named = (where or {}).get("hash") if alone else None
-    found = folders(outputs_dir, [named] if isinstance(named, str) else named)
+    found = folders(outputs_dir, _named(outputs_dir, where or {}) if alone else None)
     if first is not None:
         rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]
         found = [replace(folder, rows=some) for folder, some in zip(found, rows, strict=True)]
     return Runs(Path(outputs_dir), found, *chosen_and_left_out(found, where or {}), first)
+
+
+def _named(outputs_dir: str | Path, where: Mapping[str, Any]) -> Collection[str] | None:
+    """Hashes of the runs that may be shown; None where all have to be read to know which those are.
+
+    All, that is, where runs by older code or refused jobs are left out because of other runs.
+    """
+    if (named := where.get("hash")) is not None:
+        return [str(named)] if not isinstance(named, list | tuple | set) else [str(each) for each in named]
+    labels = {name: value for name, value in where.items() if name not in FOUND}
+    if not labels or any(True for _ in refusals(outputs_dir)):
+        return None
+    each = list(runs(outputs_dir))
+    if any(isinstance(method := run.config.get("method"), Mapping) and "source" in method for run in each):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with names is said when the run is read
+        found = {run.hash for run in each if any(_has(asked, labels) for asked in run.asked)}
+    return found or None
+
+
+def _has(labels: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(_matches(labels, *item) for item in wanted.items())
 
 
 def score_pairs(folder: Folder, baseline: Folder) -> Iterator[tuple[Row, float, float]]:
@@ -382,7 +407,7 @@ def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
     for folder in folders:
         own = folder.own | {name: folder.labels[name] for name in ("numerics", "code") if name in folder.labels}
         for labels in reversed(folder.asked):
-            if all(_matches(labels | own, *item) for item in where.items()):
+            if _has(labels | own, where):
                 found.append(folder if folder.refused else _labelled(folder, labels))
                 break
     return found
