@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -111,6 +112,8 @@ def _serve():
     answers.write('"loaded"\n')
     answers.flush()
     children = {}
+    compiled = tempfile.TemporaryDirectory()  # what one child has compiled is there for the next, whatever the settings
+    sys.pycache_prefix, sys.dont_write_bytecode = compiled.name, False
     for line in sys.stdin:
         order = json.loads(line)
         if "start" in order:
@@ -129,6 +132,7 @@ def _serve():
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    compiled.cleanup()
 
 
 def _load():

@@ -55,7 +55,7 @@ pytestmark = pytest.mark.peers
 # Each way to drop slots once, with each way to observe the prompt.
 HOW: list[dict[str, Any]] = [
     {"mode": "overwrite"},
-    {"mode": "compact", "block": 5},
+    {"mode": "compact"},
     {"mode": "mask", "observe": "naive"},
 ]
 CHUNKS, CRITICAL = SlotSelection(by="chunk", chunk=9), SlotSelection(values="critical")
