@@ -257,8 +257,8 @@ def read_runs(
     """The runs under a folder, or one run by its own folder; where: label -> value or values, as `chosen` takes them.
 
     first: with the rows of the task's first examples alone. alone: no rows are read but of the runs that `where` leaves
-    and of their baselines, where that can be told without. ConfigError without such a folder, or for a label that no
-    run has.
+    and of their baselines, unless others decide which those are. ConfigError without such a folder, or for a label
+    that no run has.
     """
     if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
         run = Path(outputs_dir).resolve()

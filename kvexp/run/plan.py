@@ -417,7 +417,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a model on this machine, per prompt token and per new token of each method; rows: how many told."""
+    """Seconds of a model on this machine, per prompt token and per new token of each method; rows: their number."""
 
     rows: int
     per_token: float
