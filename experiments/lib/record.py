@@ -68,10 +68,11 @@ def provenance_of(outputs: Path, frame: pd.DataFrame, commands: Sequence[Command
         return Provenance(model, {}, kvexp.NUMERICS, (), source, int(frame["prompt"].nunique()))
     found = [Run.load(outputs / name) for name in frame["hash"]]
     commits = {str(load_json(run.path / "env.json").get("commit")) for run in found}
-    weights = next((row["weights"] for run in found for row in run.rows() if row.get("weights")), {})
+    read = [run.rows() for run in found]
+    weights = next((row["weights"] for own in read for row in own if row.get("weights")), {})
     rows: dict[str, Rows] = {}
-    for (_, shown), run in zip(frame.iterrows(), found, strict=True):
-        order = {row["example"]: row["index"] for row in run.rows()}
+    for (_, shown), run, own in zip(frame.iterrows(), found, read, strict=True):
+        order = {row["example"]: row["index"] for row in own}
         ids = tuple(sorted(shown["scores"], key=lambda name: order[name]))
         task = str(shown["task"])
         if task not in rows or len(ids) > len(rows[task].ids):

@@ -29,8 +29,6 @@ from experiments.lib.record import VERDICT, Made, provenance_of, recorded
 from experiments.lib.sweep import jobs, late, limit_of, smaller, sweep
 from experiments.lib.tables import KEYS, frame_of, spelled, without
 from experiments.lib.verdicts import divergence_frame, measure_missing
-from kvexp.run.model_spec import load as load_model
-from kvexp.run.prompts import prompt_of
 from kvexp.run.store import run_hash
 from kvexp.util import ConfigError, use_threads
 
@@ -228,6 +226,9 @@ def measured(
     folder: where it is kept, and read if it is there. given: overrides that are no setting of the
     exhibit's own, as in `lib.tables.frame_of`.
     """
+    from kvexp.run.model_spec import load as load_model
+    from kvexp.run.prompts import prompt_of  # late: exhibits whose runs are all there need no torch
+
     frames, measure = [], load(name).measure
     assert measure is not None
     for settings in jobs(experiment, overrides):

@@ -7,6 +7,7 @@ import functools
 import io
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -14,8 +15,10 @@ from omegaconf import OmegaConf
 from experiments.lib.exhibits import ROOT, declared, params
 from kvexp.run.jobs import INTERRUPTED, KEPT, TERMINATED, summary
 from kvexp.run.main import main
-from kvexp.run.settings import Settings, settings_of
 from kvexp.util import ConfigError, Session
+
+if TYPE_CHECKING:
+    from kvexp.run.settings import Settings
 
 QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
 
@@ -61,6 +64,8 @@ def limit_of(experiment: str, overrides: Sequence[str]) -> int | None:
 
 def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
     """Every job of the sweep as checked settings; nothing is loaded or run."""
+    from kvexp.run.settings import settings_of  # late: a finished sweep needs no torch
+
     session = _collected(experiment, overrides)
     found = []
     for one in session.collected_jobs():

@@ -5,6 +5,7 @@ Numbers have 95 % intervals, and stand in three columns NAME, NAME_low and NAME_
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,8 +49,9 @@ def frame_of(
     setting = [without(spelled(words), given) for words in frame["setting"]] if "setting" in frame else ""
     baselines = frame["baseline"].where(frame["baseline"].notna(), frame["hash"]) if len(frame) else []
     pairs = zip(frame["hash"], baselines, strict=True) if len(frame) else ()
-    scores = [_scores(outputs / name, outputs / str(base), first) for name, base in pairs]
-    sent = [{row["example"]: row for row in Run.load(outputs / name).rows()} for name in frame["hash"]]
+    rows = functools.cache(lambda name: Run.load(outputs / str(name)).rows())
+    scores = [_scores(rows(name), functools.partial(rows, base), first) for name, base in pairs]
+    sent = [{row["example"]: row for row in rows(name)} for name in frame["hash"]]
     return frame.assign(setting=setting, scores=scores, sent=sent)
 
 
@@ -65,10 +67,12 @@ def without(setting: str, overrides: Sequence[str]) -> str:
     return setting
 
 
-def _scores(folder: Path, baseline: Path, first: int | None) -> dict[str, dict[str, float]]:
+def _scores(
+    own: Sequence[dict[str, Any]], baseline: Callable[[], Sequence[dict[str, Any]]], first: int | None
+) -> dict[str, dict[str, float]]:
     """Without questions that the baseline does not answer, where the task counts no others (docs/protocols.md)."""
-    rows = [row for row in Run.load(folder).rows() if first is None or row["index"] < first]
-    known = Run.load(baseline).rows() if any(row.get("answered") is not None for row in rows) else []
+    rows = [row for row in own if first is None or row["index"] < first]
+    known = baseline() if any(row.get("answered") is not None for row in rows) else []
     missed = {row["example"] for row in known if row.get("answered") is False}
     return {row["example"]: row["metrics"] for row in rows if row.get("metrics") and row["example"] not in missed}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import hashlib
 import json
 import math
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +60,7 @@ Row = dict[str, Any]
 BASELINE, EXPERIMENT = "full", "experiment"
 ORDER = ("model", "task", "method", "kv_ratio", "tokens", "setting")  # labels by which runs stand in a table
 LISTED = 24  # values of a label that an error names
+FOUND = ("hash", "status", "question", "numerics", "code", "all_versions")  # in `where`: no label that was asked for
 ALL_VERSIONS = "all_versions"  # in `where`: with runs of older code, and refused jobs that a later run made up for
 
 
@@ -248,20 +251,46 @@ class Runs:
         return self._made[table]  # type: ignore[no-any-return]
 
 
-def read_runs(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> Runs:
+def read_runs(
+    outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None, *, alone: bool = False
+) -> Runs:
     """The runs under a folder, or one run by its own folder; where: label -> value or values, as `chosen` takes them.
 
-    first: with the rows of the task's first examples alone. ConfigError without such a folder, or for a label that no
-    run has.
+    first: with the rows of the task's first examples alone. alone: no rows are read but of the runs that `where` leaves
+    and of their baselines, unless others decide which those are. ConfigError without such a folder, or for a label
+    that no run has.
     """
     if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
         run = Path(outputs_dir).resolve()
         outputs_dir, where = run.parent, {**(where or {}), "hash": [run.name]}
-    found = folders(outputs_dir)
+    found = folders(outputs_dir, _named(outputs_dir, where or {}) if alone else None)
     if first is not None:
         rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]
         found = [replace(folder, rows=some) for folder, some in zip(found, rows, strict=True)]
     return Runs(Path(outputs_dir), found, *chosen_and_left_out(found, where or {}), first)
+
+
+def _named(outputs_dir: str | Path, where: Mapping[str, Any]) -> Collection[str] | None:
+    """Hashes of the runs that may be shown; None where all have to be read to know which those are.
+
+    All, that is, where runs by older code or refused jobs are left out because of other runs.
+    """
+    if (named := where.get("hash")) is not None:
+        return [str(named)] if not isinstance(named, list | tuple | set) else [str(each) for each in named]
+    labels = {name: value for name, value in where.items() if name not in FOUND}
+    if not labels or any(True for _ in refusals(outputs_dir)):
+        return None
+    each = list(runs(outputs_dir))
+    if any(isinstance(method := run.config.get("method"), Mapping) and "source" in method for run in each):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with names is said when the run is read
+        found = {run.hash for run in each if any(_has(asked, labels) for asked in run.asked)}
+    return found or None
+
+
+def _has(labels: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(_matches(labels, *item) for item in wanted.items())
 
 
 def score_pairs(folder: Folder, baseline: Folder) -> Iterator[tuple[Row, float, float]]:
@@ -272,11 +301,15 @@ def score_pairs(folder: Folder, baseline: Folder) -> Iterator[tuple[Row, float, 
             yield row, number(row["metrics"].get(metric)), number(full[name]["metrics"].get(metric))
 
 
-def folders(outputs_dir: str | Path) -> list[Folder]:
-    """Every run, then every job that was refused one."""
+def folders(outputs_dir: str | Path, only: Collection[str] | None = None) -> list[Folder]:
+    """Every run, by hash, then every job that was refused one. only: hashes, of runs that are read with baselines."""
     if not Path(outputs_dir).is_dir():
         raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: kvexp run")
-    found = [_labelled(folder, folder.asked[-1]) for folder in map(_folder, runs(outputs_dir))]
+    each = list(runs(outputs_dir, only))
+    if only is not None:
+        baselines = {run.baseline for run in each if run.baseline is not None}
+        each = sorted([*each, *runs(outputs_dir, baselines.difference(only))], key=lambda run: run.path)
+    found = [_labelled(folder, folder.asked[-1]) for folder in map(_folder, each)]
     return [*found, *map(_refused, refusals(outputs_dir))]
 
 
@@ -374,7 +407,7 @@ def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
     for folder in folders:
         own = folder.own | {name: folder.labels[name] for name in ("numerics", "code") if name in folder.labels}
         for labels in reversed(folder.asked):
-            if all(_matches(labels | own, *item) for item in where.items()):
+            if _has(labels | own, where):
                 found.append(folder if folder.refused else _labelled(folder, labels))
                 break
     return found
@@ -426,10 +459,15 @@ def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:
 
     def is_alike(folder: Folder) -> bool:
         pairs = [(str(refused.labels.get(name)), str(folder.labels.get(name))) for name in ORDER[:3]]
-        near = all(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75) for wrong, right in pairs)
+        near = all(_is_near(wrong, right) for wrong, right in pairs)
         return near and sum(wrong != right for wrong, right in pairs) <= 1
 
     return any(folder.scored and folder.made > refused.made and is_alike(folder) for folder in everything)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_near(wrong: str, right: str) -> bool:
+    return bool(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75))
 
 
 def _distinguished(found: list[Folder]) -> list[Folder]:

@@ -36,7 +36,7 @@ from typing import Any
 import pandas as pd
 
 import kvexp
-from kvexp.results.divergence import KL_INTERVAL, divergence_table, per_example, scale_of
+from kvexp.results.divergence import KL_INTERVAL, per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
@@ -259,7 +259,7 @@ DIVERGENCE = (
 def divergence_data(source: ReportSource) -> dict[str, Any] | None:
     """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model."""
     runs = {folder.run.hash: folder.run for folder in source.shown}
-    frame = divergence_table(source.shown)
+    frame = source.runs.frame(VIEWS[KL_VIEW].table)
     if frame.empty:
         return None
     found: dict[str, dict[str, Any]] = {}
@@ -275,6 +275,7 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         for group in source.groups
         if (rows := scale_of(runs[row["hash"]] for row in group.rows if row["hash"] in runs))
     ]
+    found = {key: found[key] for key in runs if key in found}  # in the order of the page
     return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
 
 

@@ -29,7 +29,7 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
         from kvexp.results.read import read_runs
         from kvexp.results.screen import print_answers, print_screen, screen_console
 
-        runs = read_runs(outputs_dir, {"hash": session.hashes}, limit)
+        runs = read_runs(outputs_dir, {"hash": session.hashes}, limit, alone=True)
         if not jobs:
             print_answers(runs, screen_console())
         took = duration(session.seconds) if session.rows_written + session.texts_measured else ""

@@ -66,7 +66,7 @@ def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first
 
     first: of the task's examples, only so many: a run that was asked for with a higher limit since has more.
     """
-    return quality_table(read_runs(outputs_dir, where, first))
+    return quality_table(read_runs(outputs_dir, where, first, alone="hash" in (where or {})))
 
 
 def quality_table(runs: Runs) -> pd.DataFrame:

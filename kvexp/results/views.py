@@ -588,7 +588,8 @@ def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is of --view {' or '.join(of)}, not of {view}")
     if any(value is not None and value <= 0 for value in (args.epsilon, args.epsilon_top1)):
         raise ConfigError("--epsilon and --epsilon-top1 must be positive")
-    runs, console = read_runs(args.outputs, chosen_by(args)), Console(markup=False)
+    runs = read_runs(args.outputs, chosen_by(args), alone=view in (RUNS, DIVERGENCE))  # others look at further runs
+    console = Console(markup=False)
     unmeasured = measured(runs, methods, TEXTS if args.text == "both" else (args.text,)) if args.measure else {}
     asked = {"epsilon_kl": args.epsilon, "epsilon_top1": args.epsilon_top1, "metric": args.metric}
     given = {name: value for name in VIEWS[view].options if (value := asked[name]) is not None}

@@ -481,7 +481,7 @@ def summary(session: Session) -> str:
 
 OWN_FOLDERS = (Path(kvexp.__file__).parent, PACKAGED / "hydra_plugins")
 PACKAGE_FILES = (".dist-info", ".egg-info", ".egg-link", ".pth")
-OF_THE_SHELL = ("_", "OLDPWD", "PWD", "SHLVL")
+NEUTRAL = ("_", "OLDPWD", "PWD", "SHLVL", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")  # variables
 DEVICES = ("nvidia", "kfd", "dxg")  # beginnings of names in /dev
 RUN_FILES = ("config.json", "done.json", "failure.json", EXAMPLES, DIVERGENCE)
 MAX_FILES = 20_000  # to look at more would take longer than is won
@@ -535,7 +535,7 @@ def key_of_command(config: DictConfig, hydra: Any, overrides: Sequence[Sequence[
     devices = [name for name in os.listdir("/dev") if name.startswith(DEVICES)]
     with contextlib.suppress(OSError):
         devices.append(Path("/proc/driver/nvidia/version").read_text())
-    shell = sorted(item for item in os.environ.items() if item[0] not in OF_THE_SHELL)
+    shell = sorted(item for item in os.environ.items() if item[0] not in NEUTRAL)
     composed = [OmegaConf.to_container(node, resolve=False) for node in (config, hydra)]
     found: list[Any] = [composed, list(map(list, overrides)), own.stamps, sorted(packages), sorted(devices), shell]
     found += [os.getcwd(), sys.path, sys.version]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, run_hash, runs
 from kvexp.tasks import Example, LMEval, Task
-from kvexp.util import ConfigError, Session, duration, say
+from kvexp.util import ConfigError, Session, canonical, duration, say
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Tokenizer
@@ -297,11 +298,11 @@ def show_plan(
     together = prefill_groups(wanted.values()) if shares else []
     taken = {str(settings.identity) for group in together for settings in group}
     alone = [[settings] for settings in wanted.values() if str(settings.identity) not in taken]
-    planned = []
+    planned, known = [], functools.cache(pace_of)  # of all groups, the rows of a model are read once
     for group in [*together, *alone]:
         try:
             made = PlannedGroup([_planned(settings, workload_of(settings, workloads)) for settings in group])
-            seconds, basis = (time_of or functools.partial(seconds_of, machine=machine))(made)
+            seconds, basis = (time_of or functools.partial(seconds_of, machine=machine, pace_of=known))(made)
             planned.append(replace(made, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
@@ -414,25 +415,24 @@ MACHINES = {
 }
 
 
-def seconds_of(group: PlannedGroup, machine: str | None = None) -> tuple[float | None, str]:
-    """(seconds, their source) of a group on a machine of `MACHINES`; None: this one, by its own rows if any."""
-    device = environment()["device"]
-    if machine is None and (measured := _from_rows(group, device)):
-        return measured
-    if group.shape is None:
-        return None, "not known"
-    on = machine_here(device) if machine is None else MACHINES[machine]
-    return _estimated(group, group.shape, on), f"estimated for {on.name}"
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a model on this machine, per prompt token and per new token of each method; rows: their number."""
+
+    rows: int
+    per_token: float
+    new: dict[str, float]
 
 
-def _from_rows(group: PlannedGroup, device: str) -> tuple[float, str] | None:
-    """Seconds by timed rows of this model on this device under outputs_dir; rows of shared prefills hold no times."""
-    if not group.lead.outputs_dir.is_dir():
-        return None
+def pace_of(outputs_dir: Path, device: str, model: bytes) -> Pace | None:
+    """Pace of a model (its identity, canonical) by the rows under outputs_dir that were timed on this device, if any.
+
+    Rows of shared prefills hold no times.
+    """
     first: list[tuple[float, int]] = []  # seconds of a row's share of its batch until its first token, prompt tokens
     new: dict[str, list[float]] = {}  # method: seconds per new token
-    for run in runs(group.lead.outputs_dir):
-        if run.config.get("model") != group.lead.identity["model"] or run.env.get("device") != device:
+    for run in runs(outputs_dir) if outputs_dir.is_dir() else ():
+        if canonical(run.config.get("model")) != model or run.env.get("device") != device:
             continue
         for row in run.rows():
             spent, batch = row.get("seconds") or {}, (row.get("receipt") or {}).get("batch_size") or 1
@@ -442,11 +442,26 @@ def _from_rows(group: PlannedGroup, device: str) -> tuple[float, str] | None:
     if not first:
         return None
     per_token = sum(seconds for seconds, _ in first) / max(1, sum(tokens for _, tokens in first))
-    means = {method: fmean(each) for method, each in new.items()}
-    other = fmean(means.values())  # of a method without rows
-    step = sum((run.left + run.texts) * means.get(run.settings.method.name, other) for run in group.runs)
-    seconds = group.prefills * group.work.prompt_tokens * per_token + step * group.work.new_tokens
-    return seconds, f"measured on {len(first)} rows"
+    return Pace(len(first), per_token, {method: fmean(each) for method, each in new.items()})
+
+
+def seconds_of(
+    group: PlannedGroup,
+    machine: str | None = None,
+    pace_of: Callable[[Path, str, bytes], Pace | None] = pace_of,
+) -> tuple[float | None, str]:
+    """(seconds, their source) of a group on a machine of `MACHINES`; None: this one, by its own rows if any."""
+    device = environment()["device"]
+    model = canonical(group.lead.identity["model"])
+    if machine is None and (pace := pace_of(group.lead.outputs_dir, device, model)) is not None:
+        other = fmean(pace.new.values())  # of a method without rows
+        step = sum((run.left + run.texts) * pace.new.get(run.settings.method.name, other) for run in group.runs)
+        seconds = group.prefills * group.work.prompt_tokens * pace.per_token + step * group.work.new_tokens
+        return seconds, f"measured on {pace.rows} rows"
+    if group.shape is None:
+        return None, "not known"
+    on = machine_here(device) if machine is None else MACHINES[machine]
+    return _estimated(group, group.shape, on), f"estimated for {on.name}"
 
 
 def _estimated(group: PlannedGroup, shape: ModelSize, machine: Machine) -> float:

@@ -26,7 +26,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -244,10 +244,14 @@ def run_hash(config: Mapping[str, Any]) -> str:
     return digest(json_object(config, "config"), kvexp.NUMERICS)
 
 
-def runs(outputs_dir: str | os.PathLike[str]) -> Iterator[Run]:
-    """Every readable run in outputs_dir, by hash; none if there is no such folder. An unreadable one is a warning."""
+def runs(outputs_dir: str | os.PathLike[str], only: Collection[str] | None = None) -> Iterator[Run]:
+    """Every readable run in outputs_dir, by hash; none if there is no such folder. An unreadable one is a warning.
+
+    only: the hashes of those to read; None: all.
+    """
     try:
-        folders = sorted(Path(entry) for entry in os.scandir(outputs_dir) if entry.is_dir())
+        entries = (entry for entry in os.scandir(outputs_dir) if only is None or entry.name in only)
+        folders = sorted(Path(entry) for entry in entries if entry.is_dir())
     except FileNotFoundError:
         return
     except OSError as error:

@@ -20,8 +20,9 @@ import kvexp
 from kvexp.results import stats
 from kvexp.results import stats as intervals
 from kvexp.results.plots import draw_quality as draw
+from kvexp.results.read import read_runs
 from kvexp.results.stats import n_needed
-from kvexp.results.table import CONTAINS, count, print_table, seconds, size, table, to_markdown
+from kvexp.results.table import CONTAINS, count, print_table, quality_table, seconds, size, table, to_markdown
 from kvexp.results.views import main
 from kvexp.run.compose import listed
 from kvexp.run.store import Run, refuse
@@ -683,3 +684,35 @@ def test_rows_of_other_prompts_are_no_pair(tmp_path: Path) -> None:
     write(tmp_path, "h2o", [40.0] * 20, baseline=full.hash, changes={"prompt_digest": "2" * 16})
     with pytest.raises(ConfigError, match="example e0 was asked with other tokens"):
         table(tmp_path)
+
+
+def test_a_choice_reads_the_rows_of_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bases = {task: write(tmp_path, "full", [50.0 + i for i in range(24)], task=task).hash for task in ("xsum", "soda")}
+    for task, method, ratio in [
+        ("xsum", "h2o", 0.5),
+        ("xsum", "h2o", 0.2),
+        ("xsum", "tova", 0.5),
+        ("soda", "h2o", 0.5),
+    ]:
+        write(tmp_path, method, [40.0 + i for i in range(24)], bases[task], task=task, kv_ratio=ratio)
+    read: list[str] = []
+    rows = Run.rows
+
+    def counted(run: Run) -> list[dict[str, Any]]:
+        read.append(f"{run.labels['task']} {run.labels['method']}")
+        return rows(run)
+
+    monkeypatch.setattr(Run, "rows", counted)
+    for where in ({"method": "h2o", "kv_ratio": 0.5}, {"task": ["soda"]}, {"method": "h2o", "status": "done"}, {}):
+        read.clear()
+        alone = read_runs(tmp_path, where, alone=True)
+        some = sorted(read)
+        pd.testing.assert_frame_equal(quality_table(alone), quality_table(read_runs(tmp_path, where)))
+        if "kv_ratio" in where:
+            assert some == ["soda full", "soda h2o", "xsum full", "xsum h2o"]
+    with pytest.raises(ConfigError, match="cannot choose runs by colour"):
+        read_runs(tmp_path, {"colour": "red"}, alone=True)
+    read.clear()
+    refuse(tmp_path, ["method=h2o"], {"model": "tiny", "task": "xsum", "method": "h2o"}, ValueError("no"))
+    read_runs(tmp_path, {"kv_ratio": 0.2}, alone=True)
+    assert len(read) == 6, "any run may have made up for the refused job"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from small import small
 import kvexp.run.jobs as jobs
 from kvexp.hf.calibrate import QUERIES
 from kvexp.run.store import Run, runs
-from kvexp.util import CONF, cache_folder
+from kvexp.util import CONF, ConfigError, cache_folder
 
 SAID = "nothing to do"
 SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3", "task.nll=false"]  # of task=sample
@@ -97,16 +98,19 @@ def _another_row(folder: Path) -> None:
 
 
 def _statistics(folder: Path) -> None:
-    file = QUERIES.path(jobs_model_digest(folder))
+    file = QUERIES.path(_model_digest(folder))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"0")
 
 
-def jobs_model_digest(folder: Path) -> str:
+def _model_digest(folder: Path) -> str:
     from kvexp.run.batches import settings_at
     from kvexp.run.model_spec import model_digest
 
-    return model_digest(settings_at(next(run for run in runs(folder / "out") if run.baseline)).model)
+    for run in runs(folder / "out"):
+        with contextlib.suppress(ConfigError):  # runs of the data before
+            return model_digest(settings_at(run).model)
+    raise AssertionError("no run")
 
 
 CHANGES = {  # what the result depends on -> a change of it
