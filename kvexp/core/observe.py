@@ -145,7 +145,7 @@ class ColumnSums:
         return found.view(x.shape)
 
     def _pool_offsets(self, row: int) -> Tensor:
-        """Where each query's noise starts in the pool, [H * G, Q], of one batch row."""
+        """Offsets [H * G, Q] into the pool of one batch row's queries: where the noise of each starts."""
         if self._offsets is None or self._offsets[0] != row:
             assert self.noise is not None
             of, queries = self.observed.seeds[row : row + 1], self.inputs.query_positions[row : row + 1]
