@@ -54,6 +54,20 @@ MUTATIONS = [
         f"tests/core/test_layer.py {KEPT}",
     ),
     Mutation(
+        "a query of a tile sees the token behind its own",
+        "core/attention.py",
+        "torch.ones(q, q, dtype=torch.bool).triu(1)",
+        "torch.ones(q, q, dtype=torch.bool).triu(2)",
+        "tests/core/test_observe.py",
+    ),
+    Mutation(
+        "probabilities with noise are not divided by their sum",
+        "core/observe.py",
+        "weights = weights / x.sum(-1)",
+        "pass",
+        "tests/core/test_observe.py",
+    ),
+    Mutation(
         "noise forgets the layer",
         "core/noise.py",
         "lowbias32(lowbias32(low) + layer * 97 + 1)",

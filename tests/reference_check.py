@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from kvexp.core import (
 from kvexp.core.attention import AttentionInputs, RoPE, apply_probs
 from kvexp.core.eviction import CacheState
 from kvexp.core.method import AttentionScoreSpec
-from kvexp.core.observe import PromptSums
+from kvexp.core.observe import ColumnSums, PromptSums
 from kvexp.core.row_mask import (
     MaskFn,
     causal_probs,
@@ -422,7 +422,7 @@ def _indices(masks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 class PaddedSinks(EvictionLayer):
     """A layer whose position ids are columns of the padded text."""
 
-    def attend(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    def attend(self, inputs: AttentionInputs, observers: Iterable[ColumnSums] = ()) -> tuple[Tensor, Tensor | None]:
         if not self.sequence.in_prompt:
             return super().attend(inputs)
         x = inputs.logits(slice(0, inputs.query.shape[3]), inputs.keys.shape[2])

@@ -25,6 +25,7 @@ from kvexp.core.budget_shares import LastLayer, layer_budgets_of, share_among_he
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode, supports_fast_decode
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, newest_attention
+from kvexp.core.noise import Noise
 from kvexp.core.observe import (
     ColumnSums,
     CrossLayerScore,
@@ -404,10 +405,13 @@ class EvictionLayer:
     def observe(self, inputs: AttentionInputs, sums: dict[SumsKey, ColumnSums]) -> None:
         """Add to `sums` what is to be summed up while a prompt is attended to, unless another cache has added it.
 
-        On a CPU alone; elsewhere, and for observe=naive, `update` sums up afterwards.
+        On a CPU alone; elsewhere, for observe=naive and for noise of another class, which may draw for the batch as a
+        whole, `update` sums up afterwards.
         """
         spec, how = self.score_spec, self.config.observe
         if spec is None or how != "blocked" or not self.sequence.in_prompt or inputs.query.device.type != "cpu":
+            return
+        if spec.noise is not None and type(spec.noise) is not Noise:
             return
         if (key := (spec.sums_key, how)) not in sums:
             sums[key] = ColumnSums(inputs, self._observed(spec, inputs))

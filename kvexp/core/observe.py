@@ -10,7 +10,7 @@ from torch import Tensor
 from kvexp.core import triton_ops
 from kvexp.core.attention import AttentionInputs, Tile
 from kvexp.core.method import AttentionScoreSpec
-from kvexp.core.noise import POOL_OVERLAP, Noise, exp_pool
+from kvexp.core.noise import POOL_OVERLAP, exp_pool
 from kvexp.core.sequence import SequenceState
 
 SumsKey = tuple[AttentionScoreSpec, str]  # (sums_key, observe): caches that share a prefill share the sums of one key
@@ -104,7 +104,7 @@ class ColumnSums:
         self.sums = torch.zeros(*inputs.keys.shape[:3])
         self.first = first_weighted_row(spec, count, observed.rows_left)
         self.noise = None if spec.noise is None or spec.noise.constant else spec.noise  # a constant changes no softmax
-        self._pooled = type(self.noise) is Noise and self.noise.fresh
+        self._pooled = self.noise is not None and self.noise.fresh
         self.tempered = bool((observed.taus != 1).any())
         self.from_logits = self.tempered
         self._room = torch.empty(0)

@@ -222,7 +222,7 @@ def test_a_sweep_from_the_command_line(tmp_path):
     done = command("-m", "method=h2o,a2sf", "kv_ratio=0.2,0.5", *SMALL, f"outputs_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert len(list(runs(tmp_path))) == 5
-    for word in ("a2sf", "h2o", "full", "KL to full", "a first look, no verdicts"):
+    for word in ("a2sf", "h2o", "full", "KL to", "a first look, no verdicts"):
         assert word in done.stdout
     words = [str(tmp_path), "--where", "method=h2o", "--csv", str(tmp_path / "t")]
     line = [sys.executable, "-m", "kvexp", "results", *words]
