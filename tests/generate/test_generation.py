@@ -653,3 +653,13 @@ def test_under_the_models_own_generate_the_words_are_given():
     with pytest.raises(ConfigError, match=r"give the prompt's token ids, without padding, as in cache\.show"):
         cache.show(Numbers())
     assert kept_by(cache.show(Numbers(), prompt=prompt)._repr_html_()) == [0] * 15 + [6] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt", "mistral"])
+def test_a_budget_that_holds_everything_is_the_full_cache_to_the_bit(family):
+    """Observed or not, with noise or without, prompts are attended in the same tiles."""
+    options = {"decoding": GenerationParams(4, eos=None), "keep_logits": True}
+    full = generate(tiny(family), PROMPTS, Full(), **options)
+    for method in (H2O(), Keyformer(), A2SF(), SnapKV(), Window()):
+        kept = generate(tiny(family), PROMPTS, method, Budget(tokens=99), **options)
+        assert all(map(torch.equal, kept.logits, full.logits)), method.name
