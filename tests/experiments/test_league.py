@@ -146,7 +146,9 @@ def test_a_users_method_is_run_only_where_its_file_is_named(tmp_path, capsys):
     assert "passed over" in capsys.readouterr().out
     assert main(["check", "--league", str(league), "--method-file", str(file)]) == 0
     assert "ok, 4 rows" in capsys.readouterr().out
-    file.write_text(file.read_text() + "# changed\n")
+    file.write_text(file.read_text() + "# a remark changes nothing\n")
+    assert main(["check", "--league", str(league), "--method-file", str(file)]) == 0
+    file.write_text(file.read_text().replace("recency(ctx)", "0 + recency(ctx)"))
     assert main(["check", "--league", str(league), "--method-file", str(file)]) == 1
 
 
