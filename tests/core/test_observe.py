@@ -417,3 +417,22 @@ def test_rows_that_share_a_score_add_up_theirs(batch, groups):
     for row in range(6):
         first = row - row % size
         torch.testing.assert_close(found[row], sum(sums[first + other] for other in range(size)))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (1, 8), (8, 1)])
+def test_the_number_of_threads_moves_no_bit(heads, groups):
+    """A product of one matrix would be split among threads, and its sums with it: with one kv head as well."""
+    dice, count = torch.Generator().manual_seed(4), 700
+    query = torch.randn(1, heads, groups, count, 64, generator=dice)
+    keys = torch.randn(1, heads, count, 64, generator=dice)
+    places = torch.arange(count)[None]
+    inputs = AttentionInputs(query, keys, keys, places[:, None], places, AttentionParams(0.1), in_column_order=True)
+    made, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            observers = [sums(inputs, method, lambda *both: ColumnSums(*both)) for method in (H2O(), Keyformer())]
+            made.append([blocked_attention(inputs, observers), *(each.sums for each in observers)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for others in made[1:] for one, other in zip(made[0], others, strict=True))
