@@ -422,7 +422,7 @@ def test_rows_that_share_a_score_add_up_theirs(batch, groups):
 @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (1, 8), (8, 1)])
 def test_the_number_of_threads_moves_no_bit(heads, groups):
     """A product of one matrix would be split among threads, and its sums with it: with one kv head as well."""
-    dice, count = torch.Generator().manual_seed(4), 700
+    dice, count = torch.Generator().manual_seed(4), 1500
     query = torch.randn(1, heads, groups, count, 64, generator=dice)
     keys = torch.randn(1, heads, count, 64, generator=dice)
     places = torch.arange(count)[None]
