@@ -301,7 +301,7 @@ def _tile_logits(
     if params.alibi is not None:
         bias = one.alibi_bias(rows, seen.stop)
         assert bias is not None
-        x += bias[0, :, :, :, seen.start :][heads if bias.shape[1] > 1 else slice(None)]
+        x += bias[0, heads, :, :, seen.start :]
     if one.all_visible:
         return x
     if not diagonal:

@@ -103,16 +103,13 @@ def with_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def render(
-    tokenizer: Any, turns: Sequence[Mapping[str, str]], *, now: datetime | None = None, seed: int = 0, **options: Any
-) -> str:
+def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
     """The text of the tokenizer's chat template around these turns, at the date of TODAY or of its date_string.
 
-    now: what the clock shows instead; seed: of random numbers; options: of apply_chat_template. Errors are jinja's, and
-    whatever a template does with its values.
+    options: of apply_chat_template. Errors are jinja's, and whatever a template does with its values.
     """
     given = {"date_string": TODAY, **getattr(tokenizer, _ARGUMENTS, {})}
-    with _stopped(tokenizer, now or _moment(tokenizer), seed):
+    with _stopped(tokenizer, _moment(tokenizer)):
         return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], tokenize=False, **given, **options))
 
 
@@ -130,8 +127,8 @@ def _date(text: str) -> datetime | None:
 
 
 @contextlib.contextmanager
-def _stopped(tokenizer: Any, now: datetime, seed: int) -> Iterator[None]:
-    """A clock that stands at `now`, and random numbers of `seed`, for the template and the tokenizer's own code."""
+def _stopped(tokenizer: Any, now: datetime) -> Iterator[None]:
+    """A clock that stands at `now`, and the same random numbers, for the template and the tokenizer's own code."""
     clock = _clock(now)
     with _RENDERING, contextlib.ExitStack() as until:
         for names in _own_names(tokenizer):
@@ -139,7 +136,7 @@ def _stopped(tokenizer: Any, now: datetime, seed: int) -> Iterator[None]:
             until.callback(names.update, theirs)
             names.update({name: clock[_place(value)] for name, value in theirs.items()})
         until.callback(random.setstate, random.getstate())
-        random.seed(seed)
+        random.seed(0)
         until.callback(locale.setlocale, locale.LC_TIME, locale.setlocale(locale.LC_TIME))
         locale.setlocale(locale.LC_TIME, "C")  # names of months and days
         yield
@@ -289,10 +286,10 @@ def thinking_of(tokenizer: Any) -> Thinking | None:
     return None
 
 
-def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]], **how: Any) -> str | None:
+def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> str | None:
     """The text up to where an answer begins; None where the template does not take such turns."""
     with contextlib.suppress(Exception):  # no common base, as in `render`
-        return render(tokenizer, turns, add_generation_prompt=True, **how)
+        return render(tokenizer, turns, add_generation_prompt=True)
     return None
 
 
