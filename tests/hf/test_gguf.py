@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers
 from filelock import FileLock
-from gguf import GGMLQuantizationType, dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 from gguf_files import SIZES, bpe_tokenizer, small_model, tensors_of, write
 from packaging.version import Version
 from test_conf import composed
@@ -22,7 +23,7 @@ from kvexp.hf import fetch as converted
 from kvexp.hf import gguf as gguf_weights
 from kvexp.hf import load_model, load_tokenizer
 from kvexp.hf.fetch import located
-from kvexp.hf.gguf import FAMILIES_OF_GGUF, read_header
+from kvexp.hf.gguf import FAMILIES_OF_GGUF, GgufTensor, read_header, read_tensor
 from kvexp.hf.patch import FAMILIES
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError, file_digest
@@ -138,6 +139,41 @@ def test_quantised_weights_are_what_llama_cpp_makes_of_them(kind, gguf, model):
     assert torch.equal(made[name], model.state_dict()[name])
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
+def test_blocks_stand_for_the_numbers_that_transformers_reads(kind, tmp_path):
+    """Blocks of random bytes with small scales; transformers has a reader of its own since 5.23."""
+    theirs = pytest.importorskip("transformers.integrations.gguf.dequant", reason="transformers before 5.23")
+    of = GGMLQuantizationType[kind]
+    numbers, size = GGML_QUANT_SIZES[of]
+    raw = torch.randint(0, 256, (6, size), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
+    for start in SCALES.get(kind, (0,)):
+        raw[:, start : start + 2] = torch.tensor([0.01, -0.02, 0.03]).half().view(torch.uint8).view(3, 2).repeat(2, 1)
+    made = read_blocks(tmp_path, raw, (3, 2 * numbers), kind)
+    wanted = theirs.dequantize(raw.view(3, 2 * size), int(of))
+    assert made.std() > 0 and torch.equal(made, wanted.view(made.shape))
+
+
+def read_blocks(folder, raw, shape, kind):
+    (folder / "blocks").write_bytes(raw.numpy().tobytes())
+    with (folder / "blocks").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return read_tensor(data, GgufTensor("t", shape, kind, 0, raw.numel()))
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
+def test_blocks_of_five_bits_by_hand(kind, tmp_path):
+    """A scale (Q5_1: and a minimum), the fifth bits of 32 numbers, then pairs of numbers 16 apart."""
+    head = 2 if kind == "Q5_0" else 4
+    raw = torch.randint(0, 256, (4, head + 20), generator=torch.Generator().manual_seed(8), dtype=torch.uint8)
+    raw[:, :head] = torch.tensor([[0.25, -1.5]] * 4).half().view(torch.uint8)[:, :head]
+    made = read_blocks(tmp_path, raw, (4, 32), kind)
+    for block, numbers in zip(raw.tolist(), made.tolist(), strict=True):
+        fifth, codes = int.from_bytes(block[head : head + 4], "little"), block[head + 4 :]
+        for place, number in enumerate(numbers):
+            low = codes[place % 16] >> 4 if place >= 16 else codes[place % 16] & 15
+            code = low | (fifth >> place & 1) << 4
+            assert number == (0.25 * (code - 16) if kind == "Q5_0" else 0.25 * code - 1.5)
+
+
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama_3s_factors_are_recognised(factor, tmp_path, tokenizer):
     scaling = {
@@ -158,6 +194,8 @@ def test_llama_3s_factors_are_recognised(factor, tmp_path, tokenizer):
         located(str(write(tmp_path / "other.gguf", model, tokenizer, tensors=tensors, fields=fields)))
 
 
+# Where a block has its half-precision scales, if not at its beginning.
+SCALES = {**{"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 SCALINGS = {
     "no kind": ({"scaling.factor": 2.0}, LINEAR, 2),
