@@ -122,7 +122,7 @@ def gguf_name(known: str) -> str:
 
 def _neighbouring(weight: Tensor, heads: int) -> Tensor:
     """A llama's query or key projection in llama.cpp's order: rows half a head apart become neighbours."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def rounded(model: Any) -> Any:
