@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from kvexp.core.budget import Budget, BytesBudget, Cadence
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
-from kvexp.core.method import AttentionScoreSpec, Method, Needs
+from kvexp.core.method import AttentionScoreSpec, Method, Needs, SinkScore
 from kvexp.core.quantized import Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
@@ -46,6 +46,8 @@ class CacheConfig:
     # Marked spans of a prompt (`kvexp.core.sequence`): span, never evicted; fair, they lose the rest's share. prompt:
     # no token of a prompt is evicted, so that what is generated shares the other slots. None: no difference.
     keep: Keep | None = None
+    # What methods see of the attention of heads with sinks (gpt-oss): as it weighs the values, or over tokens alone.
+    sink: SinkScore = "applied"
     # auto: decode steps are captured as a CUDA graph where they can be, which changes no number (`kvexp.core.graph`).
     graph: Literal["auto", "off"] = "off"
 
@@ -79,6 +81,19 @@ class CacheConfig:
             refuse(self, [(when, f"{why}: leave out keep={self.keep}") for when, why in NO_SPANS])
         if self.keep == "prompt":
             refuse(self, NO_PROMPT)
+
+    @property
+    def score_spec(self) -> AttentionScoreSpec | None:
+        """The method's, with `sink`."""
+        spec = self.method.score_spec
+        return spec if spec is None or self.sink == spec.sink else replace(spec, sink=self.sink)
+
+    @property
+    def sees_attention(self) -> bool:
+        """Whether what is evicted depends on the model's attention as `sink` says."""
+        needs, spec = self.method.needs, self.method.score_spec
+        looks = needs.newest_attention or needs.last_queries or needs.second_pass is not None or self.method.per_query
+        return self.method.evicts and (spec is not None or bool(looks) or self.shares_by_preference)
 
     @property
     def is_simulation(self) -> bool:
@@ -216,6 +231,11 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.method.full_cache and isinstance(c.budget, BytesBudget),
         "method {c.method.name} keeps everything: its budget is the number of tokens that a query attends to: give "
         "kv_ratio in place of bytes_ratio",
+    ),
+    (
+        lambda c: c.sink != "applied" and (c.method.full_cache or not c.sees_attention),
+        "score.sink={c.sink} says how a method sees attention by which it evicts, and {c.method.name} evicts by none: "
+        "leave score.sink at applied",
     ),
     # When it evicts.
     (
