@@ -470,7 +470,8 @@ class Ruler(QuestionTask):
     def fit(self, example: Example, count: Callable[..., int], room: int) -> Example:
         length, number = example.info["length"], example.info["number"]
         maker, of = MAKERS[self.subset], replace(self.material, length=length)
-        least, most = maker.fewest(of, number), length - self.max_new_tokens
+        new = self.max_new_tokens or 0
+        least, most = maker.fewest(of, number), length - new
         if length > room:
             return replace(example, skipped="too long")
         if isinstance(maker, VariableTracking):
@@ -488,18 +489,18 @@ class Ruler(QuestionTask):
         if more < 0:
             holds = f"a length of {length} tokens does not hold {self.subset}"
             if isinstance(maker, Documents):
-                few += self.max_new_tokens
+                few += new
                 return replace(example, skipped=f"{holds}: question, its documents and answer have {few}")
             raise ConfigError(
-                f"{holds}, whose shortest row has {few} tokens and an answer of {self.max_new_tokens}: raise "
-                f"task.lengths to {few + self.max_new_tokens} or more"
+                f"{holds}, whose shortest row has {few} tokens and an answer of {new}: raise "
+                f"task.lengths to {few + new} or more"
             )
         row = self._made(maker, least + more, of, number)
         whole, nothing = row.before + row.context + row.after, count("")
         size = count(whole, row.opening)
         ends = [(len(row.before) + row.context.find(source)) for source in row.sources]
         depths = [round(100 * (count(whole[:end]) - nothing) / (size - nothing), 1) for end in ends]
-        info: dict[str, Any] = {"length_measured": size + self.max_new_tokens, "units": least + more}
+        info: dict[str, Any] = {"length_measured": size + new, "units": least + more}
         info |= {"depths_measured": depths} if depths else {}
         if len(depths) == 1:
             info |= {"depth": 25 * min(int(depths[0] // 25), 3), "depth_measured": depths[0]}
@@ -592,7 +593,8 @@ def _wonderwords() -> Material:
 @lru_cache(maxsize=1)
 def _own_questions() -> Material:
     """Each paragraph of the articles is a document; the others of its article are the nearest."""
-    documents, questions = [], []
+    documents: list[str] = []
+    questions = []
     for article in articles():
         first = len(documents)
         documents += article.paragraphs
