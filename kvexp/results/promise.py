@@ -10,6 +10,7 @@ betting bound (Waudby-Smith and Ramdas, arXiv:2010.09686). No torch.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import zlib
@@ -31,6 +32,7 @@ WORDS = 512  # places into which the words of a text are hashed
 SEED = 57
 
 
+@functools.cache
 def share_p_value(beyond: int, n: int, share: float) -> float:
     """P-value of "a new prompt stays within the limit with less than this probability"; 1 without prompts.
 
@@ -39,6 +41,7 @@ def share_p_value(beyond: int, n: int, share: float) -> float:
     return float(binomtest(beyond, n, 1 - share, alternative="less").pvalue) if n else 1.0
 
 
+@functools.cache
 def share_bound(beyond: int, n: int, error: float) -> float:
     """Lower confidence bound, at 1 - error, on the probability that a new prompt stays within the limit."""
     if not n:
@@ -47,9 +50,10 @@ def share_bound(beyond: int, n: int, error: float) -> float:
     return 1 - float(test.proportion_ci(1 - error, method="exact").high)
 
 
+@functools.cache
 def most_beyond(n: int, share: float, error: float) -> int:
     """How many of n prompts may be beyond the limit if the promise on the share is to hold; -1: not even none."""
-    return next((k - 1 for k in range(n + 1) if share_p_value(k, n, share) > error), n)
+    return next(k - 1 for k in range(n + 1) if share_p_value(k, n, share) > error)  # of k = n it is 1
 
 
 def prompts_needed(share: float, error: float, beyond: int = 0) -> int:
