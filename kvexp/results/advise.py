@@ -8,7 +8,6 @@ good. No torch, but where bytes are asked for that no row holds; `kvexp.results.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import sys
@@ -21,7 +20,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from rich.text import Text
-from scipy.stats import betabinom
 
 from kvexp.results import promise
 from kvexp.results.divergence import per_example
@@ -57,7 +55,7 @@ CAP = 5  # times the limit: a KL beyond counts as this much in the mean, since a
 
 @dataclass(frozen=True)
 class Loss:
-    """What is lost of one prompt's answer. within: a limit in words; most: what a prompt counts at most in the mean.
+    """Kind of loss of one prompt's answer. within: a limit as text; most: how much a prompt counts at most in the mean.
 
     most: None for a multiple of the limit; digits: behind the point, in tables.
     """
@@ -176,7 +174,7 @@ class Asked:
 
     @property
     def within(self) -> str:
-        """The limit in words, behind "a new prompt stays"."""
+        """The limit as text, to follow "a new prompt stays"."""
         return LOSSES[self.loss].within.format(limit=self.limit, agreed=self.limit)
 
     def many(self, n: int) -> int:
@@ -206,7 +204,7 @@ class Asked:
             )
 
     def carries(self, n: int) -> str:
-        """What n prompts that make a promise can carry, in words."""
+        """Text that says which shares n prompts can carry that make a promise."""
         may = promise.most_beyond(n, self.share, self.error)
         more = promise.prompts_needed(self.share, self.error, may + 1)
         none = "none" if may == 0 else f"at most {may}"
@@ -350,7 +348,7 @@ def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, ask
     may = promise.most_beyond(n, asked.share, asked.error / many)
     ranked = []
     for each in by_method(candidates).values():
-        hopes = np.minimum.accumulate([chance(one.of(choosing), n, may, asked) for one in each])
+        hopes = np.minimum.accumulate([_chance(one.of(choosing), n, may, asked) for one in each])
         saved = np.array([1 - one.bytes_share for one in each]) * hopes
         best = int(saved.argmax())
         ranked.append((float(saved[best]), each[max(0, best - BEFORE) : best + BEHIND + 1]))
@@ -358,15 +356,8 @@ def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, ask
     return [chain for _, chain in ranked[:many]]
 
 
-def chance(losses: Floats, n: int, may: int, asked: Asked) -> float:
-    """Probability, by these losses, that of n further prompts at most `may` are beyond the limit."""
-    beyond = int((losses > asked.beyond).sum())
-    return _chance(beyond, len(losses), n, may)
-
-
-@functools.cache
-def _chance(beyond: int, seen: int, n: int, may: int) -> float:
-    return float(betabinom.cdf(may, n, beyond + 0.5, seen - beyond + 0.5))
+def _chance(losses: Floats, n: int, may: int, asked: Asked) -> float:
+    return promise.chance(int((losses > asked.beyond).sum()), len(losses), n, may)
 
 
 def by_method(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
@@ -596,7 +587,7 @@ def _twice(found: Sequence[Recorded]) -> set[str]:
 
 
 def print_advice(found: Recorded, asked: Asked, console: Console) -> None:
-    """The answer on one screen: a line per method, the promise in words, and what it does not say."""
+    """The answer on one screen: a line per method, the promise as a sentence, its assumption and its limits."""
     advice = found.advice(asked)
     console.print(Text(f"{found.title}: {asked.share:g} of new prompts {asked.within}", style="bold"))
     console.print(

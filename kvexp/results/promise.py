@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from scipy.optimize import brentq
 from scipy.spatial.distance import cdist
-from scipy.stats import binomtest
+from scipy.special import bdtr, betaincinv, betaln, gammaln
 
 from kvexp.results.stats import Floats
 
@@ -38,16 +38,13 @@ def share_p_value(beyond: int, n: int, share: float) -> float:
 
     beyond: how many of n did not stay within it.
     """
-    return float(binomtest(beyond, n, 1 - share, alternative="less").pvalue) if n else 1.0
+    return float(bdtr(beyond, n, 1 - share)) if n else 1.0
 
 
 @functools.cache
 def share_bound(beyond: int, n: int, error: float) -> float:
     """Lower confidence bound, at 1 - error, on the probability that a new prompt stays within the limit."""
-    if not n:
-        return 0.0
-    test = binomtest(beyond, n, alternative="less")
-    return 1 - float(test.proportion_ci(1 - error, method="exact").high)
+    return 1 - float(betaincinv(beyond + 1, n - beyond, 1 - error)) if beyond < n else 0.0
 
 
 @functools.cache
@@ -62,6 +59,17 @@ def prompts_needed(share: float, error: float, beyond: int = 0) -> int:
     while share_p_value(beyond, n, share) > error:
         n += 1
     return n
+
+
+@functools.cache
+def chance(beyond: int, seen: int, n: int, may: int) -> float:
+    """Probability that of n further prompts at most `may` are beyond the limit, by Jeffreys' prior.
+
+    beyond: of `seen` prompts. A beta-binomial sum: it ranks candidates and promises nothing.
+    """
+    k, a, b = np.arange(may + 1), beyond + 0.5, seen - beyond + 0.5
+    ways = gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
+    return float(np.exp(ways + betaln(k + a, n - k + b) - betaln(a, b)).sum())
 
 
 def largest_share(n: int, error: float) -> float:
@@ -131,11 +139,11 @@ def shift_p_value(one: Floats, other: Floats, permutations: int = PERMUTATIONS) 
         each[rng.permutation(len(both))[: len(one)]] = 1
     second = 1 - first
     n, m = len(one), len(other)
-    across, within, beside = (
+    across, left, right = (
         np.einsum("ri,ri->r", left @ distances, right)
         for left, right in ((first, second), (first, first), (second,) * 2)
     )
-    energy = 2 * across / (n * m) - within / (n * n) - beside / (m * m)
+    energy = 2 * across / (n * m) - left / (n * n) - right / (m * m)
     return float((energy >= energy[0] - 1e-12).sum()) / (permutations + 1)
 
 

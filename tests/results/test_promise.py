@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import betabinom, binomtest
 
 from kvexp.results import promise
 from kvexp.results.divergence import holm_corrected
@@ -30,8 +30,14 @@ def test_p_value_and_bound_say_the_same():
         for beyond in range(n + 1):
             for share in (0.5, 0.9, 0.95):
                 p = share_p_value(beyond, n, share)
-                assert p == pytest.approx(sum(binom.pmf(k, n, 1 - share) for k in range(beyond + 1)))
+                assert p == pytest.approx(binomtest(beyond, n, 1 - share, alternative="less").pvalue)
                 assert (p <= 0.05) == (share_bound(beyond, n, 0.05) >= share - 1e-12)
+            exact = binomtest(beyond, n, alternative="less").proportion_ci(0.95, method="exact")
+            assert share_bound(beyond, n, 0.05) == pytest.approx(1 - exact.high)
+            assert promise.chance(beyond, n, 40, 3) == pytest.approx(
+                betabinom.cdf(3, 40, beyond + 0.5, n - beyond + 0.5)
+            )
+    assert promise.chance(1, 9, 40, -1) == 0
     assert share_p_value(0, 0, 0.9) == 1 and share_bound(0, 0, 0.05) == 0
     assert promise.largest_share(29, 0.05) == pytest.approx(0.05 ** (1 / 29))
 
