@@ -46,7 +46,11 @@ NOT_NEEDED = (
     *("accelerate", "triton"),
 )
 ON_DEMAND = {"kvexp.core.triton_kernels"}  # imported when asked for (observe=triton), never by importing anything else
-WITH_TORCH = {"kvexp.results.curves", "kvexp.results.sweep_callback"}  # what runs, as well as reads
+WITH_TORCH = {
+    "kvexp.results.advise_search",
+    "kvexp.results.curves",
+    "kvexp.results.sweep_callback",
+}  # what runs, as well as reads
 
 
 def layer_of(module: str) -> str:
