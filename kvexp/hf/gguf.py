@@ -734,7 +734,7 @@ PART = 2 << 30  # bytes of a safetensors file: what is held in memory on the way
 LLAMA3_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 # Tensors that are no weights, but the configuration's scaling of positions -> the one architecture that has them.
-ROPE_FACTORS = {LLAMA3_FACTORS: "llama", SHORT_FACTORS: "phi3", LONG_FACTORS: "phi3"}
+ROPE_FACTORS: dict[str, str] = {LLAMA3_FACTORS: "llama", SHORT_FACTORS: "phi3", LONG_FACTORS: "phi3"}
 LLAMA = {
     **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
