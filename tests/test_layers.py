@@ -24,7 +24,19 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
         "util core retrieval.method retrieval.layer",
-        {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft", "jinja2"},
+        {
+            "torch",
+            "transformers",
+            "tokenizers",
+            "numpy",
+            "safetensors",
+            "gguf",
+            "huggingface_hub",
+            "filelock",
+            "tqdm",
+            "peft",
+            "jinja2",
+        },
     ),
     "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
     "tasks": ("util", {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"}),
