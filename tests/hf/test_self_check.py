@@ -62,7 +62,7 @@ def test_another_scale_is_refused_with_the_first_bad_layer(layer, wrong):
 
 def test_a_window_that_is_not_there_is_refused(wrong):
     wrong(0, sliding_window=30)  # shorter than the check's prompt
-    with pytest.raises(ConfigError, match="is not supported: .*which must agree"):
+    with pytest.raises(ConfigError, match=r"is not supported: .*which must agree"):
         patch_model(copy.deepcopy(stock("llama")), check="always")
 
 
