@@ -252,8 +252,9 @@ class Mathematics(SampledTask):
     begins a base model's answer and is left out for a chat model. `accuracy` is 100 where the last box is right
     (`grade`); a row's info has its class (`graded`), what the box holds (`boxed`), and of which item and sample it is.
 
-    Prompt and rule for AIME are MathArena's (arXiv:2505.23281): no system prompt, no answer from outside a box. A prompt has 50 to 300 tokens, so what is evicted is the model's own chain: take
-    budget=tokens. `keep=span` spares the whole prompt.
+    Prompt and rule for AIME are MathArena's (arXiv:2505.23281): no system prompt, no answer from outside a box. A
+    prompt has 50 to 300 tokens, so what is evicted is the model's own chain: take budget=tokens. `keep=span` spares
+    the whole prompt.
     """
 
     name: ClassVar[str] = "mathematics"
