@@ -51,6 +51,7 @@ class World:
     """What surrounds the method: geometry, cadence, the noise (an input here) and the length of the prompt.
 
     noise[layer][query head][query position][key position]; rotate(vector, angle position) for renumbered RoPE.
+    softcap: of logits; sinks[query head]: one more logit in each softmax; sinks_count: whether scores see it.
     """
 
     scale: float
@@ -62,6 +63,9 @@ class World:
     alibi: Vector | None = None
     sliding_window: int | None = None
     noise: Sequence[Sequence[Sequence[Vector]]] | None = None
+    softcap: float | None = None
+    sinks: Vector | None = None
+    sinks_count: bool = True
     renumbered: bool = False
     rotate: Callable[[Vector, int], list[float]] | None = None
 
@@ -84,11 +88,13 @@ class Step:
     score: list[dict[int, float]]
 
 
-def softmax(x: Vector) -> list[float]:
-    top = max(x)
-    e = [math.exp(v - top) for v in x]
+def softmax(x: Vector, sink: float | None = None) -> list[float]:
+    """Over x, and over the sink too, which is left out of what comes back."""
+    every = [*x] if sink is None else [*x, sink]
+    top = max(every)
+    e = [math.exp(v - top) for v in every]
     total = sum(e)
-    return [v / total for v in e]
+    return [v / total for v in e[: len(x)]]
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -160,7 +166,7 @@ class Reference:
             if rule.per_query and not in_prompt:
                 seen = self._own_top(layer, h, t, seen)
             for g in range(self.group):
-                probabilities = softmax([self._logit(layer, h, g, t, p, seen) for p in seen])
+                probabilities = softmax([self._logit(layer, h, g, t, p, seen) for p in seen], self._sink(h, g))
                 width = len(self.v[layer][h][0])
                 outs.append(
                     [
@@ -184,13 +190,20 @@ class Reference:
         if world.rotate is not None:
             a, b = world.rotate(a, at), world.rotate(b, to)
         x = world.scale * dot(a, b)
+        if world.softcap is not None:
+            x = world.softcap * math.tanh(x / world.softcap)
         return x if world.alibi is None else x + world.alibi[i] * (to - at)
+
+    def _sink(self, h: int, g: int, *, seen: bool = True) -> float | None:
+        sinks = self.world.sinks
+        return None if sinks is None or not seen else sinks[h * self.group + g]
 
     def _own_top(self, layer: int, h: int, t: int, seen: list[int]) -> list[int]:
         """Ideal: the query itself and its own largest probabilities, summed over the query group."""
         mass = dict.fromkeys(seen, 0.0)
         for g in range(self.group):
-            for p, a in zip(seen, softmax([self._logit(layer, h, g, t, p, seen) for p in seen]), strict=True):
+            sink = self._sink(h, g, seen=self.world.sinks_count)
+            for p, a in zip(seen, softmax([self._logit(layer, h, g, t, p, seen) for p in seen], sink), strict=True):
                 mass[p] += a
         others = sorted((p for p in seen if p != t), key=lambda p: (mass[p], p), reverse=True)
         return sorted([t, *others[: self.world.budget - 1]])
@@ -210,7 +223,8 @@ class Reference:
             x = [self._logit(layer, h, g, t, p, seen) for p in over]
             if world.noise is not None:
                 x = [value + world.noise[layer][i][t][p] for value, p in zip(x, over, strict=True)]
-            for p, a in zip(over, softmax([value / tau for value in x]), strict=True):
+            sink = self._sink(h, g, seen=world.sinks_count)
+            for p, a in zip(over, softmax([value / tau for value in x], sink), strict=True):
                 row[p] += a
         return row
 

@@ -371,8 +371,10 @@ class RemovalCache(Cache):  # type: ignore[misc]
     """A prompt's full cache with removals per row; a forward leaves it as it was.
 
     cache: of a method that evicts nothing, filled with one prompt. factors [H, G, n, Dv] per layer: of the output
-    projection, for `answer_scores`; None: sizes of the values themselves.
+    projection, for `answer_scores`; None: sizes of the values themselves. first_layer: where its forwards begin.
     """
+
+    first_layer = 0
 
     def __init__(
         self, model: PreTrainedModel, cache: EvictionCache, factors: Sequence[Tensor | None] | None = None
@@ -488,7 +490,8 @@ class ForcedAnswer:
             yield found[place]
 
     def _effects(self, trials: Sequence[Trial]) -> list[Effect]:
-        with self.layers.beginning_at(min(map(first_layer, trials)), len(trials)):
+        self.cache.first_layer = min(map(first_layer, trials))
+        with self.layers.beginning_at(self.cache.first_layer, len(trials)):
             logits = self._logits(trials)
         kl, full, own, same = compare(self.full, logits.flatten(0, 1), self.targets).view(4, len(trials), -1).cpu()
         return [

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvexp.core.slot_order import INT64_MAX
-from kvexp.util import AtLeast, check_fields
+from kvexp.util import AtLeast, CacheError, check_fields
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
 MAX_TILE_LOGITS = 1 << 21  # of `blocked_attention`: 8 MiB in float32
@@ -64,7 +64,8 @@ class AttentionParams:
 
     sliding_window: a query sees the slots of the newest `sliding_window` positions, its own included; None: all. alibi:
     the slopes, [H * G]; None: no ALiBi. upcast: logits in float32 whatever the model's dtype (GPT-J). rope: the model's
-    RoPE, needed only where positions are renumbered.
+    RoPE, needed only where positions are renumbered. softcap: c of `softcapped`; None: none. sinks: of
+    `attention_probs`, a logit for every query head, [H * G]; None: none. (What methods keep as sinks are first tokens.)
     """
 
     scale: float
@@ -72,6 +73,44 @@ class AttentionParams:
     alibi: Tensor | None = None
     upcast: bool = False
     rope: RoPE | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sinks is not None and self.sinks.ndim != 1:
+            raise CacheError(
+                f"attention sinks must be one number for every query head, [heads], got {list(self.sinks.shape)}: "
+                "sinks that differ from query to query are not supported"
+            )
+
+
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Logits x as cap * tanh(x / cap), so that none is beyond +-cap (Gemma 2, arXiv:2408.00118); None: as they are.
+
+    In place, except where gradients are wanted.
+    """
+    if cap is None:
+        return x
+    return torch.tanh(x / cap) * cap if x.requires_grad else x.div_(cap).tanh_().mul_(cap)
+
+
+def token_share(x: Tensor, sinks: Tensor) -> Tensor:
+    """The share of a query's attention that goes to tokens, [.., H, G, q, 1]; the rest goes to the head's sink.
+
+    It is sum(exp(x_i)) / (sum(exp(x_i)) + exp(s)) of masked logits x [.., H, G, q, S] and sinks s, one per query head.
+    """
+    own = sinks.to(x).reshape(*x.shape[-4:-2], 1, 1)
+    return torch.sigmoid(x.logsumexp(dim=-1, keepdim=True) - own)
+
+
+def attention_probs(x: Tensor, sinks: Tensor | None) -> Tensor:
+    """Probabilities p_j = exp(x_j) / (sum(exp(x_i)) + exp(s)) of masked logits x [.., H, G, q, S]; same shape.
+
+    sinks: s, one per query head, which takes a share of the attention and has no value (gpt-oss, arXiv:2508.10925): a
+    row's sum is its `token_share`, below 1. None: without s, the softmax.
+    """
+    probabilities = torch.softmax(x, dim=-1)
+    return probabilities if sinks is None else probabilities * token_share(x, sinks)
 
 
 @dataclass(frozen=True)
@@ -137,7 +176,7 @@ class AttentionInputs:
             query, keys = query.float(), keys.float()
         b, h, g, q, d = query.shape
         x = qk_matmul(query.reshape(b, h, g * q, d), keys).view(b, h, g, q, slots)
-        x = (x if x.dtype == torch.float64 else x.float()) * self.params.scale
+        x = softcapped((x if x.dtype == torch.float64 else x.float()) * self.params.scale, self.params.softcap)
         bias = self.alibi_bias(rows, slots)
         x = x if bias is None else x + bias
         if self.all_visible:
@@ -153,10 +192,11 @@ class AttentionInputs:
 class Observer(Protocol):
     """What is computed from a prompt's attention while its logits or probabilities are there (`blocked_attention`).
 
-    from_logits: whether it takes masked logits; else it takes probabilities.
+    takes: masked logits; their softmax, over tokens alone; or the attention itself, as it weighs the values, which
+    differs from the softmax where heads have sinks.
     """
 
-    from_logits: bool
+    takes: Literal["logits", "softmax", "attention"]
 
     def add(self, tile: Tile, x: Tensor) -> None:
         """Take in one tile's x [heads, G, rows, seen], which must stay as it is."""
@@ -181,20 +221,27 @@ def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
 
     So it is where gradients are wanted. observers: on a CPU alone. SDPA is called once where a causal mask suffices:
     for a whole prompt without padding, ALiBi, and a sliding window shorter than it. Else in blocks of QUERY_BLOCK query
-    rows, each with its mask.
+    rows, each with its mask; so are softcaps and sinks, which SDPA does not know, from the logits.
     """
     count, params = inputs.query.shape[3], inputs.params
-    states = (inputs.query, inputs.keys, inputs.values)
+    states = (inputs.query, inputs.keys, inputs.values, *(() if params.sinks is None else (params.sinks,)))
     wants_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in states)
     if observers or (inputs.query.device.type == "cpu" and count > 1 and not wants_gradients):
         out = blocked_attention(inputs, observers)
         if not wants_gradients:
             return out
     whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None
-    if whole and params.alibi is None and (params.sliding_window or count) >= count:
+    known = params.softcap is None and params.sinks is None
+    if known and whole and params.alibi is None and (params.sliding_window or count) >= count:
         return _sdpa(inputs, slice(0, count), count, causal=True)
     blocks = (slice(a, min(a + QUERY_BLOCK, count)) for a in range(0, count, QUERY_BLOCK))
-    return torch.cat([_sdpa(inputs, rows, inputs.kv_len(rows)) for rows in blocks], dim=3)
+    attend = _sdpa if known else _from_logits
+    return torch.cat([attend(inputs, rows, inputs.kv_len(rows)) for rows in blocks], dim=3)
+
+
+def _from_logits(inputs: AttentionInputs, rows: slice, slots: int) -> Tensor:
+    """As `_sdpa`, by logits and probabilities in full."""
+    return apply_probs(attention_probs(inputs.logits(rows, slots), inputs.params.sinks), inputs.values[:, :, :slots])
 
 
 @torch.no_grad()
@@ -207,6 +254,13 @@ def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
     """
     b, h, g, count, _ = inputs.query.shape
     out = inputs.values.new_zeros(b, h, g, count, inputs.values.shape[-1])
+    sinks = None if inputs.params.sinks is None else inputs.params.sinks.view(h, g)
+
+    def show(what: str, tile: Tile, x: Tensor) -> None:
+        for observer in observers:
+            if observer.takes == what:
+                observer.add(tile, x)
+
     for row in range(b):
         found = _without_padding(inputs, row)
         if found is None:
@@ -219,13 +273,13 @@ def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
             x = _tile_logits(one, heads, rows, seen, room, diagonal=consecutive)
             place = (slice(rows.start + cut, rows.stop + cut), slice(seen.start + pads, seen.stop + pads))
             tile = Tile(row, heads, *place, consecutive)
-            for observer in observers:
-                if observer.from_logits:
-                    observer.add(tile, x)
+            share = None if sinks is None else token_share(x, sinks[heads])
+            show("logits", tile, x)
             torch.softmax(x, dim=-1, out=x)
-            for observer in observers:
-                if not observer.from_logits:
-                    observer.add(tile, x)
+            show("softmax", tile, x)
+            if share is not None:
+                x *= share
+            show("attention", tile, x)
             out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), one.values[0, heads, seen])
     return out
 
@@ -298,6 +352,7 @@ def _tile_logits(
         grouped_matmul(query * params.scale, keys.transpose(1, 2), out=x)
     else:
         torch.mul(grouped_matmul(query, keys.transpose(1, 2)).float(), params.scale, out=x)
+    softcapped(x, params.softcap)
     if params.alibi is not None:
         bias = one.alibi_bias(rows, seen.stop)
         assert bias is not None
@@ -451,7 +506,7 @@ def decode_logits(query: Tensor, keys: Tensor, positions: Tensor, newest: Tensor
     if params.upcast:
         query, keys = query.float(), keys.float()
     x = qk_matmul(query[..., 0, :], keys)
-    x = (x if x.dtype == torch.float64 else x.float()) * params.scale
+    x = softcapped((x if x.dtype == torch.float64 else x.float()) * params.scale, params.softcap)
     if params.alibi is not None:
         slopes = params.alibi.view(1, *x.shape[1:3], 1).to(x.device)
         x = x + slopes * (positions - newest)[:, :, None].to(torch.float32)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from kvexp.core.attention import attention_probs
 from kvexp.core.budget import Budget, floor_share
 from kvexp.core.slot_order import INT64_MAX, INT64_MIN, order_key
 from kvexp.core.statistics import HeadScores
@@ -59,11 +60,11 @@ class LayerBudgets:
         """Share out a budget with least < slots < length over several layers; arguments of `share`."""
         return [slots] * layers
 
-    def preference(self, logits: Tensor, lengths: Sequence[int]) -> list[float]:
+    def preference(self, logits: Tensor, lengths: Sequence[int], sinks: Tensor | None = None) -> list[float]:
         """One number per batch row, to which a layer's share of the slots is proportional.
 
         logits [B, H, G, n, S] of the newest n queries, newest last, slots in the order of the prompt's columns; lengths
-        [B]: real prompt tokens.
+        [B]: real prompt tokens; sinks: of `attention_probs`.
         """
         raise NotImplementedError
 
@@ -120,11 +121,11 @@ class CakeLayers(LayerBudgets):
     def window(self) -> int:
         return self.observed
 
-    def preference(self, logits: Tensor, lengths: Sequence[int]) -> list[float]:
+    def preference(self, logits: Tensor, lengths: Sequence[int], sinks: Tensor | None = None) -> list[float]:
         found = []
         for row, length in zip(logits, lengths, strict=True):
             # Row by row over its own tokens alone: sums over padding would round otherwise.
-            probabilities = row[..., -length:].double().softmax(-1)[..., -min(self.observed, length) :, :]
+            probabilities = attention_probs(row[..., -length:].double(), sinks)[..., -min(self.observed, length) :, :]
             before = probabilities[..., : -probabilities.shape[-2]].contiguous()
             entropy = -(before * (before + SMALL).log()).sum()
             some = before.shape[-2] > 1 and before.shape[-1] > 0  # queries to differ, tokens before them to look at

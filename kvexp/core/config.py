@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from kvexp.core.budget import Budget, BytesBudget, Cadence
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
-from kvexp.core.method import AttentionScoreSpec, Method, Needs
+from kvexp.core.method import AttentionScoreSpec, Method, Needs, SinkScore
 from kvexp.core.quantized import Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
 
-Keep = Literal["span", "fair"]
+Keep = Literal["span", "fair", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class CacheConfig:
     surrogate: Surrogate | None = None  # of the model, for methods whose scores a trained map predicts
     # Prompts are fed in chunks of so many columns and evicted after each; None: they are evicted at their end.
     bounded_chunk: Annotated[int, AtLeast(1)] | None = None
-    # Marked spans of a prompt (`kvexp.core.sequence`): span, never evicted; fair, they lose the rest's share; None, no
-    # different.
+    # Marked spans of a prompt (`kvexp.core.sequence`): span, never evicted; fair, they lose the rest's share. prompt:
+    # no token of a prompt is evicted, so that what is generated shares the other slots. None: no difference.
     keep: Keep | None = None
+    # What methods see of the attention of heads with sinks (gpt-oss): as it weighs the values, or over tokens alone.
+    sink: SinkScore = "applied"
     # auto: decode steps are captured as a CUDA graph where they can be, which changes no number (`kvexp.core.graph`).
     graph: Literal["auto", "off"] = "off"
 
@@ -77,6 +79,21 @@ class CacheConfig:
             refuse(self, [(when, f"{why}: leave bounded_chunk at null") for when, why in NOT_BOUNDED])
         if self.keep is not None:
             refuse(self, [(when, f"{why}: leave out keep={self.keep}") for when, why in NO_SPANS])
+        if self.keep == "prompt":
+            refuse(self, NO_PROMPT)
+
+    @property
+    def score_spec(self) -> AttentionScoreSpec | None:
+        """The method's, with `sink`."""
+        spec = self.method.score_spec
+        return spec if spec is None or self.sink == spec.sink else replace(spec, sink=self.sink)
+
+    @property
+    def sees_attention(self) -> bool:
+        """Whether what is evicted depends on the model's attention as `sink` says."""
+        needs, spec = self.method.needs, self.method.score_spec
+        looks = needs.newest_attention or needs.last_queries or needs.second_pass is not None or self.method.per_query
+        return self.method.evicts and (spec is not None or bool(looks) or self.shares_by_preference)
 
     @property
     def is_simulation(self) -> bool:
@@ -215,6 +232,11 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} keeps everything: its budget is the number of tokens that a query attends to: give "
         "kv_ratio in place of bytes_ratio",
     ),
+    (
+        lambda c: c.sink != "applied" and (c.method.full_cache or not c.sees_attention),
+        "score.sink={c.sink} says how a method sees attention by which it evicts, and {c.method.name} evicts by none: "
+        "leave score.sink at applied",
+    ),
     # When it evicts.
     (
         lambda c: c.method.evicts and not c.method.per_query and c.cadence == Cadence(at_prefill=False, every=None),
@@ -228,6 +250,11 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.method.full_cache and (c.mode, c.positions, c.cadence) != ("overwrite", "original", Cadence()),
         "method {c.method.name} keeps everything and chooses anew for every token: leave cache.mode, cache.positions, "
         "cache.evict_at_prefill and cache.evict_every alone",
+    ),
+    (
+        lambda c: c.budget and c.budget.of == "generated" and c.keep != "prompt",
+        "budget.of=generated counts slots on top of a prompt that is never evicted: add keep=prompt, or set "
+        "budget.of=sequence",
     ),
     # How kv heads share slots.
     (
@@ -357,5 +384,28 @@ NO_SPANS: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: c.mode == "mask" and c.method.simulation_only,
         "method {c.method.name} hides slots by a rule of its own",
+    ),
+)
+
+# Reasons against keeping whole prompts.
+NO_PROMPT: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: not c.method.evicts_while_decoding,
+        "method {c.method.name} evicts at the end of the prompt alone, and keep=prompt leaves it nothing there: take a "
+        "method that evicts while decoding, or keep=null",
+    ),
+    (
+        lambda c: c.cadence.every is None,
+        "keep=prompt leaves generated tokens alone to evict, and cache.evict_every=null evicts none: set "
+        "cache.evict_every to a number of steps",
+    ),
+    (
+        lambda c: c.bounded_chunk is not None,
+        "prefill=bounded evicts between chunks of a prompt, of which keep=prompt keeps everything: set prefill=whole",
+    ),
+    (
+        lambda c: c.budget and c.budget.tokens is None and c.budget.of in ("prompt", "padded"),
+        "keep=prompt keeps every token of the prompt, of which the budget is a share: set budget.of=sequence (a share "
+        "of prompt and answer), budget.of=generated (of the answer, the prompt on top) or budget=tokens",
     ),
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logits
+from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logits, softcapped
 from kvexp.core.backends import InPlace
 from kvexp.core.noise import STEPS_AHEAD, Noise, PooledDraws, StepInput
 from kvexp.core.slot_order import INT64_MAX, lowest_slot
@@ -365,6 +365,7 @@ class RaggedProducts:
                 torch.mm(one, turned, out=into)
         x = self._logits.view(r, h, g, columns)
         x = x.mul_(params.scale) if x.dtype in (torch.float32, torch.float64) else x.float() * params.scale
+        x = softcapped(x, params.softcap)
         if params.alibi is not None:
             slopes = params.alibi.view(1, h, g, 1).to(x.device)
             x = x + slopes * (self.slots.positions - newest)[:, :, None].to(torch.float32)
@@ -375,7 +376,10 @@ class RaggedProducts:
         return torch.softmax(x, dim=-1, out=self._probabilities.view(x.shape))
 
     def output(self) -> Tensor:
-        """The values weighted by the last call's probabilities: [R, H, G, 1, Dv], in the dtype of the values."""
+        """The values weighted by the last call's probabilities: [R, H, G, 1, Dv], in the dtype of the values.
+
+        What has been multiplied into them in place, such as `token_share`, counts.
+        """
         r, h, _ = self.slots.positions.shape
         pairs, groups, _ = self._weights.shape
         if self._weights is not self._probabilities:

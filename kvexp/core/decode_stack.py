@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import triton_ops
-from kvexp.core.attention import AttentionParams, apply_probs_any_width, decode_logits
+from kvexp.core.attention import AttentionParams, apply_probs_any_width, decode_logits, token_share
 from kvexp.core.backends import InPlace
 from kvexp.core.budget_shares import union_priority
 from kvexp.core.config import CacheConfig
@@ -198,6 +198,10 @@ class StackedLayer:
         self.products = RaggedProducts(self.slots) if isinstance(self.slots, RaggedSlots) else None
         self.eviction = BatchedEviction(states, self.sizes, self.backends)
         self.score_specs = [state.score_spec for state in states]
+        applied = [
+            state.config.sink == "applied" for state, n in zip(states, self.sizes, strict=True) for _ in range(n)
+        ]
+        self.sees_sinks = torch.tensor(applied, device=self.keys.device)[:, None, None, None, None]
         self.num_observing = sum(spec is not None for spec in self.score_specs)  # caches, and their rows
         self.num_observed_rows = sum(self.sizes[: self.num_observing])
         self.pools_scores = any(map(_pools_scores, states))
@@ -315,11 +319,14 @@ class StackedLayer:
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
         probabilities = torch.softmax(x, dim=-1) if self.products is None else self.products.softmax(x)
+        observed = probabilities
+        if params.sinks is not None:
+            share = token_share(x, params.sinks)
+            observed = probabilities * torch.where(self.sees_sinks, share, 1.0)
+            probabilities *= share
         drawn = self._noise_and_tau(positions, query.shape[2])
         tempered = (part.observed_probs(x[part.rows], *its) for part, its in zip(self.noised, drawn, strict=True))
-        seen = cat_rows(
-            [part for part in (probabilities[: self.num_plain_rows], *tempered) if len(part)] or [probabilities[:0]]
-        )
+        seen = cat_rows([part for part in (observed[: self.num_plain_rows], *tempered) if len(part)] or [observed[:0]])
         sums = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
         if self.products is not None:
             return self.products.output(), sums

@@ -15,6 +15,7 @@ from kvexp.core.attention import (
     AttentionParams,
     LocalAttention,
     apply_probs,
+    attention_probs,
     compute_attention,
     with_renumbered_positions,
 )
@@ -174,7 +175,10 @@ class DueEviction:
 
 
 def attention_by_position(inputs: AttentionInputs, slots: Slots) -> Tensor:
-    """The last query row's softmax, mean over a kv head's query heads: [B, H, S + 1] by position, last: dead slots."""
+    """The last query row's softmax, mean over a kv head's query heads: [B, H, S + 1] by position, last: dead slots.
+
+    Over tokens alone also where heads have sinks, so that `retained_share` is of what goes to tokens.
+    """
     count = inputs.query.shape[3]
     row = torch.softmax(inputs.logits(slice(count - 1, count), inputs.keys.shape[2]), dim=-1)[..., 0, :].mean(2)
     positions = slots.positions[:, :, : slots.length]
@@ -220,7 +224,7 @@ class EvictionLayer:
         needed = config.calibration if config.method.needs.calibration else None
         self.calibration = None if needed is None else needed.layer(index)
         self.surrogate = None if config.surrogate is None else config.surrogate.layer(index)
-        self.score_spec = config.method.score_spec
+        self.score_spec = config.score_spec
         self.fast_path_allowed = supports_fast_decode(config, common.cross_layer_score is not None)
         self.reset()
 
@@ -384,14 +388,19 @@ class EvictionLayer:
         x = inputs.logits(slice(0, count), inputs.keys.shape[2])
         if method.per_query:
             x = self._hide_by_query(x, inputs.params)
-        probabilities = torch.softmax(x, dim=-1)
+        probabilities = attention_probs(x, inputs.params.sinks)
         return apply_probs(probabilities, inputs.values), probabilities
+
+    def _score_sinks(self, params: AttentionParams) -> Tensor | None:
+        """The sinks of the heads in what the method sees; None: none, or left out (`CacheConfig.sink`)."""
+        return params.sinks if self.config.sink == "applied" else None
 
     def _hide_by_query(self, x: Tensor, params: AttentionParams) -> Tensor:
         """Logits x [B, H, G, Q, S] of a decode step, -inf where the method's `query_mask` hides a slot from a query."""
         assert self.layer_slots is not None
         self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.layer_slots.slots)
-        newest, method, full = self.sequence.positions(x.device), self.config.method, torch.softmax(x, dim=-1).sum(2)
+        newest, method = self.sequence.positions(x.device), self.config.method
+        full = attention_probs(x, self._score_sinks(params)).sum(2)
         rows = []
         for j in range(x.shape[3]):
             mask = method.query_mask(full[:, :, j], self._context(newest[:, j], DueEviction(params)))
@@ -443,9 +452,11 @@ class EvictionLayer:
         if self._evicts_now():
             logits = None if self.statistics.last is None else self.statistics.last.logits(inputs)
             ends_prompt = sequence.in_prompt and not self.is_bounded
+            sinks = self._score_sinks(inputs.params)
+            seen_by_method = probabilities if sinks is inputs.params.sinks else None
             due = DueEviction(
                 inputs.params,
-                newest_attention=newest_attention(inputs, probabilities) if needs.newest_attention else None,
+                newest_attention=newest_attention(inputs, seen_by_method, sinks) if needs.newest_attention else None,
                 last_logits=None if logits is None or not needs.last_queries else logits[..., -needs.last_queries :, :],
                 by_position=attention_by_position(inputs, self.require_slots()) if ends_prompt else None,
             )
@@ -456,7 +467,7 @@ class EvictionLayer:
             if shares is not None and logits is not None:
                 # The last layer's preference evicts from all.
                 self.memory_tracker.set_resident(self.index, self.require_slots().kv_bytes)
-                preference = shares.preference(logits, sequence.prompt_lengths)
+                preference = shares.preference(logits, sequence.prompt_lengths, sinks)
                 self.common.last_layer.wait(preference, self._take_share, share_among_layers)
         self._settle()
         sequence.layer_done()
@@ -470,7 +481,7 @@ class EvictionLayer:
         sums = seen.get(key) if sequence.in_prompt else None
         if sums is None:
             observed = self._observed(spec, inputs)
-            if probabilities is not None and spec.is_plain:
+            if probabilities is not None and spec.is_plain and self._score_sinks(inputs.params) is inputs.params.sinks:
                 sums = weighted_column_sums(probabilities, observed.weights)
             else:
                 sums = column_sums_by(config.observe, inputs, observed)
@@ -616,6 +627,7 @@ class EvictionLayer:
             rope=due.params.rope if self.calibration is not None or needs.rope else None,
             second_pass_attention=second,
             compares_heads=self.config.compares_heads,
+            sinks=self._score_sinks(due.params),
         )
 
     def _rank(self, due: DueEviction, second: Tensor | None = None) -> RankedSlots:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, LocalChunks, RoPE
+from kvexp.core.attention import AttentionInputs, AttentionParams, LocalChunks, RoPE, attention_probs
 from kvexp.core.budget import floor_share
 from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.noise import Noise
@@ -95,15 +95,23 @@ def output_norms(values: Tensor, factors: Tensor) -> Tensor:
     return torch.stack(sizes, dim=2)
 
 
-def newest_attention(inputs: AttentionInputs, probabilities: Tensor | None) -> Tensor:
+def newest_attention(inputs: AttentionInputs, probabilities: Tensor | None, sinks: Tensor | None = None) -> Tensor:
     """The newest query's softmax over all slots [B, H, G, S], 0 for slots that it does not see.
 
-    probabilities [B, H, G, Q, S]: of this forward, if at hand; None: the last query row is computed from `inputs`.
+    probabilities [B, H, G, Q, S]: of this forward, if at hand; None: the last query row is computed from `inputs`, with
+    these `sinks`.
     """
     if probabilities is not None:
         return probabilities[..., -1, :]
     count = inputs.query.shape[3]
-    return torch.softmax(inputs.logits(slice(count - 1, count), inputs.keys.shape[2]), dim=-1)[..., 0, :]
+    return attention_probs(inputs.logits(slice(count - 1, count), inputs.keys.shape[2]), sinks)[..., 0, :]
+
+
+SinkScore = Literal["applied", "renormalised"]
+TEMPERED_SINKS = (
+    "this model's heads have attention sinks, and no paper says whether a temperature or noise reaches the sink too: "
+    "set score.sink=renormalised (the softmax over tokens alone), or take a method without a temperature, such as h2o"
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,8 @@ class AttentionScoreSpec:
     pool_heads every kv head of a layer gets the layer's sum over heads.
     across_layers  one score by position for the whole model: every layer adds to it and selects from it.
     batch      whose scores are added up: each row's own, all beams' of one sample, or the whole batch's.
+    sink       where heads have attention sinks: applied, with the sink's share in the denominator, as values are
+               weighted; or renormalised, over tokens alone.
     """
 
     tau: tuple[float, float] = (1.0, 1.0)
@@ -130,6 +140,7 @@ class AttentionScoreSpec:
     pool_heads: bool = False
     across_layers: bool = False
     batch: Literal["per_beam", "per_sample", "sum_all"] = "per_beam"
+    sink: SinkScore = "applied"
 
     def __post_init__(self) -> None:
         if min(self.tau) <= 0:
@@ -147,6 +158,14 @@ class AttentionScoreSpec:
         """ConfigError where the scores of rows with prompts of these lengths cannot be added up."""
         if self.batch == "sum_all" and len(set(prompt_lengths)) > 1:
             raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
+
+    def observed_sinks(self, params: AttentionParams) -> Tensor | None:
+        """The sinks of a layer's heads in what is observed; None: none. ConfigError under a temperature or noise."""
+        if params.sinks is None or self.sink == "renormalised":
+            return None
+        if self.tau != (1.0, 1.0) or self.noise is not None:
+            raise ConfigError(TEMPERED_SINKS)
+        return params.sinks
 
     @property
     def is_plain(self) -> bool:
@@ -195,6 +214,7 @@ class EvictionContext:
     of `LocalAttention`; second_pass_attention [B, H, G, S]: of the queries that repeat the prompt, the largest to
     every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
     compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
+    sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
     """
 
     slots: Slots
@@ -212,6 +232,7 @@ class EvictionContext:
     rope: RoPE | None = None
     second_pass_attention: Tensor | None = None
     compares_heads: bool = False
+    sinks: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -274,6 +295,7 @@ class Method:
     is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
+    later: ClassVar[tuple[str, ...]] = ()  # settings newer than recorded runs: no part of identity at their defaults
     needs_whole_prompt: ClassVar[str] = ""  # predicate for messages: what `priority` does with a whole prompt
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.core import triton_ops
-from kvexp.core.attention import AttentionInputs, Tile
+from kvexp.core.attention import AttentionInputs, Tile, attention_probs
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.noise import POOL_OVERLAP, exp_pool
 from kvexp.core.sequence import SequenceState
@@ -69,8 +70,12 @@ def row_weights(spec: AttentionScoreSpec, query_positions: Tensor, rows_left: in
 
 
 def observed_probs(inputs: AttentionInputs, observed: ObservedRows, rows: slice, slots: int) -> Tensor:
-    """softmax((x + zeta) / tau) of query rows `rows` over the first `slots` slots: [B, H, G, rows, slots] float32."""
+    """softmax((x + zeta) / tau) of query rows `rows` over the first `slots` slots: [B, H, G, rows, slots] float32.
+
+    Where heads have sinks, as of `AttentionScoreSpec.observed_sinks`.
+    """
     spec = observed.spec
+    sinks = spec.observed_sinks(inputs.params)
     x = inputs.logits(rows, slots, include_evicted=spec.over == "full")
     if spec.noise is not None:
         h, g = x.shape[1:3]
@@ -79,7 +84,7 @@ def observed_probs(inputs: AttentionInputs, observed: ObservedRows, rows: slice,
         x = x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
     if spec.tau != (1.0, 1.0):
         x = x / observed.taus[rows, None]
-    return torch.softmax(x, dim=-1)
+    return attention_probs(x, sinks)
 
 
 def weighted_column_sums(probabilities: Tensor, weights: Tensor) -> Tensor:
@@ -106,7 +111,9 @@ class ColumnSums:
         self.noise = None if spec.noise is None or spec.noise.constant else spec.noise  # a constant changes no softmax
         self._pooled = self.noise is not None and self.noise.fresh
         self.tempered = bool((observed.taus != 1).any())
-        self.from_logits = self.tempered
+        applied = spec.observed_sinks(inputs.params) is not None or inputs.params.sinks is None
+        self.takes: Literal["logits", "softmax", "attention"]
+        self.takes = "logits" if self.tempered else "attention" if applied else "softmax"
         self._room = torch.empty(0)
         self._offsets: tuple[int, Tensor] | None = None  # a batch row, and where in the pool the noise of its rows is
 

@@ -222,6 +222,11 @@ class MaskedLayer:
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """Attend with all tokens of a text at once; arguments and result as in `LayerCache.forward`."""
+        if params.sinks is not None:
+            raise CacheError(
+                "row masks score tokens by softmaxes without sinks, and this model's heads have attention sinks: set "
+                "task.measured.mode=prefill_then_step"
+            )
         if self.seq_len:
             raise CacheError("the row-mask protocol judges a text in one forward: make a new RowMaskCache for each")
         b, h, count = key.shape[:3]

@@ -7,12 +7,13 @@ the fed tokens, so that a long context does not thin it. Nothing that is fed sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, attention_probs, compute_attention
+from kvexp.core.method import SinkScore
 from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.slots import Slots
 from kvexp.util import CacheError
@@ -38,14 +39,15 @@ class SecondPassLayer:
     """One layer's slots as a second pass sees them, a `LayerCache` whose forwards store nothing.
 
     slots: of the prompt, none evicted, slot i holding column i. group: query heads per kv head. observes: whether this
-    layer's attention is wanted. chunk: the one in progress. attention [B, H, G, S] float32: the largest attention of
-    any fed query to each slot so far, 0 where no chunk held it. peak_bytes: of keys and values copied for one forward.
+    layer's attention is wanted; sink: as of `AttentionScoreSpec`. chunk: the one in progress. attention [B, H, G, S]
+    float32: the largest attention of any fed query to each slot so far, 0 where no chunk held it. peak_bytes: of keys
+    and values copied for one forward.
     """
 
-    def __init__(self, slots: Slots, group: int, *, observes: bool) -> None:
+    def __init__(self, slots: Slots, group: int, *, observes: bool, sink: SinkScore = "applied") -> None:
         if not slots.same_order:
             raise CacheError("a second pass needs the prompt as it came, and slots of it were evicted")
-        self.slots, self.observes = slots, observes
+        self.slots, self.observes, self.sink = slots, observes, sink
         self.chunk: RepeatedChunk | None = None
         b, h = slots.keys.shape[:2]
         self.attention = torch.zeros(b, h, group if observes else 0, slots.length, device=slots.keys.device)
@@ -86,6 +88,8 @@ class SecondPassLayer:
         before, repeated = (columns.to(key.device) for columns in (self.chunk.before, self.chunk.repeated))
         near = inputs_near(inputs, torch.cat([before, repeated], dim=1), key)
         norms = self.chunk.input_norms
+        if self.sink == "renormalised":
+            near = replace(near, params=replace(near.params, sinks=None))
         largest = largest_attention(near, before.shape[1], repeated.shape[1], norms)
         # Columns that a row lacks (-1) are given a place of their own behind the last, which is thrown away.
         index = torch.where(repeated < 0, self.seq_len, repeated)[:, None, None].expand_as(largest)
@@ -134,7 +138,7 @@ def largest_attention(inputs: AttentionInputs, first: int, number: int, norms: T
         weights = weights / norms.to(weights.device).clamp_min(torch.finfo(torch.float32).tiny)
     for start in range(0, count, block):
         rows = slice(start, min(start + block, count))
-        probabilities = torch.softmax(inputs.logits(rows, inputs.kv_len(rows)), dim=-1)[..., first : first + number]
-        weighted = probabilities.float() * weights[:, None, None, rows, None]
+        probabilities = attention_probs(inputs.logits(rows, inputs.kv_len(rows)), inputs.params.sinks)
+        weighted = probabilities[..., first : first + number].float() * weights[:, None, None, rows, None]
         largest = torch.maximum(largest, weighted.amax(3))
     return largest

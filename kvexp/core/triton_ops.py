@@ -116,6 +116,7 @@ class FusedDecodeAttention:
         """
         from kvexp.core import triton_kernels as kernels
 
+        check_logits(params)
         r, h, g, _, d = query.shape
         count, width = slots.keys.shape[2], slots.values.shape[-1]
         head_size, element_size = max(d, width), 4 if params.upcast else query.element_size()
@@ -252,9 +253,17 @@ def triton_column_sums(inputs: AttentionInputs, observed: ObservedRows, first: i
     return out
 
 
+def check_logits(params: AttentionParams) -> None:
+    """ConfigError for a softcap or sinks, which the kernels do not compute."""
+    for name, value in (("a softcap", params.softcap), ("attention sinks", params.sinks)):
+        if value is not None:
+            raise ConfigError(f"the kernels of observe=triton know no model with {name}: set observe=blocked")
+
+
 def _check(inputs: AttentionInputs, spec: AttentionScoreSpec) -> None:
     """ConfigError without Triton, on a CPU or in float64; ValueError for inputs that are no plain prompt."""
     check_installed()
+    check_logits(inputs.params)
     if inputs.keys.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("observe=triton needs a CUDA device, the model is on the CPU: set observe=blocked")
     if inputs.query.dtype == torch.float64:

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvexp.core import AttentionParams, EvictionLayer
-from kvexp.core.attention import AttentionInputs, apply_probs
+from kvexp.core.attention import AttentionInputs, apply_probs, token_share
 from kvexp.core.eviction import LayerCache
 from kvexp.core.slot_order import keep_order
 from kvexp.diagnose.case import Case, rows_of
@@ -119,7 +119,8 @@ class TwinLayer:
 
         seen [H, G, S]: of a method that selects for every query head by itself.
         """
-        rows = torch.softmax(inputs.logits(slice(0, 1), seen.shape[-1]), dim=-1)  # [1, H, G, 1, S]
+        x = inputs.logits(slice(0, 1), seen.shape[-1])
+        rows = torch.softmax(x, dim=-1)  # [1, H, G, 1, S]; with sinks too, the shares are of what goes to tokens
         mass = rows[0, :, :, 0].mean(1)
         each = seen if seen.ndim == 3 else seen[:, None]
         kept = each.sum(-1).amax(1)
@@ -129,7 +130,10 @@ class TwinLayer:
             lost = mass.masked_fill(seen, 0).sum(-1)
         else:
             lost = rows[0, :, :, 0].masked_fill(seen, 0).sum(-1).mean(1)
-        here = apply_probs(left / left.sum(-1, keepdim=True), inputs.values)[0].flatten(1)
+        left = left / left.sum(-1, keepdim=True)
+        if (sinks := inputs.params.sinks) is not None:
+            left *= token_share(x.masked_fill(~each[None, :, :, None], -torch.inf), sinks)
+        here = apply_probs(left, inputs.values)[0].flatten(1)
         head = torch.arange(len(kept), device=kept.device)
         step = self.full.sequence.seq_len - (self.full.sequence.prompt_columns or 0)
         self.into.add(

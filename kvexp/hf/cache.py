@@ -199,7 +199,8 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer as Hugging Face's `Cache` sees it. Lengths are columns seen, never slots held.
 
     state: the layer's cache in kvexp's core; rope: the model's RoPE where cached keys are rotated (renumbered
-    positions); layer_input: of the model, where the method scores tokens by it.
+    positions); layer_input: of the model, where the method scores tokens by it. attended: how often the forward in
+    progress has attended to its keys.
     """
 
     is_compileable = False
@@ -212,6 +213,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.state, self.rope, self.model_config, self.layer_input = state, rope, model_config, layer_input
         self.is_initialized = True
+        self.attended = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the core makes its slots at the first forward."""
@@ -421,7 +423,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         """
         prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
         check_spans(self.config, prompts, spans)
-        if self.config.keep is not None and spans is not None:
+        if self.config.keep in ("span", "fair") and spans is not None:
             self.sequence.mark_spans(spans, prompt_lengths)
 
     def check_second_pass(self, prompt_lengths: Sequence[int]) -> None:

@@ -50,10 +50,12 @@ from kvexp.hf.patch import (
     NOT_COMPILED,
     KvexpGPTJAttention,
     KvexpMptAttention,
+    begin_forward,
     check_activations,
     check_mask,
     check_not_compiled,
     check_sizes,
+    end_forward,
     family_of,
     forget_layer_input,
     head_dim,
@@ -107,6 +109,7 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTra
             record.note(module, "training")
         model.eval()
         record.hooks.append(model.register_forward_pre_hook(_check_inputs_hook, with_kwargs=True))
+        record.hooks.append(model.register_forward_hook(_guard_hook, with_kwargs=True, always_call=True))
         record.hooks.append(model.register_forward_hook(_track_finite_hook, with_kwargs=True))
         record.hooks.append(model.register_forward_hook(second_pass_hook, with_kwargs=True))
     except BaseException:
@@ -230,6 +233,8 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
     if moving is not None and given is not None:
         check_forward(moving, given.shape[1], positions, kwargs.get("attention_mask"), cache)
         reset_frequencies(model)
+    if given is not None:
+        begin_forward(cache, given.shape[1])
     sequence = getattr(cache, "sequence", None)
     if sequence is None or ids is None:
         return
@@ -240,6 +245,11 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
         first = ids.view(-1, beams, ids.shape[1])
         if bool((first != first[:, :1]).any()):
             raise CacheError(f"num_beams={beams}, but the rows of a sample hold different prompts")
+
+
+def _guard_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook: `end_forward`. Called also where the forward raises, without an output."""
+    end_forward(kwargs.get("past_key_values"), failed=output is None)
 
 
 def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:

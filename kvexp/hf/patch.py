@@ -7,6 +7,7 @@ ordinary causal attention.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -25,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvexp.core import CacheConfig, Quantization, RoPE
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.sequence import SequenceState
 from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
@@ -108,6 +110,65 @@ def check_mask(mask: Any) -> None:
         raise CacheError(f"kvexp takes the 2-D attention mask [batch, columns], got {what}: pass the padding mask")
 
 
+class _Forward(threading.local):
+    """The forward through a kvexp cache that this thread computes.
+
+    cache: None outside of such a forward; columns: that its sequences have to have seen at the end.
+    """
+
+    cache: Any = None
+    columns: tuple[int, ...] = ()
+
+
+_forward = _Forward()
+
+
+def _sequences(cache: Any) -> list[SequenceState]:
+    """Sequences of the cache, or of the caches that it joins; none where it counts no tokens."""
+    each = (getattr(one, "sequence", None) for one in getattr(cache, "caches", (cache,)))
+    return [sequence for sequence in each if sequence is not None]
+
+
+def tagging_layers(cache: Any) -> list[Any]:
+    """The layers of a cache whose keys attention finds by their tag; none of a cache that is not kvexp's."""
+    return [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "attended")]
+
+
+def begin_forward(cache: Any, width: int) -> None:
+    """Note that a forward of `width` new columns begins; one without a cache of kvexp is not guarded."""
+    layers = tagging_layers(cache)
+    for layer in layers:
+        layer.attended = 0
+    _forward.cache = cache if layers else None
+    _forward.columns = tuple(sequence.seq_len + width for sequence in _sequences(cache))
+
+
+def end_forward(cache: Any, *, failed: bool) -> None:
+    """CacheError where the forward that ends did not attend once through each layer, or the cache missed its tokens.
+
+    failed: whether it raised an error, which is the one to report. A cache whose forwards begin at a later layer names
+    that as `first_layer`.
+    """
+    guarded, _forward.cache = _forward.cache is not None, None
+    if failed or not guarded:
+        return
+    layers = tagging_layers(cache)
+    first = getattr(cache, "first_layer", 0)
+    missed = [number for number, layer in enumerate(layers) if not layer.attended and number >= first]
+    if missed:
+        raise CacheError(
+            f"attention did not come through {len(missed)} of the {len(layers)} layers of this cache (layer "
+            f"{missed[0]} first), which hold nothing of this forward: the model keeps keys and values elsewhere, or "
+            "attends by a function of its own; kvexp cannot evict from it"
+        )
+    columns = tuple(sequence.seq_len for sequence in _sequences(cache))
+    if columns != _forward.columns:
+        raise CacheError(
+            f"a forward ended with {columns} columns in the cache where {_forward.columns} were due: attention did not "
+            "come through the cache as often as tokens were fed"
+        )
+
+
 def cached_attention(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, params: AttentionParams
 ) -> Tensor:
@@ -121,7 +182,18 @@ def cached_attention(
     padding = padding if padding is not None and padding.shape[-1] else None
     layer = getattr(key, LAYER_ATTR, None)
     if layer is None:
+        if _forward.cache is not None:
+            raise CacheError(
+                "keys lost the mark of the cache between update() and attention, so what was cached would not be seen: "
+                "the model changes or copies its keys there (latents that it expands, say); kvexp cannot evict from it"
+            )
         return _without_cache(query, key, value, padding, params)
+    if layer.attended and _forward.cache is not None:
+        raise CacheError(
+            "one forward attends twice to the keys of the same layer, whose tokens would be stored and counted twice: "
+            "kvexp cannot evict from such a model"
+        )
+    layer.attended += 1
     if params.rope is None and layer.rope is not None:
         params = replace(params, rope=layer.rope)
     out: Tensor = layer.state.forward(query, key, value, params, padding)
@@ -323,7 +395,9 @@ def check_sizes(config: Any) -> None:
 
     transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
     """
-    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", family_of(config).limit)
+    known = FAMILIES.get(config.model_type)  # a GGUF file may be of a family that only transformers runs
+    limit = known.limit if known is not None else "max_position_embeddings"
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", limit)
     for name in sizes:
         value = getattr(config, name, None)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvexp.core import EvictionContext, Method, Needs
+from kvexp.core.attention import attention_probs
 from kvexp.core.budget_shares import CakeLayers, LayerBudgets
 from kvexp.util import AtLeast, Odd, Range
 
@@ -55,7 +56,7 @@ class CAKE(Method):
     def priority(self, ctx: EvictionContext) -> Tensor:
         assert ctx.last_logits is not None
         # Prompt slots stand in the order of their columns. Padding queries see nothing and count for nothing.
-        rows = ctx.last_logits.double().softmax(-1)
+        rows = attention_probs(ctx.last_logits.double(), ctx.sinks)
         real = ctx.last_logits.isfinite().any(-1, keepdim=True)
         number = real.sum(-2).clamp_min(1)
         rows = rows.masked_fill(~real, 0.0)

@@ -9,7 +9,14 @@ from typing import Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, compute_attention
+from kvexp.core.attention import (
+    AttentionInputs,
+    AttentionParams,
+    apply_probs,
+    attention_probs,
+    compute_attention,
+    softcapped,
+)
 from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import KVIndex
@@ -60,7 +67,7 @@ def window_attention_masses(inputs: AttentionInputs, windows: Sequence[list[int]
     for start in range(0, count, block):
         rows = slice(start, min(start + block, count))
         kv_len = inputs.kv_len(rows)
-        probabilities = torch.softmax(inputs.logits(rows, kv_len), dim=-1)
+        probabilities = attention_probs(inputs.logits(rows, kv_len), inputs.params.sinks)
         query, key = inputs.query_positions[:, None, rows, None], inputs.positions[:, :, None, :kv_len]
         for past, total in zip(pasts, totals, strict=True):
             near = (query >= 0) & (key >= 0) & (query - key <= past)
@@ -127,6 +134,7 @@ def block_scores(
     `representatives`. The sum is over the heads that select together.
     """
     x = torch.einsum("bhgd,bhngd->bhgn", query.float().mean(3), keys.float()) * params.scale
+    x = softcapped(x, params.softcap)
     if params.alibi is not None and not method.clamps_positions:
         slopes = params.alibi.to(x.device).view(1, *x.shape[1:3], 1)
         x = x + slopes * (repr_positions.transpose(2, 3) - query_positions.float().mean(1)[:, None, None, None])
@@ -160,7 +168,7 @@ def _one_row(method: InfLLM, inputs: AttentionInputs, local: int, count: int, ou
                 else distance <= local
             )
             logits.append(x.masked_fill((hidden if beyond else ~hidden)[:, :, None], -torch.inf))
-        probabilities = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
+        probabilities = attention_probs(torch.cat(logits, dim=-1), inputs.params.sinks)
         out[..., rows, :] = apply_probs(probabilities, torch.cat(values, dim=2))
         seen = probabilities[..., : near.shape[2]].sum(3).transpose(2, 3)
         received[:, :, max(0, start - local) : rows.stop] += seen
@@ -381,6 +389,6 @@ class InfLLM(Retrieval):
             far = clamped_inputs(inputs, edge).logits(rows, inputs.keys.shape[2])
             beyond = inputs.positions < (retrieval_query.positions - edge)[:, None, None]
             x = torch.where(beyond[:, :, None, None], far, x)
-        probabilities = torch.softmax(x, dim=-1)
+        probabilities = attention_probs(x, inputs.params.sinks)
         self._observe(inputs, retrieval_query, probabilities)
         return apply_probs(probabilities, inputs.values)

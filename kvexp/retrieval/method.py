@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, attention_probs, compute_attention, softcapped
 from kvexp.core.budget import floor_share
 from kvexp.core.method import Method
 from kvexp.core.slot_order import topk_slots
@@ -73,11 +73,11 @@ class RetrievalQuery:
         return slots.masked_fill(~self.candidates, -1)[:, :, sinks : sinks + self.max_k]
 
     def logits(self, dots: Tensor, *, past: bool = False) -> Tensor:
-        """Dot products [B, H, G, S] to float32 logits: scaled, ALiBi added, -inf outside the candidates.
+        """Dot products [B, H, G, S] to float32 logits: scaled, softcapped, ALiBi added, -inf outside the candidates.
 
         past: everything up to the query itself is left unmasked, not only the candidates.
         """
-        x = dots.float() * self.params.scale
+        x = softcapped(dots.float() * self.params.scale, self.params.softcap)
         slots = torch.arange(x.shape[-1], device=x.device)
         if self.params.alibi is not None:
             slopes = self.params.alibi.to(x.device).view(1, *x.shape[1:3], 1)
@@ -88,6 +88,10 @@ class RetrievalQuery:
             if self.params.sliding_window is not None:
                 seen = seen & (slots > self.positions[:, None] - self.params.sliding_window)[:, None]
         return x.masked_fill(~seen[:, :, None], -torch.inf)
+
+    def reduce_group(self, logits: Tensor, how: Combine) -> Tensor:
+        """`reduce_group` for the heads of this layer."""
+        return reduce_group(logits, how, self.params.sinks)
 
     def logits_of(self, keys: Tensor, *, past: bool = False) -> Tensor:
         """Exact logits [B, H, G, S] of the query with keys [B, H, S, D]; past: as in `logits`."""
@@ -105,12 +109,17 @@ class RetrievalQuery:
         return topk_slots(relevance, self.candidates, self.counts, min(self.max_k, relevance.shape[-1]))
 
 
-def reduce_group(logits: Tensor, how: Combine) -> Tensor:
-    """One relevance [B, H, S] per kv head from the logits [B, H, G, S] of its query heads."""
+def group_probs(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """`attention_probs` of logits [B, H, G, S]; same shape."""
+    return attention_probs(logits[..., None, :], sinks)[..., 0, :]
+
+
+def reduce_group(logits: Tensor, how: Combine, sinks: Tensor | None = None) -> Tensor:
+    """One relevance [B, H, S] per kv head from the logits [B, H, G, S] of its query heads; sinks: of these heads."""
     if logits.shape[2] == 1:
         return logits[:, :, 0]  # a softmax keeps the order but may round neighbours into ties
     if how == "softmax_sum":
-        return torch.softmax(logits, dim=-1).sum(2)
+        return group_probs(logits, sinks).sum(2)
     return logits.sum(2) if how == "raw_sum" else logits.amax(2)
 
 

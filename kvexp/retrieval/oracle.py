@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from kvexp.retrieval.method import Retrieval, RetrievalQuery
+from kvexp.retrieval.method import Retrieval, RetrievalQuery, group_probs
 
 
 @dataclass(frozen=True)
@@ -25,4 +24,4 @@ class Oracle(Retrieval):
         return 16.0 * dim
 
     def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
-        return torch.softmax(retrieval_query.exact_logits(past=True), dim=-1).sum(2)
+        return group_probs(retrieval_query.exact_logits(past=True), retrieval_query.params.sinks).sum(2)

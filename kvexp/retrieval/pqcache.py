@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.retrieval.index import CostModel, KVIndex, assign, init_rows, lloyd, profile_kmeans
-from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery, reduce_group
+from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery
 from kvexp.retrieval.offload import BlockCacheConfig
 from kvexp.util import AtLeast, ConfigError, Range
 
@@ -134,13 +134,13 @@ class PQCache(Retrieval):
     def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
         codes = retrieval_query.index["codes"][:, :, : retrieval_query.memory.length]
         retrieval_query.memory.add_index_traffic(codes.shape[1] * self.m * codes.element_size())
-        found = reduce_group(
+        found = retrieval_query.reduce_group(
             retrieval_query.logits(dots(retrieval_query.query, retrieval_query.index["centroids"], codes)), self.combine
         )
         exact = retrieval_query.index.notes["exact"]
         if not any(exact):
             return found
-        searched = reduce_group(retrieval_query.exact_logits(), self.combine)
+        searched = retrieval_query.reduce_group(retrieval_query.exact_logits(), self.combine)
         return torch.where(torch.tensor(exact, device=found.device)[:, None, None], searched, found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, compute_attention
 from kvexp.retrieval.index import KVIndex
-from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery, Selection, reduce_group
+from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery, Selection, group_probs
 from kvexp.util import AtLeast, ConfigError
 
 
@@ -57,16 +57,17 @@ class SparQ(Retrieval):
 
     def select(self, retrieval_query: RetrievalQuery) -> Selection:
         dots = self.approximate(retrieval_query)
-        chosen = retrieval_query.topk(reduce_group(retrieval_query.logits(dots), self.combine))
+        chosen = retrieval_query.topk(retrieval_query.reduce_group(retrieval_query.logits(dots), self.combine))
         return Selection(chosen, retrieval_query.logits(dots, past=True) if self.mean_value else None)
 
     def attend(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, chosen: Selection) -> Tensor:
-        out = compute_attention(inputs)
         if chosen.extra is None:
-            return out
-        groups = out.shape[2]
-        slots = inputs.positions[:, :, None].expand(-1, -1, groups, -1)
-        weight = torch.softmax(chosen.extra, dim=-1).gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
-        covered = weight.sum(-1)[..., None, None]
+            return compute_attention(inputs)
+        sinks = inputs.params.sinks  # their share is in the weights, and so not in the attention that is weighted
+        out = compute_attention(replace(inputs, params=replace(inputs.params, sinks=None)))
+        slots = inputs.positions[:, :, None].expand(-1, -1, out.shape[2], -1)
+        weights = group_probs(chosen.extra, sinks)
+        covered = weights.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, 0.0).sum(-1)[..., None, None]
+        whole = 1 if sinks is None else weights.sum(-1)[..., None, None]
         mean = retrieval_query.index["value_sum"] / (retrieval_query.positions + 1)[:, None, None]
-        return (covered * out + (1 - covered) * mean[:, :, None, None]).to(out.dtype)
+        return (covered * out + (whole - covered) * mean[:, :, None, None]).to(out.dtype)

@@ -11,6 +11,7 @@ from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.mathematics import Mathematics
 from kvexp.tasks.needle import Needle, NewsNeedle
 from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
+from kvexp.tasks.ruler import Ruler, RulerQA
 from kvexp.tasks.summaries import (
     TEMPLATES,
     CNNDailyMail,
@@ -46,6 +47,8 @@ __all__ = [
     "NewsQA",
     "Perplexity",
     "QuestionTask",
+    "Ruler",
+    "RulerQA",
     "Soda",
     "SodaTurns",
     "Stories",

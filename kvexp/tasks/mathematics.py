@@ -253,8 +253,8 @@ class Mathematics(SampledTask):
     (`grade`); a row's info has its class (`graded`), what the box holds (`boxed`), and of which item and sample it is.
 
     Prompt and rule for AIME are MathArena's (arXiv:2505.23281): no system prompt, no answer from outside a box. A
-    prompt has 50 to 300 tokens, so what is evicted is the model's own chain: take budget=tokens. `keep=span` spares
-    the whole prompt.
+    prompt has 50 to 300 tokens, so what is evicted is the model's own chain: take budget=tokens. `keep=prompt` spares
+    the problem.
     """
 
     name: ClassVar[str] = "mathematics"
@@ -287,7 +287,7 @@ class Mathematics(SampledTask):
         prompt = before + problem + after + self.answer_prefix
         info = {} if self.year is None else {"year": self.year}
         name = row_id(row, id_field, problem)
-        return Example(name, prompt, reference, marks=(prompt,), info=info)
+        return Example(name, prompt, reference, info=info)
 
     def reference_of(self, row: dict[str, Any], field: str, where: str) -> str:
         """The right answer of a row, as text; ConfigError for one that no answer could equal."""

@@ -17,6 +17,7 @@ from turns import in_turn
 
 from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Noise, RoPE
 from kvexp.methods import KNorm, Random
+from kvexp.util import ConfigError
 
 HEADS, GROUP, DIM, VALUES = 3, 5, 7, 11
 LENGTHS, NEW = (17, 13), 19  # row 1 is padded on the left by 4 columns
@@ -266,6 +267,53 @@ def test_sliding_window(name: str, budget: int, widths: tuple[int, ...], mode: s
     world = World(SCALE, budget, max_new_tokens=NEW, sliding_window=11)
     for row in range(2):
         compare(seen, row, truth(method, rule, world, row, widths), out=1e-5, score=1e-5 if rule.attention else None)
+
+
+SINKS = tuple(0.9 - 0.4 * i for i in range(HEADS * GROUP))  # from heads that look at tokens to heads that hardly do
+LOOKING = ["h2o", "snapkv", "a2sf_0.9", "tova", "spatten", "a2sf_full_rows", "ideal"]
+TEMPERED = [("keyformer", STEPS, "overwrite"), ("keyformer_a2sf", SEVERAL, "compact"), ("keyformer", SEVERAL, "mask")]
+
+
+def check_logits(name: str, widths: tuple[int, ...], mode: str, world: World, **config: Any) -> None:
+    """As `check`, over queries three times as long, so that a softcap and sinks have a say."""
+    (method, rule), plain = CASES[name], streams_of(num_layers(CASES[name][1]))
+    plain = Streams(3 * plain.q.double(), plain.k.double(), plain.v.double())
+    streams, mask = plain.padded([0, 4])
+    mode = "mask" if name in ONLY_MASK else mode
+    plan = CacheConfig(method, None if name == "full" else Budget(tokens=7), mode=mode, **config)  # type: ignore[arg-type]
+    sinks = None if world.sinks is None else torch.tensor(world.sinks, dtype=torch.float64)
+    params = AttentionParams(SCALE, softcap=world.softcap, sinks=sinks)
+    seen = run_core(plan, streams, widths, params=params, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
+    for row in range(2):
+        want, score = truth(method, rule, world, row, widths, plain), 1e-5 if rule.attention else None
+        compare(seen, row, want[:1], out=1e-9, score=score)
+        compare(seen, row, want, out=1e-9, score=score if rule.decode_evicts else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "mode"), [*in_turn(["full", "window", *LOOKING], [STEPS, SEVERAL], MODES, of=3), *TEMPERED]
+)
+def test_softcap(name: str, widths: tuple[int, ...], mode: str) -> None:
+    check_logits(name, widths, mode, World(SCALE, 7, max_new_tokens=NEW, softcap=0.8))
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "mode"), in_turn(["full", "window", *LOOKING], [STEPS, SEVERAL], MODES, of=3)
+)
+def test_sinks(name: str, widths: tuple[int, ...], mode: str) -> None:
+    check_logits(name, widths, mode, World(SCALE, 7, max_new_tokens=NEW, sinks=SINKS))
+
+
+@pytest.mark.parametrize(("name", "widths", "mode"), [*in_turn(LOOKING, [STEPS, SEVERAL], MODES, of=3), *TEMPERED])
+def test_sinks_left_out_of_the_score(name: str, widths: tuple[int, ...], mode: str) -> None:
+    world = World(SCALE, 7, max_new_tokens=NEW, sinks=SINKS, sinks_count=False, softcap=2.0)
+    check_logits(name, widths, mode, world, sink="renormalised")
+
+
+def test_a_temperature_is_refused_where_heads_have_sinks() -> None:
+    for name in ("keyformer", "keyformer_a2sf"):
+        with pytest.raises(ConfigError, match=r"temperature or noise .* score.sink=renormalised"):
+            check_logits(name, STEPS, "overwrite", World(SCALE, 7, max_new_tokens=NEW, sinks=SINKS))
 
 
 # -- the reference itself ----------------------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ def test_model_options_say_that_an_open_revision_moves():
 
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_models(model, tmp_path, request):
+    from kvexp.hf.fetch import WHEELS
     from kvexp.hf.patch import FAMILIES
     from kvexp.run.model_spec import ModelSpec
 
@@ -111,6 +112,10 @@ def test_models(model, tmp_path, request):
     if model == "local":
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         save_file({f"x{number}": torch.ones(1) for number in range(99)}, tmp_path / "model.safetensors")
+    if any(known.name == model and known.terms for known in WHEELS.values()):
+        with pytest.raises(ConfigError, match=f"kvexp fetch {model} --accept-terms"):
+            ModelSpec.of(config["model"])
+        return
     if str(config["model"].get("path")).startswith("pypi:"):
         request.getfixturevalue("wheels")  # a stand-in, for tests fetch nothing
     spec = ModelSpec.of(config["model"])

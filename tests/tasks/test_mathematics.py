@@ -113,7 +113,7 @@ def test_the_prompt_is_one_turn(exam):
     asked = "What is 1 + 1?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert first.prompt == asked + "\n\nSolution:"
     assert next(iter(task.for_model(chat=True).examples())).prompt == asked
-    assert (first.id, first.reference, first.marks, first.info) == ("1", "2", (first.prompt,), {"year": 2024})
+    assert (first.id, first.reference, first.info) == ("1", "2", {"year": 2024})
     assert task.score(r"\boxed{2}", "2", first) == {"accuracy": 100.0}
     assert task.of_answer(r"\boxed{3}", "2", "length") == {"graded": "wrong", "boxed": "3"}
     assert task.of_answer("3", "2", "length") == {"graded": "truncated"}
