@@ -133,7 +133,7 @@ def row_of(
         metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
     elif not settings.task.only_nll:
         metrics = settings.task.score(scored, example.reference, example)
-        head["info"] |= settings.task.of_answer(scored, example.reference)
+        head["info"] |= settings.task.of_answer(scored, example.reference, answer.finish_reason)
         if settings.task.only_answered:
             head["answered"] = settings.task.answered(scored, example)
     if settings.task.needs_nll:

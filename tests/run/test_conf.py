@@ -27,6 +27,7 @@ from kvexp.run.compose import LISTED, listed, option, options
 from kvexp.run.plan import DATA, MODELS, scaled, second_passes
 from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
+from kvexp.tasks.base import SET_BY_THE_RUN
 from kvexp.tasks.data import DataSource
 from kvexp.util import ConfigError
 
@@ -84,7 +85,7 @@ def test_tasks(task):
     fields, given = {f.name for f in dataclasses.fields(built)}, set(config["task"]) - {"_target_"}
     assert given <= fields
     source = {f.name for f in dataclasses.fields(DataSource)}  # of no use to a task that makes its own rows
-    missing = fields - given - {"limit", "shared_context"} - (source if built.generated else set())
+    missing = fields - given - set(SET_BY_THE_RUN) - (source if built.generated else set())
     assert not missing, f"nobody should need a + on the command line for {sorted(missing)}"
 
 
