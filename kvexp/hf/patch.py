@@ -7,7 +7,6 @@ ordinary causal attention.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -332,10 +331,15 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
 SHIM_CLASSES = (KvexpGPTJAttention, KvexpMptAttention)
 
 
-@functools.cache
-def _accepted(model_class: type[PreTrainedModel]) -> frozenset[str]:
-    """Names of the arguments that forwards of this class take."""
-    return frozenset(inspect.signature(model_class.forward).parameters)
+_ACCEPTED: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+
+
+def _accepted(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Which of these arguments the model's forward takes; all, for a wrapper that hands on what it is given."""
+    known = _ACCEPTED.get(type(model))
+    if known is None:
+        known = _ACCEPTED[type(model)] = frozenset(inspect.signature(type(model).forward).parameters)
+    return [name for name in names if name in known or "input_ids" not in known]
 
 
 def forward_columns(
@@ -343,7 +347,7 @@ def forward_columns(
 ) -> Tensor:
     """Logits [B, keep, V] of one forward; position ids and number of logits are given to models that take them."""
     given = {"position_ids": positions, "logits_to_keep": keep}
-    options = {name: value for name, value in given.items() if name in _accepted(type(model))}
+    options: dict[str, Any] = {name: given[name] for name in _accepted(model, given)}
     logits: Tensor = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
     return logits[:, -keep:]
 

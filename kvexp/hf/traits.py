@@ -161,7 +161,7 @@ def traits_of(config: Any) -> Traits:
     kv_heads = _field(own, "num_key_value_heads") or _field(_field(own, "attn_config"), "kv_n_heads") or heads
     key_dim = _field(own, "head_dim") or own.hidden_size // heads
     rope = _field(text, "rope_parameters") is not None or model_type == "gptj"
-    without = "none" if any(layer.kind in ("state", "hybrid") for layer in layers) else "learned"
+    without: Position = "none" if any(layer.kind in ("state", "hybrid") for layer in layers) else "learned"
     return Traits(
         type=model_type,
         layers=layers,
@@ -312,9 +312,9 @@ def check_sizes(config: Any) -> None:
     transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
     """
     config = text_config(config)
-    limit = next((name for name in LIMITS if _field(config, name) is not None), None)
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", limit):
-        value = _field(config, name) if name else 1
+    limits = [name for name in LIMITS if _field(config, name) is not None][:1]
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", *limits):
+        value = _field(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{_own(config, name)} must be a whole number of at least 1, got {value!r}")
     heads, grouped = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
