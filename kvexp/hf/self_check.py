@@ -37,7 +37,8 @@ Check = Literal["always", "once", "never"]
 TOKENS, PADS, STEPS = 48, 17, 4  # columns of the prompt, padding of its second row, decode steps
 ATOL, RTOL = 1e-4, 2e-5  # of float32 logits; RTOL is of the largest one
 NOISE = 3  # times the model's own rounding, where that is more
-LARGEST = 0.1  # of the largest logit: rounding beyond it would hide anything
+MOST = {torch.float32: 1e-3}  # of the largest logit: what rounding may come to
+MOST_IN_HALF = 0.05  # the same of bfloat16 and float16
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def measure(model: PreTrainedModel) -> float:
         difference, allowed = float((got - own).abs().max()), max(ATOL, RTOL * largest)
         if difference > allowed or model.dtype != torch.float32:
             swap(own=True)
-            allowed = max(allowed, min(NOISE * _rounding(model, ids, mask, own), LARGEST * largest))
+            most = MOST.get(model.dtype, MOST_IN_HALF) * largest
+            allowed = max(allowed, min(NOISE * _rounding(model, ids, mask, own), most))
             swap(own=False)
         if not difference <= allowed:
             layer = _first_bad_layer(model, ids, mask, swap)

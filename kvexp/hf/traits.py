@@ -67,6 +67,8 @@ REFUSED: dict[str, str] = {
         "it compresses its own cache": "deepseek_v4",
         "it takes only a cache of its own class": "minimax",
         "it reads bytes by two models at once": "blt",
+        "its own logits change with a row's padding": "recurrent_gemma",
+        "it needs the states of the model that it assists": "gemma4_assistant",
         _NOT_A_DECODER: (
             "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant "
             "data2vec-text electra ernie git marian mbart megatron-bert moshi musicgen musicgen_melody mvp pegasus "
@@ -85,6 +87,11 @@ class Layer:
     kind: Kind
     size: int | None = None
 
+    @property
+    def text(self) -> str:
+        """The kind as a message names it."""
+        return KIND_TITLES[self.kind] + (f" of {self.size} tokens" if self.size is not None else "")
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -92,7 +99,8 @@ class Traits:
 
     type: transformers' `model_type` of the decoder; layers: of the cache, in order. kv_heads H, group G (query heads
     per kv head), key_dim D, value_dim Dv: of the layers whose keys kvexp holds. limit: the longest sequence in tokens
-    that the configuration names, before a stretched RoPE; None: it names none.
+    that the configuration names, before a stretched RoPE; None: it names none. shared: numbers of layers whose keys
+    later layers attend to as well.
     """
 
     type: str
@@ -103,6 +111,7 @@ class Traits:
     value_dim: int
     position: Position
     limit: int | None
+    shared: frozenset[int] = frozenset()
 
     @property
     def title(self) -> str:
@@ -120,14 +129,20 @@ class Traits:
         return self.position == "learned" or self.type == "gptj"
 
     @property
+    def composed(self) -> bool:
+        """Whether some layers keep what kvexp does not hold."""
+        return len(self.held) < len(self.layers) or any(layer.kind == "hybrid" for layer in self.layers)
+
+    @property
     def held(self) -> tuple[int, ...]:
         """Numbers of the layers whose keys and values kvexp holds and evicts."""
         return held_layers(self.layers)
 
 
 def held_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
-    """Numbers of the layers that kvexp evicts from, which are the layers of attention."""
-    return tuple(number for number, layer in enumerate(layers) if layer.kind in ("full", "window"))
+    """Numbers of the layers that kvexp evicts from: those that keep every token; all that slide, where none does."""
+    whole = tuple(number for number, layer in enumerate(layers) if layer.kind in ("full", "hybrid"))
+    return whole or tuple(number for number, layer in enumerate(layers) if layer.kind == "window")
 
 
 def text_config(config: Any) -> Any:
@@ -154,8 +169,6 @@ def traits_of(config: Any) -> Traits:
     held = held_layers(layers)
     if not held:
         raise _refused(model_type, _STATES)
-    if len(held) < len(layers):
-        raise _refused(model_type, f"its layers keep different things ({layers_in_words(layers)})")
     own = (_field(text, "per_layer_config") or [text] * len(layers))[held[0]]
     heads = _field(own, "num_attention_heads")
     kv_heads = _field(own, "num_key_value_heads") or _field(_field(own, "attn_config"), "kv_n_heads") or heads
@@ -171,6 +184,7 @@ def traits_of(config: Any) -> Traits:
         value_dim=int(_field(own, "v_head_dim") or key_dim),
         position="alibi" if model_type == "mpt" else "rope" if rope else without,
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
+        shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
     )
 
 

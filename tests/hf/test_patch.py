@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 from kvexp.core import Budget, EvictionLayer
 from kvexp.generate import GenerationParams, generate
 from kvexp.hf import EvictionCache, is_patched, patch_model, patched, unpatch_model
-from kvexp.hf.cache import EvictionCacheLayer
+from kvexp.hf.layers import EvictionCacheLayer
 from kvexp.hf.patch import ATTN_IMPLEMENTATION, kvexp_attention, padding_mask
 from kvexp.methods import H2O, Full
 from kvexp.util import CacheError, ConfigError
