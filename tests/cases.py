@@ -266,6 +266,8 @@ CASES: dict[str, Case] = {
     "triattention_default": Case(TriAttention(), planted="++ ----- -- ++ - -"),
     # By lot: no plant can say what it keeps.
     "random": Case(Random(), oracles.random, Rule(), properties=True),
+    "random_redraw": Case(Random(redraw=True, protect_recent=3), oracles.random_recent, properties=True),
+    "random_blocks": Case(Random(redraw=True, per="model", block=4, protect_recent=3), oracles.random_recent),
     # Sum over all rows, heads and layers: idle heads look at the sink only, layer 0 of the induction model gives every
     # token 1 from its successor; what lower layers looked at is kept above (seen below).
     "spatten": Case(

@@ -621,6 +621,10 @@ def random(past: Past) -> set[int]:
     return top(past, lambda p: past.noise[p])
 
 
+def random_recent(past: Past) -> set[int]:
+    return top(past, lambda p: past.noise[p], recent=3)
+
+
 def tempered(row: Row, noise: Row, tau: float) -> Row:
     """softmax((x + noise) / tau) of one query head, from its softmax(x)."""
     x = {p: (math.log(a) + noise.get(p, 0.0)) / tau if a > 0 else -math.inf for p, a in row.items()}

@@ -335,7 +335,7 @@ def test_a_docstring_has_a_source_and_its_switches_exist(cls):
         if key in fields:
             typed(_plain(value), hints[key], f"{cls.name}.{key}")
         else:
-            assert key in ("mode", "positions", "every", "at_prefill"), f"{cls.name} has no {key}={value}"
+            assert key in ("mode", "positions", "every", "at_prefill", "keep"), f"{cls.name} has no {key}={value}"
 
 
 def _plain(value: str) -> object:

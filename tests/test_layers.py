@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     ),
     "results": ("util core tasks run", {"plotly", "wandb", "wandb_workspaces", *LAB, *CONFIGURED}),
     "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),
-    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy"}),
+    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy", "gguf"}),
     "cli": ("util run", set()),
 }
 TOP = ("", "__main__")  # kvexp/__init__.py: constants; kvexp/__main__.py: the command
@@ -46,7 +46,11 @@ NOT_NEEDED = (
     *("accelerate", "triton"),
 )
 ON_DEMAND = {"kvexp.core.triton_kernels"}  # imported when asked for (observe=triton), never by importing anything else
-WITH_TORCH = {"kvexp.results.curves", "kvexp.results.sweep_callback"}  # what runs, as well as reads
+WITH_TORCH = {
+    "kvexp.results.advise_search",
+    "kvexp.results.curves",
+    "kvexp.results.sweep_callback",
+}  # what runs, as well as reads
 
 
 def layer_of(module: str) -> str:

@@ -44,7 +44,8 @@ class Budget:
 
     `kv_ratio` in (0, 1] is a share of the row's real prompt tokens (`of="prompt"`, the papers' x axis), of the prompt
     with its padding (`of="padded"`, what the releases of Keyformer and A2SF do), or of prompt plus `max_new_tokens`
-    (`of="sequence"`). Ratios are floored, as the papers' code does.
+    (`of="sequence"`). Ratios are floored, as the papers' code does. `of="generated"`, with `keep="prompt"`: of
+    `max_new_tokens`, and the prompt's slots come on top, as they do on top of `tokens`.
 
     `threshold`: at the end of the prompt every head keeps the slots of at least this priority, and, whatever method,
     its sinks and the newest `threshold_recent` tokens (null: 128, as kvpress's DMSPress; after DMS, arXiv:2506.05345).
@@ -75,7 +76,7 @@ class Budget:
 
     kv_ratio: Annotated[float, Range(0, 1, above=True)] | None = None
     tokens: Annotated[int, AtLeast(1)] | None = None
-    of: Literal["prompt", "padded", "sequence"] = "prompt"
+    of: Literal["prompt", "padded", "sequence", "generated"] = "prompt"
     counts_self: bool = True
     pyramid: Annotated[float, AtLeast(0)] = 0.0
     heads: Literal["uniform", "union", "adaptive", "global", "duo"] = "uniform"
@@ -94,6 +95,11 @@ class Budget:
     def sizes(self) -> int:
         """How many of kv_ratio, tokens and threshold are given: one, or none of a `BytesBudget`."""
         return sum(given is not None for given in (self.kv_ratio, self.tokens, self.threshold))
+
+    @property
+    def counts_ahead(self) -> bool:
+        """Whether the slots depend on how many tokens will follow the prompt."""
+        return self.of == "sequence" or (self.of == "generated" and self.tokens is None)
 
     @property
     def splits_layers(self) -> bool:
@@ -156,7 +162,7 @@ class Budget:
     def resolve(self, prompts: PromptSizes, layer: int) -> list[int]:
         """Slots per kv head of layer `layer`, one number per prompt, before layers share them out otherwise.
 
-        ConfigError where `of="sequence"` and new_tokens is None, and where a prompt would get no slot.
+        ConfigError where a budget that counts tokens to come has new_tokens None, and where a prompt would get no slot.
         """
         return [self._one(length, prompts, layer) for length in prompts.lengths]
 
@@ -177,7 +183,7 @@ class Budget:
                 "raise kv_ratio or budget.tokens, or lower budget.pyramid (and pass prompt_tokens= for a prompt fed in "
                 "chunks)"
             )
-        return slots
+        return slots + length if self.of == "generated" else slots
 
     def _share_of_depth(self, prompts: PromptSizes, layer: int) -> float:
         """What `pyramid` gives this layer, as a multiple of the mean."""
@@ -185,11 +191,11 @@ class Budget:
 
     def _base(self, length: int, prompts: PromptSizes) -> int:
         """The tokens of which a ratio is a share, by `of`."""
-        if self.of != "sequence":
+        if not self.counts_ahead:
             return length if self.of == "prompt" else prompts.padded
         if prompts.new_tokens is None:
-            raise ConfigError("budget.of=sequence needs max_new_tokens: say how many tokens will be generated")
-        return length + prompts.new_tokens
+            raise ConfigError(f"budget.of={self.of} needs max_new_tokens: say how many tokens will be generated")
+        return prompts.new_tokens + (length if self.of == "sequence" else 0)
 
 
 # Settings of a budget that exclude each other, looked through from top to bottom.
@@ -202,6 +208,11 @@ REFUSED: tuple[Rule[Budget], ...] = (
         lambda b: not isinstance(b, BytesBudget) and b.sizes != 1,
         "give exactly one of kv_ratio, tokens and threshold, got kv_ratio={c.kv_ratio} tokens={c.tokens} "
         "threshold={c.threshold}",
+    ),
+    (
+        lambda b: isinstance(b, BytesBudget) and b.of == "generated",
+        "budget.of=generated counts slots on top of the prompt's, bytes_ratio={c.bytes_ratio} bytes of all: set "
+        "budget.of=sequence, or give kv_ratio or tokens in place of bytes_ratio",
     ),
     (
         lambda b: b.threshold is not None and not math.isfinite(b.threshold),

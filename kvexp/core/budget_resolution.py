@@ -29,11 +29,13 @@ def layer_slots(
     prompts: PromptSizes,
     layer: int,
     preferences: Sequence[Sequence[float]] | None = None,
+    *,
+    keep_prompt: bool = False,
 ) -> list[int]:
     """Slots per kv head of one layer, one number per prompt: its share, after the method's `effective_budget`.
 
     preferences [B][L]: of every prompt and layer, where shares go by them; None: not known yet, and every layer has the
-    mean. ConfigError where the slots cannot hold sinks and recent window of the method.
+    mean. keep_prompt: nothing of a prompt is evicted. ConfigError where the slots cannot hold what the method protects.
     """
     slots, lengths = budget.resolve(prompts, layer), prompts.lengths
     how = layer_budgets_of(method, budget)
@@ -43,8 +45,8 @@ def layer_slots(
         rows = zip(slots, lengths, least, stated, strict=True)
         slots = [how.share(k, n, few, prompts.layers, each)[layer] for k, n, few, each in rows]
     slots = [method.effective_budget(k, length) for k, length in zip(slots, lengths, strict=True)]
-    for k in slots:
-        recent_window(method, k, counts_self=budget.counts_self)
+    for k, length in zip(slots, lengths, strict=True):
+        recent_window(method, k, counts_self=budget.counts_self, prompt=length if keep_prompt else 0)
     return slots
 
 
@@ -60,15 +62,22 @@ def least_slots(method: Method, slots: int, length: int, counts_self: bool) -> i
     return bisect_left(range(1, slots), True, key=suffices) + 1
 
 
-def recent_window(method: Method, slots: int, *, counts_self: bool) -> int:
+def recent_window(method: Method, slots: int, *, counts_self: bool, prompt: int = 0) -> int:
     """How many of the newest tokens are protected where a kv head has `slots` slots: the method's `recent`.
 
-    counts_self: as of `Budget`. ConfigError where the slots cannot hold sinks and recent window.
+    counts_self: as of `Budget`; prompt: first tokens that are never evicted, to which a share of the slots that the
+    method asks for does not extend. ConfigError where the slots cannot hold these, sinks and recent window.
     """
-    recent = method.recent(slots)
+    recent = method.recent(max(slots - prompt, 0))
     if not isinstance(recent, int):
         raise ConfigError(
             f"{type(method).__qualname__}.recent must return a whole number of tokens, got {recent!r:.60}"
+        )
+    if prompt and max(prompt, method.sinks) + max(recent, 1) > slots:
+        raise ConfigError(
+            f"budget of {slots} slots cannot hold the {prompt} tokens of a prompt that keep=prompt keeps, and recent="
+            f"{max(recent, 1)} of {method.name}; raise kv_ratio (or budget.tokens), set budget.of=generated, which "
+            "counts a prompt on top, or leave out keep=prompt"
         )
     itself = 1 if counts_self and method.sinks and not recent else 0
     if method.sinks + recent + itself > slots:
@@ -177,10 +186,15 @@ def resolve_layer_slots(
     budget, method = config.budget, config.method
     assert budget is not None
     lengths, new = prompts.lengths, prompts.new_tokens
-    slots = layer_slots(method, budget, prompts, layer, preferences)
+    keeps = config.keep == "prompt"
+    slots = layer_slots(method, budget, prompts, layer, preferences, keep_prompt=keeps)
     # The token being generated is one of the recent ones where it is one of the budget.
     itself = 1 if budget.counts_self else 0
-    recent = [max(recent_window(method, k, counts_self=budget.counts_self) - itself, 0) for k in slots]
+    first = lengths if keeps else [0] * len(lengths)
+    recent = [
+        max(recent_window(method, k, counts_self=budget.counts_self, prompt=n) - itself, 0)
+        for k, n in zip(slots, first, strict=True)
+    ]
     if budget.threshold is not None:
         # Of a prompt that sinks and newest tokens cover, every slot stays; from then on as many, its sinks among them.
         recent = [min(budget.newest, max(length - method.sinks, 0)) for length in lengths]
@@ -201,7 +215,7 @@ def check_budget(config: CacheConfig, prompts: PromptSizes) -> None:
     if config.budget is None or not config.method.evicts:
         return
     for layer in range(prompts.layers):
-        slots = layer_slots(config.method, config.budget, prompts, layer)
+        slots = layer_slots(config.method, config.budget, prompts, layer, keep_prompt=config.keep == "prompt")
     if config.budget.heads == "duo" and config.head_scores is not None:
         for k, length in zip(slots, prompts.lengths, strict=True):
             retrieval_heads(config.budget, k, length, prompts.new_tokens, config.head_scores)
@@ -223,7 +237,7 @@ def check_spans(config: CacheConfig, prompts: PromptSizes, spans: Sequence[Seque
 
     spans: of each prompt, None where none were marked.
     """
-    if config.keep is None or config.budget is None:
+    if config.keep in (None, "prompt") or config.budget is None:
         return
     method, budget = config.method, config.budget
     for row, length in enumerate(prompts.lengths):

@@ -15,7 +15,7 @@ from kvexp.core.selection import SlotSelection
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
 
-Keep = Literal["span", "fair"]
+Keep = Literal["span", "fair", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class CacheConfig:
     surrogate: Surrogate | None = None  # of the model, for methods whose scores a trained map predicts
     # Prompts are fed in chunks of so many columns and evicted after each; None: they are evicted at their end.
     bounded_chunk: Annotated[int, AtLeast(1)] | None = None
-    # Marked spans of a prompt (`kvexp.core.sequence`): span, never evicted; fair, they lose the rest's share; None, no
-    # different.
+    # Marked spans of a prompt (`kvexp.core.sequence`): span, never evicted; fair, they lose the rest's share. prompt:
+    # no token of a prompt is evicted, so that what is generated shares the other slots. None: no difference.
     keep: Keep | None = None
     # What methods see of the attention of heads with sinks (gpt-oss): as it weighs the values, or over tokens alone.
     sink: SinkScore = "applied"
@@ -79,6 +79,8 @@ class CacheConfig:
             refuse(self, [(when, f"{why}: leave bounded_chunk at null") for when, why in NOT_BOUNDED])
         if self.keep is not None:
             refuse(self, [(when, f"{why}: leave out keep={self.keep}") for when, why in NO_SPANS])
+        if self.keep == "prompt":
+            refuse(self, NO_PROMPT)
 
     @property
     def score_spec(self) -> AttentionScoreSpec | None:
@@ -249,6 +251,11 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} keeps everything and chooses anew for every token: leave cache.mode, cache.positions, "
         "cache.evict_at_prefill and cache.evict_every alone",
     ),
+    (
+        lambda c: c.budget and c.budget.of == "generated" and c.keep != "prompt",
+        "budget.of=generated counts slots on top of a prompt that is never evicted: add keep=prompt, or set "
+        "budget.of=sequence",
+    ),
     # How kv heads share slots.
     (
         lambda c: c.budget and c.budget.shares_heads and c.drops_nothing,
@@ -377,5 +384,28 @@ NO_SPANS: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: c.mode == "mask" and c.method.simulation_only,
         "method {c.method.name} hides slots by a rule of its own",
+    ),
+)
+
+# Reasons against keeping whole prompts.
+NO_PROMPT: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: not c.method.evicts_while_decoding,
+        "method {c.method.name} evicts at the end of the prompt alone, and keep=prompt leaves it nothing there: take a "
+        "method that evicts while decoding, or keep=null",
+    ),
+    (
+        lambda c: c.cadence.every is None,
+        "keep=prompt leaves generated tokens alone to evict, and cache.evict_every=null evicts none: set "
+        "cache.evict_every to a number of steps",
+    ),
+    (
+        lambda c: c.bounded_chunk is not None,
+        "prefill=bounded evicts between chunks of a prompt, of which keep=prompt keeps everything: set prefill=whole",
+    ),
+    (
+        lambda c: c.budget and c.budget.tokens is None and c.budget.of in ("prompt", "padded"),
+        "keep=prompt keeps every token of the prompt, of which the budget is a share: set budget.of=sequence (a share "
+        "of prompt and answer), budget.of=generated (of the answer, the prompt on top) or budget=tokens",
     ),
 )

@@ -295,6 +295,7 @@ class Method:
     is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
+    later: ClassVar[tuple[str, ...]] = ()  # settings newer than recorded runs: no part of identity at their defaults
     needs_whole_prompt: ClassVar[str] = ""  # predicate for messages: what `priority` does with a whole prompt
 
     def __init_subclass__(cls, **options: Any) -> None:

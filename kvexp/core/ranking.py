@@ -50,7 +50,7 @@ def rank(
     sliding_window: int | None,
     output_projection: Tensor | None,
 ) -> RankedSlots:
-    """What the slots of one layer are evicted by: the method's priority, what it protects, and marked spans spared.
+    """What the slots of one layer are evicted by: the method's priority, what it protects, and what `keep` spares.
 
     sliding_window: of the model, in tokens, None without one; output_projection: as of `SlotSelection.priorities`.
     ConfigError where the method gives a tensor of another shape, or hides slots in a mode that cannot.
@@ -75,7 +75,10 @@ def rank(
     priority = allowed.by_stream(priority, positions)
     if config.is_union:
         priority = union_priority(priority, logarithmic=method.priority_kind == "log_share")
-    if config.keep is not None and sequence.spans is not None:
+    if config.keep == "prompt":
+        ends = torch.tensor(sequence.prompt_lengths_ahead(), device=positions.device)
+        protected = protected | (ctx.held() & (positions < ends[:, None, None]))
+    elif config.keep is not None and sequence.spans is not None:
         priority, protected = spare(config.keep, sequence.spans, ctx, priority, protected, allowed, method.sinks)
     asked = None if config.budget is None else config.budget.threshold
     threshold = None if asked is None else method.threshold_as_priority(asked)

@@ -163,11 +163,11 @@ def _schedule(config: CacheConfig, asked: int | None, lengths: list[int]) -> int
     batch.
     """
     spec, budget = config.method.score_spec, config.budget
-    matters = (spec is not None and spec.tau[0] != spec.tau[1]) or (budget is not None and budget.of == "sequence")
+    matters = (spec is not None and spec.tau[0] != spec.tau[1]) or (budget is not None and budget.counts_ahead)
     if asked is None and matters and len(set(lengths)) > 1:
         raise ConfigError(
-            f"continuations of {min(lengths)} to {max(lengths)} tokens: a tau schedule or budget.of=sequence needs "
-            "max_new_tokens, else a row would depend on its neighbours"
+            f"continuations of {min(lengths)} to {max(lengths)} tokens: a tau schedule or a budget of tokens to come "
+            "needs max_new_tokens, else a row would depend on its neighbours"
         )
     if asked is not None and asked < max(lengths):
         raise ConfigError(f"max_new_tokens={asked}, but a continuation has {max(lengths)} tokens")

@@ -66,12 +66,12 @@ class PrefilledContext:
     def set_max_new_tokens(self, new_tokens: int) -> None:
         """Set how many tokens will be fed or generated after the prompt, by which tau schedules and allocations go.
 
-        ConfigError where a budget was resolved for another number (budget.of=sequence).
+        ConfigError where a budget was resolved for another number (budget.of=sequence, generated).
         """
         budget, sequence = self.cache.config.budget, self.cache.sequence
-        if budget is not None and budget.of == "sequence" and sequence.max_new_tokens != new_tokens:
+        if budget is not None and budget.counts_ahead and sequence.max_new_tokens != new_tokens:
             raise ConfigError(
-                f"budget.of=sequence was resolved for max_new_tokens={sequence.max_new_tokens}, and {new_tokens} "
+                f"budget.of={budget.of} was resolved for max_new_tokens={sequence.max_new_tokens}, and {new_tokens} "
                 "tokens are to follow the context: prefill it with that number"
             )
         sequence.max_new_tokens = new_tokens

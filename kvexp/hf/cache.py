@@ -423,7 +423,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         """
         prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
         check_spans(self.config, prompts, spans)
-        if self.config.keep is not None and spans is not None:
+        if self.config.keep in ("span", "fair") and spans is not None:
             self.sequence.mark_spans(spans, prompt_lengths)
 
     def check_second_pass(self, prompt_lengths: Sequence[int]) -> None:

@@ -516,7 +516,7 @@ def _parts(settings: Settings, batch: Items) -> list[Items]:
 
 
 def _counts_ahead(settings: Settings) -> bool:
-    return settings.budget is not None and settings.budget.of == "sequence"
+    return settings.budget is not None and settings.budget.counts_ahead
 
 
 def _contexts_of(

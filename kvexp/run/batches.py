@@ -167,7 +167,7 @@ def can_share(settings: Settings) -> bool:
         return False
     if task.has_turns:  # each conversation goes its own way
         return False
-    if settings.budget is not None and settings.budget.of == "sequence":  # budgets depend on each question's length
+    if settings.budget is not None and settings.budget.counts_ahead:  # budgets depend on each question's length
         return False
     return not shares_score_across_batch(settings) and not settings.method.modifies_prefill
 

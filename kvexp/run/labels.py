@@ -195,7 +195,7 @@ def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides:
             f"kv_ratio has no effect with budget={option}; leave out kv_ratio={ratio}, or take budget=ratio instead of "
             f"budget.{given}={budget[given]}"
         )
-    if given == "tokens" and "budget.of" in typed_keys:
+    if given == "tokens" and "budget.of" in typed_keys and budget.get("of") != "generated":
         raise ConfigError(
             f"budget.of has no effect with budget={option}, a number of slots for prompts of any length; leave it out, "
             "or take budget=ratio"

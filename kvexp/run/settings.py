@@ -76,9 +76,9 @@ REFUSED: tuple[Rule[Settings], ...] = (
         "prompts of a batch",
     ),
     (
-        lambda c: getattr(c.task, "shared_context", False) and c.budget and c.budget.of == "sequence",
-        "questions=all evicts a context once for all of its questions, and budget.of=sequence counts each question's "
-        "tokens: set budget.of=prompt, or questions=each",
+        lambda c: getattr(c.task, "shared_context", False) and c.budget and c.budget.counts_ahead,
+        "questions=all evicts a context once for all of its questions, and budget.of={c.budget.of} counts each "
+        "question's tokens: set budget.of=prompt, or questions=each",
     ),
     # Pads.
     (
@@ -130,7 +130,7 @@ REFUSED: tuple[Rule[Settings], ...] = (
         "keep={c.cache.keep} does not reach lm-eval's tasks, whose prompts have no marked spans: leave it out",
     ),
     (
-        lambda c: c.cache.keep is not None and c.task.truncate == "halves",
+        lambda c: c.cache.keep in ("span", "fair") and c.task.truncate == "halves",
         "keep={c.cache.keep} needs to know where a prompt's parts stand, which task.truncate=halves takes apart: set "
         "task.truncate=middle or skip",
     ),
@@ -145,8 +145,8 @@ REFUSED: tuple[Rule[Settings], ...] = (
         "its end: set generation=greedy, and use a model without stop_strings",
     ),
     (
-        lambda c: c.task.has_turns and c.budget and c.budget.of == "sequence",
-        "task={c.task.name} has tokens to come in every turn: set budget.of=prompt, got budget.of=sequence",
+        lambda c: c.task.has_turns and c.budget and c.budget.counts_ahead,
+        "task={c.task.name} has tokens to come in every turn: set budget.of=prompt, got budget.of={c.budget.of}",
     ),
     # Chat templates.
     (
@@ -339,7 +339,7 @@ class Settings:
             },
             "data": self.task.pinned,
             "generation": _plain(self.decoding, without=("thinking",)),
-            "method": {"name": self.method.name, **_plain(self.method)},
+            "method": {"name": self.method.name, **_plain(self.method, without=_unused(self.method))},
             "beyond_context": self.cache.beyond_context,
             "positions": self.cache.positions,
         }
@@ -476,6 +476,12 @@ def _budget_identity(budget: Any) -> dict[str, Any]:
     if budget.layers is not None:
         plain["layers"] = budget.layers
     return plain
+
+
+def _unused(method: Method) -> tuple[str, ...]:
+    """The settings of a method that were added after runs of it had been recorded, and are at their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(method)}
+    return tuple(name for name in method.later if getattr(method, name) == defaults[name])
 
 
 def _plain(item: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.needle import Needle, NewsNeedle
 from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
+from kvexp.tasks.ruler import Ruler, RulerQA
 from kvexp.tasks.summaries import (
     TEMPLATES,
     CNNDailyMail,
@@ -44,6 +45,8 @@ __all__ = [
     "NewsQA",
     "Perplexity",
     "QuestionTask",
+    "Ruler",
+    "RulerQA",
     "Soda",
     "SodaTurns",
     "Stories",

@@ -67,6 +67,9 @@ class Example:
 
     `system`: the beginning of the prompt that a chat model reads as its system turn, and any other as it stands.
 
+    `opening`: the beginning of the answer, fed before the rest is generated: behind prompt and question, and behind
+    the head that a chat template puts in front of an answer.
+
     `marks`: texts of the prompt, in their order, that `keep=span` and `keep=fair` spare; none: its prefix and suffix.
 
     `turns`: all of a conversation, of which this example is the turn `number`; the prompt is the first message.
@@ -92,6 +95,7 @@ class Example:
     number: int = 0
     turns: tuple[Turn, ...] = ()
     system: str = ""
+    opening: str = ""
     marks: tuple[str, ...] = ()
     skipped: str = ""
     info: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -251,11 +255,11 @@ class Task:
         """The task's name in tables; choice: its name in the configuration."""
         return choice
 
-    def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
+    def fit(self, example: Example, count: Callable[..., int], room: int) -> Example:
         """The example at its length in tokens, for tasks that set one, or skipped; called once, before the model loads.
 
-        count: tokens of a prompt of these words in this model's tokenizer, chat template included; room: how many
-        positions the model has for prompt and answer.
+        count: tokens of a prompt of these words (and, given a second text, of an `opening`) in this model's tokenizer,
+        chat template included; room: how many positions the model has for prompt and answer.
         """
         return example
 

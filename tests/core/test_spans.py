@@ -168,7 +168,7 @@ def test_what_cannot_be_spared_is_refused() -> None:
         generate(model, prompt, Window(), Budget(tokens=10), keep="fair", decoding=SIX)
     with pytest.raises(ConfigError, match="evicts nothing that could be spared"):
         CacheConfig(Ideal(), Budget(tokens=10), mode="mask", keep="span")
-    with pytest.raises(ConfigError, match="keep must be one of span, fair or null, got 'all'"):
+    with pytest.raises(ConfigError, match="keep must be one of span, fair, prompt or null, got 'all'"):
         CacheConfig(H2O(), Budget(tokens=10), keep="all")  # type: ignore[arg-type]
     for spans in ([(3, 3)], [(4, 8), (6, 9)], [(28, 31)]):
         with pytest.raises(ConfigError, match="of a prompt of 30; spans are not empty, in order"):
@@ -221,7 +221,7 @@ def test_a_run_that_spares_the_instruction(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("keep=all",), "keep must be one of span, fair or null, got 'all'"),
+        (("keep=all",), "keep must be one of span, fair, prompt or null, got 'all'"),
         (("keep=span", "task.truncate=halves"), "set task.truncate=middle or skip"),
         (("keep=span", "method=ideal"), "evicts nothing that could be spared"),
         (("keep=span", "model=tiny", "task=lm_eval", "task.tasks=[copa]"), "does not reach lm-eval's tasks"),

@@ -350,11 +350,10 @@ class Witness:
     def births(self, layer: int, h: int) -> Row:
         if not isinstance(self.method, Random):
             return {}
-        at = torch.arange(len(self.ids))[None]
-        born = self.method.initial_score(
-            torch.zeros(1, self.kv_heads, len(self.ids), 1), at, torch.tensor([self.seed]), layer
-        )
-        return dict(enumerate(born[0, h].tolist()))
+        at = torch.arange(len(self.ids))[None, None]
+        eviction = torch.tensor([max(self.held[layer][h])]) if self.method.redraw else None
+        drawn = self.method.draws(at, torch.tensor([self.seed]), layer, self.kv_heads, eviction)
+        return dict(enumerate(drawn[0, h].tolist()))
 
 
 SEQUENCES = distinct(11, len(LENGTHS), max(LENGTHS) + NEW)
