@@ -24,7 +24,7 @@ from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
 
-from kvexp.core import CacheConfig, Quantization, RoPE
+from kvexp.core import CacheConfig, Quantization, RoPE, triton_ops
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.sequence import SequenceState
 from kvexp.util import SHOWN, CacheError, ConfigError
@@ -32,6 +32,8 @@ from kvexp.util import SHOWN, CacheError, ConfigError
 ATTN_IMPLEMENTATION = "kvexp"
 LAYER_ATTR = "_kvexp"
 _WINDOW_ATTR = "_kvexp_window"  # of a mask: the window that the model asked for, None for none
+# Types whose heads have attention sinks, one logit per query head.
+SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa"})
 # Arguments of attention that models hand through and that cannot change its output. What is not here raises.
 _NO_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "layer_idx", "token_type_ids"),
@@ -252,12 +254,19 @@ def kvexp_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: returns the output [B, Q, H * G, Dv] and None for the weights.
 
     CacheError for an argument that would change the output and that kvexp does not compute with.
     """
+    config = getattr(module, "config", None)  # a model that computes without them may be given them by its caller
+    if softcap != getattr(config, "attn_logit_softcapping", None):
+        others["softcap"] = softcap
+    if s_aux is not None and (config is None or not has_sinks(config)):
+        others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
     window = getattr(attention_mask, _WINDOW_ATTR, sliding_window)
     if window != sliding_window:
@@ -266,7 +275,9 @@ def kvexp_attention(
             "kvexp takes the window from sliding_window, and they must agree"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = cached_attention(query, key, value, attention_mask, AttentionParams(scale, sliding_window))
+    out = cached_attention(
+        query, key, value, attention_mask, AttentionParams(scale, sliding_window, softcap=softcap, sinks=s_aux)
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -327,6 +338,21 @@ def query_shape(config: Any) -> tuple[int, int, int, int]:
     """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head."""
     heads = num_kv_heads(config)
     return num_layers(config), heads, config.num_attention_heads // heads, head_dim(config)
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether attention heads of a model of this configuration have sinks."""
+    return getattr(config.get_text_config(decoder=True), "model_type", None) in SINK_TYPES
+
+
+def check_logits(config: Any, cache: CacheConfig) -> None:
+    """ConfigError where what the cache observes has no meaning with, or was not written for, sinks and softcaps."""
+    softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    params = AttentionParams(1.0, softcap=softcap, sinks=torch.zeros(1) if has_sinks(config) else None)
+    if cache.score_spec is not None:
+        cache.score_spec.observed_sinks(params)
+    if cache.observe == "triton":
+        triton_ops.check_logits(params)
 
 
 def check_positions(config: Any, cache: CacheConfig) -> None:

@@ -178,7 +178,7 @@ class Watching(Method):
 def test_methods_are_told_of_the_attention_as_the_sinks_are_counted(family: str, sink: SinkScore) -> None:
     """At the end of a prompt of 30, and at a step of one token over the 11 that stayed and itself."""
     streams, method = Streams.random(5, 31, batch=1, heads=HEADS, group=GROUP, dim=DIM), Watching()
-    seen = run_core(CacheConfig(method, Budget(tokens=12), sink=sink), streams, (30, 1), params=params_of(family))
+    seen = run_core(CacheConfig(method, Budget(tokens=12), score_sink=sink), streams, (30, 1), params=params_of(family))
     for end, held, (ctx, positions) in zip((30, 31), (range(30), [*range(19, 31)]), method.told, strict=True):
         at = torch.tensor(held)
         q, k, v = streams.q[0][:, :, end - 1 : end], streams.k[0][:, :, at], streams.v[0][:, :, at]
@@ -231,7 +231,7 @@ def test_cake_shares_layers_and_slots_by_the_models_attention(family: str, sink:
     found = [CakeLayers(observed=window).preference(x, [prompt], sinks)[0] for x in logits]
     assert found == pytest.approx(preferences, rel=100 * NEAR[family])
     shares = oracles.cake_budgets(20, prompt, window, preferences)
-    config = CacheConfig(CAKE(window=window), Budget(tokens=20, counts_self=False), sink=sink)
+    config = CacheConfig(CAKE(window=window), Budget(tokens=20, counts_self=False), score_sink=sink)
     seen = run_core(config, streams, (prompt,), params=params_of(family))
     # One kv head's score from the formula, by hand: mean and variance over queries, pooled, mean over query heads.
     for layer, share in enumerate(shares):
@@ -255,7 +255,7 @@ def test_steps_attend_to_what_each_head_kept(family: str, heads: str, sink: Sink
     streams = Streams.random(13, prompt + steps, layers=2, heads=HEADS, group=GROUP, dim=DIM, dtype=torch.float32)
     budget, params = Budget(tokens=12, heads=heads), params_of(family)  # type: ignore[arg-type]
     runs = [
-        run_core(CacheConfig(H2O(), budget, mode=mode, sink=sink), streams, (prompt, *[1] * steps), params=params)  # type: ignore[arg-type]
+        run_core(CacheConfig(H2O(), budget, mode=mode, score_sink=sink), streams, (prompt, *[1] * steps), params=params)  # type: ignore[arg-type]
         for mode in ("overwrite", "compact")
     ]
     assert runs[0].kept == runs[1].kept
@@ -278,7 +278,7 @@ def test_rows_of_one_stack_may_count_sinks_differently() -> None:
 
     prompt, steps = 20, 6
     streams = Streams.random(13, prompt + steps, batch=1, heads=HEADS, group=GROUP, dim=DIM, dtype=torch.float32)
-    configs = [CacheConfig(H2O(), Budget(tokens=9), sink=sink) for sink in ("applied", "renormalised")]  # type: ignore[arg-type]
+    configs = [CacheConfig(H2O(), Budget(tokens=9), score_sink=sink) for sink in ("applied", "renormalised")]  # type: ignore[arg-type]
     params, widths = params_of("gpt_oss"), (prompt, *[1] * steps)
     alone = [run_core(config, streams, widths, params=params) for config in configs]
     assert alone[0].kept != alone[1].kept
@@ -327,7 +327,7 @@ def test_what_has_no_meaning_with_sinks_is_refused() -> None:
                 column_sums_by(how, inputs, observed(spec, inputs))
         column_sums_by("naive", inputs, observed(replace(spec, sink="renormalised"), inputs))
     layer = MaskedLayer(lambda x, layer: x > 0, 0)
-    with pytest.raises(CacheError, match=r"row masks .* attention sinks: set task\.measured\.mode=prefill_then_step"):
+    with pytest.raises(CacheError, match=r"row masks .* attention sinks: set task\.protocol=prefill_then_step"):
         layer.forward(inputs.query.flatten(1, 2), inputs.keys, inputs.values, inputs.params, None)
     with pytest.raises(CacheError, match=r"one number for every query head, \[heads\], got \[2, 15, 1\]"):
         AttentionParams(SCALE, sinks=torch.zeros(2, 15, 1))
@@ -346,8 +346,8 @@ def test_the_kernels_refuse_them(family: str) -> None:
 def test_a_sink_left_out_is_for_methods_that_look_at_attention(method: Method) -> None:
     if method.name == "random":
         with pytest.raises(ConfigError, match=r"score\.sink=renormalised .* random evicts by none"):
-            CacheConfig(method, Budget(tokens=9), sink="renormalised")
+            CacheConfig(method, Budget(tokens=9), score_sink="renormalised")
     else:
-        CacheConfig(method, Budget(tokens=9), sink="renormalised")
-    with pytest.raises(ConfigError, match="sink must be one of applied, renormalised"):
-        CacheConfig(method, Budget(tokens=9), sink="none")  # type: ignore[arg-type]
+        CacheConfig(method, Budget(tokens=9), score_sink="renormalised")
+    with pytest.raises(ConfigError, match="score_sink must be one of applied, renormalised"):
+        CacheConfig(method, Budget(tokens=9), score_sink="none")  # type: ignore[arg-type]

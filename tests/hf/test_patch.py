@@ -232,8 +232,6 @@ LIKE_LLAMA = {
     **{"num_attention_heads": 15, "num_key_value_heads": 3, "head_dim": 14, "max_position_embeddings": 211},
 }
 OTHERS = {
-    "gemma2": ({}, "softcap=50.0"),
-    "gpt_oss": ({"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
     "phimoe": ({"sliding_window": 5, "num_local_experts": 2}, "a window of 5 and sliding_window=None"),
     "llama4_text": ({"attention_chunk_size": 5, "num_local_experts": 2}, "another mask: .*chunks"),
 }

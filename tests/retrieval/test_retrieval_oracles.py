@@ -73,7 +73,7 @@ class Past:
         return x if self.softcap is None else self.softcap * math.tanh(x / self.softcap)
 
     def probabilities(self, rows):
-        """Of each query head's logits, with its sink in the denominator."""
+        """Probabilities of each query head's logits, with its sink in the denominator."""
         return [softmax(row, sink) for row, sink in zip(rows, self.sink_of, strict=True)]
 
 
