@@ -7,7 +7,7 @@ from pathlib import Path
 
 import transformers
 
-from kvexp.hf.patch import SINK_TYPES
+from kvexp.hf.traits import SINK_TYPES
 
 # Types that kvexp does not evict from, or whose sinks are in layers with a window alone, which it leaves to the model.
 OTHERS = {"deepseek_v4", "hy_v4", "mimo_v2_flash", "openai_privacy_filter"}
