@@ -225,12 +225,6 @@ def test_such_arguments_and_dropout_of_the_whole_model_raise(family):
             model(IDS)
 
 
-LIKE_LLAMA = {
-    **{"vocab_size": 61, "hidden_size": 30, "intermediate_size": 26, "num_hidden_layers": 2, "pad_token_id": 0},
-    **{"num_attention_heads": 15, "num_key_value_heads": 3, "head_dim": 14, "max_position_embeddings": 211},
-}
-
-
 @pytest.mark.parametrize("family", [family for family in CONFIGS if family != "mpt"])
 def test_packed_sequences_raise(family):
     """Stock keeps them apart, where it sees no mask and no cache."""
