@@ -131,7 +131,7 @@ REFUSED: tuple[Rule[Settings], ...] = (
         "prompt elsewhere",
     ),
     (
-        lambda c: _is_lm_eval(c) and c.task.measured.mode == "row_mask" and has_sinks(c.model),
+        lambda c: isinstance(c.task, LMEval) and c.task.measured.mode == "row_mask" and has_sinks(c.model),
         "row masks score tokens by softmaxes without sinks, and this model's heads have attention sinks: set "
         "task.protocol=prefill_then_step",
     ),
