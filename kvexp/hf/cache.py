@@ -34,6 +34,7 @@ from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_fac
 from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.hf.traits import (
     Traits,
+    check_logits,
     check_positions,
     check_quantization,
     head_dim,
@@ -238,6 +239,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if isinstance(method, Retrieval):
             check_retrieval(model.config, method)
         check_positions(model.config, config)
+        check_logits(model.config, config)
         if config.quantization is not None:
             check_quantization(model.config, config.quantization, model.dtype)
         if config.calibration is not None and method.needs.calibration:

@@ -63,8 +63,8 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     state: what the layer holds, of kvexp's core or a `WindowLayer`; rope: the model's RoPE where cached keys are
     rotated (renumbered positions); layer_input: of the model, where the method scores tokens by it; kind: what the
-    model says the layer sees. attended: how often the forward in progress has attended to its keys; shared: whether later layers
-    of the model attend to them as well.
+    model says the layer sees. attended: how often the forward in progress has attended to its keys; shared: whether
+    later layers of the model attend to them as well.
     """
 
     is_compileable = False

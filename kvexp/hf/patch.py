@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.sequence import SequenceState
-from kvexp.hf.traits import Layer, query_shape, traits_of
+from kvexp.hf.traits import Layer, has_sinks, query_shape, softcap_of, traits_of
 from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
@@ -265,12 +265,19 @@ def kvexp_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: returns the output [B, Q, H * G, Dv] and None for the weights.
 
     CacheError for an argument that would change the output and that kvexp does not compute with.
     """
+    config = getattr(module, "config", None)  # a model that computes without them may be given them by its caller
+    if softcap != softcap_of(config):
+        others["softcap"] = softcap
+    if s_aux is not None and not has_sinks(config):
+        others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
     said = Layer("full") if sliding_window is None else Layer("window", sliding_window)
     sight: Layer = getattr(attention_mask, _SIGHT_ATTR, said)
@@ -287,7 +294,8 @@ def kvexp_attention(
             "attention in chunks needs a cache of kvexp's own (EvictionCache), which knows where they begin"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    params = AttentionParams(scale, sight.size if sight.kind == "window" else None)
+    window = sight.size if sight.kind == "window" else None
+    params = AttentionParams(scale, window, softcap=softcap, sinks=s_aux)
     out = cached_attention(query, key, value, attention_mask, params)
     return out.transpose(1, 2).contiguous(), None
 
