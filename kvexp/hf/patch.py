@@ -129,11 +129,12 @@ def check_mask(mask: Any) -> None:
 class _Forward(threading.local):
     """The forward through a kvexp cache that this thread computes.
 
-    cache: None outside of such a forward; columns: that its sequences have to have seen at the end.
+    cache: None outside of such a forward; columns: that its sequences had seen before it; width: new columns.
     """
 
     cache: Any = None
     columns: tuple[int, ...] = ()
+    width: int = 0
 
 
 _forward = _Forward()
@@ -156,7 +157,7 @@ def begin_forward(cache: Any, width: int) -> None:
     for layer in layers:
         layer.attended = 0
     _forward.cache = cache if layers else None
-    _forward.columns = tuple(sequence.seq_len + width for sequence in _sequences(cache))
+    _forward.columns, _forward.width = tuple(sequence.seq_len for sequence in _sequences(cache)), width
 
 
 def end_forward(cache: Any, *, failed: bool) -> None:
@@ -169,6 +170,10 @@ def end_forward(cache: Any, *, failed: bool) -> None:
     if failed or not guarded:
         return
     layers = tagging_layers(cache)
+    for layer in layers:
+        layer.end_forward()
+    if hasattr(cache, "hand_out"):
+        cache.hand_out()
     first = getattr(cache, "first_layer", 0)
     missed = [number for number, layer in enumerate(layers) if not layer.attended and number >= first]
     if missed:
@@ -177,12 +182,13 @@ def end_forward(cache: Any, *, failed: bool) -> None:
             f"{missed[0]} first), which hold nothing of this forward: the model keeps keys and values elsewhere, or "
             "attends by a function of its own; kvexp cannot evict from it"
         )
-    columns = tuple(sequence.seq_len for sequence in _sequences(cache))
-    if columns != _forward.columns:
-        raise CacheError(
-            f"a forward ended with {columns} columns in the cache where {_forward.columns} were due: attention did not "
-            "come through the cache as often as tokens were fed"
-        )
+    for before, sequence in zip(_forward.columns, _sequences(cache), strict=True):
+        # A step that is captured as a CUDA graph counts its token itself, before and after the forward.
+        if sequence.seq_len not in (before, before + _forward.width):
+            raise CacheError(
+                f"a forward of {_forward.width} tokens ended with {sequence.seq_len} columns in the cache, of which "
+                f"{before} were there before: attention did not come through the cache as often as tokens were fed"
+            )
 
 
 def cached_attention(
