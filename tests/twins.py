@@ -162,4 +162,5 @@ def ids_of(seed: int, rows: int, columns: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))
 
 
+NOT_BUILT = ("phi4_multimodal",)  # types of which no small model can be made
 DECODERS = sorted(name for name in NAMES if name not in REFUSED)

@@ -46,7 +46,23 @@ SHIMS = {"gptj": "GPTJAttention", "mpt": "MptAttention"}
 
 # Types whose tiny twins have stock's logits and tokens with the full cache, padded, fed in chunks, forked and in beam
 # search (tests/hf/test_twins.py).
-VERIFIED = frozenset(["gptj", "gpt2", "mpt", "llama", "opt", "mistral", "qwen2", "qwen3", "gpt_neox"])
+VERIFIED = frozenset(
+    " ".join(
+        [
+            "afmoe apertus arcee aria_text bamba beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text",
+            "ctrl cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma",
+            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant",
+            "gemma4_unified_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite",
+            "granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text",
+            "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba kolibri1 laguna",
+            "lfm2 lfm2_moe lfm3 llama llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text",
+            "ministral ministral3 mistral mixtral modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron",
+            "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3",
+            "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open",
+            "stablelm starcoder2 vaultgemma zamba zamba2 zaya",
+        ]
+    ).split()
+)
 
 # Types whose heads have attention sinks, one logit per query head.
 SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
@@ -64,6 +80,7 @@ REFUSED: dict[str, str] = {
         _STATES: "mamba mamba2 falcon_mamba xlstm",
         "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
         "each of its layers attends twice, to values of its own": "diffllama",
+        _INDEXED: "qwen4_exp qwen4_exp_text dots3_note dots3_note_text",
         "it computes with masks of four dimensions": "doge gemma4 gemma4_text",
         "it attends to images by cross-attention": "mllama",
         "it keeps keys for its experts and repeats them afterwards": "jetmoe",
@@ -103,7 +120,7 @@ class Traits:
     type: transformers' `model_type` of the decoder; layers: of the cache, in order. kv_heads H, group G (query heads
     per kv head), key_dim D, value_dim Dv: of the layers whose keys kvexp holds. limit: the longest sequence in tokens
     that the configuration names, before a stretched RoPE; None: it names none. shared: numbers of layers whose keys
-    later layers attend to as well.
+    later layers attend to as well. verified: whether tests hold a tiny model of this type against transformers.
     """
 
     type: str
@@ -115,16 +132,12 @@ class Traits:
     position: Position
     limit: int | None
     shared: frozenset[int] = frozenset()
+    verified: bool = False
 
     @property
     def title(self) -> str:
         """The type as messages name it."""
         return TITLES.get(self.type, self.type)
-
-    @property
-    def verified(self) -> bool:
-        """Whether tests hold a tiny model of this type against transformers."""
-        return self.type in VERIFIED
 
     @property
     def has_position_table(self) -> bool:
@@ -188,6 +201,7 @@ def traits_of(config: Any) -> Traits:
         position="alibi" if model_type == "mpt" else "rope" if rope else without,
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
         shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
+        verified=not VERIFIED.isdisjoint((model_type, _field(config, "model_type"))),
     )
 
 
