@@ -154,6 +154,8 @@ def twin(name: str, scale: float = 0.25) -> PreTrainedModel:
             weight.data.normal_(0, SMALLER.get(name, scale), generator=generator)
         elif "sink" in low:
             weight.data.normal_(0, 1, generator=generator)
+        elif "norm" in low and weight.ndim == 1:  # else keys behind a norm are all of one length
+            weight.data.add_(torch.randn(weight.shape, generator=generator), alpha=0.2)
     return model.float().eval()
 
 

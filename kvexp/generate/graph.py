@@ -139,7 +139,8 @@ class DecodeSteps:
 
     def _stacks(self) -> list[list[Any]] | None:
         """Per layer, the stacks that take the next step; None where a layer takes another step."""
-        each = [state.decode_stacks for state in self.cache.layer_states]
+        held: list[Any] = [*self.cache.layer_states]
+        each = [state.decode_stacks for state in held]
         return None if any(one is None for one in each) else each
 
     def _is_settled(self, stacks: list[list[Any]]) -> bool:
@@ -150,7 +151,7 @@ class DecodeSteps:
 
     def _capture(self, device: GraphDevice, stacks: list[list[Any]], token: Tensor, positions: Tensor) -> Tensor:
         """Compute a step, and capture it for the next ones."""
-        layers = [one.layer_states for one in _caches(self.cache)]
+        layers: list[list[Any]] = [[*one.layer_states] for one in _caches(self.cache)]
         if len({stack.keys.device for each in stacks for stack in each}) > 1:
             self._device = None
             self.counts.because("the layers are on several devices")

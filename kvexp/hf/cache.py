@@ -31,6 +31,7 @@ from kvexp.core.sequence import Span
 from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_factors
+from kvexp.hf.probe import layer_ropes
 from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.hf.traits import (
     Traits,
@@ -43,7 +44,6 @@ from kvexp.hf.traits import (
     num_kv_heads,
     num_layers,
     query_shape,
-    rope_of,
     traits_of,
 )
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
@@ -249,7 +249,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         check_rope(MovingRope.of(model.config), config)
         traits = traits_of(model.config)
         check_layers(traits, config)
-        rope = rope_of(model) if turned_by(config) is not None else None
+        ropes = layer_ropes(model) if turned_by(config) is not None else None
         self.sequence = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -272,7 +272,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
             kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
             config.surrogate.check_shape(count, kv_heads, width)
         inputs = layer_input(model) if method.needs.surrogate else None
-        super().__init__(layers=compose(model.config, states, self.sequence, [rope] * count, inputs))
+        super().__init__(layers=compose(model.config, states, self.sequence, ropes, inputs))
         self.held = traits.held
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite

@@ -151,7 +151,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class HybridLayer(EvictionCacheLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """A layer of attention, which kvexp holds, with a state beside it, which is transformers' own."""
+    """A layer of attention, which kvexp holds, and of a state, which is transformers' own."""
 
     is_compileable = False
 
@@ -275,7 +275,7 @@ def _attend_in_chunks(inputs: AttentionInputs, size: int) -> Tensor:
 
 
 class JoinedWindows:
-    """The same layer of several caches, as one `LayerCache`: `MultiLayer` of layers that evict nothing.
+    """One layer of several caches, as one `LayerCache`: `MultiLayer` of layers that evict nothing.
 
     states: this layer of each cache; rows: batch rows of each cache.
     """
@@ -337,6 +337,8 @@ def _read(state: Any, held: tuple[Tensor, Tensor, Tensor] | None, key: Tensor, v
     if held is None:
         return _Read(key, value, new[:, None], new, in_order=True)
     keys, values, positions = held
+    # Fast steps note the new token in all layers at once, in slots that it is not written to yet.
+    positions = torch.where(positions < new[:, :1, None], positions, -1)
     fresh = new[:, None].expand(-1, positions.shape[1], -1)
     keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
     return _Read(keys, values, torch.cat([positions, fresh], dim=2), new, in_order=False)
@@ -399,7 +401,7 @@ _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_
 
 
 def _join_states(whole: Any, parts: Sequence[Any]) -> Any:
-    """The states of several caches as one, whose rows those of the caches become: what is written there, they have."""
+    """Join the states of several caches into `whole`. The caches' own become views of it, so they see what is written."""
     first = parts[0]
     _copy_flags(first, whole)
     for name in STATES:

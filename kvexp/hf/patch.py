@@ -209,7 +209,7 @@ def cached_attention(
                 "keys lost the mark of the cache between update() and attention, so what was cached would not be seen: "
                 "the model changes or copies its keys there (latents that it expands, say); kvexp cannot evict from it"
             )
-        return _without_cache(query, key, value, padding, params)
+        return uncached_attention(query, key, value, padding, params)
     if layer.attended and not layer.shared:
         raise CacheError(
             "one forward attends twice to the keys of the same layer, whose tokens would be stored and counted twice: "
@@ -219,7 +219,7 @@ def cached_attention(
     return out
 
 
-def _without_cache(
+def uncached_attention(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, params: AttentionParams
 ) -> Tensor:
     """Ordinary causal attention [B, H * G, Q, Dv] over all keys; arguments as of `cached_attention`."""
@@ -376,6 +376,11 @@ def _accepted(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     if known is None:
         known = _ACCEPTED[type(model)] = frozenset(inspect.signature(type(model).forward).parameters)
     return [name for name in names if name in known or "input_ids" not in known]
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model's forward takes position ids."""
+    return bool(_accepted(model, ["position_ids"]))
 
 
 def forward_columns(

@@ -169,8 +169,16 @@ def _kvexp(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, E
 
 
 def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) -> float:
-    """How much the model's own logits move with the order of its sums: prompts in parts, and torch's SDPA if it can."""
+    """How much the model's own logits move with its rounding.
+
+    Compared are prompts in parts, torch's SDPA where the model can, and inputs that differ in the last bit of their
+    dtype, by which experts are chosen otherwise, say.
+    """
     others = [_stock(model, ids, mask, width=TOKENS // 3)]
+    for seed in range(2):
+        signs = torch.Generator().manual_seed(seed)
+        with _last_bits(model, signs):
+            others.append(_stock(model, ids, mask))
     if getattr(model, "_supports_sdpa", False):
         before = model.config._attn_implementation
         with suppress(ValueError, ImportError):
@@ -178,6 +186,22 @@ def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) ->
             others.append(_stock(model, ids, mask))
         model.set_attn_implementation(before)
     return max(float((other - own).abs().max()) for other in others)
+
+
+@contextmanager
+def _last_bits(model: PreTrainedModel, signs: torch.Generator) -> Iterator[None]:
+    """A block in which embeddings of tokens are larger or smaller by one unit in the last place."""
+    unit = torch.finfo(model.dtype).eps
+
+    def shake(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        sign = torch.randint(0, 2, output.shape, generator=signs).to(output.device) * 2 - 1
+        return output * (1 + unit * sign).to(output.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(shake)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _check_shapes(model: PreTrainedModel, cache: EvictionCache) -> None:

@@ -64,10 +64,13 @@ VERIFIED = frozenset(
     ).split()
 )
 
+# Types whose states are right only after a prompt that was fed whole, in transformers too.
+WHOLE_PROMPTS = frozenset({"jamba", "zamba", "zamba2"})
+
 # Types whose heads have attention sinks, one logit per query head.
 SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
-_LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
+LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
 _OWN = "its attention does not go through transformers' attention interface"
 _STATES = "no layer of it keeps the keys of its tokens, so there is nothing to evict"
 _INDEXED = "an index chooses the tokens that its layers attend to, by the number of their slot"
@@ -135,6 +138,12 @@ class Traits:
     verified: bool = False
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether states are not known to be right where several tokens are fed after the first forward."""
+        has_states = any(layer.kind in ("state", "hybrid") for layer in self.layers)
+        return has_states and (not self.verified or self.type in WHOLE_PROMPTS)
+
+    @property
     def title(self) -> str:
         """The type as messages name it."""
         return TITLES.get(self.type, self.type)
@@ -173,7 +182,7 @@ def check_type(config: Any) -> None:
         if name in REFUSED:
             raise _refused(name, REFUSED[name])
     if _field(text, "kv_lora_rank") is not None:
-        raise _refused(str(_field(text, "model_type")), _LATENTS)
+        raise _refused(str(_field(text, "model_type")), LATENTS)
 
 
 def traits_of(config: Any) -> Traits:
