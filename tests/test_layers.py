@@ -39,7 +39,10 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
         },
     ),
     "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
-    "tasks": ("util", {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"}),
+    "tasks": (
+        "util",
+        {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba", "math_verify"},
+    ),
     "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
     "run": (
         "util core methods retrieval hf generate tasks lm_eval",

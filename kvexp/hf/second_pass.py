@@ -19,7 +19,8 @@ from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.method import SecondPass
 from kvexp.core.second_pass import RepeatedChunk, SecondPassLayer
 from kvexp.hf.chat_template import render
-from kvexp.hf.patch import attention_modules, forward_logits, num_kv_heads
+from kvexp.hf.patch import attention_modules, forward_logits
+from kvexp.hf.traits import num_kv_heads
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:

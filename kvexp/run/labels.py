@@ -130,6 +130,7 @@ ROOT: dict[str, Any] = {
     "threads": Annotated[int, AtLeast(1)] | None,
     "bytes_ratio": Annotated[float, Range(0, 1, above=True)] | None,
     "questions": Literal["each", "all"],
+    "samples": Annotated[int, AtLeast(1)],
 }
 
 

@@ -40,7 +40,7 @@ from kvexp.run.model_spec import (
 )
 from kvexp.run.user_methods import admitted, source_of
 from kvexp.tasks import LMEval, Task
-from kvexp.tasks.base import with_shared_context
+from kvexp.tasks.base import with_samples, with_shared_context
 from kvexp.tasks.lm_eval import written_after
 from kvexp.util import ConfigError, Rule, field_types, refuse, typed
 
@@ -79,6 +79,11 @@ REFUSED: tuple[Rule[Settings], ...] = (
         lambda c: getattr(c.task, "shared_context", False) and c.budget and c.budget.counts_ahead,
         "questions=all evicts a context once for all of its questions, and budget.of={c.budget.of} counts each "
         "question's tokens: set budget.of=prompt, or questions=each",
+    ),
+    (
+        lambda c: getattr(c.task, "samples", 1) > 1 and not c.decoding.sample,
+        "samples={c.task.samples} would give {c.task.samples} times the same greedy answer: add generation=sampling "
+        "(generation.temperature=0.6 is usual), or leave samples out",
     ),
     # Pads.
     (
@@ -235,7 +240,7 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
 
     config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
     """
-    from kvexp.hf.patch import head_dim
+    from kvexp.hf.traits import head_dim
 
     share, node = config["bytes_ratio"], dict(config["budget"])
     for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
@@ -386,7 +391,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         raise ConfigError(
             f"protocol={protocol['paper']} has no settings for task={chosen}; it has for {', '.join(protocol['tasks'])}"
         )
-    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all")):
+    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all"), ("samples", "samples=N")):
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     own = {target: one.cls for target, one in admitted().items()}
@@ -401,6 +406,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     _check_targets_of_options(config, choices)
     if config.get("questions") == "all":
         task = with_shared_context(task, choices.get("task", task.name))
+    if config.get("samples", 1) != 1:
+        task = with_samples(task, choices.get("task", task.name), config["samples"])
     model = ModelSpec.of(with_packaged_path(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
     budget: Budget | None = None
