@@ -32,6 +32,7 @@ from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import LAYER_ATTR, LayerInput, check_patched, layer_input, output_blocks, output_factors
 from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.hf.traits import (
+    check_logits,
     check_positions,
     check_quantization,
     head_dim,
@@ -275,6 +276,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if isinstance(method, Retrieval):
             check_retrieval(model.config, method)
         check_positions(model.config, config)
+        check_logits(model.config, config)
         if config.quantization is not None:
             check_quantization(model.config, config.quantization, model.dtype)
         if config.calibration is not None and method.needs.calibration:

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.sequence import SequenceState
-from kvexp.hf.traits import query_shape
+from kvexp.hf.traits import has_sinks, query_shape, softcap_of
 from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
@@ -252,12 +252,19 @@ def kvexp_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: returns the output [B, Q, H * G, Dv] and None for the weights.
 
     CacheError for an argument that would change the output and that kvexp does not compute with.
     """
+    config = getattr(module, "config", None)  # a model that computes without them may be given them by its caller
+    if softcap != softcap_of(config):
+        others["softcap"] = softcap
+    if s_aux is not None and not has_sinks(config):
+        others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
     window = getattr(attention_mask, _WINDOW_ATTR, sliding_window)
     if window != sliding_window and sliding_window is not None:
@@ -266,7 +273,9 @@ def kvexp_attention(
             "which must agree"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = cached_attention(query, key, value, attention_mask, AttentionParams(scale, window))
+    out = cached_attention(
+        query, key, value, attention_mask, AttentionParams(scale, window, softcap=softcap, sinks=s_aux)
+    )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.core import CacheConfig, Quantization, RoPE
+from kvexp.core import AttentionParams, CacheConfig, Quantization, RoPE, triton_ops
 from kvexp.util import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
@@ -47,6 +47,9 @@ SHIMS = {"gptj": "GPTJAttention", "mpt": "MptAttention"}
 # Types whose tiny twins have stock's logits and tokens with the full cache, padded, fed in chunks, forked and in beam
 # search (tests/hf/test_twins.py).
 VERIFIED = frozenset(["gptj", "gpt2", "mpt", "llama", "opt", "mistral", "qwen2", "qwen3", "gpt_neox"])
+
+# Types whose heads have attention sinks, one logit per query head.
+SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa"})
 
 _LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
 _OWN = "its attention does not go through transformers' attention interface"
@@ -243,6 +246,26 @@ def check_positions(config: Any, cache: CacheConfig) -> None:
         )
     if cache.beyond_context and traits.has_position_table:
         raise ConfigError(f"{traits.title} has a table of positions for {max_positions(config)} tokens and no more")
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether attention heads of a model of this configuration have sinks (`AttentionParams`)."""
+    return config is not None and text_config(config).model_type in SINK_TYPES
+
+
+def softcap_of(config: Any) -> float | None:
+    """The softcap of attention logits (`AttentionParams`) that a configuration names; None: it names none."""
+    return None if config is None else getattr(text_config(config), "attn_logit_softcapping", None)
+
+
+def check_logits(config: Any, cache: CacheConfig) -> None:
+    """ConfigError where what the cache observes has no meaning with, or was not written for, sinks or a softcap."""
+    sinks = torch.zeros(1) if has_sinks(config) else None
+    params = AttentionParams(1.0, softcap=softcap_of(config), sinks=sinks)
+    if cache.score_spec is not None:
+        cache.score_spec.observed_sinks(params)
+    if cache.observe == "triton":
+        triton_ops.check_logits(params)
 
 
 def check_quantization(config: Any, quantization: Quantization, dtype: torch.dtype) -> None:

@@ -331,6 +331,19 @@ def moving_rope(spec: ModelSpec) -> MovingRope | None:
         return None
 
 
+def has_sinks(spec: ModelSpec) -> bool:
+    """Whether the model's heads have attention sinks; its configuration alone is read.
+
+    False also where that cannot be read, which loading the model reports.
+    """
+    from kvexp.hf import traits
+
+    try:
+        return traits.has_sinks(config_of_spec(spec))
+    except ConfigError:
+        return False
+
+
 def rows_alone(spec: ModelSpec) -> bool:
     """Whether every prompt goes through the model by itself, because rows of a batch would change each other."""
     from kvexp.hf.load import one_row_per_forward
@@ -342,11 +355,12 @@ def check_cache_fits_model(spec: ModelSpec, cache: CacheConfig, config: Any = No
     """ConfigError if the cache cannot work on the model, whose configuration alone is read (where it is not given)."""
     from kvexp.hf.cache import check_retrieval
     from kvexp.hf.load import parse_dtype
-    from kvexp.hf.traits import check_quantization
+    from kvexp.hf.traits import check_logits, check_quantization
     from kvexp.retrieval.method import Retrieval
 
     if isinstance(cache.method, Retrieval):
         check_retrieval(config or config_of_spec(spec), cache.method)
+    check_logits(config or config_of_spec(spec), cache)
     if cache.quantization is not None:
         with keys_named(CACHE_KEYS):
             check_quantization(config or config_of_spec(spec), cache.quantization, parse_dtype(spec.dtype))

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from tiny import CONFIGS, LAYERS, stock, tiny, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import (
     and_masks,
@@ -224,25 +223,6 @@ def test_such_arguments_and_dropout_of_the_whole_model_raise(family):
         assert changed
         with pytest.raises(CacheError, match=r"asks for attention with dropout=0\.25"):
             model(IDS)
-
-
-LIKE_LLAMA = {
-    **{"vocab_size": 61, "hidden_size": 30, "intermediate_size": 26, "num_hidden_layers": 2, "pad_token_id": 0},
-    **{"num_attention_heads": 15, "num_key_value_heads": 3, "head_dim": 14, "max_position_embeddings": 211},
-}
-OTHERS = {
-    "gemma2": ({}, "softcap=50.0"),
-    "gpt_oss": ({"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
-}
-
-
-@pytest.mark.parametrize("family", OTHERS)
-def test_an_argument_of_a_model_that_is_not_computed_with_raises(family):
-    changes, message = OTHERS[family]
-    config = AutoConfig.for_model(family, **{**LIKE_LLAMA, **changes})
-    model = patch_model(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), check="never")
-    with pytest.raises(CacheError, match=message):
-        model(IDS)
 
 
 @pytest.mark.parametrize("family", [family for family in CONFIGS if family != "mpt"])
