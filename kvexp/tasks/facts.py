@@ -313,9 +313,9 @@ def story(subset: str, size: int, draws: random.Random) -> tuple[list[str], str,
     """
     ask = {"qa1": _where, "qa2": _where_thing, "qa3": _where_before, "qa6": _is_there, "qa7": _how_many}[subset]
     while True:
-        told = _told(size, draws, things=subset in ("qa2", "qa3", "qa7"))
-        if (found := ask(told, draws)) is not None:
-            return told.said, *found
+        tale = _drawn_tale(size, draws, things=subset in ("qa2", "qa3", "qa7"))
+        if (found := ask(tale, draws)) is not None:
+            return tale.said, *found
 
 
 @dataclass
@@ -334,7 +334,7 @@ class _Story:
 Found = tuple[str, str, list[int]] | None
 
 
-def _told(size: int, draws: random.Random, things: bool) -> _Story:
+def _drawn_tale(size: int, draws: random.Random, things: bool) -> _Story:
     story = _Story([], {}, {}, {thing: [] for thing in THINGS}, {person: {} for person in PEOPLE})
     while len(story.said) < size:
         person, here = draws.choice(PEOPLE), len(story.said)
@@ -362,25 +362,25 @@ def _told(size: int, draws: random.Random, things: bool) -> _Story:
     return story
 
 
-def _where(told: _Story, draws: random.Random) -> Found:
-    person = draws.choice(sorted(told.room))
-    return f"Where is {person}?", told.room[person], [told.moved[person]]
+def _where(tale: _Story, draws: random.Random) -> Found:
+    person = draws.choice(sorted(tale.room))
+    return f"Where is {person}?", tale.room[person], [tale.moved[person]]
 
 
-def _where_thing(told: _Story, draws: random.Random) -> Found:
-    seen = [thing for thing in THINGS if told.paths[thing]]
+def _where_thing(tale: _Story, draws: random.Random) -> Found:
+    seen = [thing for thing in THINGS if tale.paths[thing]]
     if not seen:
         return None
     thing = draws.choice(seen)
-    room, needed = told.paths[thing][-1]
+    room, needed = tale.paths[thing][-1]
     return f"Where is the {thing}?", room, sorted(needed)
 
 
-def _where_before(told: _Story, draws: random.Random) -> Found:
-    """Of rooms that a thing came to once: asked of others, the answer would not be one."""
+def _where_before(tale: _Story, draws: random.Random) -> Found:
+    """A question about a room that a thing came to once: of others the answer would not be one."""
     each = [
         (thing, path, place)
-        for thing, path in told.paths.items()
+        for thing, path in tale.paths.items()
         for place in range(1, len(path))
         if [room for room, _ in path].count(path[place][0]) == 1
     ]
@@ -391,19 +391,19 @@ def _where_before(told: _Story, draws: random.Random) -> Found:
     return f"Where was the {thing} before the {after}?", before, sorted({*needed, *more})
 
 
-def _is_there(told: _Story, draws: random.Random) -> Found:
+def _is_there(tale: _Story, draws: random.Random) -> Found:
     """Half of the questions have the answer yes; the others ask for a room that the person was in, if there is one."""
-    person, yes = draws.choice(sorted(told.room)), draws.random() < 0.5
-    now = told.room[person]
-    others = sorted({room for room in ROOMS if room != now and any(f"{person} " in s and room in s for s in told.said)})
+    person, yes = draws.choice(sorted(tale.room)), draws.random() < 0.5
+    now = tale.room[person]
+    others = sorted({room for room in ROOMS if room != now and any(f"{person} " in s and room in s for s in tale.said)})
     room = now if yes else draws.choice(others or [room for room in ROOMS if room != now])
-    return f"Is {person} in the {room}?", "yes" if yes else "no", [told.moved[person]]
+    return f"Is {person} in the {room}?", "yes" if yes else "no", [tale.moved[person]]
 
 
-def _how_many(told: _Story, draws: random.Random) -> Found:
-    carrying = [person for person in PEOPLE if told.held[person]]
+def _how_many(tale: _Story, draws: random.Random) -> Found:
+    carrying = [person for person in PEOPLE if tale.held[person]]
     if not carrying:
         return None
     person = draws.choice(carrying)
-    held = told.held[person]
+    held = tale.held[person]
     return f"How many objects is {person} carrying?", ("one", "two", "three")[len(held) - 1], sorted(held.values())

@@ -292,7 +292,7 @@ class InfiniteBench(SharedContextTask):
 
 
 def filled_in(part: str, values: Mapping[str, str]) -> str:
-    """A part of a prompt with its {names} filled in; other braces stay, also those of the values."""
+    """A part of a prompt with its {names} filled in; other braces stay, also in values."""
     return re.sub(r"\{(\w+)\}", lambda name: values.get(name.group(1), name.group()), part)
 
 

@@ -202,9 +202,9 @@ def chains(draws: random.Random, units: int, turns: int) -> Session:
         lines += zip(sorted(draws.random() for _ in chain), chain, strict=True)
         message = f"Find all variables that are assigned the value {value} in the text above. They are: "
         turns_asked.append(Asked(message, [first, second, third]))
-    told = _among([line for _, line in lines], [share for share, _ in lines], [NOISE] * units)
+    lines_of_text = _among([line for _, line in lines], [share for share, _ in lines], [NOISE] * units)
     context = "Memorize and track the chains of variable assignment hidden in the following text.\n\n"
-    context += "\n".join(told)
+    context += "\n".join(lines_of_text)
     return Session("", context, turns_asked, [context.index(f"= {value}") for value in values])
 
 
@@ -277,14 +277,6 @@ class Sessions(Task):
 class FromFiles(Sessions):
     """Sessions of SCBench's files: id, context, multi_turns."""
 
-    rules: ClassVar[Rules] = (
-        (
-            lambda c: c.data_files is None and c.revision is None,
-            "{c.hub_id} is read at one commit: name it with task.revision=COMMIT, or give files with "
-            "task.data_files=PATH ({c.subset}.jsonl, or a folder that holds it)",
-        ),
-    )
-
     hub_id: str = "microsoft/SCBench"
     split: str = "test"
     subset: str = "scbench_kv"
@@ -299,6 +291,11 @@ class FromFiles(Sessions):
 
     @property
     def source(self) -> DataSource:
+        if self.data_files is None and self.revision is None:
+            raise ConfigError(
+                f"{self.hub_id} is read at one commit: name it with task.revision=COMMIT, or give files with "
+                f"task.data_files=PATH ({self.subset}.jsonl, or a folder that holds it)"
+            )
         return Members(**vars(super().source), member=self.subset, hub_file=f"data/{self.subset}.jsonl")
 
     def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:

@@ -94,7 +94,7 @@ def test_scbench_says_what_it_needs_and_leaves_out(tmp_path):
     turns = list(SCBenchTurns(subset="scbench_qa_eng", data_files=str(tmp_path)).examples())
     assert [one.number for one in turns] == [0, 1, 2] and turns[0].turns[1].reference == "Ann"
     with pytest.raises(ConfigError, match=r"microsoft/SCBench is read at one commit: name it with task.revision"):
-        SCBench().check_options()
+        SCBench().check()
     with pytest.raises(ConfigError, match=r"scbench_repoqa: the official grader parses code .* not covered here"):
         SCBench(subset="scbench_repoqa")
     (tmp_path / "scbench_qa_eng.jsonl").write_text(json.dumps({"context": "A book.", "multi_turns": []}))
