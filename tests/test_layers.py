@@ -24,10 +24,25 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
         "util core retrieval.method retrieval.layer",
-        {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft", "jinja2"},
+        {
+            "torch",
+            "transformers",
+            "tokenizers",
+            "numpy",
+            "safetensors",
+            "gguf",
+            "huggingface_hub",
+            "filelock",
+            "tqdm",
+            "peft",
+            "jinja2",
+        },
     ),
     "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
-    "tasks": ("util", {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"}),
+    "tasks": (
+        "util",
+        {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba", "math_verify"},
+    ),
     "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
     "run": (
         "util core methods retrieval hf generate tasks lm_eval",
@@ -46,7 +61,11 @@ NOT_NEEDED = (
     *("accelerate", "triton"),
 )
 ON_DEMAND = {"kvexp.core.triton_kernels"}  # imported when asked for (observe=triton), never by importing anything else
-WITH_TORCH = {"kvexp.results.curves", "kvexp.results.sweep_callback"}  # what runs, as well as reads
+WITH_TORCH = {
+    "kvexp.results.advise_search",
+    "kvexp.results.curves",
+    "kvexp.results.sweep_callback",
+}  # what runs, as well as reads
 
 
 def layer_of(module: str) -> str:

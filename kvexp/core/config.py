@@ -48,7 +48,7 @@ class CacheConfig:
     # no token of a prompt is evicted, so that what is generated shares the other slots. None: no difference.
     keep: Keep | None = None
     # What methods see of the attention of heads with sinks (gpt-oss): as it weighs the values, or over tokens alone.
-    sink: SinkScore = "applied"
+    score_sink: SinkScore = "applied"
     # auto: decode steps are captured as a CUDA graph where they can be, which changes no number (`kvexp.core.graph`).
     graph: Literal["auto", "off"] = "off"
 
@@ -87,13 +87,13 @@ class CacheConfig:
 
     @property
     def score_spec(self) -> AttentionScoreSpec | None:
-        """The method's, with `sink`."""
+        """The method's, with `score_sink`."""
         spec = self.method.score_spec
-        return spec if spec is None or self.sink == spec.sink else replace(spec, sink=self.sink)
+        return spec if spec is None or self.score_sink == spec.sink else replace(spec, sink=self.score_sink)
 
     @property
     def sees_attention(self) -> bool:
-        """Whether what is evicted depends on the model's attention as `sink` says."""
+        """Whether what is evicted depends on the model's attention as `score_sink` says."""
         needs, spec = self.method.needs, self.method.score_spec
         looks = needs.newest_attention or needs.last_queries or needs.second_pass is not None or self.method.per_query
         return self.method.evicts and (spec is not None or bool(looks) or self.shares_by_preference)
@@ -236,9 +236,9 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "kv_ratio in place of bytes_ratio",
     ),
     (
-        lambda c: c.sink != "applied" and (c.method.full_cache or not c.sees_attention),
-        "score.sink={c.sink} says how a method sees attention by which it evicts, and {c.method.name} evicts by none: "
-        "leave score.sink at applied",
+        lambda c: c.score_sink != "applied" and (c.method.full_cache or not c.sees_attention),
+        "score.sink={c.score_sink} says how a method sees attention by which it evicts, and {c.method.name} evicts by "
+        "none: leave score.sink at applied",
     ),
     # When it evicts.
     (

@@ -393,8 +393,8 @@ class EvictionLayer:
         return apply_probs(probabilities, inputs.values), probabilities
 
     def _score_sinks(self, params: AttentionParams) -> Tensor | None:
-        """The sinks of the heads in what the method sees; None: none, or left out (`CacheConfig.sink`)."""
-        return params.sinks if self.config.sink == "applied" else None
+        """The sinks of the heads in what the method sees; None: none, or left out (`CacheConfig.score_sink`)."""
+        return params.sinks if self.config.score_sink == "applied" else None
 
     def _hide_by_query(self, x: Tensor, params: AttentionParams) -> Tensor:
         """Logits x [B, H, G, Q, S] of a decode step, -inf where the method's `query_mask` hides a slot from a query."""

@@ -8,8 +8,10 @@ from kvexp.tasks.base import Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
+from kvexp.tasks.mathematics import Mathematics
 from kvexp.tasks.needle import Needle, NewsNeedle
 from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
+from kvexp.tasks.ruler import Ruler, RulerQA
 from kvexp.tasks.summaries import (
     TEMPLATES,
     CNNDailyMail,
@@ -38,12 +40,15 @@ __all__ = [
     "LMEval",
     "LongAnswers",
     "LongBench",
+    "Mathematics",
     "Needle",
     "News",
     "NewsNeedle",
     "NewsQA",
     "Perplexity",
     "QuestionTask",
+    "Ruler",
+    "RulerQA",
     "Soda",
     "SodaTurns",
     "Stories",
