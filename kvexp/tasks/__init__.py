@@ -11,6 +11,7 @@ from kvexp.tasks.infinitebench import InfiniteBench
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.longbench_v2 import LongBenchV2
+from kvexp.tasks.mathematics import Mathematics
 from kvexp.tasks.needle import Needle, NewsNeedle
 from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
 from kvexp.tasks.ruler import Ruler, RulerQA
@@ -47,6 +48,7 @@ __all__ = [
     "LongAnswers",
     "LongBench",
     "LongBenchV2",
+    "Mathematics",
     "Needle",
     "News",
     "NewsNeedle",

@@ -361,7 +361,7 @@ class LongAnswers(Task):
             "loop_free": 100.0 if loop is None else 100 * loop[0] / len(words),
         }
 
-    def of_answer(self, output: str, reference: str) -> dict[str, Any]:
+    def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
         """`unspaced_letters`: of scripts without spaces, which scores take for parts of words; where there are any."""
         return {"unspaced_letters": count} if (count := unspaced_letters(output)) else {}
 
