@@ -81,7 +81,7 @@ class QuantisedHead:
 
 @dataclass
 class StoredHead(QuantisedHead):
-    """The same of a format that stores every token by itself. store: what is read of a vector."""
+    """Keys or values of one kv head in a format that stores every token by itself. store: what is read of a vector."""
 
     store: Callable[[Vector], Vector] = list
 

@@ -226,7 +226,7 @@ AnyQuantization = Quantization | EngineQuantization
 class ByteCodec:
     """How the keys or the values of a layer are stored in a format whose rows of bytes hold their scales.
 
-    The other attributes are those of `Codec`, for who counts bytes.
+    The other attributes mean what they mean in `Codec`: bytes are counted by them.
     """
 
     format: Format

@@ -244,10 +244,10 @@ def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
         return frame
     settings = frame["setting"].fillna("").astype(str)
     bits = [min([16, *(int(found[2]) for found in BITS.finditer(words))]) for words in settings]
-    left = [" ".join(BUDGETS.sub("", BITS.sub("", words)).split()) for words in settings]
+    left = [" ".join(BUDGETS.sub("", CODEC.sub("", BITS.sub("", words))).split()) for words in settings]
     codecs = [CODEC.search(words) for words in settings]
     names = [
-        f"{method}, {codec[1]}" if codec is not None else f"{method}, {n} bits"
+        ", ".join([method, *([codec[1]] if codec else []), *([f"{n} bits"] if n < 16 or not codec else [])])
         for method, n, codec in zip(frame["method"], bits, codecs, strict=True)
     ]
     metric = None if metric == "kl" else metric

@@ -28,7 +28,7 @@ STORAGE = (
     *("codec", "signs"),
 )
 KIVI, TURBOQUANT = "kivi", "turboquant"
-CODEC_KEYS = {  # codec -> the keys of STORAGE that it reads beside `codec` and `residual`; others read none
+CODEC_KEYS = {  # codec -> the keys of STORAGE that it reads, `codec` and `residual` aside; others read none
     KIVI: ("bits", "key_bits", "value_bits", "group", "key_axis", "value_axis", "symmetric"),
     TURBOQUANT: ("bits", "key_bits", "value_bits", "signs"),
 }

@@ -6,6 +6,7 @@ import pytest
 from test_conf import composed
 
 from kvexp.core import EngineQuantization, Quantization
+from kvexp.run.labels import check_idle
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
 
@@ -52,5 +53,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_means_nothing_is_refused(words):
+    def made():
+        check_idle(*composed(*RUN, *words.split()), words.split())
+        return settings_of(*composed(*RUN, *words.split()))
+
     with pytest.raises(ConfigError, match=REFUSED[words]):
-        settings_of(*composed(*RUN, *words.split()))
+        made()
