@@ -385,6 +385,76 @@ def largest_logits(past: Past, q: int) -> Row:
     return result
 
 
+def head_logits(past: Past, q: int) -> list[Row]:
+    """What query q says of each token that it sees, in each query head by itself."""
+    return [
+        largest_logits(replace(past, queries=[queries], slopes=[slope]), q)
+        for queries, slope in zip(past.queries, past.slopes, strict=True)
+    ]
+
+
+def window_shares(past: Past, window: int, among: list[int]) -> list[list[Row]]:
+    """[query heads][queries]: the last queries' attention, softmax over the tokens of `among`, without the window."""
+    older = past.held[:-window]
+    rows = [head_logits(past, q) for q in range(past.newest - window + 1, past.newest + 1)]
+    shares = [
+        [softmax({p: x for p, x in row.items() if p in among}) for row in each] for each in zip(*rows, strict=True)
+    ]
+    return [[{p: row[p] for p in older} for row in head] for head in shares]
+
+
+def nearby(row: Row, held: list[int], p: int, kernel: int) -> list[float]:
+    """The values of p and of the tokens held around it, `kernel` in all; 0 where there are none."""
+    at, half = held.index(p), kernel // 2
+    return [row[held[i]] if 0 <= i < len(held) else 0.0 for i in range(at - half, at + half + 1)]
+
+
+def worst(rows: list[list[Row]], older: list[int], kernel: int) -> Row:
+    """DefensiveKV: each row smoothed and brought to its sum; the largest of all rows, at least their mean."""
+    smooth = []
+    for row in (row for head in rows for row in head):
+        mean = {p: sum(nearby(row, older, p, kernel)) / kernel for p in older}
+        smooth.append({p: mean[p] * sum(row.values()) / sum(mean.values()) for p in older})
+    most = {p: max(row[p] for row in smooth) for p in older}
+    floor = sum(most.values()) / len(older)
+    return {p: max(x, floor) for p, x in most.items()}
+
+
+def snapkv_decoding(past: Past) -> set[int]:
+    """The last three queries, whose tokens stay; kernel 3, mean; over all that each sees."""
+    older = past.held[:-3]
+    rows = window_shares(past, 3, past.held)
+    mean = {p: sum(row[p] for head in rows for row in head) for p in older}
+    return top(past, lambda p: sum(nearby(mean, older, p, 3)), recent=4)
+
+
+def snapkv_defensive(past: Past) -> set[int]:
+    older = past.held[:-3]
+    made = worst(window_shares(past, 3, older), older, 1)
+    return top(past, lambda p: made[p], recent=4)
+
+
+def rkv_defensive(past: Past) -> set[int]:
+    older = past.held[:-3]
+    made = worst(window_shares(past, 3, past.held), older, 3)
+    repeated = redundancy({p: past.keys[p] for p in past.held})
+    return top(past, lambda p: 0.9 * made[p] - 0.1 * repeated[p], recent=4)
+
+
+def vase(past: Past) -> set[int]:
+    """Two queries, whose tokens stay; kernel 3; the sink and the widest values are 4 tenths of the budget."""
+    older = past.held[:-2]
+    rows = window_shares(past, 2, older)
+    mean = {p: sum(row[p] for head in rows for row in head) / len(rows) / 2 for p in older}
+    width = {p: math.inf if p < 1 else max(past.values[p]) - min(past.values[p]) for p in older}
+    large = sorted(older, key=lambda p: (width[p], p), reverse=True)[: past.budget * 4 // 10]
+
+    def value(p: int) -> float:
+        return 1000 + width[p] if p in large else math.log(sum(nearby(mean, older, p, 3)) / 3) + past.noise[p]
+
+    return top(past, value, recent=3, sinks=1)
+
+
 def softmax(x: Row) -> Row:
     most = max(x.values())
     e = {p: math.exp(v - most) for p, v in x.items()}

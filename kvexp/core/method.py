@@ -215,6 +215,7 @@ class EvictionContext:
     every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
     compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
     sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
+    kept_prompt [B]: how many of the first tokens `keep=prompt` keeps; None: it does not.
     """
 
     slots: Slots
@@ -233,6 +234,7 @@ class EvictionContext:
     second_pass_attention: Tensor | None = None
     compares_heads: bool = False
     sinks: Tensor | None = None
+    kept_prompt: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -364,6 +366,18 @@ class Method:
         The core protects sinks and recent window by itself, and takes NaN as the lowest priority.
         """
         return ctx.score
+
+    @property
+    def joins_layers(self) -> bool:
+        """Whether an eviction waits for the last layer, and then goes by what `join_layers` makes of all priorities."""
+        return False
+
+    def join_layers(self, priorities: Tensor) -> Tensor:
+        """Priorities [L, B, H, S] of all layers' slots, by position, as those to evict by; same shape.
+
+        All layers hold the same positions in a kv head, and go on doing so.
+        """
+        return priorities
 
     @property
     def priority_is_score(self) -> bool:

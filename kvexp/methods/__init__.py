@@ -32,6 +32,7 @@ from kvexp.methods.spatten import SpAtten
 from kvexp.methods.streaming_llm import StreamingLLM
 from kvexp.methods.tova import TOVA
 from kvexp.methods.triattention import TriAttention
+from kvexp.methods.vase import VaSE
 from kvexp.methods.vatp import VATP
 from kvexp.methods.window import Window
 
@@ -67,5 +68,6 @@ __all__ = [
     "SpAtten",
     "StreamingLLM",
     "TriAttention",
+    "VaSE",
     "Window",
 ]

@@ -31,7 +31,7 @@ from kvexp.core.budget_shares import LayerBudgets
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
-from kvexp.methods import CAKE, Compactor, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random
+from kvexp.methods import CAKE, Compactor, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random, VaSE
 from kvexp.methods.compactor import sketch_matrix
 
 METHODS = {name: case for name, case in CASES.items() if case.oracle}
@@ -348,10 +348,11 @@ class Witness:
         return dict(enumerate(scores.tolist()))
 
     def births(self, layer: int, h: int) -> Row:
-        if not isinstance(self.method, Random):
+        if not isinstance(self.method, Random | VaSE):
             return {}
         at = torch.arange(len(self.ids))[None, None]
-        eviction = torch.tensor([max(self.held[layer][h])]) if self.method.redraw else None
+        fixed = isinstance(self.method, Random) and not self.method.redraw
+        eviction = None if fixed else torch.tensor([max(self.held[layer][h])])
         drawn = self.method.draws(at, torch.tensor([self.seed]), layer, self.kv_heads, eviction)
         return dict(enumerate(drawn[0, h].tolist()))
 
