@@ -58,7 +58,7 @@ AUTHORS = {
     "tests/golden/pqcache_infllm_": ("infllm",),
     **dict.fromkeys((f"tests/golden/pqcache_{what}" for what in ("pq_", "adaptive_iters", "lfu")), ("pqcache",)),
     "tests/fixtures/authors_2025.npz": ("cake", "rkv", "triattention", "vatp"),
-    "tests/fixtures/authors_2026.npz": ("triattention", "vase"),
+    "tests/fixtures/authors_2026.npz": ("capkv", "defensivekv", "triattention", "vase"),
 }
 KVPRESS = {
     "tests/peers/export_kvpress.py": (

@@ -22,7 +22,9 @@ from kvexp.methods import (
     RKV,
     TOVA,
     VATP,
+    CapKV,
     Compactor,
+    DefensiveKV,
     DilatedWindow,
     ExpectedAttention,
     Full,
@@ -192,6 +194,9 @@ CASES: dict[str, Case] = {
     # 0.0016. While an answer of "no" is decoded into eleven slots, their mean says "no" less, and it goes.
     "caote_fast": Case(CAOTE(form="fast"), oracles.fast_caote, None, "++ +++++ -- -+ - +"),
     "caote_over_h2o": Case(CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
+    "dropkv": Case(CAOTE(alpha="window", window=3), oracles.dropkv, properties=True),
+    "capkv": Case(CapKV(n_sinks=1, n_future=5), oracles.capkv, properties=True),
+    "defensivekv": Case(DefensiveKV(window=3, kernel=1), oracles.defensivekv),
     "snapkv": Case(
         SnapKV(window=2, kernel=3), oracles.snapkv, replace(SNAP, last_rows=2, window=2, kernel=3, recent=2),
         properties=True, unbounded="the prompt's last 2 queries"),

@@ -630,6 +630,7 @@ class EvictionLayer:
             compares_heads=self.config.compares_heads,
             sinks=self._score_sinks(due.params),
             kept_prompt=None if kept is None else torch.tensor(kept, device=newest.device),
+            output_projection=self.output_projection,
         )
 
     def _rank(self, due: DueEviction, second: Tensor | None = None) -> RankedSlots:

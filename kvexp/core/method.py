@@ -57,7 +57,7 @@ class Needs:
     needed. rope: the model's, with which cached keys are turned back. surrogate: new tokens start with the score that a
     trained `Surrogate` predicts from what the attention layer gets.
     second_pass: the prompt is fed once more before its eviction, and the largest attention of those queries to every
-    slot is observed, each query head by itself; None: not needed.
+    slot is observed, each query head by itself; None: not needed. output_projection: its blocks for every query head.
     """
 
     newest_attention: bool = False
@@ -69,6 +69,7 @@ class Needs:
     rope: bool = False
     surrogate: bool = False
     second_pass: SecondPass | None = None
+    output_projection: bool = False
 
 
 NOTHING = Needs()
@@ -215,7 +216,8 @@ class EvictionContext:
     every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
     compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
     sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
-    kept_prompt [B]: how many of the first tokens `keep=prompt` keeps; None: it does not.
+    kept_prompt [B]: how many of the first tokens `keep=prompt` keeps; None: it does not. output_projection
+    [H, G, n, Dv]: blocks W of the model's, None where there is no model.
     """
 
     slots: Slots
@@ -235,6 +237,7 @@ class EvictionContext:
     compares_heads: bool = False
     sinks: Tensor | None = None
     kept_prompt: Tensor | None = None
+    output_projection: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from kvexp.methods.a2sf import A2SF
 from kvexp.methods.cake import CAKE
 from kvexp.methods.caote import CAOTE
+from kvexp.methods.capkv import CapKV
 from kvexp.methods.compactor import Compactor
 from kvexp.methods.cur import CUR
+from kvexp.methods.defensivekv import DefensiveKV
 from kvexp.methods.dilated_window import DilatedWindow
 from kvexp.methods.expected_attention import ExpectedAttention
 from kvexp.methods.full import Full
@@ -46,7 +48,9 @@ __all__ = [
     "RKV",
     "TOVA",
     "VATP",
+    "CapKV",
     "Compactor",
+    "DefensiveKV",
     "DilatedWindow",
     "ExpectedAttention",
     "Full",

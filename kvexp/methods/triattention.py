@@ -27,8 +27,8 @@ class TriAttention(Method):
     mean of that largest z-score over layers, so that a kv head keeps the same in all layers; `pruning="union"`, its and
     TensorRT-LLM's default: the largest over all layers and heads, one set for the model. Departures: the prompt is
     evicted too (`keep=prompt`: the release, which then takes z-scores over generated tokens); eviction comes at every
-    step (the release: `evict_every=128`); the newest token is protected (`protect_recent=0`: the release); no noise of
-    1e-6 is added. Our reading: dimensions that RoPE does not turn count as E q times key.
+    step (the release: `cache.evict_every=128`); the newest token is protected (`protect_recent=0`: the release); no
+    noise of 1e-6 is added. Our reading: dimensions that RoPE does not turn count as E q times key.
     """
 
     name: ClassVar[str] = "triattention"

@@ -6,6 +6,8 @@ is in authors_2026.md beside it. What each parameter is called over there:
     EvictLayer(token_budget, residual_length, n_large)   VaSE(window=residual_length, large=n_large / token_budget)
     EvictLayer(mode attn)                                SnapKV(window, kernel=5, pool="avg", softmax="older")
     TriAttention(per_head_pruning, prefix_length)        TriAttention(pruning="per_head", protect_recent=0), keep=prompt
+    EfficientDefensiveKVPress(window_size, kernel_size)  DefensiveKV(window, kernel), heads adaptive, head_floor 0
+    CapPress(n_sink, tau, n_future_positions)            CapKV(n_sinks, tau, n_future)
 
 Budgets hold the coming token not: Budget(tokens=..., counts_self=False).
 """
@@ -13,6 +15,7 @@ Budgets hold the coming token not: Budget(tokens=..., counts_self=False).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, EvictionCo
 from kvexp.core.eviction import CacheState
 from kvexp.core.sequence import SequenceState
 from kvexp.hf.triattention_file import read_triattention, write_triattention
-from kvexp.methods import QFilters, SnapKV, TriAttention, VaSE
+from kvexp.methods import CapKV, DefensiveKV, QFilters, SnapKV, TriAttention, VaSE
 from kvexp.util import ConfigError
 
 FILE = Path(__file__).parents[1] / "fixtures" / "authors_2026.npz"
@@ -55,7 +58,15 @@ class Recorded:
 
     @torch.inference_mode()
     def run(
-        self, method: Method, slots: int, rows: int = 1, prompt: int | None = None, rope: RoPE | None = None, **how: Any
+        self,
+        method: Method,
+        slots: int,
+        rows: int = 1,
+        prompt: int | None = None,
+        rope: RoPE | None = None,
+        budget: Mapping[str, Any] | None = None,
+        queries: Tensor | None = None,
+        **how: Any,
     ) -> list[EvictionLayer]:
         """The layers after all tokens, in `rows` rows that differ in their seeds alone.
 
@@ -63,14 +74,15 @@ class Recorded:
         """
         SEEN.clear()
         cadence = Cadence(every=None) if prompt is None else Cadence(at_prefill=False, every=self.length - prompt)
-        config = CacheConfig(method, Budget(tokens=slots, counts_self=False), cadence, **how)
+        config = CacheConfig(method, Budget(tokens=slots, counts_self=False, **(budget or {})), cadence, **how)
         sequence = SequenceState(seeds=list(range(rows)), prompt_columns=prompt)
         sequence.multi_token_steps_allowed = True
         common = CacheState(config, self.layers, sequence)
         params = AttentionParams(self.width**-0.5, rope=rope)
-        states = [EvictionLayer(config, i, common) for i in range(self.layers)]
+        blocks = self.w.unflatten(-1, (self.heads, -1, self.width)).permute(0, 2, 3, 1, 4)  # [L, H, G, n, D]
+        states = [EvictionLayer(config, i, common, None, blocks[i]) for i in range(self.layers)]
         for part in [slice(None)] if prompt is None else [slice(0, prompt), slice(prompt, None)]:
-            for state, *inputs in zip(states, self.q, self.k, self.v, strict=True):
+            for state, *inputs in zip(states, self.q if queries is None else queries, self.k, self.v, strict=True):
                 state.forward(*(each[None, :, part].expand(rows, -1, -1, -1) for each in inputs), params, None)
         return states
 
@@ -238,3 +250,60 @@ def test_budgets_that_differ_between_layers_are_refused(tmp_path: Path) -> None:
             CacheConfig(TriAttention(pruning="union"), budget, calibration=calibration)
     with pytest.raises(ConfigError, match="qfilters needs directions of the model's queries"):
         CacheConfig(QFilters(), Budget(tokens=9), calibration=calibration)
+
+
+@dataclass(frozen=True)
+class NotedDefensiveKV(DefensiveKV):
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        SEEN.append(super().priority(ctx))
+        return SEEN[-1]
+
+
+@pytest.mark.parametrize(("number", "case"), RECORDED.cases("defensivekv"))
+def test_defensivekv_has_the_same_scores_and_sets(number: int, case: dict[str, Any]) -> None:
+    window, slots = case["window_size"], round(RECORDED.length * (1 - case["compression_ratio"]))
+    method = NotedDefensiveKV(window=window, kernel=case["kernel_size"])
+    score = torch.tensor(RECORDED.arrays[f"defensivekv/{number}/score"])
+    RECORDED.run(method, slots)
+    torch.testing.assert_close(torch.cat(SEEN)[..., :-window], score[..., :-window], rtol=2e-5, atol=1e-7)
+    config = {"heads": "adaptive", "head_floor": 0.0}
+    stay = kept(RECORDED.run(method, slots, budget=config), RECORDED.length)[:, 0]
+    for layer, each in enumerate(score):  # the best of the layer, whatever the head
+        best = each.flatten().sort(descending=True).values
+        assert int(stay[layer].sum()) == slots * RECORDED.heads
+        assert (each[stay[layer]] >= best[slots * RECORDED.heads - 1] * (1 - 1e-5)).all()
+
+
+@dataclass(frozen=True)
+class NotedSnapKV(SnapKV):
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        SEEN.append(super().priority(ctx))
+        return SEEN[-1]
+
+
+@pytest.mark.parametrize(("number", "case"), RECORDED.cases("defensivekv"))
+def test_the_clamp_alone_is_snapkvs_option(number: int, case: dict[str, Any]) -> None:
+    window = case["window_size"]
+    RECORDED.run(NotedSnapKV(window=window, kernel=case["kernel_size"], aggregate="defensive"), window + 4)
+    clamped = torch.tensor(RECORDED.arrays[f"defensivekv/{number}/clamp"])
+    torch.testing.assert_close(torch.cat(SEEN)[..., :-window], clamped, rtol=2e-5, atol=1e-7)
+
+
+@dataclass(frozen=True)
+class NotedCapKV(CapKV):
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        SEEN.append(super().priority(ctx))
+        return SEEN[-1]
+
+
+@pytest.mark.parametrize(("number", "case"), RECORDED.cases("capkv"))
+def test_capkv_has_the_same_scores(number: int, case: dict[str, Any]) -> None:
+    """The drawn queries are those before RoPE: the layer is fed them turned."""
+    rope = RoPE(torch.tensor(RECORDED.arrays["triattention/inv_freq"]), interleaved=False)
+    places = torch.arange(RECORDED.length)
+    turned = torch.stack([rope.rotate_by(each[None], places[None, None])[0] for each in RECORDED.q])
+    sinks = case["n_sink"]
+    method = NotedCapKV(n_sinks=sinks, tau=case["tau"], n_future=case["n_future_positions"])
+    RECORDED.run(method, 40, rope=rope, queries=turned)
+    score = torch.tensor(RECORDED.arrays[f"capkv/{number}/score"])
+    torch.testing.assert_close(torch.cat(SEEN)[..., sinks:], score[..., sinks:], rtol=1e-4, atol=1e-6)

@@ -166,7 +166,7 @@ class Witness:
         self.directions = main_directions(family) if calibrated else []
         self.query_means, self.pair_sizes = mean_queries(family) if calibrated else ([], [])
         self.budget = len(prompt) * RATIO[0] // RATIO[1]
-        self.critical = self.case.select.values == "critical"
+        self.critical = self.case.select.values == "critical" or self.method.needs.output_projection
         self.budgets = [self.budget] * LAYERS  # by layer, as soon as the prompt was read
         count = len(self.ids)
         self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
