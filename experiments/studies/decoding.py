@@ -90,13 +90,18 @@ class Arm:
         )
 
 
+def margin(share: int, tokens: int = TOKENS) -> int:
+    """Slots of the margin's arm of one budget."""
+    return int(tokens // share // STEP * STEP * MARGIN)
+
+
 def arms(share: int, prompt: int, tokens: int = TOKENS) -> list[Arm]:
     """The arms of one budget for a prompt of so many tokens, the margin's among them."""
     slots = tokens // share // STEP * STEP
     found = [Arm(rule, SINKS, slots) for rule in RULES]
     if slots - STEP - prompt >= LEAST:
         found += [Arm(rule, PROMPT, slots) for rule in RULES]
-        found.append(Arm("redrawn", PROMPT, int(slots * MARGIN)))
+        found.append(Arm("redrawn", PROMPT, margin(share, tokens)))
     return found
 
 
@@ -170,10 +175,10 @@ def dialogue(dice: Random) -> Text:
     greeting, sign = dice.choice(("Good day", "Welcome", "Hello there")), dice.choice(("as ever", "with care", "truly"))
     unit, place = dice.choice(("fathoms", "ells", "rods")), dice.choice(PLACES)
     facts = {where: dice.randrange(4, 80) for where in PLACES}
-    told = "; ".join(f"the {where} is {far} {unit} away" for where, far in facts.items())
+    known = "; ".join(f"the {where} is {far} {unit} away" for where, far in facts.items())
     prompt = (
         f"You are the clerk at the {place}. Begin each answer with '{greeting}', give distances in {unit}, and end "
-        f"with '{sign}'. Know this: {told}.\n\n"
+        f"with '{sign}'. Know this: {known}.\n\n"
     )
 
     def lines() -> Iterator[str]:
@@ -253,6 +258,11 @@ def mean(values: Any) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 
+def evicted_from(text: Tokens, slots: int) -> int:
+    """The first prediction after the prompt by a token that is fed after an eviction; KL before it is exactly 0."""
+    return 1 + max(0, -(-(slots + 1 - text.prompt) // STEP)) * STEP
+
+
 @dataclass
 class Compared:
     """One arm's numbers along a text, token by token from the first one after the prompt; lists of equal length."""
@@ -262,15 +272,18 @@ class Compared:
     same: list[int]
     logprob: list[float]
 
-    def row(self, text: Tokens, slots: int, full: Sequence[float]) -> Row:
-        """The mean KL and top-1 agreement after this budget's first eviction, by quarter, and the NLL of codes."""
-        # The first prediction by a token that is fed after an eviction; KL before it is exactly 0.
-        first = 1 + max(0, -(-(slots + 1 - text.prompt) // STEP)) * STEP
+    def row(self, text: Tokens, slots: int, more: int, full: Sequence[float]) -> Row:
+        """The mean KL and top-1 agreement after this budget's first eviction, by quarter, and the NLL of codes.
+
+        more: slots of the margin's arm; kl_late is of the tokens after its first eviction, which all arms then have.
+        """
+        first, late = (evicted_from(text, each) for each in (slots, more))
         kl, same = np.array(self.kl)[first:], np.array(self.same)[first:]
         worst = np.sort(kl)[::-1][: max(1, len(kl) // 100)]
         ages = {str(age): [at.start - text.prompt, at.stop - text.prompt] for age, at in text.codes.items()}
         return {
             "kl": mean(kl),
+            "kl_late": mean(self.kl[late:]),
             "top1": mean(same),
             "tokens": len(kl),
             "worst": float(worst.sum() / max(kl.sum(), 1e-12)),
@@ -283,8 +296,8 @@ class Compared:
 
 
 @torch.inference_mode()
-def compare(model: Any, text: Tokens, chosen: Sequence[Arm], seed: int, calibration: Any) -> list[Row]:
-    """One row for each arm, fed block by block beside the full cache."""
+def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: int, calibration: Any) -> list[Row]:
+    """One row for each arm of one budget, fed block by block, as the full cache is; more: slots of the margin's arm."""
     new = len(text.ids) - text.prompt
 
     def cache(config: CacheConfig) -> EvictionCache:
@@ -314,7 +327,7 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], seed: int, calibrat
             seconds[place] += time.monotonic() - began
     made_rows = []
     for arm, other, took in zip(chosen, others, seconds, strict=True):
-        made_rows.append(other.row(text, arm.slots, own) | {"seconds": round(took, 2)})
+        made_rows.append(other.row(text, arm.slots, more, own) | {"seconds": round(took, 2)})
     return made_rows
 
 
@@ -365,8 +378,8 @@ def run(args: argparse.Namespace) -> int:
                     if key_of(named | vars(arm)) not in there and (kind != "codes" or arm.kept == PROMPT)
                 ]  # fmt: skip
                 if wanted and zlib.crc32(f"{kind} {number} {share}".encode()) % parts == part:
-                    units.append((named, text, wanted))
-    count = sum(len(wanted) for _, _, wanted in units)
+                    units.append((named, text, share, wanted))
+    count = sum(len(wanted) for *_, wanted in units)
     each = np.mean([row["seconds"] for row in rows]) if rows else SECONDS
     hours = each * (count + len(units)) / 3600
     said = "measured in this folder" if rows else "of SmolLM2-135M on one core"
@@ -376,9 +389,9 @@ def run(args: argparse.Namespace) -> int:
     model, _ = load(spec)
     folder.mkdir(parents=True, exist_ok=True)
     with Progress("decoding", len(units), 0, "texts and budgets") as progress:
-        for named, text, wanted in units:
+        for named, text, share, wanted in units:
             seed = zlib.crc32(f"{named['kind']} {named['number']}".encode())
-            made = compare(model, text, wanted, seed, calibration)
+            made = compare(model, text, wanted, margin(share, args.tokens), seed, calibration)
             about = {"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS}
             lines = [json.dumps(named | vars(arm) | row | about) for arm, row in zip(wanted, made, strict=True)]
             with locked(folder), (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
@@ -392,16 +405,14 @@ def run(args: argparse.Namespace) -> int:
 Cell = tuple[str, int]  # kind, budget
 
 
-def logs(rows: Sequence[Row]) -> dict[Cell, dict[tuple[str, str], dict[int, float]]]:
+def logs(rows: Sequence[Row], name: str = "kl") -> dict[Cell, dict[tuple[str, str], dict[int, float]]]:
     """log of the mean KL of every text: [kind, budget][rule, kept][number]; the margin's arm is called more."""
     found: dict[Cell, dict[tuple[str, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        budgets = [row["total"] // share // STEP * STEP for share in SHARES]
-        margin = {int(slots * MARGIN): slots for slots in budgets}
-        more = row["slots"] not in budgets
-        slots = margin[row["slots"]] if more else row["slots"]
-        rule = "more" if more else row["rule"]
-        found[row["kind"], slots][rule, row["kept"]][row["number"]] = math.log(max(row["kl"], 1e-9))
+        total = row["total"]
+        base = {margin(share, total): total // share // STEP * STEP for share in SHARES}
+        slots, rule = base.get(row["slots"], row["slots"]), "more" if row["slots"] in base else row["rule"]
+        found[row["kind"], slots][rule, row["kept"]][row["number"]] = math.log(max(row[name], 1e-9))
     return found
 
 
@@ -412,7 +423,7 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray[A
 
 def size(args: argparse.Namespace) -> int:
     """Print the spread of what the primary tests are of, and the texts that a room of 0.05 asks for; no mean."""
-    for (kind, slots), cell in sorted(logs(read_rows(Path(args.folder))).items()):
+    for (kind, slots), cell in sorted(logs(read_rows(Path(args.folder)), "kl_late").items()):
         for rule in SCORED:
             each = paired(cell[rule, PROMPT], cell["more", PROMPT])
             if len(each) > 1:
@@ -425,9 +436,9 @@ def size(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Print, for every cell, what scoring is worth against the margin, against recency, and with the prompt evicted."""
-    cells = logs(read_rows(Path(args.folder)))
-    tests = []
-    for (kind, slots), cell in sorted(cells.items()):
+    rows = read_rows(Path(args.folder))
+    cells, tests = logs(rows), []
+    for (kind, slots), cell in sorted(logs(rows, "kl_late").items()):
         for rule in SCORED:
             tests.append((kind, slots, rule, paired(cell[rule, PROMPT], cell["more", PROMPT])))
     # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all of them.

@@ -386,7 +386,7 @@ NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} compares each token of the prompt with those around it, later ones too",
     ),
     (lambda c: c.shares_by_preference, "{c.layers_setting} shares slots out among layers by a whole prompt's queries"),
-    (lambda c: c.method.joins_layers, "method {c.method.name} with these settings goes by all layers at once"),
+    (lambda c: c.method.joins_layers, "method {c.method.name} with these settings needs the priorities of all layers"),
     (lambda c: c.is_ragged, "{c.budget.heads_setting} shares slots out among heads when a prompt has ended"),
     (
         lambda c: c.renumbered and c.method.needs.queries_after is not None,

@@ -644,7 +644,7 @@ class EvictionLayer:
     def _select(self, due: DueEviction, second: Tensor | None = None) -> None:
         """Rank the slots, decide how many each kv head keeps, and evict; second: as of `_rank`.
 
-        Where slots of all layers are shared out among all heads, or go by all layers' priorities, the last layer's call
+        Where slots of all layers are shared out among all heads, or are chosen by all priorities, the last layer's call
         evicts from every layer.
         """
         ranked, allowed, budget = self._rank(due, second), self.layer_slots, self._budget

@@ -372,7 +372,7 @@ class Method:
 
     @property
     def joins_layers(self) -> bool:
-        """Whether an eviction waits for the last layer, and then goes by what `join_layers` makes of all priorities."""
+        """Whether an eviction waits for the last layer, and then uses what `join_layers` makes of all priorities."""
         return False
 
     def join_layers(self, priorities: Tensor) -> Tensor:

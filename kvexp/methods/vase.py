@@ -35,7 +35,7 @@ class VaSE(Method):
     n_sinks: Annotated[int, AtLeast(0)] = 4
     window: Annotated[int, AtLeast(1)] = 64  # queries, and newest tokens kept
     kernel: Annotated[int, Odd(1)] = 5
-    large: Annotated[float, Range(0, 1)] = 0.25  # share of the budget that goes by range
+    large: Annotated[float, Range(0, 1)] = 0.25  # share of the budget that is kept for its range
     aggregate: Literal["mean", "defensive"] = "mean"  # defensive: DefensiveKV's clamp
 
     @property

@@ -273,8 +273,8 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int, ou
     """Calibrate the model that the words of a command line choose, and say where the result is kept.
 
     data: a file of texts, empty for kvexp's articles; tokens: of a sequence; count: sequences at most; out: where to
-    write TriAttention's file too, "": beside the caller, None: nowhere. ConfigError for what cannot be read, loaded or
-    written; everything but the weights is looked at before they load.
+    write TriAttention's file too, "": in the current folder, None: nowhere. ConfigError for what cannot be read, loaded
+    or written; everything but the weights is looked at before they load.
     """
     name, spec = composed_model(words)
     config = config_of_spec(spec)

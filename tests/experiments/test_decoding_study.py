@@ -21,7 +21,8 @@ def test_texts_are_functions_of_their_kind_and_number(kind: str) -> None:
     tokenizer = byte_tokenizer()
     one, again, other = (tokens_of(kind, number, tokenizer) for number in (3, 3, 4))
     assert one == again and one.ids != other.ids and len(one.ids) == decoding.TOKENS
-    assert one.ids[: one.prompt] == tokenizer(tokenizer.decode(one.ids[: one.prompt])).input_ids[: one.prompt]
+    said = tokenizer.decode(one.ids[: one.prompt], skip_special_tokens=True)
+    assert said == decoding.KINDS[kind](decoding.Random(f"decoding {kind} 3")).prompt
 
 
 def test_a_ledger_never_says_what_a_code_stands_for_before_it_is_used() -> None:
@@ -72,12 +73,15 @@ def test_numbers_are_those_of_masks_by_hand() -> None:
     kl = (p.exp() * (p - q)).sum(-1)[prompt - 1 : -1]
     first = STEP + 1
     text = Tokens(ids, prompt, {4: range(150, 156)})
-    made, whole = compare(tiny("llama"), text, [Arm("recency", PROMPT, slots), Arm("redrawn", PROMPT, count)], 0, None)
+    made, whole = compare(
+        tiny("llama"), text, [Arm("recency", PROMPT, slots), Arm("redrawn", PROMPT, count)], 90, 0, None
+    )
     assert made["tokens"] == count - prompt - first and math.isclose(made["kl"], float(kl[first:].mean()), rel_tol=1e-3)
     assert float(kl[:first].max()) < 1e-5 < made["kl"]
     asked = q[149:155].gather(-1, torch.tensor(ids[150:156])[:, None]).mean()
     assert math.isclose(made["codes"]["4"], -float(asked), rel_tol=1e-3)
     assert math.isclose(made["full_codes"]["4"], whole["codes"]["4"], rel_tol=1e-4)
+    assert math.isclose(made["kl_late"], float(kl[2 * STEP + 1 :].mean()), rel_tol=1e-3)
     assert made["seconds"] > 0 and math.isnan(whole["kl"])  # nothing was ever evicted
 
 
@@ -86,7 +90,7 @@ def test_every_rule_runs_with_prompt_and_with_sinks_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(decoding, "RULES", rules)
     text = Tokens(torch.randint(0, 61, (210,), generator=torch.Generator().manual_seed(6)).tolist(), 12, {})
     chosen = [Arm(rule, kept, 142) for rule in decoding.RULES for kept in (PROMPT, SINKS)]
-    rows = compare(tiny("llama"), text, chosen, 1, None)
+    rows = compare(tiny("llama"), text, chosen, 150, 1, None)
     assert all(row["kl"] > 0 for row in rows) and len({row["kl"] for row in rows}) == len(rows)
 
 
@@ -106,7 +110,8 @@ def test_verdicts_of_made_up_rows(tmp_path: Path, capsys: Any) -> None:
                 for arm in arms(8, 32):
                     scored = arm.rule in decoding.SCORED
                     kl = 0.8 if arm.slots > 512 else gain if scored else 1.0
-                    row = {"model": "m", "kind": kind, "number": number, "total": 4096, "kl": kl * noise, "seconds": 1}
+                    row = {"model": "m", "kind": kind, "number": number, "total": 4096, "seconds": 1}
+                    row |= {"kl": kl * noise, "kl_late": kl * noise}
                     file.write(json.dumps(row | vars(arm)) + "\n")
         file.write('{"model": "m", "ki')  # cut off
     assert main(["report", str(tmp_path)]) == 0
