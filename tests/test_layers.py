@@ -20,14 +20,29 @@ CONFIGURED = {"hydra", "omegaconf", "yaml"}
 LAYERS: dict[str, tuple[str, set[str]]] = {
     "util": ("", {"huggingface_hub", "platformdirs", "rich"}),
     "core": ("util", {"torch", "triton"}),  # triton: in ON_DEMAND alone
-    "methods": ("util core", {"torch"}),
+    "methods": ("util core", {"torch", "numpy"}),  # numpy: C++'s generator, which draws OpenVINO's anchors
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
         "util core retrieval.method retrieval.layer",
-        {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft", "jinja2"},
+        {
+            "torch",
+            "transformers",
+            "tokenizers",
+            "numpy",
+            "safetensors",
+            "gguf",
+            "huggingface_hub",
+            "filelock",
+            "tqdm",
+            "peft",
+            "jinja2",
+        },
     ),
     "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
-    "tasks": ("util", {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"}),
+    "tasks": (
+        "util",
+        {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba", "math_verify"},
+    ),
     "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
     "run": (
         "util core methods retrieval hf generate tasks lm_eval",
@@ -35,7 +50,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     ),
     "results": ("util core tasks run", {"plotly", "wandb", "wandb_workspaces", *LAB, *CONFIGURED}),
     "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),
-    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy"}),
+    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy", "gguf"}),
     "cli": ("util run", set()),
 }
 TOP = ("", "__main__")  # kvexp/__init__.py: constants; kvexp/__main__.py: the command
@@ -46,7 +61,11 @@ NOT_NEEDED = (
     *("accelerate", "triton"),
 )
 ON_DEMAND = {"kvexp.core.triton_kernels"}  # imported when asked for (observe=triton), never by importing anything else
-WITH_TORCH = {"kvexp.results.curves", "kvexp.results.sweep_callback"}  # what runs, as well as reads
+WITH_TORCH = {
+    "kvexp.results.advise_search",
+    "kvexp.results.curves",
+    "kvexp.results.sweep_callback",
+}  # what runs, as well as reads
 
 
 def layer_of(module: str) -> str:

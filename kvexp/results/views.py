@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvexp.results import divergence, life
+from kvexp.results import divergence, life, samples
 from kvexp.results import table as quality
 from kvexp.results.divergence import print_compared
 from kvexp.results.life import Columns, Point, Value
@@ -129,16 +129,23 @@ class View:
 
 
 PREFIX = "longbench/"
+RULER = "ruler/"
 # In the order of PQCache's tables 2 and 3 (arXiv:2407.12820).
 FOURTEEN = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
     *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en"),
 )
+# The tasks of RULER that need no file, and the two that do (arXiv:2404.06654).
+ELEVEN = (
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
+)
+THIRTEEN = (*ELEVEN, "qa_1", "qa_2")
 KEYS = ("model", "question", "method", "kv_ratio", "tokens", "setting", "numerics")
 
 
-def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFrame:
-    """Rows of the table of all runs that are of LongBench -> one row per model, method, budget and setting.
+def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN, prefix: str = PREFIX) -> pd.DataFrame:
+    """Rows of the table of all runs whose task begins with the prefix -> one row per model, method, budget and setting.
 
     Columns: those, one per data set, `average`, its percentage of full attention's `of_full`, `missing`, `n` (examples
     per data set, "10 to 60" where they differ). The average is the plain mean over the data sets named, whatever their
@@ -148,11 +155,11 @@ def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFra
     empty = pd.DataFrame(columns=[*KEYS, *names, "average", "of_full", "missing", "n"])
     if frame.empty or "score" not in frame:
         return empty
-    done = frame[(frame["status"] == "done") & frame["task"].astype(str).str.startswith(PREFIX)]
+    done = frame[(frame["status"] == "done") & frame["task"].astype(str).str.startswith(prefix)]
     if done.empty:
         return empty
     known = frame.set_index("hash")["score"]
-    done = done.assign(name=done["task"].astype(str).str.removeprefix(PREFIX), full=done["baseline"].map(known))
+    done = done.assign(name=done["task"].astype(str).str.removeprefix(prefix), full=done["baseline"].map(known))
     done["full"] = done["full"].where(done["method"] != "full", done["score"])
     keys = [key for key in KEYS if key in done]
     done = _of_one_setting(done, keys)
@@ -198,6 +205,16 @@ def _longbench_columns(rows: Sequence[Row]) -> Columns:
     scores = [str(name) for name in rows[0] if name not in (*KEYS, "missing", "n")]
     names = [*(plain(name, name, right=name == "kv_ratio") for name in labels), *question_column(rows)]
     return names, [numeric(name.replace("_", "\n"), name, 2) for name in scores]
+
+
+def ruler_averages(frame: pd.DataFrame) -> pd.DataFrame:
+    """As `averages`, over RULER's thirteen tasks where one of the two that need files was run, else over the eleven."""
+    asked = set(frame["task"]) if "task" in frame else set()
+    return averages(frame, THIRTEEN if asked & {f"{RULER}{name}" for name in ("qa_1", "qa_2")} else ELEVEN, RULER)
+
+
+def _ruler_heading(rows: Sequence[Row]) -> str:
+    return f"RULER, average of {'13 tasks' if 'qa_1' in rows[0] else 'the 11 tasks that need no file'}"
 
 
 def _not_averaged(runs: Runs, frame: pd.DataFrame) -> list[str]:
@@ -371,7 +388,17 @@ def _turns(by: str, title: str, x: str) -> View:
 
 
 RUNS, DIVERGENCE = "runs", "divergence"
-NAMED = ("questions", "turns", "distance", "chunks", "long", "instructions", "longbench", "needle")  # by `more_views`
+NAMED = (
+    "questions",
+    "turns",
+    "distance",
+    "chunks",
+    "long",
+    "instructions",
+    "longbench",
+    "ruler",
+    "needle",
+)  # by `more_views`
 
 
 def further_views(runs: Runs) -> list[str]:
@@ -479,6 +506,16 @@ VIEWS: dict[str, View] = {
         points=life.keep_points,
         one_line=True,
     ),
+    "samples": View(
+        "Several answers to an item",
+        samples.has_samples,
+        samples.samples_table,
+        samples.samples_columns,
+        lambda rows: f"{life.metric_of(rows[0])} over items",
+        samples.SAMPLES_LEGEND,
+        "graded answers, or drew several to an item; run: kvexp run task=aime25 samples=4 generation=sampling",
+        said=("samples=",),
+    ),
     "longbench": View(
         "LongBench",
         lambda folder: str(folder.labels.get("task")).startswith(PREFIX),
@@ -487,6 +524,15 @@ VIEWS: dict[str, View] = {
         lambda rows: "LongBench",
         below=_not_averaged,
         missing="is a finished run of task=longbench; run: kvexp run experiment=longbench14",
+    ),
+    "ruler": View(
+        "RULER",
+        lambda folder: str(folder.labels.get("task")).startswith(RULER),
+        lambda runs: ruler_averages(runs.frame(quality.quality_table)),
+        _longbench_columns,
+        _ruler_heading,
+        below=_not_averaged,
+        missing="is a finished run of task=ruler; run: kvexp run experiment=ruler",
     ),
     "needle": View(
         "Needle in a haystack",

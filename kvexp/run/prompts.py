@@ -15,9 +15,9 @@ from kvexp.core import Budget
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.hf.chat_template import render
-from kvexp.hf.patch import check_positions, num_layers
-from kvexp.hf.patch import max_positions as positions_of
 from kvexp.hf.second_pass import check_second_pass
+from kvexp.hf.traits import check_positions, num_layers
+from kvexp.hf.traits import max_positions as positions_of
 from kvexp.run.model_spec import config_of_spec, max_positions, tokenizer_of
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.tasks import Example, LMEval, Task
@@ -205,8 +205,13 @@ def _after(text: str, ids: list[int], words: str, tokenizer: Tokenizer, template
 def _apply_template(example: Example, words: str, tokenizer: Tokenizer, frame: str | None) -> tuple[str, str]:
     """The text to prefill and the text to feed after the eviction: together what the model reads, template and all.
 
-    frame: the text around {prompt}; None: the tokenizer's chat template.
+    frame: the text around {prompt}; None: the tokenizer's chat template. The answer's opening is behind all of it.
     """
+    text, asked = _without_opening(example, words, tokenizer, frame)
+    return (text, asked + example.opening) if example.question else (text + example.opening, asked)
+
+
+def _without_opening(example: Example, words: str, tokenizer: Tokenizer, frame: str | None) -> tuple[str, str]:
     question = example.question
     if frame is not None:
         before, _, after = frame.partition("{prompt}")
@@ -293,8 +298,8 @@ def fit_examples(
         return todo
     whole = dataclasses.replace(task, truncate="skip", max_prompt_tokens=None, pad_to=None)
 
-    def count(words: str) -> int:
-        return tokenize(Example("", words, ""), whole, tokenizer, 1 << 40, chat=chat).size
+    def count(words: str, opening: str = "") -> int:
+        return tokenize(Example("", words, "", opening=opening), whole, tokenizer, 1 << 40, chat=chat).size
 
     room = 1 << 40 if settings.cache.beyond_context else max_positions(settings.model)
 

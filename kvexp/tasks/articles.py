@@ -109,6 +109,13 @@ def assistants() -> tuple[Assistant, ...]:
 
 
 @cache
+def own_words() -> dict[str, list[str]]:
+    """Common English "adjectives" and "nouns", in small letters; none twice."""
+    lists: dict[str, list[str]] = json.loads(_file("words"))
+    return lists
+
+
+@cache
 def articles_digest() -> str:
     """16 hex digits of the names and bytes of the articles' files."""
     total = hashlib.sha256()
@@ -118,7 +125,7 @@ def articles_digest() -> str:
 
 
 def own_digest(name: str) -> str:
-    """16 hex digits of the bytes of the file "needles" or "assistants"."""
+    """16 hex digits of the bytes of the file "needles", "assistants" or "words"."""
     return hashlib.sha256(_file(name)).hexdigest()[:16]
 
 

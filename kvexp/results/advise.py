@@ -1,0 +1,679 @@
+"""Which budget is safe for these prompts: promises about new prompts from recorded runs, `kvexp advise outputs/`.
+
+A candidate is a run: a method at a budget. Half of the prompts choose: they rank the methods by how many bytes they are
+likely to save with a promise that holds, and fix the order in which the budgets of the best are tested. The other half
+tests them, in that order (`kvexp.results.promise`). What the first half saw cannot make a promise of the second too
+good. No torch, but where bytes are asked for that no row holds; `kvexp.results.advise_search` makes rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from rich.text import Text
+
+from kvexp.results import promise
+from kvexp.results.divergence import per_example
+from kvexp.results.read import Folder, Runs, baseline_of, number, read_runs, size_or_words, unmatched
+from kvexp.results.read import where as labels_of_words
+from kvexp.results.stats import Floats, lower_is_better
+from kvexp.results.table import Column, bytes_share, numeric, plain, print_columns, size
+from kvexp.run.compose import options
+from kvexp.run.store import OWN
+from kvexp.util import (
+    AtLeast,
+    ConfigError,
+    Console,
+    Range,
+    did_you_mean,
+    explained,
+    locked,
+    replace,
+    say,
+    tells_errors,
+    tells_warnings,
+    typed,
+)
+
+FINALISTS = 3  # methods that get a promise at most, where nothing else is asked for: they share the error
+BEFORE, BEHIND = 2, 1  # budgets tested before and behind the one that seems best
+SEED = 57
+WIDTH = 100  # where the console has none
+FOLDER = ".advise"  # under the outputs: which prompts have chosen, and what they chose
+
+CAP = 5  # times the limit: a KL beyond counts as this much in the mean, since a bound on a mean needs an end
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Kind of loss of one prompt's answer. within: a limit as text; most: how much a prompt counts at most in the mean.
+
+    most: None for a multiple of the limit; digits: behind the point, in tables.
+    """
+
+    head: str
+    within: str
+    mean: str
+    most: float | None
+    digits: int
+
+
+LOSSES = {
+    "kl": Loss("KL", "within {limit:g} nats per token of the full cache", "mean KL", None, 3),
+    "top1": Loss(
+        "other tokens",
+        "with the full cache's likeliest token at {agreed:g} or more of its answer's places",
+        "mean of other tokens",
+        1.0,
+        3,
+    ),
+    "score_loss": Loss("points lost", "within {limit:g} points of the full cache's score", "mean loss", 100.0, 1),
+}
+
+OWN_WORDS: dict[str, tuple[Any, str]] = {
+    "kl": (
+        Annotated[float, Range(0, above=True)],
+        "nats per token that a prompt may lose (0.1 where nothing is given)",
+    ),
+    "top1": (
+        Annotated[float, Range(0, 1, above=True)],
+        "in place of it: share of tokens whose likeliest stays the same",
+    ),
+    "score_loss": (Annotated[float, Range(0, 100)], "in place of it: points of the task's first metric"),
+    "share": (Annotated[float, Range(0.01, 0.9999)], "of new prompts that stay within it (0.90)"),
+    "confidence": (Annotated[float, Range(0.5, 0.9999)], "of the promises of a table, all together (0.95)"),
+    "finalists": (
+        Annotated[int, AtLeast(1)],
+        "methods that get a promise (as many as cost the first one nothing, to 3)",
+    ),
+    "target": (str, "a model of `kvexp models` whose bytes are shown too"),
+    "context": (Annotated[int, AtLeast(1)], "tokens of its prompts (32768)"),
+    "batch": (Annotated[int, AtLeast(1)], "sequences of its cache (1)"),
+    "new": (str, "a file of prompts, or a task: does the promise cover them? (two-sample test)"),
+    "data": (str, "a file of your prompts: they are run"),
+    "methods": (str, "that are tried, A,B; with a setting: h2o+cache.bits=4"),
+    "budgets": (str, "that are tried, 0.9,0.7,0.5"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for. words: all that is not advise's own, for labels of runs or for `kvexp run`."""
+
+    loss: Literal["kl", "top1", "score_loss"] = "kl"
+    limit: float = 0.1
+    share: float = 0.9
+    confidence: float = 0.95
+    finalists: int | None = None
+    target: str | None = None
+    context: int = 32768
+    batch: int = 1
+    new: str | None = None
+    data: str | None = None
+    methods: tuple[str, ...] = ()
+    budgets: tuple[float, ...] = ()
+    words: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Asked:
+        """Read KEY=VALUE words; ConfigError names the key and what is allowed."""
+        found: dict[str, Any] = {}
+        rest = []
+        for word in words:
+            key, equals, value = word.partition("=")
+            if key not in OWN_WORDS:
+                if not equals:
+                    raise ConfigError(f"advise takes a folder of runs or KEY=VALUE, got {word!r}")
+                rest.append(word)
+                continue
+            kind = OWN_WORDS[key][0]
+            found[key] = typed(value if kind is str else _number(value, key), kind, key)
+        if len(given := [name for name in LOSSES if name in found]) > 1:
+            raise ConfigError(f"{' and '.join(given)} are two losses: give one")
+        loss = given[0] if given else "kl"
+        limit = found.pop(loss, 0.1)
+        for name in ("methods", "budgets"):
+            if name in found:
+                found[name] = tuple(filter(None, found[name].split(",")))
+        budget = Annotated[float, Range(0, 1, above=True)]
+        found["budgets"] = tuple(
+            typed(_number(each, "budgets"), budget, "budgets") for each in found.get("budgets", ())
+        )
+        if target := found.get("target"):
+            if target not in (known := options("model")):
+                raise ConfigError(
+                    f"target must be a model of `kvexp models`, got {target}{did_you_mean(target, known)}"
+                )
+        elif lost := [name for name in ("context", "batch") if name in found]:
+            raise ConfigError(f"{lost[0]} is of a target: add target=MODEL")
+        return cls(**{**found, "loss": loss, "limit": limit, "words": tuple(rest)})
+
+    @property
+    def error(self) -> float:
+        return 1 - self.confidence
+
+    @property
+    def beyond(self) -> float:
+        """The largest loss that is still within the limit; of top1 the share of other tokens."""
+        return 1 - self.limit if self.loss == "top1" else self.limit
+
+    @property
+    def most(self) -> float:
+        """What a prompt's loss counts at most in the mean."""
+        most = LOSSES[self.loss].most
+        return CAP * self.limit if most is None else most
+
+    @property
+    def within(self) -> str:
+        """The limit as text, to follow "a new prompt stays"."""
+        return LOSSES[self.loss].within.format(limit=self.limit, agreed=self.limit)
+
+    def many(self, n: int) -> int:
+        """How many methods get a promise from n prompts: what was asked for, else as many as the first one can spare.
+
+        Each further method lowers the error of all. Where that would cost the best one a prompt that may be beyond the
+        limit, it stays alone.
+        """
+        if self.finalists is not None:
+            return self.finalists
+        alone = promise.most_beyond(n, self.share, self.error)
+        free = (m for m in range(FINALISTS, 1, -1) if promise.most_beyond(n, self.share, self.error / m) == alone)
+        return next(free, 1)
+
+    def check(self, n: int) -> None:
+        """ConfigError where n prompts, half of them, cannot carry the promise even with none beyond the limit."""
+        half = n - n // 2
+        many = self.finalists or 1
+        needed = promise.prompts_needed(self.share, self.error / many)
+        if half < needed:
+            least = promise.largest_share(half, self.error / many)
+            lower = f"share={math.floor(1000 * least) / 1000:g}" if least >= 0.01 else "more prompts"
+            raise ConfigError(
+                f"{n} prompts are too few: half of them chooses, and {half} can promise share={least:.3f} at "
+                f"confidence={self.confidence:g} at most, with none of them beyond the limit. For share={self.share:g} "
+                f"give {2 * needed} prompts ({needed} of them make the promise); or ask for {lower}"
+            )
+
+    def carries(self, n: int) -> str:
+        """Text that says which shares n prompts can carry that make a promise."""
+        may = promise.most_beyond(n, self.share, self.error)
+        more = promise.prompts_needed(self.share, self.error, may + 1)
+        none = "none" if may == 0 else f"at most {may}"
+        return (
+            f"{n} make the promise: at confidence {self.confidence:g} they carry shares up to "
+            f"{promise.largest_share(n, self.error):.3f}, and {self.share:g} with {none} beyond the limit "
+            f"({may + 1} would take {more} prompts)"
+        )
+
+
+def _number(text: str, key: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key} must be a number, got {text!r}")
+    return value
+
+
+# Judging: nothing here knows of runs.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method at a budget. bytes_share: of the full cache's; losses: prompt -> what it loses; name: of its run."""
+
+    method: str
+    budget: str
+    bytes_share: float
+    losses: Mapping[str, float]
+    name: str = ""
+
+    def of(self, prompts: Collection[str]) -> Floats:
+        """Losses of these prompts, as far as there are any, in the prompts' order."""
+        return np.array([self.losses[each] for each in prompts if each in self.losses], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A candidate as it was tested: of n prompts, `beyond` lost more than the limit; mean_bound: of the mean loss."""
+
+    candidate: Candidate
+    n: int
+    beyond: int
+    holds: bool
+    share_bound: float
+    mean: float
+    mean_bound: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """chains: of each method that was tested, its budgets from the dearest; left_out: methods that were not tested."""
+
+    asked: Asked
+    choosing: list[str]
+    promising: list[str]
+    chains: list[list[Promise]]
+    left_out: list[str]
+    candidates: list[Candidate] = field(repr=False)
+
+    @cached_property
+    def answers(self) -> list[Promise | None]:
+        """The cheapest budget of each chain whose promise holds; None where none does."""
+        return [next((each for each in reversed(chain) if each.holds), None) for chain in self.chains]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Places of the chains, the cheapest answer first, those without one last."""
+
+        def cost(at: int) -> tuple[float, float]:
+            answer = self.answers[at]
+            return (answer.candidate.bytes_share, 0) if answer else (math.inf, self.chains[at][0].candidate.bytes_share)
+
+        return sorted(range(len(self.chains)), key=cost)
+
+    def needed(self, chain: Sequence[Promise]) -> int | None:
+        """Prompts, choosing ones included, that would let the dearest budget hold at the rate seen so far; None: none.
+
+        With all losses of both halves: an estimate, no promise.
+        """
+        first = chain[0].candidate
+        losses = first.of([*self.choosing, *self.promising])
+        rate = float((losses > self.asked.beyond).mean())
+        error = self.asked.error / max(1, len(self.chains))
+        for n in np.unique(np.geomspace(10, 5000, 60).astype(int)).tolist():
+            if n > chain[0].n and promise.most_beyond(n, self.asked.share, error) >= math.ceil(rate * n):
+                return 2 * int(n)
+        return None
+
+
+def judged(
+    candidates: Sequence[Candidate],
+    choosing: Sequence[str],
+    promising: Sequence[str],
+    asked: Asked,
+    chains: Sequence[Sequence[str]] | None = None,
+) -> Advice:
+    """The promises of these candidates. chains: names of those that the choosing prompts chose, if that is known.
+
+    Candidates without a loss of a promising prompt are left out of the choice.
+    """
+    ready = [each for each in candidates if len(each.of(promising))]
+    if chains is None:
+        tested = chosen(ready, choosing, len(promising), asked)
+    else:
+        by_name = {each.name: each for each in candidates}
+        tested = [[by_name[name] for name in chain if name in by_name] for chain in chains]
+    counted = [
+        [(losses := each.of(promising), int((losses > asked.beyond).sum())) for each in chain] for chain in tested
+    ]
+    p = [[promise.share_p_value(beyond, len(losses), asked.share) for losses, beyond in chain] for chain in counted]
+    held = promise.held(p, asked.error)
+    error = asked.error / max(1, len(tested))
+    of_mean = asked.error / max(1, sum(map(len, tested)))
+    found = []
+    for chain, counts, many in zip(tested, counted, held, strict=True):
+        made = []
+        for place, (each, (losses, beyond)) in enumerate(zip(chain, counts, strict=True)):
+            capped = np.clip(losses, 0, asked.most)
+            made.append(
+                Promise(
+                    *(each, len(losses), beyond, place < many, promise.share_bound(beyond, len(losses), error)),
+                    *(float(capped.mean()), asked.most * promise.mean_bound(capped / asked.most, of_mean)),
+                )
+            )
+        found.append(made)
+    left = {each.method for each in candidates} - {chain[0].method for chain in tested if chain}
+    return Advice(asked, list(choosing), list(promising), found, sorted(left), list(candidates))
+
+
+def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, asked: Asked) -> list[list[Candidate]]:
+    """Chains of the methods that are most likely to save bytes with a promise of n further prompts that holds.
+
+    A method counts by the largest product of the bytes a budget saves and the chance that it, and all dearer ones,
+    hold: the chance is that of n further prompts by the rate seen, with Jeffreys' prior. Its chain has the budgets
+    around that one, from the dearest.
+    """
+    many = asked.many(n)
+    may = promise.most_beyond(n, asked.share, asked.error / many)
+    ranked = []
+    for each in by_method(candidates).values():
+        hopes = np.minimum.accumulate([_chance(one.of(choosing), n, may, asked) for one in each])
+        saved = np.array([1 - one.bytes_share for one in each]) * hopes
+        best = int(saved.argmax())
+        ranked.append((float(saved[best]), each[max(0, best - BEFORE) : best + BEHIND + 1]))
+    ranked.sort(key=lambda one: -one[0])
+    return [chain for _, chain in ranked[:many]]
+
+
+def _chance(losses: Floats, n: int, may: int, asked: Asked) -> float:
+    return promise.chance(int((losses > asked.beyond).sum()), len(losses), n, may)
+
+
+def by_method(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
+    """Candidates of each method, from the dearest to the cheapest."""
+    found: dict[str, list[Candidate]] = defaultdict(list)
+    for each in sorted(candidates, key=lambda one: (-one.bytes_share, size_or_words(one.budget), one.name)):
+        found[each.method].append(each)
+    return dict(found)
+
+
+# Runs as candidates.
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Runs of one model and task that one promise is made of. prompts: of the full cache, in the task's order."""
+
+    title: str
+    baseline: Folder
+    folders: dict[str, Folder]
+    candidates: list[Candidate]
+    prompts: list[str]
+
+    @property
+    def place(self) -> Path:
+        """The file that says which prompts have chosen."""
+        return self.baseline.run.path.parent / FOLDER / f"{self.baseline.run.hash}.json"
+
+    def halves(self) -> tuple[list[str], list[str]]:
+        """(prompts that choose, prompts that promise): as a search has split them, else drawn by their ids alone."""
+        known = self.plan().get("choosing")
+        if known is None:
+            order = np.random.default_rng(SEED).permutation(sorted(self.prompts))
+            known = order[: len(order) // 2].tolist()
+        taken = set(known)
+        return [each for each in self.prompts if each in taken], [each for each in self.prompts if each not in taken]
+
+    def plan(self) -> dict[str, Any]:
+        """What a search has kept: choosing, and chains by the question they were chosen for; empty without one."""
+        try:
+            found: dict[str, Any] = json.loads(self.place.read_bytes())
+            return found
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.place}: {error}; remove it, and its search is judged as any rows are") from error
+
+    def advice(self, asked: Asked) -> Advice:
+        """The promises that its rows carry."""
+        chains = self.plan().get("chains", {}).get(question_key(asked))
+        return judged(self.candidates, *self.halves(), asked, chains)
+
+
+def question_key(asked: Asked) -> str:
+    """What of a question decides which candidates are chosen."""
+    return f"{asked.loss}={asked.limit:g} share={asked.share:g} confidence={asked.confidence:g} {asked.finalists}"
+
+
+def keep_plan(place: Path, changes: Mapping[str, Any]) -> None:
+    """Keep what a search chose, before any promising prompt is looked at."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with explained(place), locked(place.parent):
+        before = json.loads(place.read_bytes()) if place.exists() else {}
+        merged = {**before, **changes, "chains": {**before.get("chains", {}), **changes.get("chains", {})}}
+        replace(place, json.dumps(merged, indent=1).encode() + b"\n")
+
+
+def recorded(runs: Runs, loss: str) -> list[Recorded]:
+    """The runs shown that have this loss, by model, task, place of the question and full cache."""
+    found: dict[tuple[str, str | None, str], list[Folder]] = defaultdict(list)
+    for folder in runs.ran:
+        if folder.run.baseline in runs.known and not folder.is_baseline:
+            found[folder.family, folder.question, folder.run.baseline].append(folder)
+    made = []
+    for (_, _, key), each in found.items():
+        baseline = runs.known[key]
+        losses = {one.run.hash: losses_of(one, runs.known, loss) for one in each}
+        some = [one for one in each if losses[one.run.hash]]
+        if not some:
+            continue
+        candidates = [_candidate(one, baseline, losses[one.run.hash]) for one in some]
+        with_loss = {name for found in losses.values() for name in found}
+        prompts = [row["example"] for row in baseline.rows if row["example"] in with_loss]
+        title = f"{baseline.labels['model']} on {baseline.labels['task']}"
+        made.append(Recorded(title, baseline, {one.run.hash: one for one in some}, candidates, prompts))
+    return made
+
+
+def losses_of(folder: Folder, known: Mapping[str, Folder], loss: str) -> dict[str, float]:
+    """Prompt -> loss; infinite where the full cache has a score and the run has none (it failed).
+
+    kl: nats per token along the full cache's answer, mean over the tokens predicted after the eviction; top1: share of
+    those with another likeliest token; score_loss: points (nats of an nll) below the full cache, in the first metric.
+    """
+    if loss == "score_loss":
+        return _score_losses(folder, baseline_of(folder, known))
+    measured = per_example(folder.run, OWN)
+    if measured is None:
+        return {}
+    each = measured.kl if loss == "kl" else measured.differs
+    return dict(zip(measured.names, (each / measured.tokens).tolist(), strict=True))
+
+
+def _score_losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
+    if baseline is None or not baseline.metrics or not folder.rows:
+        return {}
+    metric, counted = baseline.metrics[0], baseline.of_answered(baseline).scored
+    sign = -1 if lower_is_better(metric) else 1
+    found = {}
+    for name in (row["example"] for row in folder.rows if row["example"] in counted):
+        own, full = (
+            number((side.get(name) or {"metrics": {}})["metrics"].get(metric)) for side in (folder.scored, counted)
+        )
+        found[name] = math.inf if math.isnan(own) else sign * (full - own)
+    return found
+
+
+def _candidate(folder: Folder, baseline: Folder, losses: Mapping[str, float]) -> Candidate:
+    labels = folder.labels
+    method = " ".join(filter(None, [str(labels.get("method")), _without_budget(str(labels.get("setting") or ""))]))
+    share = bytes_share(folder, baseline)
+    if math.isnan(share):
+        share = _planned_share(folder, baseline)
+    return Candidate(method, budget_of(folder), share, losses, folder.run.hash)
+
+
+def _planned_share(folder: Folder, baseline: Folder) -> float:
+    """Share of the bytes by the run's settings: rows of divergence=only hold none. Its kv_ratio where they are lost."""
+    from kvexp.results.advise_search import planned_share  # late: torch
+
+    try:
+        return planned_share(folder.run, baseline.rows)
+    except ConfigError:
+        if folder.labels.get("kv_ratio") is None or folder.run.config.get("quantization") is not None:
+            raise
+        return float(folder.labels["kv_ratio"])
+
+
+BUDGET_KEYS = ("budget.tokens=", "bytes_ratio=", "budget.threshold=")  # in a setting: they tell budgets apart
+
+
+def _without_budget(setting: str) -> str:
+    return " ".join(word for word in setting.split() if not word.lstrip("+").startswith((*BUDGET_KEYS, "budget=")))
+
+
+def budget_of(folder: Folder) -> str:
+    """A run's budget as a command line says it: kv_ratio=0.5, budget.tokens=512; - for none."""
+    words = [word for word in str(folder.labels.get("setting") or "").split() if word.startswith(BUDGET_KEYS)]
+    ratio = folder.labels.get("kv_ratio")
+    return " ".join([*([f"kv_ratio={ratio:g}"] if ratio is not None else []), *words]) or "-"
+
+
+# The command.
+
+ABOUT = """usage: kvexp advise OUTPUTS [KEY=VALUE ...]            from rows that exist
+       kvexp advise model=MODEL data=FILE [KEY=VALUE ...] [--dry-run]   from prompts: runs what is needed
+
+Which method may keep how little of the cache, with a promise about new prompts (docs/advise.md).
+"""
+HELD, NOT_HELD = "holds", "none"
+
+
+def usage() -> str:
+    """What `kvexp advise --help` prints."""
+    keys = "\n".join(f"  {name + '=':<12} {what}" for name, (_, what) in OWN_WORDS.items())
+    rest = (
+        "Other words: with OUTPUTS, labels of the runs to take (task=news method=h2o,keyformer); with data= or task=,\n"
+        "settings of kvexp run (model=, task.max_new_tokens=, limit=, outputs_dir=)."
+    )
+    return f"{ABOUT}\n{keys}\n\n{rest}"
+
+
+@tells_warnings
+@tells_errors(ConfigError, OSError)
+def main(words: list[str]) -> int:
+    """Run `kvexp advise`; exit code 0 with an answer, "none of these" included, 2 for a wrong request."""
+    if not words or words[0] in ("-h", "--help"):
+        say(usage())
+        return 0 if words else 2
+    folders = [word for word in words if "=" not in word and not word.startswith("-")]
+    options_ = [word for word in words if word.startswith("-")]
+    asked = Asked.of([word for word in words if word not in (*folders, *options_)])
+    if wrong := [word for word in options_ if word != "--dry-run"]:
+        raise ConfigError(f"advise has no option {wrong[0]}; it has --dry-run and --help")
+    if len(folders) > 1:
+        raise ConfigError(f"advise takes one folder of runs, got {' '.join(folders)}")
+    if folders:
+        if asked.data or asked.methods or asked.budgets or options_:
+            raise ConfigError(
+                "data=, methods=, budgets= and --dry-run are for prompts that are to be run: leave out the folder "
+                f"{folders[0]} (outputs_dir={folders[0]} says where the runs go), or choose rows by method=A,B"
+            )
+        found = of_folder(folders[0], asked)
+    else:
+        from kvexp.results.advise_search import search  # late: torch
+
+        searched = search(asked, dry_run=bool(options_))
+        if searched is None:
+            return 0
+        found = searched
+    print_advice(found, asked, Console(markup=False, width=None if sys.stdout.isatty() else WIDTH))
+    return 0
+
+
+def of_folder(outputs: str, asked: Asked) -> Recorded:
+    """The runs of a folder that a question is about; ConfigError where there are none, several, or too few prompts."""
+    where = labels_of_words(asked.words)
+    runs = read_runs(outputs, where)
+    found = recorded(runs, asked.loss)
+    if not found:
+        missing = "scores of a run and its full cache" if asked.loss == "score_loss" else "divergence=true, or only"
+        nothing = f"no run under {outputs} has what {asked.loss}= is about: it needs {missing}"
+        raise ConfigError(nothing if runs.ran else unmatched(outputs, where))
+    if len(found) > 1:
+        each = ", ".join(
+            f"{one.title}{f' ({one.candidates[0].name})' if one.title in titles else ''}"
+            for titles, one in ((_twice(found), one) for one in found)
+        )
+        raise ConfigError(f"{outputs} has runs of several models, tasks or data: {each}; name one, as in task=news")
+    asked.check(len(found[0].prompts))
+    return found[0]
+
+
+def _twice(found: Sequence[Recorded]) -> set[str]:
+    titles = [one.title for one in found]
+    return {title for title in titles if titles.count(title) > 1}
+
+
+def print_advice(found: Recorded, asked: Asked, console: Console) -> None:
+    """The answer on one screen: a line per method, the promise as a sentence, its assumption and its limits."""
+    advice = found.advice(asked)
+    console.print(Text(f"{found.title}: {asked.share:g} of new prompts {asked.within}", style="bold"))
+    console.print(
+        f"{len(advice.choosing)} prompts chose methods and budgets; {asked.carries(len(advice.promising))}.\n"
+    )
+    rows = [_answer_row(advice, at, found, asked) for at in advice.order]
+    print_columns(rows, _columns(asked, rows), 2, console)
+    for line in said(advice, found, asked):
+        console.print(Text(line), soft_wrap=not console.is_terminal)
+
+
+def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[str, Any]:
+    """What a line of the table says of a chain: its answer, or the dearest budget where none holds."""
+    chain, answer = advice.chains[at], advice.answers[at]
+    shown = answer or chain[0]
+    one, full = shown.candidate, _mean_bytes(found.baseline)
+    row: dict[str, Any] = {"method": one.method, "budget": one.budget if answer else f"none of {len(chain)}"}
+    row |= {
+        "share": one.bytes_share if answer else math.nan,
+        "saved": full * (1 - one.bytes_share) if answer else math.nan,
+    }
+    row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": shown.share_bound if answer else math.nan}
+    row |= {"mean": shown.mean_bound if answer else math.nan, "promise": HELD if answer else NOT_HELD}
+    if asked.target and answer:
+        from kvexp.results.advise_search import target_bytes  # late: torch
+
+        kept, whole = target_bytes(found.folders[one.name].run, asked.target, asked.context)
+        row["target"] = (whole - kept) * asked.batch
+    return row
+
+
+def _columns(asked: Asked, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    at_most = f"{LOSSES[asked.loss].mean}\nat most"
+    target = Column(f"saved on\n{asked.target}", lambda row: size(row.get("target", math.nan)))
+    return [
+        *(plain("method", "method", right=False), plain("budget", "budget", right=False)),
+        *(numeric("% of\nKV", "share", 0, 100), Column("saved per\nsequence", lambda row: size(row["saved"]))),
+        *([target] if asked.target else []),
+        *(plain("beyond", "beyond\nthe limit"), numeric("within it,\nat least", "least", 3)),
+        *(numeric(at_most, "mean", LOSSES[asked.loss].digits), plain("promise", "promise", right=False)),
+    ]
+
+
+def _mean_bytes(baseline: Folder) -> float:
+    each = [number((row.get("receipt") or {}).get("kv_bytes")) for row in baseline.scored.values()]
+    known = [value for value in each if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
+    """The lines below the table: the promise, its assumption, what would change it, what was not tried."""
+    lines = []
+    held = [answer for answer in advice.answers if answer is not None]
+    error = asked.confidence
+    if held:
+        best = next(answer for at in advice.order if (answer := advice.answers[at]) is not None)
+        name = f"{best.candidate.method} {best.candidate.budget}"
+        lines.append(
+            f"Promise: under {name} a new prompt of this kind stays {asked.within} with probability at least "
+            f"{asked.share:g}, at confidence {error:g} for all lines that hold together; "
+            f"{LOSSES[asked.loss].mean} at most {best.mean_bound:.{LOSSES[asked.loss].digits}f}, at confidence "
+            f"{error:g} by itself (a prompt counts at most {asked.most:g})."
+        )
+    else:
+        lines.append(f"None of these: no budget that was tested holds the promise of {asked.share:g} {asked.within}.")
+    for at in advice.order:
+        if advice.answers[at] is None:
+            chain = advice.chains[at]
+            first, needed = chain[0].candidate, advice.needed(chain)
+            more = f"about {needed} prompts might change that" if needed else "too many are beyond it for any number"
+            lines.append(
+                f"{first.method}: {chain[0].beyond} of {chain[0].n} beyond the limit at {first.budget}: {more}."
+            )
+    lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
+    if others := len(found.plan().get("chains", {}).keys() - {question_key(asked)}):
+        lines.append(f"The same prompts have answered {others} other question(s): the confidence is of each by itself.")
+    lines.append(_not_tried(advice))
+    return lines
+
+
+def _not_tried(advice: Advice) -> str:
+    tried = by_method(advice.candidates)
+    names = {method.partition(" ")[0] for method in tried}
+    rest = [name for name in options("method") if name not in names and name != "full"]
+    left = [f"left out on the first half: {', '.join(advice.left_out)}"] if advice.left_out else []
+    budgets = sorted({each.budget for each in advice.candidates}, key=size_or_words, reverse=True)
+    return "; ".join(
+        [*left, f"not tried: {len(rest)} other methods (kvexp methods), budgets but {', '.join(budgets)}."]
+    )
