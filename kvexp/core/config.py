@@ -28,7 +28,8 @@ class CacheConfig:
     method: Method
     budget: Budget | None = None  # None: of a method that evicts nothing
     cadence: Cadence = field(default_factory=Cadence)  # when to evict
-    # How slots are dropped; auto: mask for methods that exist only as a simulation, overwrite for all others.
+    # How slots are dropped; auto: mask for methods that exist only as a simulation, overwrite for all others, which is
+    # compact for methods that need their slots in order.
     mode: Literal["overwrite", "compact", "mask", "auto"] = "overwrite"
     # Original position ids, or 0..S-1 among the survivors at every step; None: what the method's paper uses.
     positions: Literal["original", "renumbered"] | None = None
@@ -72,6 +73,8 @@ class CacheConfig:
         check_declarations(self.method)
         if self.mode == "auto":
             object.__setattr__(self, "mode", "mask" if self.is_simulation else "overwrite")
+        if self.method.in_order and self.mode == "overwrite":
+            object.__setattr__(self, "mode", "compact")
         if self.positions is None:
             object.__setattr__(self, "positions", self.method.positions)
         refuse(self, REFUSED)
@@ -310,6 +313,21 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} with these settings simulates and drops nothing: set mode=mask",
     ),
     (
+        lambda c: c.method.in_order and c.mode == "mask",
+        "method {c.method.name} looks at slots that are next to each other, which mode=mask does not put there: set "
+        "mode=compact",
+    ),
+    (
+        lambda c: c.method.in_order and c.budget and (c.budget.shares_heads or c.budget.threshold or c.budget.pyramid),
+        "method {c.method.name} chooses the slots itself, the same in all kv heads of a layer: leave budget.heads, "
+        "budget.layers, budget.pyramid and budget.threshold alone",
+    ),
+    (
+        lambda c: c.method.in_order and (c.rewrites_priorities or not c.cadence.at_prefill or c.cadence.every != 1),
+        "method {c.method.name} chooses the slots itself, and when to drop some: leave the group select, "
+        "evict_at_prefill and evict_every alone",
+    ),
+    (
         lambda c: c.quantization is not None and c.method.full_cache,
         "method {c.method.name} keeps everything in a memory and an index of its own: key_bits and value_bits below 16 "
         "go with methods that evict, and with full",
@@ -359,6 +377,7 @@ NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.method.needs.second_pass is not None,
         "method {c.method.name} reads the whole prompt a second time",
     ),
+    (lambda c: c.method.in_order, "method {c.method.name} drops nothing before a prompt has ended"),
     (lambda c: c.method.needs_whole_prompt, "method {c.method.name} {c.method.needs_whole_prompt}"),
     (
         lambda c: c.method.needs.local_chunks is not None,
@@ -385,6 +404,7 @@ NO_SPANS: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.mode == "mask" and c.method.simulation_only,
         "method {c.method.name} hides slots by a rule of its own",
     ),
+    (lambda c: c.method.in_order, "method {c.method.name} chooses the slots itself"),
 )
 
 # Reasons against keeping whole prompts.

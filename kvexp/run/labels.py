@@ -80,7 +80,7 @@ def labels_of(settings: Settings, choices: Mapping[str, str], overrides: Sequenc
     moves = source.data_files is None and source.hub_id and source.revision is None
     some = {
         "revision": ", ".join(filter(None, [model.shown_revision(), f"data {MOVING}" if moves else None])),
-        "weights": model.gguf[1] if model.gguf else None,
+        "weights": model.gguf[1] if model.gguf else model.scheme,
         "chat": model.chat and task.uses_chat_template,
     }
     return labels | _experiment(choices) | {name: value for name, value in some.items() if value}
