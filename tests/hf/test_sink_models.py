@@ -173,7 +173,7 @@ METHODS: dict[str, Method] = {
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("family", OF)
 def test_logits_under_eviction_are_stocks_over_what_was_kept(family: str, name: str) -> None:
-    """And the sets are those of the rule over stock's own probabilities, head by head, step by step."""
+    """Kept sets are those of the rule over stock's own probabilities, head by head, step by step."""
     if (family, name) == ("gpt_oss", "keyformer"):
         return  # refused, below
     model, method = tiny(family), METHODS[name]
@@ -221,7 +221,7 @@ def test_kl_and_log_likelihoods_of_the_full_cache_are_stocks(family: str) -> Non
 
 @pytest.mark.parametrize("family", OF)
 def test_undone_evictions_and_twins_know_them(family: str) -> None:
-    """With every eviction undone the answer is the full cache's; of layer 0 a twin explains the whole error."""
+    """Undoing every eviction gives the full cache's answer; of layer 0 a twin explains the whole error."""
     model, prompt = tiny(family), IDS[0, :LONG].tolist()
     case = Case(model, prompt, (), CacheConfig(H2O(), Budget(tokens=8)), GenerationParams(NEW, eos=None))
     replay = Replay(case, 2)
