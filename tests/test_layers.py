@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     ),
     "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
     "run": (
-        "util core methods retrieval hf generate tasks lm_eval",
+        "util core methods retrieval hf generate tasks lm_eval engines.openvino",
         {"torch", "transformers", "numpy", "pandas", "pyarrow", "rich", "lm_eval", *CONFIGURED},
     ),
     "results": ("util core tasks run", {"plotly", "wandb", "wandb_workspaces", *LAB, *CONFIGURED}),
