@@ -24,6 +24,7 @@ import numpy as np
 from experiments.studies import carried_out, composed_runs
 from kvexp.results import stats
 from kvexp.results.divergence import per_example, share_interval
+from kvexp.results.table import TOO_FEW
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
@@ -173,7 +174,8 @@ def _kl(cell: Cell, rows: Sequence[Row]) -> str:
     if found is None:
         return ""
     low, high = share_interval(found.kl, found.tokens, stats.LEVEL)
-    return f"{found.kl.sum() / found.tokens.sum():.3f} ({low:.3f} to {high:.3f})"
+    interval = TOO_FEW if np.isnan(low) else f"{low:.3f} to {high:.3f}"
+    return f"{found.kl.sum() / found.tokens.sum():.3f} ({interval})"
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
