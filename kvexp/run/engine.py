@@ -1,4 +1,4 @@
-"""An engine in place of kvexp's own model and cache: what it can be asked, and its answers as those of a run."""
+"""An engine in place of kvexp's own model and cache: what it can be asked, and its answers as a run records them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvexp.engines.openvino import BLOCK, Engine, EngineAnswer, Eviction, OpenVINO, check_family, genai, write_gguf
 from kvexp.generate.inputs import EvictionStats, eos_ids
+from kvexp.generate.openvino import BLOCK, Engine, EngineAnswer, Eviction, OpenVINO, check_family, genai, write_gguf
 from kvexp.hf.fetch import folder_lock, put_in_place
 from kvexp.methods import OpenVINO as Policy
 from kvexp.run.build import made

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Method
 from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
-from kvexp.engines.openvino import WHEEL, OpenVINO
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import check_generation_config
+from kvexp.generate.openvino import WHEEL, OpenVINO
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import batch_size_identifies_run
 from kvexp.hf.moving_rope import check_rope

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.studies import composed_runs
-from kvexp.engines.openvino import WHEEL
+from kvexp.generate.openvino import WHEEL
 from kvexp.run.batches import can_share, evaluate_run
 from kvexp.run.labels import refusal
 from kvexp.run.store import run_hash
