@@ -201,7 +201,7 @@ CASES: dict[str, Case] = {
     ),
     # The last four rows, once, and those four tokens: as tova at the end of the prompt, but nothing is evicted later.
     "snapkv_4": Case(SnapKV(window=4, kernel=3), planted="++ +---+ ++ ++ - -"),
-    # Blocks of one token here; 32 beside the engine itself (tests/engines/test_openvino.py).
+    # Blocks of one token here; 32 beside the engine itself (tests/generate/test_openvino.py).
     "openvino": Case(
         OpenVINO(block=1, start_size=1, recent_size=1, window=3), oracles.openvino_norm,
         unbounded="drops nothing before a prompt has ended",
