@@ -214,7 +214,7 @@ CASES: dict[str, Case] = {
         SnapKV(window=3, kernel=1, softmax="older", aggregate="defensive", decoding=True), oracles.snapkv_defensive,
         properties=True,
     ),
-    # Blocks of one token here; 32 beside the engine itself (tests/engines/test_openvino.py).
+    # Blocks of one token here; 32 beside the engine itself (tests/generate/test_openvino.py).
     "openvino": Case(
         OpenVINO(block=1, start_size=1, recent_size=1, window=3), oracles.openvino_norm,
         unbounded="drops nothing before a prompt has ended",
