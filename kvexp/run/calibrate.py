@@ -21,7 +21,8 @@ from kvexp.hf.calibrate import (
     calibrate_queries_and_heads,
     train_surrogate,
 )
-from kvexp.hf.patch import family_of, query_shape
+from  import family_of
+from kvexp.hf.traits import query_shape
 from kvexp.hf.triattention_file import read_triattention, write_triattention
 from kvexp.methods import KVzipPlus
 from kvexp.run.compose import hydra_errors_shown, split_model_words
