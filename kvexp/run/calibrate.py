@@ -21,8 +21,7 @@ from kvexp.hf.calibrate import (
     calibrate_queries_and_heads,
     train_surrogate,
 )
-from  import family_of
-from kvexp.hf.traits import query_shape
+from kvexp.hf.traits import query_shape, traits_of
 from kvexp.hf.triattention_file import read_triattention, write_triattention
 from kvexp.methods import KVzipPlus
 from kvexp.run.compose import hydra_errors_shown, split_model_words
@@ -101,9 +100,9 @@ def take_triattention(words: Sequence[str], taken: str) -> None:
     name, spec = composed_model(words)
     config = config_of_spec(spec)
     shape = query_shape(config)
-    if (family := family_of(config)).position != "rope" or config.model_type == "gptj":
+    if (traits := traits_of(config)).position != "rope" or traits_of(config).type == "gptj":
         raise ConfigError(
-            f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {family.title} does not"
+            f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits.title} does not"
         )
     made = read_triattention(path_of(taken, "--from"), shape[1])
     made.check_shape(*shape)
@@ -279,9 +278,9 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int, ou
     """
     name, spec = composed_model(words)
     config = config_of_spec(spec)
-    if out is not None and (family_of(config).position != "rope" or config.model_type == "gptj"):
+    if out is not None and (traits_of(config).position != "rope" or traits_of(config).type == "gptj"):
         raise ConfigError(
-            f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {family_of(config).title} does not: "
+            f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits_of(config).title} does not: "
             "leave out --format"
         )
     texts = calibration_texts(data)
