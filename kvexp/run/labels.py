@@ -35,7 +35,7 @@ NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 # Shown by name, wherever they lie.
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir", "model.tokenizer")
-DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null")
+DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null", "engine=none")
 # Overrides that the full cache does not know.
 OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "score.", "prefill", "keep=", "seed=")
 QUOTES = "\"'"
@@ -367,6 +367,10 @@ def refusal(settings: Settings) -> str | None:
 
 
 WITHOUT_DIVERGENCE: tuple[Rule[Settings], ...] = (
+    (
+        lambda c: c.engine is not None,
+        "engine=openvino gives tokens and no distribution over them; method=openvino without an engine is its twin",
+    ),
     (lambda c: c.is_baseline, "the full cache is what divergence is measured from"),
     (
         lambda c: c.task.name == "lm_eval",
