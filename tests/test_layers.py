@@ -20,7 +20,7 @@ CONFIGURED = {"hydra", "omegaconf", "yaml"}
 LAYERS: dict[str, tuple[str, set[str]]] = {
     "util": ("", {"huggingface_hub", "platformdirs", "rich"}),
     "core": ("util", {"torch", "triton"}),  # triton: in ON_DEMAND alone
-    "methods": ("util core", {"torch"}),
+    "methods": ("util core", {"torch", "numpy"}),  # numpy: C++'s generator, which draws OpenVINO's anchors
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
         "util core retrieval.method retrieval.layer",
@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
             "jinja2",
         },
     ),
-    "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
+    "generate": ("util core methods retrieval hf", {"torch", "transformers", "numpy", "gguf"}),
     "tasks": (
         "util",
         {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba", "math_verify"},
@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     ),
     "results": ("util core tasks run", {"plotly", "wandb", "wandb_workspaces", *LAB, *CONFIGURED}),
     "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),
-    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy", "gguf"}),
+    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy"}),
     "cli": ("util run", set()),
 }
 TOP = ("", "__main__")  # kvexp/__init__.py: constants; kvexp/__main__.py: the command

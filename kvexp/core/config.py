@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from kvexp.core.budget import Budget, BytesBudget, Cadence
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.method import AttentionScoreSpec, Method, Needs, SinkScore
-from kvexp.core.quantized import Quantization
+from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
@@ -28,7 +28,8 @@ class CacheConfig:
     method: Method
     budget: Budget | None = None  # None: of a method that evicts nothing
     cadence: Cadence = field(default_factory=Cadence)  # when to evict
-    # How slots are dropped; auto: mask for methods that exist only as a simulation, overwrite for all others.
+    # How slots are dropped; auto: mask for methods that exist only as a simulation, overwrite for all others, which is
+    # compact for methods that need their slots in order.
     mode: Literal["overwrite", "compact", "mask", "auto"] = "overwrite"
     # Original position ids, or 0..S-1 among the survivors at every step; None: what the method's paper uses.
     positions: Literal["original", "renumbered"] | None = None
@@ -37,7 +38,7 @@ class CacheConfig:
     beyond_context: bool = False  # whether to allow more tokens than the model was built for
     calibration: QueryCalibration | None = None  # statistics of the model's queries, for methods that need them
     # How keys and values are stored in fewer bits once they are no longer new; None: as the model makes them.
-    quantization: Quantization | None = None
+    quantization: Quantization | EngineQuantization | None = None
     head_scores: HeadScores | None = None  # of the model's kv heads, for budget.heads=duo
     select: SlotSelection = field(default_factory=SlotSelection)  # how slots are chosen by the method's priorities
     surrogate: Surrogate | None = None  # of the model, for methods whose scores a trained map predicts
@@ -72,6 +73,8 @@ class CacheConfig:
         check_declarations(self.method)
         if self.mode == "auto":
             object.__setattr__(self, "mode", "mask" if self.is_simulation else "overwrite")
+        if self.method.in_order and self.mode == "overwrite":
+            object.__setattr__(self, "mode", "compact")
         if self.positions is None:
             object.__setattr__(self, "positions", self.method.positions)
         refuse(self, REFUSED)
@@ -141,6 +144,12 @@ class CacheConfig:
         """Whether layers share slots by what they look at, so that none knows its budget before the prompt's end."""
         how = None if self.budget is None or not self.method.evicts else layer_budgets_of(self.method, self.budget)
         return how is not None and how.window > 0
+
+    @property
+    def equal_layers(self) -> bool:
+        """Whether every layer holds as many slots."""
+        budget = self.budget
+        return budget is None or not (budget.pyramid or budget.splits_layers or budget.among_all_layers)
 
     @property
     def layers_setting(self) -> str:
@@ -219,6 +228,11 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "calibration=kvexp.hf.calibrate_queries(model, prompts)",
     ),
     (
+        lambda c: c.method.name == "qfilters" and c.calibration and not c.calibration.direction.any(),
+        "method qfilters needs directions of the model's queries, which statistics out of TriAttention's file lack: "
+        "run kvexp calibrate without --from",
+    ),
+    (
         lambda c: c.method.needs.surrogate and c.surrogate is None,
         "method {c.method.name} needs scores that a trained surrogate predicts: give "
         "surrogate=kvexp.hf.train_surrogate(...).surrogate",
@@ -294,6 +308,16 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "layers share slots at the end of the prompt, by what they look at, and this cadence evicts nothing there: set "
         "evict_at_prefill=true, or budget.layers=uniform",
     ),
+    (
+        lambda c: c.method.joins_layers and (c.is_ragged or c.shares_by_preference or not c.equal_layers),
+        "method {c.method.name} with these settings keeps the same positions in all layers, and this budget gives "
+        "layers or heads different numbers: leave budget.pyramid, budget.layers and budget.heads alone",
+    ),
+    (
+        lambda c: c.method.joins_layers and c.quantization is not None,
+        "method {c.method.name} with these settings evicts when the last layer has seen a token, and slots of a layer "
+        "are quantised before: set cache.bits=16",
+    ),
     # What only some ways of dropping slots can do.
     (
         lambda c: c.renumbered and c.method.needs.last_queries,
@@ -308,6 +332,21 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: c.is_simulation and c.mode != "mask",
         "method {c.method.name} with these settings simulates and drops nothing: set mode=mask",
+    ),
+    (
+        lambda c: c.method.in_order and c.mode == "mask",
+        "method {c.method.name} looks at slots that are next to each other, which mode=mask does not put there: set "
+        "mode=compact",
+    ),
+    (
+        lambda c: c.method.in_order and c.budget and (c.budget.shares_heads or c.budget.threshold or c.budget.pyramid),
+        "method {c.method.name} chooses the slots itself, the same in all kv heads of a layer: leave budget.heads, "
+        "budget.layers, budget.pyramid and budget.threshold alone",
+    ),
+    (
+        lambda c: c.method.in_order and (c.rewrites_priorities or not c.cadence.at_prefill or c.cadence.every != 1),
+        "method {c.method.name} chooses the slots itself, and when to drop some: leave the group select, "
+        "evict_at_prefill and evict_every alone",
     ),
     (
         lambda c: c.quantization is not None and c.method.full_cache,
@@ -359,12 +398,14 @@ NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.method.needs.second_pass is not None,
         "method {c.method.name} reads the whole prompt a second time",
     ),
+    (lambda c: c.method.in_order, "method {c.method.name} drops nothing before a prompt has ended"),
     (lambda c: c.method.needs_whole_prompt, "method {c.method.name} {c.method.needs_whole_prompt}"),
     (
         lambda c: c.method.needs.local_chunks is not None,
         "method {c.method.name} compares each token of the prompt with those around it, later ones too",
     ),
     (lambda c: c.shares_by_preference, "{c.layers_setting} shares slots out among layers by a whole prompt's queries"),
+    (lambda c: c.method.joins_layers, "method {c.method.name} with these settings needs the priorities of all layers"),
     (lambda c: c.is_ragged, "{c.budget.heads_setting} shares slots out among heads when a prompt has ended"),
     (
         lambda c: c.renumbered and c.method.needs.queries_after is not None,
@@ -385,6 +426,7 @@ NO_SPANS: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.mode == "mask" and c.method.simulation_only,
         "method {c.method.name} hides slots by a rule of its own",
     ),
+    (lambda c: c.method.in_order, "method {c.method.name} chooses the slots itself"),
 )
 
 # Reasons against keeping whole prompts.

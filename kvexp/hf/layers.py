@@ -401,7 +401,7 @@ _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_
 
 
 def _join_states(whole: Any, parts: Sequence[Any]) -> Any:
-    """Join the states of several caches into `whole`. The caches' own become views of it, so they see what is written."""
+    """Join the states of several caches into `whole`, of which the caches then hold views: they see what is written."""
     first = parts[0]
     _copy_flags(first, whole)
     for name in STATES:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 import torch
@@ -60,6 +60,7 @@ from kvexp.hf.patch import (
     padding_mask,
     tagging_layers,
 )
+from kvexp.hf.quantised_weights import check_scheme, plain_parts
 from kvexp.hf.second_pass import second_pass_hook
 from kvexp.hf.self_check import Check, check_model
 from kvexp.hf.traits import (
@@ -286,10 +287,10 @@ def track_finite(cache: Any, logits: torch.Tensor) -> None:
 def _check_finite(model: PreTrainedModel) -> None:
     """ConfigError for a parameter that holds NaN or inf."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.device.type == "meta" or bool(torch.isfinite(parameter.sum())):
+        for name, part in ((name, part) for name, weight in model.named_parameters() for part in plain_parts(weight)):
+            if part.device.type == "meta" or not part.is_floating_point() or bool(torch.isfinite(part.sum())):
                 continue  # a finite sum has finite terms, and costs a thirtieth of looking at each
-            if not bool(torch.isfinite(parameter).all()):
+            if not bool(torch.isfinite(part).all()):
                 raise ConfigError(f"weight {name} holds NaN or inf: the checkpoint is damaged")
 
 
@@ -386,6 +387,7 @@ def load_model(
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     check_adapter(path, allow_pickle)
     adapter, path = (path if adapter_settings(path) else None), located(base_of(path))[0]
+    check_scheme(config, path, adapter is not None)
     _check_folder(path, allow_pickle, text_config(config).num_hidden_layers)
     traits_of(config)
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
@@ -413,12 +415,23 @@ def load_model(
             "every token: use more or larger devices, or a smaller dtype"
         )
     if device_map is None:
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = _on_device(model, torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     with torch.no_grad():  # weights that are memory-mapped are copied: who writes to the file does not change the model
         for weight in (*model.parameters(), *model.buffers()):
             if weight.device.type == "cpu":
                 weight.data = weight.data.clone()
     return patch_model(merge_adapter(model, adapter) if adapter else model, check=check)
+
+
+def _on_device(model: Any, device: torch.device) -> PreTrainedModel:
+    """The model on the device; quantised weights may refuse to be moved, and need not be where they are there."""
+    if all(
+        weight.device.type == device.type and device.index in (None, weight.device.index)
+        for weight in model.parameters()
+    ):
+        return cast(PreTrainedModel, model)
+    with _as_config_error(f"the model's weights cannot be moved to {device}"):
+        return cast(PreTrainedModel, model.to(device))
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -655,6 +668,7 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
         return
     config = load_config(path, trust_remote_code=trust_remote_code)
     check_adapter(path, allow_pickle)
+    check_scheme(config, path, adapter_settings(path) is not None)
     _check_folder(located(base_of(path))[0], allow_pickle, text_config(config).num_hidden_layers)
     traits_of(config)
 

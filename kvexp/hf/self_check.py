@@ -30,6 +30,7 @@ from kvexp.hf.patch import (
     forward_columns,
     forward_logits,
 )
+from kvexp.hf.quantised_weights import plain_parts
 from kvexp.hf.traits import KIND_TITLES, text_config, traits_of
 from kvexp.util import CacheError, ConfigError, cache_folder, replace
 
@@ -53,7 +54,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits of the model's configuration, a sample of each of its weights, and the versions that compute it."""
     hashed = hashlib.sha256(f"{transformers.__version__} {NUMERICS} {torch.__version__}".encode())
     hashed.update(json.dumps(model.config.to_diff_dict(), sort_keys=True, default=str).encode())
-    for name, weight in model.state_dict().items():
+    for name, weight in ((name, part) for name, whole in model.state_dict().items() for part in plain_parts(whole)):
         flat = weight.detach().flatten()
         few = flat[:: max(1, flat.numel() // 256)].cpu()
         hashed.update(f"{name} {tuple(weight.shape)} {weight.dtype} {weight.device.type}".encode())

@@ -53,6 +53,7 @@ class ModelSpec:
     check: when loading compares kvexp's logits with the model's own (`kvexp.hf.self_check`).
     contents: digests of the folders or GGUF files that path and tokenizer name, None where one is none; what is loaded
     has them. gguf: digest and quantisation of the GGUF file that the weights come from, None for other weights.
+    scheme: of weights that are computed with as they are quantised (`kvexp.hf.quantised_weights`), None for others.
     """
 
     kind: Literal["pretrained", "random"]
@@ -75,6 +76,7 @@ class ModelSpec:
     check: Literal["always", "once", "never"] = "once"
     contents: tuple[str | None, str | None] = (None, None)
     gguf: tuple[str, str] | None = None
+    scheme: str | None = None
 
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
@@ -110,6 +112,7 @@ class ModelSpec:
                 check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
                 _, made = located(spec.path)
                 spec = replace(spec, gguf=(made.sha256, made.quantisation) if made else None)
+                spec = replace(spec, scheme=spec._scheme())
         same = spec.weights == spec.dtype  # what is loaded in a dtype is in it
         spec = replace(spec, contents=spec.contents_now(), weights=None if same else spec.weights)
         spec = replace(spec, chat=spec._templated() if chat == AUTO else chat)
@@ -120,6 +123,24 @@ class ModelSpec:
                 "model.strip_thinking=true, but the model's chat template has no tags of thinking: leave it at auto"
             )
         return spec
+
+    def _scheme(self) -> str | None:
+        """`scheme`, from the configuration; None too for a hub's model that was not loaded yet.
+
+        ConfigError for `weights` that would round what is rounded.
+        """
+        from kvexp.hf.quantised_weights import scheme_of
+
+        local = path_of(str(self.path), "model.path").exists()
+        if self.gguf or not (local or cached_commit(str(self.path), self.revision)):
+            return None
+        scheme = scheme_of(config_of_spec(self))
+        if scheme is not None and self.weights is not None:
+            raise ConfigError(
+                f"model.weights={self.weights} would round weights that are quantised already ({scheme}): leave it at "
+                "null"
+            )
+        return scheme
 
     def _check_arguments(self, given: dict[str, Any]) -> None:
         """ConfigError for arguments of a chat template that would do nothing."""
@@ -162,7 +183,7 @@ class ModelSpec:
 
     def identity(self) -> dict[str, Any]:
         """Everything of the model that can change a number. A folder is known by its content, wherever it lies."""
-        without = ("device_map", "contents", "gguf", "check")
+        without = ("device_map", "contents", "gguf", "scheme", "check")
         known = {k: v for k, v in asdict(self).items() if k not in without}
         known["device"] = self.resolved_device().split(":")[0]
         if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):

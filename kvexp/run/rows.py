@@ -190,6 +190,8 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
     if model.gguf is not None:
         sha256, quantisation = model.gguf
         head["weights"] = {"gguf_sha256": sha256, "quantisation": quantisation}
+    elif model.scheme is not None:
+        head["weights"] = {"quantisation": model.scheme}
     if cache.calibration is not None:
         head["calibration"] = cache.calibration.digest
     if cache.surrogate is not None:
