@@ -196,7 +196,7 @@ def test_a_chat_prompt_is_what_the_template_makes():
     asked = replace(opened, question="How?")
     hidden = tokenize(asked, Stories(), Chat(), 99, chat=True)
     assert (hidden.text, hidden.question_text) == ("[INST] do: so much \n", "How? [/INST] Much is")
-    assert hidden.ids + hidden.question_ids == "[INST] do: so much How? [/INST] Much is".split(" ")
+    assert hidden.ids + hidden.question_ids == ["[INST]", "do:", "so", "much", "How?", "[/INST]", "Much", "is"]
 
 
 def test_weights_replaced_in_place_are_another_model(tmp_path):
