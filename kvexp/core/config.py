@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from kvexp.core.budget import Budget, BytesBudget, Cadence
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.method import AttentionScoreSpec, Method, Needs, SinkScore
-from kvexp.core.quantized import Quantization
+from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
@@ -38,7 +38,7 @@ class CacheConfig:
     beyond_context: bool = False  # whether to allow more tokens than the model was built for
     calibration: QueryCalibration | None = None  # statistics of the model's queries, for methods that need them
     # How keys and values are stored in fewer bits once they are no longer new; None: as the model makes them.
-    quantization: Quantization | None = None
+    quantization: Quantization | EngineQuantization | None = None
     head_scores: HeadScores | None = None  # of the model's kv heads, for budget.heads=duo
     select: SlotSelection = field(default_factory=SlotSelection)  # how slots are chosen by the method's priorities
     surrogate: Surrogate | None = None  # of the model, for methods whose scores a trained map predicts
