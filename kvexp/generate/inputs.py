@@ -609,7 +609,7 @@ class EvictionStats:
     """What eviction did to one sample.
 
     slots: live slots per kv head at the row's end, mean over layers and heads. kv_bytes, peak_kv_bytes: the row's share
-    of the batch's bytes.
+    of the batch's bytes, those of windows and states included, which layers keep that kvexp does not evict from.
 
     first_eviction_step: decode tokens seen when the row first lost a slot (0: at the end of prefill; None: never).
     kept_digest: hash of the positions held in every layer and head. attention_kept: share of the last prompt query's
@@ -644,7 +644,7 @@ def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = No
     """
     rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
     made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
-    held, peak = cache.memory_tracker.bytes // rows, cache.memory_tracker.peak_bytes // rows
+    held, peak = _bytes(cache, rows)
     return [replace(one, kv_bytes=held, peak_kv_bytes=peak, kv_bytes_at_16=_at_16(cache, rows)) for one in made]
 
 
@@ -660,11 +660,12 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
     watched = [float(s.retained_attention[row]) for s in cache.layer_states if s.retained_attention is not None]
     starts = [s.first_eviction[row] for s in cache.layer_states if s.first_eviction]
     steps = [step for step in starts if step is not None]
+    kv_bytes, peak_kv_bytes = _bytes(cache, rows)
     return EvictionStats(
         slots=sum(by_layer) / len(by_layer),
         slots_by_layer=by_layer,
-        kv_bytes=cache.memory_tracker.bytes // rows,
-        peak_kv_bytes=cache.memory_tracker.peak_bytes // rows,
+        kv_bytes=kv_bytes,
+        peak_kv_bytes=peak_kv_bytes,
         first_eviction_step=min(steps) if steps else None,
         kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
         attention_kept=sum(watched) / len(watched) if watched else None,
@@ -672,6 +673,12 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
         retrieval=retrieval_stats(cache.layer_states, range(row, row + beams)),
         kv_bytes_at_16=_at_16(cache, rows),
     )
+
+
+def _bytes(cache: EvictionCache, rows: int) -> tuple[int, int]:
+    """A sample's equal share, of `rows`, of all bytes now and at the peak: slots, windows and states."""
+    tracker, other = cache.memory_tracker, cache.other_bytes
+    return (tracker.bytes + other) // rows, (tracker.peak_bytes + other) // rows
 
 
 def _at_16(cache: EvictionCache, rows: int) -> int | None:

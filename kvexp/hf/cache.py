@@ -28,7 +28,7 @@ from kvexp.core.eviction import CacheState
 from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
-from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states
+from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states, state_bytes
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_factors
 from kvexp.hf.probe import layer_ropes
@@ -292,6 +292,11 @@ class EvictionCache(Cache):  # type: ignore[misc]
         """What the layers keep whose queries see a window or a chunk."""
         states = (getattr(layer, "state", None) for layer in self.layers)
         return [state for state in states if isinstance(state, WindowLayer)]
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of windows and states, which layers keep that kvexp does not evict from."""
+        return sum(window.kv_bytes for window in self.windows) + sum(map(state_bytes, self.layers))
 
     def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
         """Allow forwards of several new tokens after the prompt, with one eviction after each; returns the cache."""

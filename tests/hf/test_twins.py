@@ -24,6 +24,7 @@ from twins import NOT_BUILT, ids_of, twin
 
 from kvexp.core import Budget, CacheConfig
 from kvexp.generate import GenerationParams, generate
+from kvexp.generate.inputs import receipt_of
 from kvexp.generate.loop import decode
 from kvexp.generate.prefill import prefill, prefill_together
 from kvexp.hf import EvictionCache, patch_model
@@ -310,6 +311,24 @@ def test_every_argument_of_attention_is_known():
     }  # of towers
     new = {name: more for name in VERIFIED if (more := arguments_of_attention(name) - known)}
     assert not new, "class these in kvexp_attention (kvexp/hf/patch.py)"
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "llama4_text", "falcon_h1", "llama"])
+@torch.no_grad()
+def test_bytes_are_those_of_all_layers(name):
+    """Of windows and states as transformers' own cache holds them; a model without has the bytes of its slots alone."""
+    model, ids = kvexps(name), ids_of(1, 1, 44)
+    context = prefill(model, ids.tolist(), H2O(), Budget(kv_ratio=0.4), max_new_tokens=NEW)
+    stock = DynamicCache(config=model.config)
+    twin(name)(ids, past_key_values=stock, use_cache=True)
+    other = 0
+    for layer, kind in zip(stock.layers, traits_of(model.config).layers, strict=True):
+        held = [] if kind.kind in ("full", "hybrid") else [layer.keys, layer.values] if kind.size else []
+        held += [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+        other += sum(each.numel() * each.element_size() for each in held if each is not None)
+    cache = context.cache
+    assert receipt_of(cache, 0).kv_bytes == cache.memory_tracker.bytes + other
+    assert (other > 0) is (name != "llama")
 
 
 # -- how keys are turned -----------------------------------------------------------------------------------------------
