@@ -316,7 +316,7 @@ def test_every_argument_of_attention_is_known():
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "llama4_text", "falcon_h1", "llama"])
 @torch.no_grad()
 def test_bytes_are_those_of_all_layers(name):
-    """Of windows and states as transformers' own cache holds them; a model without has the bytes of its slots alone."""
+    """Windows and states count as transformers' own cache holds them; a model without has bytes of slots alone."""
     model, ids = kvexps(name), ids_of(1, 1, 44)
     context = prefill(model, ids.tolist(), H2O(), Budget(kv_ratio=0.4), max_new_tokens=NEW)
     stock = DynamicCache(config=model.config)
