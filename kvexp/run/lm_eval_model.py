@@ -443,6 +443,8 @@ def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: P
         pattern = bool(set("*?[") & set(each))
         names = definition.matching(each) if pattern else definition.names_of(each)
         for name in names:
+            if theirs.model == "kvexp":
+                definition.check_feels_eviction(name, given.get("protocol", OWN["protocol"]))
             makes = definition.makes_rows(definition.config_of(name))
             if name in made or not (makes or local or names == [each]) or (pattern and not makes):
                 continue

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvexp.tasks.base import Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
+from kvexp.tasks.ifeval import IFEval, IFEvalArticles
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.mathematics import Mathematics
@@ -35,6 +36,8 @@ __all__ = [
     "Example",
     "GovReport",
     "GovReportSections",
+    "IFEval",
+    "IFEvalArticles",
     "Instructions",
     "InstructionsLeak",
     "LMEval",

@@ -759,6 +759,15 @@ def check_rows(task: Any) -> None:
         raise ConfigError(f"lm-eval's task {config.task} asks {config.repeats} times per item: use kvexp lm-eval")
 
 
+def check_feels_eviction(name: str, protocol: str) -> None:
+    """ConfigError for a task of which no method could lose anything under this protocol."""
+    if name.startswith("longbench2") and protocol == "prefill_then_step":
+        raise ConfigError(
+            f"lm-eval's task {name} asks for the log-probability of one letter, which is the full prefill's whatever "
+            "is evicted afterwards: no method can lose anything there. Take task=longbench_v2, which generates answers"
+        )
+
+
 def _check_pool(task: Any, shots: int) -> None:
     if not shots:
         return
@@ -918,6 +927,7 @@ class LMEval(Task):
         """Options, names, data, prompts of all items used, and whether an item has metrics of its own."""
         self.check_options()
         for part in self.parts():
+            check_feels_eviction(part.tasks[0], self.protocol if self.question == "in_prompt" else "")
             if not part.metric_names():
                 raise ConfigError(
                     f"task.tasks: all metrics of lm-eval's task {part.tasks[0]} are of the whole corpus, an item has "
