@@ -20,7 +20,7 @@ CONFIGURED = {"hydra", "omegaconf", "yaml"}
 LAYERS: dict[str, tuple[str, set[str]]] = {
     "util": ("", {"huggingface_hub", "platformdirs", "rich"}),
     "core": ("util", {"torch", "triton"}),  # triton: in ON_DEMAND alone
-    "methods": ("util core", {"torch"}),
+    "methods": ("util core", {"torch", "numpy"}),  # numpy: C++'s generator, which draws OpenVINO's anchors
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
         "util core retrieval.method retrieval.layer",

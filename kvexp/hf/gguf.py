@@ -43,7 +43,8 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.hf.patch import check_sizes, named_weights
+from kvexp.hf.patch import named_weights
+from kvexp.hf.traits import check_sizes
 from kvexp.util import ConfigError, Rule, refuse
 
 STRING, ARRAY = 8, 9  # types of values that have no fixed width

@@ -34,6 +34,7 @@ from kvexp.run.model_spec import (
     calibrated,
     config_of_spec,
     generation_config_of,
+    has_sinks,
     moving_rope,
     rows_alone,
     thinking_of_model,
@@ -129,6 +130,11 @@ REFUSED: tuple[Rule[Settings], ...] = (
         lambda c: c.cache.bounded_chunk is not None and c.batch_size > 1,
         "batch_size must be 1 with prefill=bounded, got {c.batch_size}: padding would cut the chunks of a shorter "
         "prompt elsewhere",
+    ),
+    (
+        lambda c: isinstance(c.task, LMEval) and c.task.measured.mode == "row_mask" and has_sinks(c.model),
+        "row masks score tokens by softmaxes without sinks, and this model's heads have attention sinks: set "
+        "task.protocol=prefill_then_step",
     ),
     # Marked spans.
     (
@@ -241,7 +247,7 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
 
     config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
     """
-    from kvexp.hf.patch import head_dim
+    from kvexp.hf.traits import head_dim
 
     share, node = config["bytes_ratio"], dict(config["budget"])
     for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
@@ -371,6 +377,8 @@ class Settings:
                 identity["head_scores"] = cache.head_scores.digest
             if not cache.select.plain:
                 identity["select"] = _plain(cache.select)
+            if cache.sees_attention and has_sinks(self.model):
+                identity["score"] = {"sink": cache.score_sink}
             if cache.bounded_chunk is not None:  # else left out: every older run keeps its hash
                 identity["prefill"] = {"bounded_chunk": cache.bounded_chunk}
             if cache.keep is not None:
@@ -388,7 +396,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     choices: group -> the option taken; overrides: what was set by hand; both for labels only.
     """
     groups = ("cache", "task", "method", "budget", "generation", "model")
-    for group in (*groups, "select") if "select" in config else groups:  # older rows have no select
+    for group in (*groups, *(group for group in ("select", "score") if group in config)):  # older rows have neither
         typed(config.get(group), dict, group)
     check_values(config, choices)
     protocol, chosen = config.get("protocol"), choices.get("task", "")
@@ -428,6 +436,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         budget,
         config["cache"],
         config.get("select", {}),
+        config.get("score", {}),
         **calibrated(method, budget, model, task, choices, overrides),
         bounded_chunk=bounded_chunk(config) if method.evicts else None,
         keep=config.get("keep") if method.evicts else None,

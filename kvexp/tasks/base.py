@@ -541,8 +541,8 @@ def with_shared_context(task: Task, name: str) -> Task:
     if not isinstance(task, SharedContextTask):
         raise ConfigError(
             f"questions=all is for tasks with several questions per context, and task={name} has one: take news_qa, "
-            "news_needle, needle_multi, longbench, govreport_sections, testbed_qa, or context_qa for a file of your "
-            "own; or set questions=each"
+            "news_needle, needle_multi, retrieval, longbench, scbench, infinitebench, govreport_sections, testbed_qa, "
+            "or context_qa for a file of your own; or set questions=each"
         )
     return replace(task, shared_context=True)
 
@@ -578,6 +578,30 @@ _WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")
 def word_ends(text: str) -> list[int]:
     """End of each word of a text; of each character, where it is written without spaces between words."""
     return [word.end() for word in (_CHARACTER if is_unspaced(text) else _WORD).finditer(text)]
+
+
+def most_units(tokens: Callable[[int], int], limit: int) -> int:
+    """The most units of filler with which a prompt has at most `limit` tokens; -1 if not even none fits.
+
+    tokens: counts the prompt with so many units.
+    """
+    few, some = tokens(0), tokens(32)
+    return longest_fit(tokens, limit, 64 + 64 * max(limit - few, 0) // max(some - few, 1))  # twice as many as would do
+
+
+def depths_of(text: str, sources: Iterable[int], count: Callable[..., int]) -> list[float]:
+    """Percent of a prompt's tokens in front of each place (character) that an answer comes from.
+
+    count: as of `Task.fit`; a chat template's tokens are left out.
+    """
+    nothing = count("")
+    size = max(count(text) - nothing, 1)
+    return [round(100 * max(count(text[:place]) - nothing, 0) / size, 1) for place in sources]
+
+
+def quarter(depth: float) -> dict[str, float]:
+    """Values of a row's info that a heat-map is drawn by: `depth`, the quarter where it begins, and where it is."""
+    return {"depth": 25 * min(int(depth // 25), 3), "depth_measured": depth}
 
 
 def longest_fit(count: Callable[[int], int], limit: int, size: int) -> int:

@@ -105,7 +105,7 @@ def test_model_options_say_that_an_open_revision_moves():
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_models(model, tmp_path, request):
     from kvexp.hf.fetch import WHEELS
-    from kvexp.hf.patch import FAMILIES
+    from kvexp.hf.traits import VERIFIED
     from kvexp.run.model_spec import ModelSpec
 
     config, _ = composed(f"model={model}", *([f"model.path={tmp_path}"] if model == "local" else []))
@@ -120,7 +120,7 @@ def test_models(model, tmp_path, request):
         request.getfixturevalue("wheels")  # a stand-in, for tests fetch nothing
     spec = ModelSpec.of(config["model"])
     assert spec.kind in ("pretrained", "random")
-    assert spec.family in (None, *FAMILIES)
+    assert spec.family in (None, *VERIFIED)
 
 
 def not_of_exhibits():
