@@ -112,7 +112,7 @@ def asked_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IFEvalArticles(QuestionTask, IFEval):
+class IFEvalArticles(IFEval, QuestionTask):
     """IFEval's prompts behind kvexp's own articles, which are to be read first: no benchmark of anybody else's.
 
     A prompt of 60 tokens leaves nothing to evict before the answer. Here `articles` of the 36, chosen by the row's key,
