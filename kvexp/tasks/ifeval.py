@@ -83,9 +83,9 @@ class IFEval(Task):
     def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
         return dict(followed(json.loads(reference), output))
 
-    def check_options(self) -> None:
-        super().check_options()
+    def check(self) -> None:
         checkers()
+        super().check()
 
 
 def asked_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -695,7 +695,7 @@ def mend(error: BaseException) -> str:
         chain.append(cause)
     words = " ".join(str(each) for each in chain)
     if "antlr4" in words:
-        return "It needs another antlr4 than Hydra does, and cannot be loaded beside it: take task=math500"
+        return "It needs another antlr4 than Hydra does, and cannot be loaded together with it: take task=math500"
     for each in chain:
         if isinstance(each, ModuleNotFoundError) and each.name:
             package = each.name.partition(".")[0]
