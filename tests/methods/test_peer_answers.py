@@ -35,7 +35,7 @@ def answers(method: str, ratio: float, *changes: str) -> list[object]:
     """Answers of kvexp to all questions, of copies of each context's cache; -1 behind an end."""
     export = exported()
     model = export.model()
-    model.generation_config.eos_token_id = export.about["case"]["config"]["eos_token_id"]
+    model.generation_config.eos_token_id = end = export.about["case"]["config"]["eos_token_id"]
     words = ("protocol=kvpress", "model=tiny", "task=news_qa", *METHODS[method], f"kv_ratio={1 - ratio}", *changes)
     settings = settings_of(*composed(*words))
     assert settings.task.question == "after_eviction"
@@ -48,7 +48,8 @@ def answers(method: str, ratio: float, *changes: str) -> list[object]:
             result = generation.generate_from_contexts(
                 model, [context.fork([0])], [asked], max_new_tokens=made.shape[2]
             )[0]
-            made[c, q, : len(result.tokens[0])] = result.tokens[0]
+            words = [token for token in result.tokens[0] if token != end]  # kvpress's text leaves it out
+            made[c, q, : len(words)] = words
     found: list[object] = made.tolist()
     return found
 
