@@ -28,6 +28,7 @@ from kvexp.results.read import where as labels_of_words
 from kvexp.results.stats import Floats, lower_is_better
 from kvexp.results.table import Column, bytes_share, numeric, plain, print_columns, size
 from kvexp.run.compose import options
+from kvexp.run.labels import QUANTISED_FULL
 from kvexp.run.store import OWN
 from kvexp.util import (
     AtLeast,
@@ -373,7 +374,7 @@ def by_method(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Runs of one model and task that one promise is made of. prompts: of the full cache, in the task's order."""
+    """Runs of one model and task that one promise is made of. prompts: those with a loss, in the task's order."""
 
     title: str
     baseline: Folder
@@ -388,27 +389,33 @@ class Recorded:
 
     def halves(self) -> tuple[list[str], list[str]]:
         """(prompts that choose, prompts that promise): as a search has split them, else drawn by their ids alone."""
-        known = self.plan().get("choosing")
+        known = self.plan.get("choosing")
         if known is None:
             order = np.random.default_rng(SEED).permutation(sorted(self.prompts))
             known = order[: len(order) // 2].tolist()
         taken = set(known)
         return [each for each in self.prompts if each in taken], [each for each in self.prompts if each not in taken]
 
+    @cached_property
     def plan(self) -> dict[str, Any]:
-        """What a search has kept: choosing, and chains by the question they were chosen for; empty without one."""
-        try:
-            found: dict[str, Any] = json.loads(self.place.read_bytes())
-            return found
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.place}: {error}; remove it, and its search is judged as any rows are") from error
+        """What a search has kept of these prompts; empty without one."""
+        return kept_plan(self.place)
 
     def advice(self, asked: Asked) -> Advice:
         """The promises that its rows carry."""
-        chains = self.plan().get("chains", {}).get(question_key(asked))
+        chains = self.plan.get("chains", {}).get(question_key(asked))
         return judged(self.candidates, *self.halves(), asked, chains)
+
+
+def kept_plan(place: Path) -> dict[str, Any]:
+    """What a search has kept: choosing, and chains by the question they were chosen for; empty without one."""
+    try:
+        found: dict[str, Any] = json.loads(place.read_bytes())
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place}: {error}; remove it, and its rows are judged as any others") from error
 
 
 def question_key(asked: Asked) -> str:
@@ -439,8 +446,9 @@ def recorded(runs: Runs, loss: str) -> list[Recorded]:
         if not some:
             continue
         candidates = [_candidate(one, baseline, losses[one.run.hash]) for one in some]
-        with_loss = {name for found in losses.values() for name in found}
-        prompts = [row["example"] for row in baseline.rows if row["example"] in with_loss]
+        # In the task's order, as far as the runs with most of them know it: an early end leaves out the last ones.
+        most_first = sorted(losses.values(), key=len, reverse=True)
+        prompts = list(dict.fromkeys(name for found in most_first for name in found))
         title = f"{baseline.labels['model']} on {baseline.labels['task']}"
         made.append(Recorded(title, baseline, {one.run.hash: one for one in some}, candidates, prompts))
     return made
@@ -477,11 +485,16 @@ def _score_losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
 
 def _candidate(folder: Folder, baseline: Folder, losses: Mapping[str, float]) -> Candidate:
     labels = folder.labels
-    method = " ".join(filter(None, [str(labels.get("method")), _without_budget(str(labels.get("setting") or ""))]))
+    words = str(labels.get("setting") or "").split()
+    keys = (*BUDGET_KEYS, "cache.bits=") if labels.get("method") == QUANTISED_FULL else BUDGET_KEYS
+    method = " ".join([str(labels.get("method")), *(w for w in words if not w.startswith((*keys, "budget=")))])
+    ratio = labels.get("kv_ratio")
+    budget = [f"kv_ratio={ratio:g}"] if ratio is not None else []
+    budget += [word for word in words if word.startswith(keys)]
     share = bytes_share(folder, baseline)
     if math.isnan(share):
         share = _planned_share(folder, baseline)
-    return Candidate(method, budget_of(folder), share, losses, folder.run.hash)
+    return Candidate(method, " ".join(budget) or "-", share, losses, folder.run.hash)
 
 
 def _planned_share(folder: Folder, baseline: Folder) -> float:
@@ -499,17 +512,6 @@ def _planned_share(folder: Folder, baseline: Folder) -> float:
 BUDGET_KEYS = ("budget.tokens=", "bytes_ratio=", "budget.threshold=")  # in a setting: they tell budgets apart
 
 
-def _without_budget(setting: str) -> str:
-    return " ".join(word for word in setting.split() if not word.lstrip("+").startswith((*BUDGET_KEYS, "budget=")))
-
-
-def budget_of(folder: Folder) -> str:
-    """A run's budget as a command line says it: kv_ratio=0.5, budget.tokens=512; - for none."""
-    words = [word for word in str(folder.labels.get("setting") or "").split() if word.startswith(BUDGET_KEYS)]
-    ratio = folder.labels.get("kv_ratio")
-    return " ".join([*([f"kv_ratio={ratio:g}"] if ratio is not None else []), *words]) or "-"
-
-
 # The command.
 
 ABOUT = """usage: kvexp advise OUTPUTS [KEY=VALUE ...]            from rows that exist
@@ -517,7 +519,6 @@ ABOUT = """usage: kvexp advise OUTPUTS [KEY=VALUE ...]            from rows that
 
 Which method may keep how little of the cache, with a promise about new prompts (docs/advise.md).
 """
-HELD, NOT_HELD = "holds", "none"
 
 
 def usage() -> str:
@@ -610,7 +611,7 @@ def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[
         "saved": full * (1 - one.bytes_share) if answer else math.nan,
     }
     row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": shown.share_bound if answer else math.nan}
-    row |= {"mean": shown.mean_bound if answer else math.nan, "promise": HELD if answer else NOT_HELD}
+    row |= {"mean": shown.mean_bound if answer else math.nan}
     if asked.target and answer:
         from kvexp.results.advise_search import target_bytes  # late: torch
 
@@ -621,13 +622,13 @@ def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[
 
 def _columns(asked: Asked, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     at_most = f"{LOSSES[asked.loss].mean}\nat most"
-    target = Column(f"saved on\n{asked.target}", lambda row: size(row.get("target", math.nan)))
+    target = Column("saved on\ntarget", lambda row: size(row.get("target", math.nan)))
     return [
         *(plain("method", "method", right=False), plain("budget", "budget", right=False)),
         *(numeric("% of\nKV", "share", 0, 100), Column("saved per\nsequence", lambda row: size(row["saved"]))),
         *([target] if asked.target else []),
         *(plain("beyond", "beyond\nthe limit"), numeric("within it,\nat least", "least", 3)),
-        *(numeric(at_most, "mean", LOSSES[asked.loss].digits), plain("promise", "promise", right=False)),
+        numeric(at_most, "mean", LOSSES[asked.loss].digits),
     ]
 
 
@@ -653,6 +654,8 @@ def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
         )
     else:
         lines.append(f"None of these: no budget that was tested holds the promise of {asked.share:g} {asked.within}.")
+        if not advice.chains:
+            lines.append("On the prompts that chose, every budget lost too much to be worth a test.")
     for at in advice.order:
         if advice.answers[at] is None:
             chain = advice.chains[at]
@@ -661,8 +664,12 @@ def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
             lines.append(
                 f"{first.method}: {chain[0].beyond} of {chain[0].n} beyond the limit at {first.budget}: {more}."
             )
+    if held and asked.target:
+        lines.append(
+            f"Target: {asked.target}, {asked.batch} sequence(s) of {asked.context} tokens, keys and values in 16 bits."
+        )
     lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
-    if others := len(found.plan().get("chains", {}).keys() - {question_key(asked)}):
+    if others := len(found.plan.get("chains", {}).keys() - {question_key(asked)}):
         lines.append(f"The same prompts have answered {others} other question(s): the confidence is of each by itself.")
     lines.append(_not_tried(advice))
     return lines
