@@ -48,6 +48,7 @@ from kvexp.util import (
 FINALISTS = 3  # methods that get a promise at most, where nothing else is asked for: they share the error
 BEFORE, BEHIND = 2, 1  # budgets tested before and behind the one that seems best
 SEED = 57
+SHIFTED = 0.05  # p-value from which on new prompts are said to be others
 WIDTH = 100  # where the console has none
 FOLDER = ".advise"  # under the outputs: which prompts have chosen, and what they chose
 
@@ -669,10 +670,23 @@ def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
             f"Target: {asked.target}, {asked.batch} sequence(s) of {asked.context} tokens, keys and values in 16 bits."
         )
     lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
+    if asked.new is not None:
+        lines.append(_shift(asked.new, found))
     if others := len(found.plan.get("chains", {}).keys() - {question_key(asked)}):
         lines.append(f"The same prompts have answered {others} other question(s): the confidence is of each by itself.")
     lines.append(_not_tried(advice))
     return lines
+
+
+def _shift(new: str, found: Recorded) -> str:
+    """What a two-sample test says of new prompts."""
+    from kvexp.results.advise_search import shift  # late: torch
+
+    p, known, others = shift(new, found.baseline.run, found.prompts)
+    test = f"p = {p:.2g} (energy distance over words and length, {known} against {others} texts)"
+    if p < SHIFTED:
+        return f"Shift: {new} holds other prompts than these, {test}: the promise does not cover them."
+    return f"No shift was found in {new}, {test}; few texts show large shifts only."
 
 
 def _not_tried(advice: Advice) -> str:

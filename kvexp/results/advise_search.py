@@ -33,12 +33,14 @@ from kvexp.results.advise import (
 from kvexp.results.curves import job_of
 from kvexp.results.read import read_runs
 from kvexp.run.batches import settings_at
-from kvexp.run.compose import option, with_model_places, with_user_methods
+from kvexp.run.compose import option, options, with_model_places, with_user_methods
 from kvexp.run.jobs import interruptible, run_jobs, runs_of
+from kvexp.run.labels import task_of
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.plan import Planned, PlannedGroup, Workload, model_shape, seconds_of, slots_bytes, slots_of, workload_of
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
+from kvexp.tasks import Task
 from kvexp.tasks.data import json_rows
 from kvexp.util import ConfigError, Session, active, duration, keys_of, path_of, say
 
@@ -86,6 +88,29 @@ def _bytes(run: Run, model: ModelSpec, tokens: float) -> tuple[int, int]:
         slots_bytes(shape, at, slots_of(at, tokens)),
         slots_bytes(shape, full, slots_of(full, tokens)),
     )
+
+
+def shift(new: str, run: Run, prompts: Collection[str]) -> tuple[float, int, int]:
+    """(p-value of "new prompts are drawn as those of a run are", how many of each).
+
+    new: a file of rows of the run's task, or another task of `kvexp tasks`; prompts: ids of the run's.
+    """
+    task = _settings_of(run.path).task
+    if new in options("task"):
+        other = task_of({"task": dict(option("task", new)), "limit": None})
+    else:
+        other = replace(task, data_files=new, limit=None, sample="first")
+    other.check()
+    each = [_texts(task, set(prompts)), _texts(other, None)]
+    return promise.shift_p_value(*map(promise.text_features, each)), len(each[0]), len(each[1])
+
+
+def _texts(task: Task, ids: Collection[str] | None) -> list[str]:
+    """Bodies of a task's prompts: what an instruction around them says is the task's, and no sign of a shift."""
+    each = list(task.examples())
+    if ids is not None and len(known := [example for example in each if example.id in ids]) == len(ids):
+        each = known
+    return list(dict.fromkeys(example.body for example in each if not example.skipped))
 
 
 # The search.
@@ -251,7 +276,7 @@ class Search:
             arm: range(
                 max(0, brackets[arm.name].fine - BEFORE), min(len(arm.budgets), brackets[arm.name].fine + BEHIND + 1)
             )
-            for arm in arms[: many + 1]
+            for arm in arms[:many]
             if brackets[arm.name].fine >= 0
         }
         if not window:
@@ -312,7 +337,7 @@ class Search:
             (f"{first} methods by {n // 8} prompts", first, n // 8, steps),
             (f"{second} methods by {n // 4} prompts", second, n // 4, 2),
             (f"{third} methods by {n // 2} prompts", third, n // 2, 1),
-            (f"their budgets by {n // 2} prompts", min(third, many + 1) * chain, n // 2, 1),
+            (f"their budgets by {n // 2} prompts", min(third, many) * chain, n // 2, 1),
             (f"{many} methods tested with {n - n // 2} prompts", many * chain, n - n // 2, 1),
         ]
         known: dict[Any, Workload] = {}
@@ -377,6 +402,7 @@ def search(asked: Asked, *, dry_run: bool) -> Recorded | None:
             return None
         found = one.lead.outputs_dir / FOLDER / f"{one.baseline}.json"
         keep_plan(found, {"choosing": one.choosing})
+        session.begun = True
         chains = kept_plan(found).get("chains", {}).get(question_key(asked))
         if chains is None:  # else they are fixed, whatever has been seen since
             chains = one.choose()
