@@ -48,6 +48,7 @@ from kvexp.util import (
 FINALISTS = 3  # methods that get a promise at most, where nothing else is asked for: they share the error
 BEFORE, BEHIND = 2, 1  # budgets tested before and behind the one that seems best
 SEED = 57
+SHARES = (0.9, 0.8, 0.7)  # that a report asks for, the largest that its prompts carry
 SHIFTED = 0.05  # p-value from which on new prompts are said to be others
 WIDTH = 100  # where the console has none
 FOLDER = ".advise"  # under the outputs: which prompts have chosen, and what they chose
@@ -402,6 +403,16 @@ class Recorded:
         """What a search has kept of these prompts; empty without one."""
         return kept_plan(self.place)
 
+    def question(self) -> Asked | None:
+        """The question that was last searched for, else the usual one at a share these prompts carry; None without."""
+        if known := self.plan.get("asked"):
+            return Asked(**known)
+        _, promising = self.halves()
+        usual = Asked()
+        shares = (share for share in SHARES if promise.prompts_needed(share, usual.error) <= len(promising))
+        share = next(shares, None)
+        return None if share is None else Asked(share=share)
+
     def advice(self, asked: Asked) -> Advice:
         """The promises that its rows carry."""
         chains = self.plan.get("chains", {}).get(question_key(asked))
@@ -486,7 +497,8 @@ def _score_losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
 
 def _candidate(folder: Folder, baseline: Folder, losses: Mapping[str, float]) -> Candidate:
     labels = folder.labels
-    words = str(labels.get("setting") or "").split()
+    common = str(baseline.labels.get("setting") or "").split()  # of the task, which all have
+    words = [word for word in str(labels.get("setting") or "").split() if word not in common]
     keys = (*BUDGET_KEYS, "cache.bits=") if labels.get("method") == QUANTISED_FULL else BUDGET_KEYS
     method = " ".join([str(labels.get("method")), *(w for w in words if not w.startswith((*keys, "budget=")))])
     ratio = labels.get("kv_ratio")
@@ -597,7 +609,7 @@ def print_advice(found: Recorded, asked: Asked, console: Console) -> None:
     )
     rows = [_answer_row(advice, at, found, asked) for at in advice.order]
     print_columns(rows, _columns(asked, rows), 2, console)
-    for line in said(advice, found, asked):
+    for line in said(advice, found):
         console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
@@ -639,9 +651,9 @@ def _mean_bytes(baseline: Folder) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
+def said(advice: Advice, found: Recorded) -> list[str]:
     """The lines below the table: the promise, its assumption, what would change it, what was not tried."""
-    lines = []
+    lines, asked = [], advice.asked
     held = [answer for answer in advice.answers if answer is not None]
     error = asked.confidence
     if held:
@@ -676,6 +688,22 @@ def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
         lines.append(f"The same prompts have answered {others} other question(s): the confidence is of each by itself.")
     lines.append(_not_tried(advice))
     return lines
+
+
+def point(candidate: Candidate, advice: Advice, holds: bool) -> dict[str, Any]:
+    """What a figure shows of a candidate, of the promising prompts: bytes in percent, the loss of a share of them.
+
+    bound: of the loss that the share of new prompts stays within, for this candidate by itself; None for too few.
+    """
+    asked = advice.asked
+    losses = np.sort(candidate.of(advice.promising))
+    may = promise.most_beyond(len(losses), asked.share, asked.error)
+    return {
+        **{"hash": candidate.name, "budget": candidate.budget, "bytes": 100 * candidate.bytes_share, "holds": holds},
+        "quantile": float(losses[min(len(losses), math.ceil(asked.share * len(losses))) - 1]),
+        "bound": None if may < 0 else float(losses[len(losses) - 1 - may]),
+        **{"beyond": int((losses > asked.beyond).sum()), "n": len(losses)},
+    }
 
 
 def _shift(new: str, found: Recorded) -> str:

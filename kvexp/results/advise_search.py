@@ -9,6 +9,7 @@ with any rows. Runs share their prefills and answer nothing (divergence=only), b
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from kvexp.results.read import read_runs
 from kvexp.run.batches import settings_at
 from kvexp.run.compose import option, options, with_model_places, with_user_methods
 from kvexp.run.jobs import interruptible, run_jobs, runs_of
-from kvexp.run.labels import task_of
+from kvexp.run.labels import OF_EVICTION, task_of
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.plan import Planned, PlannedGroup, Workload, model_shape, seconds_of, slots_bytes, slots_of, workload_of
 from kvexp.run.settings import Settings
@@ -165,15 +166,15 @@ class Search:
         only = "divergence=false" if asked.loss == "score_loss" else "divergence=only"
         self.common = [*words, *_words_of_data(asked, words), only]
         self.arms = [Arm.of(name, asked.budgets or BUDGETS) for name in asked.methods or METHODS]
-        self.refused: dict[str, str] = {}
+        self.failed: dict[tuple[str, int], str] = {}
         self.known: dict[tuple[str, int], Settings] = {}
         known = [found for arm in self.arms if (found := self._checked(arm)) is not None]
         if not known:
-            raise ConfigError(f"none of the methods can be tried: {next(iter(self.refused.values()))}")
+            raise ConfigError(f"none of the methods can be tried: {next(iter(self.failed.values()))}")
         self.lead = known[0]
-        self.arms = [arm for arm in self.arms if arm.name not in self.refused]
+        self.arms = [arm for arm in self.arms if (arm.name, 0) not in self.failed]
         self.examples = [example.id for example in self.lead.task.examples()]
-        self.hashes: dict[tuple[str, int], str] = {}
+        self.hashes: dict[tuple[str, int], str] = {}  # of runs that there may be
         self.baseline = run_hash(self.lead.baseline().identity)
 
     def _checked(self, arm: Arm) -> Settings | None:
@@ -183,7 +184,7 @@ class Search:
         except ConfigError as error:
             if self.asked.methods:
                 raise
-            self.refused[arm.name] = str(error)
+            self.failed[arm.name, 0] = str(error)
             return None
 
     @property
@@ -211,34 +212,33 @@ class Search:
             (self.known[arm.name, at],) = runs_of(job_of(self.words(arm, at)), self.session)
         return self.known[arm.name, at]
 
+    def name(self, arm: Arm, at: int) -> str:
+        """The hash of a run, by which chains name it."""
+        return run_hash(self.settings(arm, at).identity)
+
     def run(self, wanted: Collection[tuple[Arm, int]], shard: str) -> None:
-        """Make what these runs lack of a part of the prompts; an arm that cannot be run is refused from then on."""
-        jobs = {
-            (arm.name, at): job_of([*self.words(arm, at), f"shard={shard}"])
-            for arm, at in wanted
-            if arm.name not in self.refused
-        }
-        arms = {arm.name: arm for arm, _ in wanted}
-        before = len(self.session.failures)
+        """Make what these runs lack of a part of the prompts; one that fails is not tried again."""
+        keys = {(arm.name, at): arm for arm, at in wanted if (arm.name, at) not in self.failed}
+        jobs = {key: job_of([*self.words(arm, key[1]), f"shard={shard}"]) for key, arm in keys.items()}
         # The full cache first: its answers, which the others are forced along, are then rows with lengths and bytes.
-        full = job_of([*self.common[:-1], "method=full", "divergence=false", f"shard={shard}"])
+        plain = [word for word in self.common[:-1] if not word.startswith(OF_EVICTION)]
+        full = job_of([*plain, "method=full", "divergence=false", f"shard={shard}"])
+        before = len(self.session.failures)
         run_jobs([full, *jobs.values()], self.session)
         why = {failure.job: failure.why for failure in self.session.failures[before:]}
-        for (name, at), job in jobs.items():
+        for key, job in jobs.items():
             if job.name in why:
-                self.refused[name] = why[job.name]
+                self.failed[key] = why[job.name]
             else:
-                self.hashes[name, at] = run_hash(self.settings(arms[name], at).identity)
+                self.hashes[key] = self.name(keys[key], key[1])
 
     def found(self) -> Recorded:
         """The runs so far."""
         runs = read_runs(self.lead.outputs_dir, {"hash": [*self.hashes.values(), self.baseline]})
         each = [one for one in recorded(runs, self.asked.loss) if one.baseline.run.hash == self.baseline]
         if not each:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
-            raise ConfigError(
-                f"none of the methods could be run on these prompts: {reasons or 'no answer has two tokens'}"
-            )
+            reason = next(iter(self.failed.values()), "no answer has two tokens")
+            raise ConfigError(f"none of the methods could be run on these prompts: {reason}")
         return each[0]
 
     def candidates(self) -> dict[tuple[str, int], Candidate]:
@@ -258,32 +258,28 @@ class Search:
         many, arms = self.asked.many(len(self.promising)), list(self.arms)
         brackets = {arm.name: Bracket(-1, len(arm.budgets)) for arm in arms}
         for rung, parts in enumerate(RUNGS):
-            say(f"choosing by {len(self.examples) * parts // PARTS} prompts: {', '.join(arm.name for arm in arms)}")
+            count = len(self.examples) * parts // PARTS
+            say(f"choosing by {count} prompts: {', '.join(arm.name for arm in arms)}", flush=True)
             if rung:  # more prompts: what seemed fine may not be, and what did not will not
                 brackets = {arm.name: Bracket(-1, brackets[arm.name].fine + 1) for arm in arms}
             while wanted := _next(arms, brackets, latest=rung > 0):
                 self.run(wanted, f"0/{PARTS // parts}")
                 losses = self.candidates()
                 for arm, at in wanted:
-                    if (arm.name, at) in losses:
-                        brackets[arm.name].learn(
-                            at, self.is_fine(losses[arm.name, at], len(self.examples) * parts // PARTS)
-                        )
-                arms = [arm for arm in arms if arm.name not in self.refused]
-            left = len(arms) if parts == RUNGS[-1] else max(many + 1, math.ceil(len(arms) / 2))
-            arms = self._best(arms, brackets)[:left]
-        window = {
-            arm: range(
-                max(0, brackets[arm.name].fine - BEFORE), min(len(arm.budgets), brackets[arm.name].fine + BEHIND + 1)
-            )
-            for arm in arms[:many]
-            if brackets[arm.name].fine >= 0
-        }
+                    found = losses.get((arm.name, at))  # none of a run that failed, or whose answers have no loss
+                    brackets[arm.name].learn(at, found is not None and self.is_fine(found, count))
+            arms = self._best(arms, brackets)
+            if parts < RUNGS[-1]:
+                arms = arms[: max(many + 1, math.ceil(len(arms) / 2))]
+        window = []
+        for arm in arms[:many]:
+            if (fine := brackets[arm.name].fine) >= 0:
+                window += [(arm, at) for at in range(fine - BEFORE, fine + BEHIND + 1) if 0 <= at < len(arm.budgets)]
         if not window:
             return []
-        self.run([(arm, at) for arm, places in window.items() for at in places], f"0/{PARTS // RUNGS[-1]}")
+        self.run(window, f"0/{PARTS // RUNGS[-1]}")
         losses = self.candidates()
-        whole = [losses[arm.name, at] for arm, places in window.items() for at in places if (arm.name, at) in losses]
+        whole = [losses[arm.name, at] for arm, at in window if (arm.name, at) in losses]
         chains = chosen(whole, self.choosing, len(self.promising), self.asked)
         return [[each.name for each in chain] for chain in chains]
 
@@ -299,9 +295,10 @@ class Search:
 
     def test(self, chains: Sequence[Sequence[str]]) -> None:
         """Run the promising half, part by part, as long as a chain has a budget that may still hold."""
-        places = {
-            run_hash(self.settings(arm, at).identity): (arm, at) for arm in self.arms for at in range(len(arm.budgets))
-        }
+        places = {self.name(arm, at): (arm, at) for arm in self.arms for at in range(len(arm.budgets))}
+        self.hashes |= {
+            (arm.name, at): name for name, (arm, at) in places.items()
+        }  # also what a command before has run
         left = [[places[name] for name in chain if name in places] for chain in chains]
         most = promise.most_beyond(len(self.promising), self.asked.share, self.asked.error)
         for part in range(PARTS // 2, PARTS):
@@ -312,18 +309,15 @@ class Search:
             say(f"testing {len(wanted)} budgets with prompts {next(ends) + 1} to {next(ends)}")
             self.run(wanted, f"{part}/{PARTS}")
             losses = self.candidates()
-            beyond = {
-                key: most + 1 if (one := losses.get((key[0].name, key[1]))) is None else self._beyond(one)
-                for key in wanted
-            }
+            lost = {key for key in wanted if self._beyond(losses.get((key[0].name, key[1]))) > most}
             # Behind the first that cannot hold any more nothing is tested.
-            left = [
-                chain[: next((i for i, key in enumerate(chain) if beyond[key] > most), len(chain))] for chain in left
-            ]
+            left = [list(itertools.takewhile(lambda key, lost=lost: key not in lost, chain)) for chain in left]
 
-    def _beyond(self, candidate: Candidate) -> int:
-        """How many promising prompts are beyond the limit so far."""
-        return int((candidate.of(self.promising) > self.asked.beyond).sum())
+    def _beyond(self, candidate: Candidate | None) -> int:
+        """How many promising prompts are beyond the limit so far; all of them of a run that failed."""
+        return (
+            len(self.promising) if candidate is None else int((candidate.of(self.promising) > self.asked.beyond).sum())
+        )
 
     def seconds(self) -> list[tuple[str, float | None]]:
         """(stage, seconds) of the whole search at most, but for rows that are there: by the plan of `kvexp run`."""
@@ -401,13 +395,14 @@ def search(asked: Asked, *, dry_run: bool) -> Recorded | None:
                 say(f"  {name}: {'not known' if seconds is None else duration(seconds)}")
             return None
         found = one.lead.outputs_dir / FOLDER / f"{one.baseline}.json"
-        keep_plan(found, {"choosing": one.choosing})
+        question = {name: getattr(asked, name) for name in ("loss", "limit", "share", "confidence", "finalists")}
+        keep_plan(found, {"choosing": one.choosing, "asked": question})
         session.begun = True
         chains = kept_plan(found).get("chains", {}).get(question_key(asked))
         if chains is None:  # else they are fixed, whatever has been seen since
             chains = one.choose()
             keep_plan(found, {"chains": {question_key(asked): chains}})
         one.test(chains)
-        for name, why in one.refused.items():
-            say(f"not tried: {name}: {why}")
+        for (name, at), why in one.failed.items():
+            say(f"not tried: {name}, budget {at + 1}: {why}")
         return one.found()

@@ -36,6 +36,7 @@ from typing import Any
 import pandas as pd
 
 import kvexp
+from kvexp.results.advise import LOSSES, by_method, point, recorded, said
 from kvexp.results.divergence import KL_INTERVAL, per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
@@ -279,6 +280,38 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
     return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
 
 
+def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
+    """A panel for each model and task whose prompts carry a promise: the loss of a share of them, by bytes."""
+    shown = {folder.run.hash for folder in source.shown}
+    found = []
+    for one in recorded(source.runs, "kl"):
+        asked = one.question()
+        if asked is None or not shown & one.folders.keys():
+            continue
+        advice = one.advice(asked)
+        answers = {answer.candidate.name for answer in advice.answers if answer is not None}
+        lines = [
+            {
+                "method": method,
+                "points": [
+                    point(each, advice, each.name in answers) for each in some if len(each.of(advice.promising))
+                ],
+                **look(method.partition(" ")[0], "-"),
+            }
+            for method, some in by_method(advice.candidates).items()
+        ]
+        head = LOSSES[asked.loss].head
+        part = {
+            "title": one.title,
+            "head": head,
+            "share": asked.share,
+            "limit": asked.beyond,
+            "said": said(advice, one),
+        }
+        found.append({**part, "lines": lines})
+    return found or None
+
+
 MOST = 4  # examples of a run
 TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at once
 
@@ -479,6 +512,14 @@ SECTIONS = (
         "the same text; lower is better. Bars are 95 % intervals over examples. Black: epsilon, within which a run "
         "counts as equivalent; grey: known changes of the same model (docs/divergence.md).",
         divergence_data,
+    ),
+    Section(
+        "advise",
+        "Which budget is safe",
+        "The loss that a share of the prompts stays within, against bytes; the bar reaches to what new prompts of the "
+        "same kind stay within by a distribution-free bound, of each point by itself. Black: the limit. Full points: "
+        "the cheapest budgets whose promise holds, all together (docs/advise.md).",
+        advise_data,
     ),
     Section(
         "life",
