@@ -347,16 +347,23 @@ def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, ask
     hold: the chance is that of n further prompts by the rate seen, with Jeffreys' prior. Its chain has the budgets
     around that one, from the dearest.
     """
-    many = asked.many(n)
-    may = promise.most_beyond(n, asked.share, asked.error / many)
     ranked = []
     for each in by_method(candidates).values():
-        hopes = np.minimum.accumulate([_chance(one.of(choosing), n, may, asked) for one in each])
-        saved = np.array([1 - one.bytes_share for one in each]) * hopes
-        best = int(saved.argmax())
-        ranked.append((float(saved[best]), each[max(0, best - BEFORE) : best + BEHIND + 1]))
+        saved, best = hope(each, choosing, n, asked)
+        ranked.append((saved, each[max(0, best - BEFORE) : best + BEHIND + 1]))
     ranked.sort(key=lambda one: -one[0])
-    return [chain for _, chain in ranked[:many]]
+    return [chain for _, chain in ranked[: asked.many(n)]]
+
+
+def hope(budgets: Sequence[Candidate], choosing: Sequence[str], n: int, asked: Asked) -> tuple[float, int]:
+    """(share of the bytes that a method is likely to save with a promise, place of the budget that does).
+
+    budgets: of one method, from the dearest.
+    """
+    may = promise.most_beyond(n, asked.share, asked.error / asked.many(n))
+    chances = np.minimum.accumulate([_chance(each.of(choosing), n, may, asked) for each in budgets])
+    saved = np.array([1 - each.bytes_share for each in budgets]) * chances
+    return float(saved.max()), int(saved.argmax())
 
 
 def _chance(losses: Floats, n: int, may: int, asked: Asked) -> float:
@@ -691,16 +698,17 @@ def said(advice: Advice, found: Recorded) -> list[str]:
 
 
 def point(candidate: Candidate, advice: Advice, holds: bool) -> dict[str, Any]:
-    """What a figure shows of a candidate, of the promising prompts: bytes in percent, the loss of a share of them.
+    """What a figure shows of a candidate: bytes in percent, and the loss of a share of all of its prompts.
 
-    bound: of the loss that the share of new prompts stays within, for this candidate by itself; None for too few.
+    bound: of the loss that the share of new prompts stays within, by the n promising prompts, for this candidate by
+    itself; None where they are too few.
     """
     asked = advice.asked
-    losses = np.sort(candidate.of(advice.promising))
+    everything, losses = (np.sort(candidate.of(some)) for some in (list(candidate.losses), advice.promising))
     may = promise.most_beyond(len(losses), asked.share, asked.error)
     return {
         **{"hash": candidate.name, "budget": candidate.budget, "bytes": 100 * candidate.bytes_share, "holds": holds},
-        "quantile": float(losses[min(len(losses), math.ceil(asked.share * len(losses))) - 1]),
+        "quantile": float(everything[max(0, math.ceil(asked.share * len(everything)) - 1)]),
         "bound": None if may < 0 else float(losses[len(losses) - 1 - may]),
         **{"beyond": int((losses > asked.beyond).sum()), "n": len(losses)},
     }

@@ -26,6 +26,7 @@ from kvexp.results.advise import (
     Candidate,
     Recorded,
     chosen,
+    hope,
     keep_plan,
     kept_plan,
     question_key,
@@ -102,8 +103,9 @@ def shift(new: str, run: Run, prompts: Collection[str]) -> tuple[float, int, int
     else:
         other = replace(task, data_files=new, limit=None, sample="first")
     other.check()
-    each = [_texts(task, set(prompts)), _texts(other, None)]
-    return promise.shift_p_value(*map(promise.text_features, each)), len(each[0]), len(each[1])
+    known, others = _texts(task, set(prompts)), _texts(other, None)
+    p = promise.shift_p_value(promise.text_features(known), promise.text_features(others))
+    return p, len(known), len(others)
 
 
 def _texts(task: Task, ids: Collection[str] | None) -> list[str]:
@@ -268,7 +270,7 @@ class Search:
                 for arm, at in wanted:
                     found = losses.get((arm.name, at))  # none of a run that failed, or whose answers have no loss
                     brackets[arm.name].learn(at, found is not None and self.is_fine(found, count))
-            arms = self._best(arms, brackets)
+            arms = self._best(arms, count)
             if parts < RUNGS[-1]:
                 arms = arms[: max(many + 1, math.ceil(len(arms) / 2))]
         window = []
@@ -283,15 +285,15 @@ class Search:
         chains = chosen(whole, self.choosing, len(self.promising), self.asked)
         return [[each.name for each in chain] for chain in chains]
 
-    def _best(self, arms: Sequence[Arm], brackets: Mapping[str, Bracket]) -> list[Arm]:
-        """Arms by the bytes that their cheapest fine budget saves, most first."""
-        losses = self.candidates()
-
-        def kept(arm: Arm) -> float:
-            found = losses.get((arm.name, brackets[arm.name].fine))
-            return found.bytes_share if found is not None else 2.0
-
-        return sorted(arms, key=kept)
+    def _best(self, arms: Sequence[Arm], count: int) -> list[Arm]:
+        """Arms by the bytes that they are likely to save with a promise, by the first prompts; most first."""
+        tried: dict[str, list[Candidate]] = {arm.name: [] for arm in arms}
+        for (name, _), candidate in sorted(self.candidates().items(), key=lambda item: item[0][1]):
+            if name in tried:
+                tried[name].append(candidate)
+        first, n = self.examples[:count], len(self.promising)
+        saved = {name: hope(each, first, n, self.asked)[0] if each else -math.inf for name, each in tried.items()}
+        return sorted(arms, key=lambda arm: -saved[arm.name])
 
     def test(self, chains: Sequence[Sequence[str]]) -> None:
         """Run the promising half, part by part, as long as a chain has a budget that may still hold."""
@@ -311,7 +313,7 @@ class Search:
             losses = self.candidates()
             lost = {key for key in wanted if self._beyond(losses.get((key[0].name, key[1]))) > most}
             # Behind the first that cannot hold any more nothing is tested.
-            left = [list(itertools.takewhile(lambda key, lost=lost: key not in lost, chain)) for chain in left]
+            left = [list(itertools.takewhile(lambda key: key not in lost, chain)) for chain in left]  # noqa: B023
 
     def _beyond(self, candidate: Candidate | None) -> int:
         """How many promising prompts are beyond the limit so far; all of them of a run that failed."""

@@ -36,7 +36,7 @@ from typing import Any
 import pandas as pd
 
 import kvexp
-from kvexp.results.advise import LOSSES, by_method, point, recorded, said
+from kvexp.results.advise import FOLDER, LOSSES, Advice, Recorded, by_method, point, recorded, said
 from kvexp.results.divergence import KL_INTERVAL, per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
@@ -284,32 +284,24 @@ def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
     """A panel for each model and task whose prompts carry a promise: the loss of a share of them, by bytes."""
     shown = {folder.run.hash for folder in source.shown}
     found = []
-    for one in recorded(source.runs, "kl"):
-        asked = one.question()
-        if asked is None or not shown & one.folders.keys():
-            continue
-        advice = one.advice(asked)
-        answers = {answer.candidate.name for answer in advice.answers if answer is not None}
-        lines = [
-            {
-                "method": method,
-                "points": [
-                    point(each, advice, each.name in answers) for each in some if len(each.of(advice.promising))
-                ],
-                **look(method.partition(" ")[0], "-"),
-            }
-            for method, some in by_method(advice.candidates).items()
-        ]
-        head = LOSSES[asked.loss].head
-        part = {
-            "title": one.title,
-            "head": head,
-            "share": asked.share,
-            "limit": asked.beyond,
-            "said": said(advice, one),
-        }
-        found.append({**part, "lines": lines})
+    for loss in LOSSES if (source.runs.outputs / FOLDER).is_dir() else ("kl",):  # others than KL are asked for
+        for one in recorded(source.runs, loss):
+            asked = one.question()
+            if asked is not None and asked.loss == loss and shown & one.folders.keys():
+                found.append(_safe_budgets(one, one.advice(asked)))
     return found or None
+
+
+def _safe_budgets(one: Recorded, advice: Advice) -> dict[str, Any]:
+    """A panel: its limit and lines, and what `kvexp advise` says of them."""
+    answers = {answer.candidate.name for answer in advice.answers if answer is not None}
+    lines = []
+    for method, some in by_method(advice.candidates).items():
+        points = [point(each, advice, each.name in answers) for each in some]
+        lines.append({"method": method, "points": points, **look(method.partition(" ")[0], "-")})
+    asked = advice.asked
+    named = {"title": one.title, "head": LOSSES[asked.loss].head, "share": asked.share, "limit": asked.beyond}
+    return {**named, "said": said(advice, one), "lines": lines}
 
 
 MOST = 4  # examples of a run

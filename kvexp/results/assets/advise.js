@@ -10,8 +10,8 @@ kvexp.section("advise", (root, data) => {
     const said = (p) => [
       `<b>${plain(`${line.method} ${p.budget}`)}</b>`,
       `${plain(part.head)} of ${part.share} of the prompts: ${p.quantile.toPrecision(3)}`,
-      missing(p.bound) ? "too few prompts for a bound" : `of new ones at most ${p.bound.toPrecision(3)}`,
-      `${p.beyond} of ${p.n} beyond the limit${p.holds ? "; the promise holds" : ""}`,
+      missing(p.bound) ? "no bound: too few prompts" : `of new ones at most ${p.bound.toPrecision(3)}`,
+      p.n ? `${p.beyond} of ${p.n} beyond the limit${p.holds ? "; the promise holds" : ""}` : "not tested",
     ].join("<br>");
     return {
       type: "scatter", mode: "lines+markers", showlegend: false, hoverinfo: "text", text: line.points.map(said), cliponaxis: false,
