@@ -49,7 +49,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing torch $(TORCH)'
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt)'
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,scale,search]'
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,benchmarks,scale,search]'
 	@$(BIN)/kvexp fetch || echo 'no weights were fetched: kvexp fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import gc
+import json
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -244,14 +244,26 @@ class Bandwidth:
         return statistics.median(taken)
 
 
+# A process of its own starts the command: what a child is said to have held begins with what its parent holds.
+_START = (
+    "import json, resource, subprocess, sys; code = subprocess.run([sys.executable, *sys.argv[1:]]).returncode; "
+    "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+    "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024])); sys.exit(code)"
+)
+
+
 def run_command(arguments: Sequence[str]) -> Sample:
-    """Run `python ARGUMENTS` in the repository; RuntimeError with what it said if it fails."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    """Run `python ARGUMENTS` in the repository: seconds, and the bytes it held at most.
+
+    RuntimeError with what it said if it fails.
+    """
+    start = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", _START, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    wall = time.perf_counter() - start
     if done.returncode:
         said = (done.stdout + done.stderr)[-2000:]
         raise RuntimeError(f"python {' '.join(arguments)} ended with {done.returncode}:\n{said}")
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall_s": wall, "cpu_s": cpu}
+    cpu, peak_bytes = json.loads(done.stdout.splitlines()[-1])
+    return {"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak_bytes}

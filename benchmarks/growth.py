@@ -1,4 +1,5 @@
-"""How cost grows: seconds and bytes against the prompt's length, variants of a sweep, examples of a batch, and layers.
+"""How cost grows: seconds and bytes against the prompt's length, variants of a sweep, examples of a batch, and layers;
+and seconds of kvexp's commands against the runs of an outputs folder.
 
     python -m benchmarks.growth
     python -m benchmarks.growth --figure growth.png      # draws what is there, measures what is not
@@ -7,6 +8,9 @@ One axis is moved at a time from a prompt of 1,024 tokens, one variant (h2o at a
 the model; further variants are other methods at a fifth that share the prompt's prefill, further examples other prompts
 that are prefilled one by one and decoded together. Each point is the prefill and `--new` decode steps. The exponent
 between two neighbouring points is the slope on log-log axes: at 1 the cost doubles with the axis, at 0 it stays.
+
+The axis `runs` has no model: folders of runs with 100 rows each, written as `kvexp run` writes them but with made-up
+scores. Measured are whole commands on them: a table, the report, the plan of the sweep, and the finished sweep again.
 """
 
 from __future__ import annotations
@@ -17,14 +21,15 @@ import itertools
 import math
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.clock import Sample, busy, in_turns, peak, ratio, settle
+from benchmarks.clock import Sample, busy, in_turns, peak, ratio, run_command, settle
 from benchmarks.command import Command, Line, error_of, shape_of
 from benchmarks.shapes import Shape, ours, stock, text_ids
 from benchmarks.store import Cell
@@ -36,10 +41,21 @@ AXES: dict[str, tuple[int, ...]] = {
     "variants": (1, 2, 5, 10, 20, 40),
     "examples": (1, 2, 4, 8, 16),
     "layers": (4, 8, 15, 30),
+    "runs": (10, 100, 1000),
 }
-TINY: dict[str, tuple[int, ...]] = {"prompt": (16, 32), "variants": (1, 3), "examples": (1, 2), "layers": (1, 2)}
+TINY: dict[str, tuple[int, ...]] = {
+    **{"prompt": (16, 32), "variants": (1, 3), "examples": (1, 2), "layers": (1, 2)},
+    "runs": (2, 4),
+}
 QUANTITIES = {"prefill_s": "seconds of the prefill", "step_s": "seconds of a decode step", "kv_bytes": "KV bytes held",
               "peak_bytes": "peak bytes above the weights"}  # fmt: skip
+SWEEP = ("model=testbed_gqa", "task=testbed_summary", "method=h2o", "limit=100", "divergence=false")
+COMMANDS = {  # name -> (what it is called, its words; None: the sweep's own, with these behind)
+    "results": ("kvexp results", ("results",)),
+    "report": ("kvexp report", ("report",)),
+    "plan": ("the sweep with --dry-run", None),
+    "again": ("the finished sweep again", None),
+}
 BEND = 0.3  # a change of exponent that is called a bend
 
 
@@ -121,6 +137,84 @@ def measure(options: Any, axis: str) -> list[dict[str, Any]]:
     return [{"variant": name, "samples": taken} for name, taken in samples.items()]
 
 
+def ratios(count: int) -> list[str]:
+    """Budgets of that many runs."""
+    return [f"{(place + 1) / (count + 1):.4f}" for place in range(count)]
+
+
+def write_runs(folder: Path, count: int) -> None:
+    """Runs of h2o at that many budgets, and the full cache's, as `kvexp run` leaves them; scores are made up."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from kvexp.run.batches import opened
+    from kvexp.run.guard import guard
+    from kvexp.run.jobs import HydraJob, runs_of
+    from kvexp.util import CONF, Session, active
+
+    guard()
+    session, wanted = Session(typed_keys={"kv_ratio"}), []
+    with active(session), initialize_config_dir(str(CONF), version_base="1.3"):
+        for place, ratio in enumerate(ratios(count)):
+            words = [*SWEEP, f"outputs_dir={folder}", f"kv_ratio={ratio}"]
+            config = compose("config", words, return_hydra_config=True)
+            choices = {
+                str(group): str(name) for group, name in config.hydra.runtime.choices.items() if name is not None
+            }
+            plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            wanted += runs_of(HydraJob(plain, words, choices, place), session)
+    examples = list(wanted[0].task.examples())
+    for place, (_, run) in enumerate(opened([wanted[0].baseline(), *wanted])):
+        receipt = {"slots": 50.0, "kv_bytes": 1000, "peak_kv_bytes": 2000, "first_eviction_step": 0 if place else None}
+        row = {"prompt_tokens": 100, "new_tokens": 11, "prompt_cut": False, "skipped": None, "receipt": receipt}
+        row |= {"output": "an answer", "reference": "the answer", "seconds": {"ttft": 0.5, "tt2t": 0.6, "tpot": 0.05}}
+        scores = {"rouge1": 40.0 - 10 * place / count, "rougeL": 30.0}
+        run.append(*({**row, "example": e.id, "index": i, "metrics": scores} for i, e in enumerate(examples)))
+        run.finish(len(examples))
+
+
+def measure_runs(options: Any) -> list[dict[str, Any]]:
+    """Every command on every folder, in turns; the sweep itself once before, so that it is known as finished."""
+    places = (TINY if options.tiny else AXES)["runs"]
+    with tempfile.TemporaryDirectory() as parent:
+        tasks: dict[str, Callable[[], Sample]] = {}
+        for count in places:
+            folder = Path(parent) / str(count)
+            write_runs(folder, count)
+            sweep = ["run.py", "-m", *SWEEP, f"outputs_dir={folder}", f"kv_ratio={','.join(ratios(count))}"]
+            time.sleep(3)  # files as young as a command are never taken for settled
+            run_command(sweep)
+            for name, (_, words) in COMMANDS.items():
+                line = (
+                    [*sweep, *["--dry-run"] * (name == "plan")]
+                    if words is None
+                    else ["-m", "kvexp", *words, str(folder)]
+                )
+                tasks[f"{count} {name}"] = functools.partial(run_command, line)
+        samples = in_turns(tasks, options.repeats, warm=0)
+    rows = []
+    for count in places:
+        each = zip(*(samples[f"{count} {name}"] for name in COMMANDS), strict=True)
+        rows.append({
+            "variant": str(count),
+            "samples": [
+                {key: sum(sample[key] for sample in turn) for key in ("wall_s", "cpu_s")}
+                | {f"{name}_s": sample["wall_s"] for name, sample in zip(COMMANDS, turn, strict=True)}
+                | {f"{name}_bytes": sample["peak_bytes"] for name, sample in zip(COMMANDS, turn, strict=True)}
+                for turn in each
+            ],
+        })  # fmt: skip
+    return rows
+
+
+def quantities(axis: str) -> dict[str, str]:
+    """Quantity -> its name, of what is measured along an axis."""
+    if axis != "runs":
+        return QUANTITIES
+    seconds = {f"{name}_s": f"seconds of {words}" for name, (words, _) in COMMANDS.items()}
+    return seconds | {f"{name}_bytes": f"peak bytes of {words}" for name, (words, _) in COMMANDS.items()}
+
+
 def exponents(places: Sequence[float], values: Sequence[float]) -> list[float]:
     """Slopes between neighbours on log-log axes."""
     return [
@@ -148,6 +242,8 @@ def medians(cell: Cell, quantity: str) -> tuple[list[float], list[float]]:
 
 
 def title(key: Cell) -> str:
+    if key["axis"] == "runs":
+        return "cost of commands against the runs of a folder, 100 rows each"
     return f"{key['shape']}, cost against {key['axis']}, {key['new']} new tokens"
 
 
@@ -158,7 +254,7 @@ def lines(cell: Cell) -> list[Line]:
     if len(rows) < 2:
         return found
     first, last = rows[0], rows[-1]
-    for quantity, words in QUANTITIES.items():
+    for quantity, words in quantities(cell["key"]["axis"]).items():
         places, values = medians(cell, quantity)
         slopes = exponents(places, values)
         bent = ", ".join(f"{place:g}" for place in bends(places, slopes))
@@ -219,9 +315,14 @@ def main(arguments: list[str] | None = None) -> int:
     for axis in options.axes:
         with torch.no_grad():
             key = {"axis": axis, "new": options.new}
-            cells.append(command.cell(key, functools.partial(measure, options, axis), title, lines))
+            task = (
+                functools.partial(measure_runs, options)
+                if axis == "runs"
+                else functools.partial(measure, options, axis)
+            )
+            cells.append(command.cell(key, task, title, lines))
     if options.figure:
-        draw(cells, options.figure)
+        draw([cell for cell in cells if cell["key"]["axis"] != "runs"], options.figure)
         print(f"drawn: {options.figure}")
     return 0
 

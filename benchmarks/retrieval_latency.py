@@ -19,7 +19,7 @@ import torch
 
 from kvexp.hf import pack_linear, random_model
 from kvexp.hf.cache import measure_layer_time
-from kvexp.hf.patch import head_dim, num_kv_heads
+from kvexp.hf.traits import head_dim, num_kv_heads
 from kvexp.retrieval.index import clustering_seconds
 from kvexp.retrieval.offload import OffloadConfig, OffloadedKV
 from kvexp.util import watch_pipes

@@ -23,7 +23,7 @@ from experiments.lib.long_texts import add_options, read
 from experiments.lib.tables import markdown
 from kvexp.core import Budget
 from kvexp.generate import GenerationParams, generate
-from kvexp.hf.patch import head_dim
+from kvexp.hf.traits import head_dim
 from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, RetrievalQuery, Selection, reduce_group

@@ -22,7 +22,7 @@ from experiments.lib.tables import markdown
 from kvexp.core import Budget, Method
 from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.hf import load_model, load_tokenizer, pack_linear
-from kvexp.hf.patch import max_positions
+from kvexp.hf.traits import max_positions
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.results.plots import DASHES, color_of, marker_of
 from kvexp.util import ConfigError, tells_errors, watch_pipes

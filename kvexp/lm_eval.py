@@ -41,8 +41,8 @@ from kvexp.generate.loglikelihood import score_step
 from kvexp.hf import RowMaskCache
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.hf.patch import check_positions, max_positions, num_layers
 from kvexp.hf.second_pass import check_second_pass
+from kvexp.hf.traits import check_positions, max_positions, num_layers
 from kvexp.methods import A2SF, H2O, Full, Ideal, KeyAttention, Keyformer, KeyformerA2SF, Window
 from kvexp.tasks.lm_eval import Protocol
 from kvexp.util import ConfigError

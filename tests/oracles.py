@@ -173,6 +173,45 @@ def snapkv(past: Past) -> set[int]:
     return top(past, lambda p: pooled[p], recent=3)  # the 2 observers and the token to come
 
 
+def openvino(past: Past, block: int, start: int, recent: int, window: int, norm: bool, crush: int = 0) -> set[int]:
+    """Blocks of tokens, by attention pooled over 7 tokens ahead, once the first answer token was read.
+
+    crush: KVCrush's blocks, with the anchor 0, 1, 0, 1, …; its ties are by place.
+    """
+    held, size = sorted(past.held), past.budget // block * block
+    if past.newest < past.prompt or len(held) < size + block:
+        return set(held)
+    score = dict.fromkeys(held, 0.0)
+    for queries in (range(past.prompt - window, past.prompt), *([q] for q in range(past.prompt, past.newest + 1))):
+        seen = sorted(past.heads[0][queries[-1]])
+        sums = [sum(head[q].get(p, 0.0) for head in past.heads for q in queries) for p in seen]
+        for place, p in enumerate(seen):
+            if p in score:
+                score[p] += max(sums[place : place + 7])
+    life = {p: min(past.newest - p + 1, window + past.newest - past.prompt + 1) if norm else 1 for p in held}
+    full = len(held) // block
+    blocks = [held[block * i : block * i + block] for i in range(start // block, full - recent // block)]
+    order = sorted(range(len(blocks)), key=lambda i: (sum(score[p] / life[p] for p in blocks[i]), i))
+    gone = sorted(order[: len(blocks) - (size - start - recent) // block])
+    if 0 < crush < len(gone):
+        tokens = [p for each in blocks for p in each]
+        upper = set(sorted(tokens, key=lambda p: -score[p])[: len(tokens) // 2])
+        far = [sum((p in upper) != (i % 2 == 1) for i, p in enumerate(each)) for each in blocks]
+        ranked = sorted(gone, key=lambda i: far[i])
+        gone = [i for i in gone if i not in ranked[:: len(gone) // crush][:crush]]
+    elif crush and crush == len(gone):
+        gone = []
+    return set(held) - {p for i in gone for p in blocks[i]}
+
+
+def openvino_norm(past: Past) -> set[int]:
+    return openvino(past, block=1, start=1, recent=1, window=3, norm=True)
+
+
+def openvino_crush(past: Past) -> set[int]:
+    return openvino(past, block=1, start=1, recent=2, window=4, norm=False, crush=1)
+
+
 def knorm(past: Past) -> set[int]:
     return top(past, lambda p: -past.norms[p])
 

@@ -20,14 +20,29 @@ CONFIGURED = {"hydra", "omegaconf", "yaml"}
 LAYERS: dict[str, tuple[str, set[str]]] = {
     "util": ("", {"huggingface_hub", "platformdirs", "rich"}),
     "core": ("util", {"torch", "triton"}),  # triton: in ON_DEMAND alone
-    "methods": ("util core", {"torch"}),
+    "methods": ("util core", {"torch", "numpy"}),  # numpy: C++'s generator, which draws OpenVINO's anchors
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
         "util core retrieval.method retrieval.layer",
-        {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft", "jinja2"},
+        {
+            "torch",
+            "transformers",
+            "tokenizers",
+            "numpy",
+            "safetensors",
+            "gguf",
+            "huggingface_hub",
+            "filelock",
+            "tqdm",
+            "peft",
+            "jinja2",
+        },
     ),
     "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
-    "tasks": ("util", {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"}),
+    "tasks": (
+        "util",
+        {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba", "math_verify"},
+    ),
     "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
     "run": (
         "util core methods retrieval hf generate tasks lm_eval",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 from kvexp.core.quantized import SlotBytes
-from kvexp.hf.patch import head_dim
+from kvexp.hf.traits import head_dim
 from kvexp.run.build import CACHE_KEYS, keys_named, quantization_of
 from kvexp.run.compose import hydra_errors_shown, split_model_words
 from kvexp.run.jobs import composed_model

@@ -46,7 +46,8 @@ from kvexp.generate.kl import compare
 from kvexp.generate.prefill import new_cache
 from kvexp.hf import MultiMethodCache
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer, texts_of
-from kvexp.hf.patch import num_layers, output_factors
+from kvexp.hf.patch import output_factors
+from kvexp.hf.traits import num_layers
 from kvexp.results import stats
 from kvexp.results.read import question_of, titled
 from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_columns

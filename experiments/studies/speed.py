@@ -42,7 +42,7 @@ from kvexp.generate import (
 )
 from kvexp.hf.cpu_linear import MAX_MEMORY_SHARE
 from kvexp.hf.load import ModelSize
-from kvexp.hf.patch import max_positions
+from kvexp.hf.traits import max_positions
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, Window
 from kvexp.run.batches import MAX_DECODE_ROWS, MIN_UTILISATION
 from kvexp.run.main import main as run_command

@@ -133,7 +133,13 @@ class Compacting(EvictionBackend):
     """
 
     def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
-        compact(slots, ranked, allowed, 0)
+        if ranked.kept is None:
+            compact(slots, ranked, allowed, 0)
+        elif not torch.equal(ranked.kept, slots.valid()):
+            # Dead slots in front, so that every row's slots and the tokens to come lie one behind the other.
+            order = ranked.positions.masked_fill(~ranked.kept, -1).argsort(dim=-1, stable=True)
+            index = order[..., slots.length - int(ranked.kept.sum(-1).max()) :]
+            slots.gather(index, ranked.kept.gather(-1, index), 0)
 
 
 class Mask(EvictionBackend):

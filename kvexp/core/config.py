@@ -28,7 +28,8 @@ class CacheConfig:
     method: Method
     budget: Budget | None = None  # None: of a method that evicts nothing
     cadence: Cadence = field(default_factory=Cadence)  # when to evict
-    # How slots are dropped; auto: mask for methods that exist only as a simulation, overwrite for all others.
+    # How slots are dropped; auto: mask for methods that exist only as a simulation, overwrite for all others, which is
+    # compact for methods that need their slots in order.
     mode: Literal["overwrite", "compact", "mask", "auto"] = "overwrite"
     # Original position ids, or 0..S-1 among the survivors at every step; None: what the method's paper uses.
     positions: Literal["original", "renumbered"] | None = None
@@ -47,7 +48,7 @@ class CacheConfig:
     # no token of a prompt is evicted, so that what is generated shares the other slots. None: no difference.
     keep: Keep | None = None
     # What methods see of the attention of heads with sinks (gpt-oss): as it weighs the values, or over tokens alone.
-    sink: SinkScore = "applied"
+    score_sink: SinkScore = "applied"
     # auto: decode steps are captured as a CUDA graph where they can be, which changes no number (`kvexp.core.graph`).
     graph: Literal["auto", "off"] = "off"
 
@@ -72,6 +73,8 @@ class CacheConfig:
         check_declarations(self.method)
         if self.mode == "auto":
             object.__setattr__(self, "mode", "mask" if self.is_simulation else "overwrite")
+        if self.method.in_order and self.mode == "overwrite":
+            object.__setattr__(self, "mode", "compact")
         if self.positions is None:
             object.__setattr__(self, "positions", self.method.positions)
         refuse(self, REFUSED)
@@ -84,13 +87,13 @@ class CacheConfig:
 
     @property
     def score_spec(self) -> AttentionScoreSpec | None:
-        """The method's, with `sink`."""
+        """The method's, with `score_sink`."""
         spec = self.method.score_spec
-        return spec if spec is None or self.sink == spec.sink else replace(spec, sink=self.sink)
+        return spec if spec is None or self.score_sink == spec.sink else replace(spec, sink=self.score_sink)
 
     @property
     def sees_attention(self) -> bool:
-        """Whether what is evicted depends on the model's attention as `sink` says."""
+        """Whether what is evicted depends on the model's attention as `score_sink` says."""
         needs, spec = self.method.needs, self.method.score_spec
         looks = needs.newest_attention or needs.last_queries or needs.second_pass is not None or self.method.per_query
         return self.method.evicts and (spec is not None or bool(looks) or self.shares_by_preference)
@@ -233,9 +236,9 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "kv_ratio in place of bytes_ratio",
     ),
     (
-        lambda c: c.sink != "applied" and (c.method.full_cache or not c.sees_attention),
-        "score.sink={c.sink} says how a method sees attention by which it evicts, and {c.method.name} evicts by none: "
-        "leave score.sink at applied",
+        lambda c: c.score_sink != "applied" and (c.method.full_cache or not c.sees_attention),
+        "score.sink={c.score_sink} says how a method sees attention by which it evicts, and {c.method.name} evicts by "
+        "none: leave score.sink at applied",
     ),
     # When it evicts.
     (
@@ -310,6 +313,21 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} with these settings simulates and drops nothing: set mode=mask",
     ),
     (
+        lambda c: c.method.in_order and c.mode == "mask",
+        "method {c.method.name} looks at slots that are next to each other, which mode=mask does not put there: set "
+        "mode=compact",
+    ),
+    (
+        lambda c: c.method.in_order and c.budget and (c.budget.shares_heads or c.budget.threshold or c.budget.pyramid),
+        "method {c.method.name} chooses the slots itself, the same in all kv heads of a layer: leave budget.heads, "
+        "budget.layers, budget.pyramid and budget.threshold alone",
+    ),
+    (
+        lambda c: c.method.in_order and (c.rewrites_priorities or not c.cadence.at_prefill or c.cadence.every != 1),
+        "method {c.method.name} chooses the slots itself, and when to drop some: leave the group select, "
+        "evict_at_prefill and evict_every alone",
+    ),
+    (
         lambda c: c.quantization is not None and c.method.full_cache,
         "method {c.method.name} keeps everything in a memory and an index of its own: key_bits and value_bits below 16 "
         "go with methods that evict, and with full",
@@ -359,6 +377,7 @@ NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.method.needs.second_pass is not None,
         "method {c.method.name} reads the whole prompt a second time",
     ),
+    (lambda c: c.method.in_order, "method {c.method.name} drops nothing before a prompt has ended"),
     (lambda c: c.method.needs_whole_prompt, "method {c.method.name} {c.method.needs_whole_prompt}"),
     (
         lambda c: c.method.needs.local_chunks is not None,
@@ -385,6 +404,7 @@ NO_SPANS: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.mode == "mask" and c.method.simulation_only,
         "method {c.method.name} hides slots by a rule of its own",
     ),
+    (lambda c: c.method.in_order, "method {c.method.name} chooses the slots itself"),
 )
 
 # Reasons against keeping whole prompts.

@@ -365,7 +365,9 @@ class RaggedProducts:
                 torch.mm(one, turned, out=into)
         x = self._logits.view(r, h, g, columns)
         x = x.mul_(params.scale) if x.dtype in (torch.float32, torch.float64) else x.float() * params.scale
-        x = softcapped(x, params.softcap)
+        if params.softcap is not None:
+            behind = x == -torch.inf
+            x = softcapped(x, params.softcap).masked_fill_(behind, -torch.inf)
         if params.alibi is not None:
             slopes = params.alibi.view(1, h, g, 1).to(x.device)
             x = x + slopes * (self.slots.positions - newest)[:, :, None].to(torch.float32)

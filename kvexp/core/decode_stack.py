@@ -199,7 +199,7 @@ class StackedLayer:
         self.eviction = BatchedEviction(states, self.sizes, self.backends)
         self.score_specs = [state.score_spec for state in states]
         applied = [
-            state.config.sink == "applied" for state, n in zip(states, self.sizes, strict=True) for _ in range(n)
+            state.config.score_sink == "applied" for state, n in zip(states, self.sizes, strict=True) for _ in range(n)
         ]
         self.sees_sinks = torch.tensor(applied, device=self.keys.device)[:, None, None, None, None]
         self.num_observing = sum(spec is not None for spec in self.score_specs)  # caches, and their rows

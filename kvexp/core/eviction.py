@@ -34,6 +34,7 @@ from kvexp.core.observe import (
     PromptSums,
     SumsKey,
     column_sums_by,
+    largest_ahead,
     pool_sums,
     weighted_column_sums,
 )
@@ -392,8 +393,8 @@ class EvictionLayer:
         return apply_probs(probabilities, inputs.values), probabilities
 
     def _score_sinks(self, params: AttentionParams) -> Tensor | None:
-        """The sinks of the heads in what the method sees; None: none, or left out (`CacheConfig.sink`)."""
-        return params.sinks if self.config.sink == "applied" else None
+        """The sinks of the heads in what the method sees; None: none, or left out (`CacheConfig.score_sink`)."""
+        return params.sinks if self.config.score_sink == "applied" else None
 
     def _hide_by_query(self, x: Tensor, params: AttentionParams) -> Tensor:
         """Logits x [B, H, G, Q, S] of a decode step, -inf where the method's `query_mask` hides a slot from a query."""
@@ -496,12 +497,16 @@ class EvictionLayer:
         """
         sequence, shared = self.sequence, self.common.cross_layer_score
         score = slots.score[:, :, : slots.length]
+        if not sequence.in_prompt:
+            sums = largest_ahead(sums, spec.pool_ahead)
         factor: Tensor | None = None
         if spec.decay < 1:
             new = (query_positions >= 0).sum(1).float()
             factor = torch.pow(torch.full((), spec.decay, device=new.device), new)[:, None, None]
         if shared is None or sequence.in_prompt:
             result = sums + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
+            if sequence.in_prompt and sequence.prompt_complete:  # whatever chunks it came in
+                result = largest_ahead(result, spec.pool_ahead)
             sums = result
         if shared is not None and (not sequence.in_prompt or sequence.prompt_complete):
             # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
@@ -628,6 +633,8 @@ class EvictionLayer:
             second_pass_attention=second,
             compares_heads=self.config.compares_heads,
             sinks=self._score_sinks(due.params),
+            steps=self.sequence.seq_len - (self.sequence.prompt_columns or 0),
+            layers=self.layers,
         )
 
     def _rank(self, due: DueEviction, second: Tensor | None = None) -> RankedSlots:

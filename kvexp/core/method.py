@@ -130,6 +130,7 @@ class AttentionScoreSpec:
     batch      whose scores are added up: each row's own, all beams' of one sample, or the whole batch's.
     sink       where heads have attention sinks: applied, with the sink's share in the denominator, as values are
                weighted; or renormalised, over tokens alone.
+    pool_ahead the prompt and each forward after it add to a slot the largest of its sum and the next pool_ahead - 1.
     """
 
     tau: tuple[float, float] = (1.0, 1.0)
@@ -141,6 +142,7 @@ class AttentionScoreSpec:
     across_layers: bool = False
     batch: Literal["per_beam", "per_sample", "sum_all"] = "per_beam"
     sink: SinkScore = "applied"
+    pool_ahead: int = 1
 
     def __post_init__(self) -> None:
         if min(self.tau) <= 0:
@@ -176,7 +178,8 @@ class AttentionScoreSpec:
     def sums_key(self) -> AttentionScoreSpec:
         """The fields that decide a prompt's column sums, as a key: methods of equal key share the sums."""
         start = self.tau[0]
-        return replace(self, tau=(start, start), pool_heads=False, across_layers=False, batch="per_beam")
+        alone = replace(self, tau=(start, start), pool_heads=False, across_layers=False, batch="per_beam")
+        return replace(alone, pool_ahead=1)
 
     def tau_at(self, step: int, max_new_tokens: int | None) -> float:
         """tau of the query row of decode step `step`; 0 is a prompt row. ConfigError past the schedule's end."""
@@ -215,6 +218,7 @@ class EvictionContext:
     every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
     compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
     sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
+    steps: tokens since the prompt; layers: of the model.
     """
 
     slots: Slots
@@ -233,6 +237,8 @@ class EvictionContext:
     second_pass_attention: Tensor | None = None
     compares_heads: bool = False
     sinks: Tensor | None = None
+    steps: int = 0
+    layers: int = 1
 
     @property
     def positions(self) -> Tensor:
@@ -294,6 +300,7 @@ class Method:
     full_cache: ClassVar[bool] = False  # retrieval: nothing is dropped, the budget counts attended slots
     is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
+    in_order: ClassVar[bool] = False  # needs slots in the order of their positions (cache.mode=compact)
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
     later: ClassVar[tuple[str, ...]] = ()  # settings newer than recorded runs: no part of identity at their defaults
     needs_whole_prompt: ClassVar[str] = ""  # predicate for messages: what `priority` does with a whole prompt
@@ -364,6 +371,13 @@ class Method:
         The core protects sinks and recent window by itself, and takes NaN as the lowest priority.
         """
         return ctx.score
+
+    def kept(self, ctx: EvictionContext, priority: Tensor) -> Tensor | None:
+        """The slots [B, H, S] bool that stay, where the method chooses them itself; None: by priority and budget.
+
+        For methods with `in_order`. Heads of a row keep equally many; what the core protects is left to the method.
+        """
+        return None
 
     @property
     def priority_is_score(self) -> bool:

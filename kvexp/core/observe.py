@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool1d, pad
 
 from kvexp.core import triton_ops
 from kvexp.core.attention import AttentionInputs, Tile, attention_probs
@@ -285,3 +286,8 @@ def pool_sums(spec: AttentionScoreSpec, sums: Tensor, sequence: SequenceState) -
         sums = sums.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
         sums = sums.reshape(b, h, s)
     return sums
+
+
+def largest_ahead(sums: Tensor, width: int) -> Tensor:
+    """The largest sum among every slot and the width - 1 slots behind it; sums [B, H, S], same shape."""
+    return sums if width == 1 else max_pool1d(pad(sums, (0, width - 1), value=-torch.inf), width, stride=1)

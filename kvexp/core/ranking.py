@@ -21,7 +21,8 @@ from kvexp.util import ConfigError
 class RankedSlots:
     """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Method.hidden_next_step`.
 
-    threshold: what a priority must reach where slots are shared out by `Budget.threshold`, else None.
+    threshold: what a priority must reach where slots are shared out by `Budget.threshold`, else None. kept: the slots
+    that stay, where the method chooses them itself (`Method.kept`), else None.
     """
 
     priority: Tensor
@@ -29,6 +30,7 @@ class RankedSlots:
     protected: Tensor
     hidden: Tensor | None
     threshold: float | None = None
+    kept: Tensor | None = None
 
     def share(self, kept: list[int], budget: Budget) -> Tensor:
         """How many slots each head keeps, [B, H], where a row's heads keep kept[b] on average; or by a threshold."""
@@ -82,7 +84,10 @@ def rank(
         priority, protected = spare(config.keep, sequence.spans, ctx, priority, protected, allowed, method.sinks)
     asked = None if config.budget is None else config.budget.threshold
     threshold = None if asked is None else method.threshold_as_priority(asked)
-    return RankedSlots(priority, positions, protected, hidden, threshold)
+    kept = method.kept(ctx, priority)
+    if kept is not None:
+        kept = checked(kept, positions.shape, method, "kept", "[B, H, S]", mask=True)
+    return RankedSlots(priority, positions, protected, hidden, threshold, kept)
 
 
 def float_priority(method: Method, ctx: EvictionContext) -> Tensor:

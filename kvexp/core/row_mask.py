@@ -225,7 +225,7 @@ class MaskedLayer:
         if params.sinks is not None:
             raise CacheError(
                 "row masks score tokens by softmaxes without sinks, and this model's heads have attention sinks: set "
-                "task.measured.mode=prefill_then_step"
+                "task.protocol=prefill_then_step"
             )
         if self.seq_len:
             raise CacheError("the row-mask protocol judges a text in one forward: make a new RowMaskCache for each")

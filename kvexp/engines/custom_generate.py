@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_folder(folder: Path) -> int:
     """Write FOLDER/custom_generate and FOLDER/README.md; returns the number of files. Older files of it are removed."""
     from kvexp.engines.custom_generate_entry import METHODS
-    from kvexp.hf.patch import FAMILIES
+    from kvexp.hf.traits import VERIFIED
 
     inner = folder / "custom_generate"
     inner.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def write_folder(folder: Path) -> int:
             old.unlink()
     for name, text in made.items():
         (inner / name).write_text(text, encoding="utf-8")
-    families = ", ".join(sorted(FAMILIES))
+    families = ", ".join(sorted(VERIFIED))
     words = {"methods": ", ".join(f"`{name}`" for name in sorted(METHODS)), "families": families, "folder": folder.name}
     readme = README.format(version=__version__, numerics=NUMERICS, **words)
     (folder / "README.md").write_text(readme, encoding="utf-8")

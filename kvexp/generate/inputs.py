@@ -36,7 +36,7 @@ from kvexp.core.noise import gumbel
 from kvexp.hf import EvictionCache
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.hf.patch import max_positions
+from kvexp.hf.traits import max_positions
 from kvexp.retrieval.layer import retrieval_stats
 from kvexp.util import AtLeast, CacheError, ConfigError, NotFinite, Range, Rule, check_fields, refuse
 

@@ -23,7 +23,7 @@ from kvexp.generate.inputs import (
     seeds_per_row,
 )
 from kvexp.hf import EvictionCache, MultiMethodCache
-from kvexp.hf.patch import forward_logits
+from kvexp.hf.patch import forward_columns, forward_logits
 from kvexp.util import PROMPTS, ConfigError, worked
 
 
@@ -165,12 +165,8 @@ def forward_last(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Evict
 
 def decode_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache: Any) -> Tensor:
     """Logits [B, V] after one forward of one real token per row: token [B, 1] at position ids [B, 1]."""
-    options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions}
     # A mask of no columns: without a mask, some models look for padding in the tokens, a device sync at every step.
-    options["attention_mask"] = token.new_ones(token.shape[0], 0)
-    output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
-    logits: Tensor = output.logits[:, -1]
-    return logits
+    return forward_columns(model, token, token.new_ones(token.shape[0], 0), positions, cache, keep=1)[:, -1]
 
 
 @torch.no_grad()

@@ -29,24 +29,20 @@ from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
-from kvexp.hf.patch import (
-    LAYER_ATTR,
-    LayerInput,
-    check_patched,
+from kvexp.hf.patch import LAYER_ATTR, LayerInput, check_patched, layer_input, output_blocks, output_factors
+from kvexp.hf.second_pass import RepeatedPrompt
+from kvexp.hf.traits import (
+    check_logits,
     check_positions,
     check_quantization,
-    family_of,
     head_dim,
-    layer_input,
     max_positions,
     num_kv_heads,
     num_layers,
-    output_blocks,
-    output_factors,
     query_shape,
     rope_of,
+    traits_of,
 )
-from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
 from kvexp.retrieval.method import Retrieval
 from kvexp.util import CacheError, ConfigError, visible
@@ -82,10 +78,10 @@ _CALIBRATIONS: WeakKeyDictionary[PreTrainedModel, dict[Retrieval, Any]] = WeakKe
 def check_retrieval(config: Any, method: Retrieval) -> None:
     """ConfigError where the method cannot work on a model of this configuration."""
     method.check_heads(head_dim(config))
-    family = family_of(config)
-    if method.clamps_positions and family.position == "learned":
+    traits = traits_of(config)
+    if method.clamps_positions and traits.position == "learned":
         raise ConfigError(
-            f"method.far_positions=clamped cannot work on {family.title}: its learned positions are added to the "
+            f"method.far_positions=clamped cannot work on {traits.title}: its learned positions are added to the "
             "input, not to the cache. Set method.far_positions=ordinary"
         )
 
@@ -280,6 +276,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if isinstance(method, Retrieval):
             check_retrieval(model.config, method)
         check_positions(model.config, config)
+        check_logits(model.config, config)
         if config.quantization is not None:
             check_quantization(model.config, config.quantization, model.dtype)
         if config.calibration is not None and method.needs.calibration:

@@ -23,7 +23,8 @@ from kvexp.core import Budget, CacheConfig, EvictionContext, Method
 from kvexp.core.statistics import CalibrationLayer, HeadScores, QueryCalibration, Surrogate
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer
 from kvexp.hf.moving_rope import MovingRope, check_turns
-from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input, num_layers, rope_of
+from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input
+from kvexp.hf.traits import num_layers, rope_of
 from kvexp.util import ConfigError, cache_folder, locked, replace
 
 ABOUT = "kvexp"  # the one entry of the file's metadata: safetensors writes several in any order

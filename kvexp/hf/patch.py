@@ -7,11 +7,12 @@ ordinary causal attention.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,14 +20,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
 
-from kvexp.core import CacheConfig, Quantization, RoPE
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.sequence import SequenceState
+from kvexp.hf.traits import has_sinks, query_shape, softcap_of
 from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
@@ -252,195 +252,31 @@ def kvexp_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: returns the output [B, Q, H * G, Dv] and None for the weights.
 
     CacheError for an argument that would change the output and that kvexp does not compute with.
     """
+    config = getattr(module, "config", None)  # a model that computes without them may be given them by its caller
+    if softcap != softcap_of(config):
+        others["softcap"] = softcap
+    if s_aux is not None and not has_sinks(config):
+        others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
     window = getattr(attention_mask, _WINDOW_ATTR, sliding_window)
-    if window != sliding_window:
+    if window != sliding_window and sliding_window is not None:
         raise CacheError(
-            f"{type(module).__name__} was given a mask with a window of {window} and sliding_window={sliding_window}: "
-            "kvexp takes the window from sliding_window, and they must agree"
+            f"{type(module).__name__} was given a mask with a window of {window} and sliding_window={sliding_window}, "
+            "which must agree"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = cached_attention(query, key, value, attention_mask, AttentionParams(scale, sliding_window))
+    out = cached_attention(
+        query, key, value, attention_mask, AttentionParams(scale, window, softcap=softcap, sinks=s_aux)
+    )
     return out.transpose(1, 2).contiguous(), None
-
-
-@dataclass(frozen=True)
-class Family:
-    """What kvexp knows of a model family: the kind of its positions, and names in its configuration and module.
-
-    position: rope, alibi or learned; limit: the configuration's field that holds the longest sequence.
-    """
-
-    title: str
-    position: Literal["rope", "learned", "alibi"]
-    limit: str = "max_position_embeddings"
-    has_position_table: bool = False  # positions come from a table that ends at the limit
-    attention_class: str | None = None  # set where the family ignores Hugging Face's attention interface
-
-
-FAMILIES: dict[str, Family] = {
-    "gptj": Family("GPT-J", "rope", limit="n_positions", has_position_table=True, attention_class="GPTJAttention"),
-    "gpt2": Family("GPT-2 (and Cerebras-GPT)", "learned", limit="n_positions", has_position_table=True),
-    "mpt": Family("MPT", "alibi", limit="max_seq_len", attention_class="MptAttention"),
-    "llama": Family("Llama", "rope"),
-    "opt": Family("OPT", "learned", has_position_table=True),
-    "mistral": Family("Mistral", "rope"),
-    "qwen2": Family("Qwen2", "rope"),
-    "qwen3": Family("Qwen3", "rope"),
-    "gpt_neox": Family("GPT-NeoX (and Pythia)", "rope"),
-}
-
-
-def family_of(config: Any) -> Family:
-    """The family of a Hugging Face config; ConfigError for one kvexp does not know."""
-    model_type = getattr(config, "model_type", None)
-    if model_type not in FAMILIES:
-        raise ConfigError(
-            f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
-            "Adding one is a line in kvexp/hf/patch.py and the parity tests"
-        )
-    return FAMILIES[model_type]
-
-
-def num_layers(config: Any) -> int:
-    """Number of attention layers L."""
-    return int(config.num_hidden_layers)
-
-
-def num_kv_heads(config: Any) -> int:
-    """Number of kv heads H."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def head_dim(config: Any) -> int:
-    """Dimensions D of one attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def query_shape(config: Any) -> tuple[int, int, int, int]:
-    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head."""
-    heads = num_kv_heads(config)
-    return num_layers(config), heads, config.num_attention_heads // heads, head_dim(config)
-
-
-def check_positions(config: Any, cache: CacheConfig) -> None:
-    """ConfigError where the model's kind of positions cannot do what the cache is configured for."""
-    family = family_of(config)
-    if cache.renumbered and family.position == "learned":
-        raise ConfigError(
-            f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
-            f"not to the cache. Set positions=original for method={cache.method.name}"
-        )
-    if cache.beyond_context and family.has_position_table:
-        raise ConfigError(f"{family.title} has a table of positions for {max_positions(config)} tokens and no more")
-
-
-def check_quantization(config: Any, quantization: Quantization, dtype: torch.dtype) -> None:
-    """ConfigError where keys and values of the model's heads, or of its dtype, cannot be quantised so."""
-    quantization.check_head(head_dim(config), head_dim(config))
-    quantization.check_dtype(dtype)
-
-
-def max_positions(config: Any) -> int:
-    """The longest sequence, in tokens, that the model is made for.
-
-    A RoPE that is stretched by a factor reaches so many times as far as the length that its config gives for the model
-    before: `original_max_position_embeddings`, or for linear and dynamic max_position_embeddings itself. A config that
-    was written for the stretched model says its length in max_position_embeddings (llama3 always does); the larger
-    counts.
-    """
-    family = family_of(config)
-    held = int(getattr(config, family.limit))
-    rope = rope_parameters(config)
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
-    if kind in ("default", "llama3") or not isinstance(factor, int | float):
-        return held
-    return max(held, int((rope.get("original_max_position_embeddings") or held) * factor))
-
-
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """The config's settings of a RoPE that transformers computes from them; empty for families with none or another."""
-    family, given = family_of(config), getattr(config, "rope_parameters", None)
-    computed = family.position == "rope" and not family.has_position_table  # GPT-J makes a table of its own
-    return given if computed and isinstance(given, dict) else {}
-
-
-def check_activations(config: Any) -> None:
-    """ConfigError for a checkpoint whose activations are rounded by the values of all rows of a forward."""
-    given = getattr(config, "quantization_config", None)
-    plain: dict[str, Any] = given if isinstance(given, dict) else given.to_dict() if given is not None else {}
-    groups = (plain.get("config_groups") or {}).values()
-    inputs = [(group.get("input_activations") or {}) for group in groups if isinstance(group, dict)]
-    what = "load_in_8bit" if plain.get("load_in_8bit") else None  # LLM.int8 looks for outliers in every row
-    kind = str(plain.get("quant_type", "")).lower().replace("_", "")
-    if "float8dynamicactivation" in kind and "perrow" not in kind:  # one scale for all, unless said otherwise
-        what = f"quant_type {plain['quant_type']}"
-    if any(each.get("dynamic") and each.get("strategy") == "tensor" for each in inputs):
-        what = "input_activations by tensor"
-    if what is not None:
-        raise ConfigError(
-            f"quantization_config rounds activations by the values of a whole forward ({what}), so that rows and "
-            "chunks would change each other: take weights that are not quantised, or whose weights alone are"
-        )
-
-
-def check_sizes(config: Any) -> None:
-    """ConfigError for sizes that no model can have, and for kinds of RoPE that transformers does not know.
-
-    transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
-    """
-    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", family_of(config).limit)
-    for name in sizes:
-        value = getattr(config, name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{_own(config, name)} must be a whole number of at least 1, got {value!r}")
-    heads, grouped = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if grouped is not None and (not isinstance(grouped, int) or grouped < 1 or heads % grouped):
-        raise ConfigError(
-            f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must be a "
-            "whole number that divides num_attention_heads"
-        )
-    if not getattr(config, "head_dim", None) and config.hidden_size % heads:
-        raise ConfigError(
-            f"{_own(config, 'hidden_size')} must be a multiple of {_own(config, 'num_attention_heads')}, got "
-            f"{config.hidden_size} and {heads}"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = ("default", *ROPE_INIT_FUNCTIONS)
-    if isinstance(rope, dict) and rope.get("rope_type", "default") not in kinds:
-        raise ConfigError(f"rope_type must be one of {', '.join(sorted(kinds))}, got {rope['rope_type']!r}")
-
-
-def _own(config: Any, name: str) -> str:
-    """The name that this family's configuration has for a field."""
-    return str(getattr(config, "attribute_map", {}).get(name, name))
-
-
-def rope_of(model: Any) -> RoPE | None:
-    """The model's RoPE as inverse frequencies; None for families without RoPE.
-
-    Not for one whose frequencies move (`kvexp.hf.moving_rope`). Frequencies come from the model's own rotary
-    module, so linear, llama3 and yarn scaling are in them. GPT-J, which has no such module, makes its table from the
-    base 10000.
-    """
-    config = model.config
-    if family_of(config).position != "rope":
-        return None
-    if config.model_type == "gptj":
-        width = config.rotary_dim or config.n_embd // config.n_head
-        exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
-        device = model.get_input_embeddings().weight.device  # or each step would copy it there
-        return RoPE((1.0 / 10000**exponent).to(device), interleaved=True)
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            return RoPE(module.inv_freq.detach(), interleaved=False)
-    raise ConfigError(f"found no rotary embedding in this {config.model_type} model")
 
 
 class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
@@ -501,6 +337,30 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None
 
 
+SHIM_CLASSES = (KvexpGPTJAttention, KvexpMptAttention)
+
+
+_ACCEPTED: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+
+
+def _accepted(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Which of these arguments the model's forward takes; all, for a wrapper that hands on what it is given."""
+    known = _ACCEPTED.get(type(model))
+    if known is None:
+        known = _ACCEPTED[type(model)] = frozenset(inspect.signature(type(model).forward).parameters)
+    return [name for name in names if name in known or "input_ids" not in known]
+
+
+def forward_columns(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int
+) -> Tensor:
+    """Logits [B, keep, V] of one forward; position ids and number of logits are given to models that take them."""
+    given = {"position_ids": positions, "logits_to_keep": keep}
+    options: dict[str, Any] = {name: given[name] for name in _accepted(model, given)}
+    logits: Tensor = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
+    return logits[:, -keep:]
+
+
 def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Any, keep: int) -> Tensor:
     """Logits [B, keep, V] of the last `keep` columns, after one forward of ids [B, Q] through a cache.
 
@@ -508,10 +368,7 @@ def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Any
     """
     device = model.get_input_embeddings().weight.device
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions.to(device)}
-    options |= {"attention_mask": mask.to(device), "past_key_values": cache}
-    logits: Tensor = model(ids.to(device), use_cache=True, logits_to_keep=keep, **options).logits
-    return logits
+    return forward_columns(model, ids.to(device), mask.to(device), positions.to(device), cache, keep)
 
 
 NAMES = ("o_proj", "out_proj", "c_proj", "dense")  # of the projection, in the attention modules of all families

@@ -19,7 +19,8 @@ from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.method import SecondPass
 from kvexp.core.second_pass import RepeatedChunk, SecondPassLayer
 from kvexp.hf.chat_template import render
-from kvexp.hf.patch import attention_modules, forward_logits, num_kv_heads
+from kvexp.hf.patch import attention_modules, forward_logits
+from kvexp.hf.traits import num_kv_heads
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class SecondPassCache(Cache):  # type: ignore[misc]
             assert isinstance(first, EvictionLayer)
             observes = any(isinstance(state, EvictionLayer) and state.due_eviction is not None for state in states)
             self.passes.append(
-                SecondPassLayer(first.require_slots(), group, observes=observes, sink=caches[0].config.sink)
+                SecondPassLayer(first.require_slots(), group, observes=observes, sink=caches[0].config.score_sink)
             )
             layers.append(EvictionCacheLayer(self.passes[-1], layer.rope, layer.model_config))
         super().__init__(layers=layers)
@@ -176,7 +177,7 @@ def second_pass_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], 
     for one in caches:
         one.repeated_prompt.fed.append(ids)
         if any(isinstance(state, EvictionLayer) and state.due_eviction is not None for state in one.layer_states):
-            groups.setdefault((one.repeated_prompt.same_pass, one.config.sink), []).append(one)
+            groups.setdefault((one.repeated_prompt.same_pass, one.config.score_sink), []).append(one)
     for members in groups.values():
         repeat_prompts(model, members)
     if caches[0].sequence.prompt_complete:

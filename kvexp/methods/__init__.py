@@ -23,6 +23,7 @@ from kvexp.methods.kvzap import KVzap
 from kvexp.methods.kvzip import KVzip
 from kvexp.methods.kvzip_plus import KVzipPlus
 from kvexp.methods.lagkv import LagKV
+from kvexp.methods.openvino import OpenVINO
 from kvexp.methods.pyramidkv import PyramidKV
 from kvexp.methods.qfilters import QFilters
 from kvexp.methods.random import Random
@@ -60,6 +61,7 @@ __all__ = [
     "Keyformer",
     "KeyformerA2SF",
     "LagKV",
+    "OpenVINO",
     "PyramidKV",
     "QFilters",
     "Random",

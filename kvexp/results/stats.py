@@ -1,6 +1,7 @@
 """Percentages of a baseline over paired examples: intervals, tests, and what an interval decides.
 
-Examples are the units that are resampled: tokens of one answer are not independent of each other.
+Examples are the units that are resampled: tokens of one answer are not independent of each other. Of several answers to
+one item (samples=N) the item is the unit, by the mean of its answers.
 
 - Means and ratios of means take the wider end of two intervals on each side: Student's t, and the bootstrap-t (Efron
   and Tibshirani, An Introduction to the Bootstrap, section 12.5), which divides every resample's deviation by its own
@@ -72,7 +73,7 @@ def normal_quantile(p: float) -> float:
     return NormalDist().inv_cdf(p)
 
 
-def t_quantile(p: float, df: int) -> float:
+def t_quantile(p: float, df: float) -> float:
     """Quantile of Student's t with df degrees of freedom."""
     return float(stdtrit(df, p))
 
@@ -343,7 +344,10 @@ def _wilson(k: int, n: int, z: float) -> Interval:
 
 @dataclass
 class Comparison:
-    """Scores of a run and of its baseline, in two arrays (pairs, metrics) with the same examples in the same order."""
+    """Scores of a run and of its baseline, in two arrays (pairs, metrics) with the same examples in the same order.
+
+    Of several answers to an item, a pair is the means of the item's answers.
+    """
 
     metrics: list[str]
     scores: Floats
@@ -374,7 +378,29 @@ def compare(folder: Folder, baseline: Folder | None) -> Comparison | None:
     if not metrics or not whole.any():
         return None
     new, of = (np.array([number(row.get("new_tokens")) for row in rows])[whole].sum() for rows in sides)
-    return Comparison(metrics, scores[whole], base[whole], float(100.0 * new / of) if of else math.nan)
+    items = [item_of(sides[0][place]) for place in np.flatnonzero(whole)]
+    scores, base = (by_item(items, each[whole]) for each in (scores, base))
+    return Comparison(metrics, scores, base, float(100.0 * new / of) if of else math.nan)
+
+
+def item_of(row: Row) -> str:
+    """What a row is an answer to: of several answers to one item (samples=N) the item, else the example itself."""
+    return str((row.get("info") or {}).get("item", row["example"]))
+
+
+def by_item(items: Sequence[str], values: Floats) -> Floats:
+    """Means of values [n, C] over the rows of each item [items, C], in the order in which items first come.
+
+    Answers to one item are not independent of each other. The spread of the items' means holds that of the answers too
+    (Miller, arXiv:2411.00640).
+    """
+    places = {item: place for place, item in enumerate(dict.fromkeys(items))}
+    if len(places) == len(items):
+        return values
+    of = np.array([places[item] for item in items])
+    sums = np.zeros((len(places), values.shape[1]))
+    np.add.at(sums, of, values)
+    return np.asarray(sums / np.bincount(of)[:, None])
 
 
 def _scores(rows: Sequence[Row], metrics: Sequence[str]) -> Floats:

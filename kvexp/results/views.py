@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvexp.results import divergence, life
+from kvexp.results import divergence, life, samples
 from kvexp.results import table as quality
 from kvexp.results.divergence import print_compared
 from kvexp.results.life import Columns, Point, Value
@@ -505,6 +505,16 @@ VIEWS: dict[str, View] = {
         sides=(QUALITY, Side("% of answers that leak the secret when asked")),
         points=life.keep_points,
         one_line=True,
+    ),
+    "samples": View(
+        "Several answers to an item",
+        samples.has_samples,
+        samples.samples_table,
+        samples.samples_columns,
+        lambda rows: f"{life.metric_of(rows[0])} over items",
+        samples.SAMPLES_LEGEND,
+        "graded answers, or drew several to an item; run: kvexp run task=aime25 samples=4 generation=sampling",
+        said=("samples=",),
     ),
     "longbench": View(
         "LongBench",

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method, Quantization
 
 
-# The groups `cache` and `select` with the values that conf/config.yaml gives them.
+# The groups `cache`, `select` and `score` with the values that conf/config.yaml gives them.
 CACHE: dict[str, Any] = root_values()["cache"]
 SELECT: dict[str, Any] = root_values()["select"]
+SCORE: dict[str, Any] = root_values()["score"]
 # Keys of the group `cache` that say how keys and values are stored.
 STORAGE = ("bits", "key_bits", "value_bits", "residual", "group", "key_axis", "value_axis", "symmetric")
 # Keys of the group `cache` that runs of older versions have not recorded.
@@ -31,6 +32,7 @@ CACHE_KEYS = {
     "bounded_chunk": "prefill.chunk",
     "every": "cache.evict_every",
     "score_source": "method.score_source",
+    "score_sink": "score.sink",
 }
 
 
@@ -100,14 +102,16 @@ def build_cache(
     budget: Budget | None,
     node: Mapping[str, Any],
     select: Mapping[str, Any] = types.MappingProxyType({}),
+    score: Mapping[str, Any] = types.MappingProxyType({}),
     **given: Any,
 ) -> CacheConfig:
     """Make a cache's configuration: a method, its budget and the group `cache`, whose missing keys are CACHE's.
 
-    select: the group of that name, checked always and left alone by a method that evicts nothing; given: further fields
-    of CacheConfig.
+    select, score: the groups of these names, checked always and left alone by a method that evicts nothing; given:
+    further fields of CacheConfig.
     """
     from kvexp.core import CacheConfig, Cadence, SlotSelection
+    from kvexp.core.method import SinkScore
 
     for name in node:
         if name not in CACHE:
@@ -117,8 +121,12 @@ def build_cache(
     given["beyond_context"] = typed(known["beyond_context"], bool, "cache.beyond_context")
     given |= {name: known[name] for name in ("mode", "positions", "observe", "graph")}
     chosen = made(SlotSelection, {**SELECT, **select}, "select")
+    for name in score:
+        if name != "sink":
+            raise ConfigError(f"score.{name} is not a setting of score; it has: sink")
+    sink = typed({**SCORE, **score}["sink"], SinkScore, "score.sink")
     if method.evicts:
-        given["select"] = chosen
+        given |= {"select": chosen, "score_sink": sink}
     with keys_named(CACHE_KEYS):
         return CacheConfig(
             method, budget, Cadence(at_prefill, known["evict_every"]), quantization=quantization_of(known), **given

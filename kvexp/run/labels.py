@@ -37,7 +37,7 @@ IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir", "model.tokenizer")
 DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null")
 # Overrides that the full cache does not know.
-OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "prefill", "keep=", "seed=")
+OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "score.", "prefill", "keep=", "seed=")
 QUOTES = "\"'"
 FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same in fewer bits, which is no baseline
 PACKAGED = CONF.parent.parent  # the folder that relative paths in conf/ start from
@@ -80,7 +80,7 @@ def labels_of(settings: Settings, choices: Mapping[str, str], overrides: Sequenc
     moves = source.data_files is None and source.hub_id and source.revision is None
     some = {
         "revision": ", ".join(filter(None, [model.shown_revision(), f"data {MOVING}" if moves else None])),
-        "weights": model.gguf[1] if model.gguf else None,
+        "weights": model.gguf[1] if model.gguf else model.scheme,
         "chat": model.chat and task.uses_chat_template,
     }
     return labels | _experiment(choices) | {name: value for name, value in some.items() if value}
@@ -130,6 +130,7 @@ ROOT: dict[str, Any] = {
     "threads": Annotated[int, AtLeast(1)] | None,
     "bytes_ratio": Annotated[float, Range(0, 1, above=True)] | None,
     "questions": Literal["each", "all"],
+    "samples": Annotated[int, AtLeast(1)],
 }
 
 

@@ -47,7 +47,7 @@ LOADING = (
     *("chat_template_args", "enable_thinking", "think_end_token"),
 )
 FILES = {"calibration": "statistics of the model's queries", "surrogate": "a trained surrogate"}
-CACHE_GROUPS = ("method", "budget", "cache", "select")
+CACHE_GROUPS = ("method", "budget", "cache", "select", "score")
 OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
 
 
@@ -95,7 +95,7 @@ class ModelArguments:
 
     @classmethod
     def of(cls, method: Any, kv_ratio: Any, protocol: Any, settings: Mapping[str, Any]) -> ModelArguments:
-        """settings: method.x, budget.x, cache.x, select.x and the protocol's switches. ConfigError otherwise."""
+        """settings: as `parted` takes them. ConfigError for any that is wrong."""
         groups = parted(settings)
         made = method_of(method, groups["method"])
         missing = [name for name in FILES if getattr(made.needs, name, False)]  # what declares none: see CacheConfig
@@ -110,7 +110,7 @@ class ModelArguments:
                 "task=lm_eval budget.heads=duo, or another way to share slots out"
             )
         budget = budget_of(made, kv_ratio, groups["budget"])
-        cache = build_cache(made, budget, groups["cache"], select=groups["select"])
+        cache = build_cache(made, budget, groups["cache"], select=groups["select"], score=groups["score"])
         how = protocol_of(typed(protocol, str, "protocol"), **groups["protocol"])
         if how.mode == "row_mask":
             check_row_mask(cache, how.mask)
@@ -129,7 +129,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """method.x, budget.x, cache.x, select.x and the protocol's switches, by group; ConfigError for any other word."""
+    """Settings GROUP.x of CACHE_GROUPS and the protocol's switches, by group; ConfigError for any other word."""
     groups: dict[str, dict[str, Any]] = {group: {} for group in (*CACHE_GROUPS, "protocol")}
     switches = {field.name for field in fields(Protocol)} - {"mode", "fewshot_split", "fewshot_excludes_item"}
     for key, value in given.items():

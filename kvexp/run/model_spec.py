@@ -32,7 +32,7 @@ READ = (
 )
 CODE = ("**/*.py",)  # run with trust_remote_code alone
 SETTINGS = {  # kind -> the keys of its `model` node
-    "both": {"kind", "dtype", "device", "chat", "pack_linear", "weights"},
+    "both": {"kind", "dtype", "device", "chat", "pack_linear", "weights", "check"},
     "random": {"family", "seed", "config"},
     "pretrained": {
         *("path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"),
@@ -50,8 +50,10 @@ class ModelSpec:
     arguments it is given; strip_thinking: whether answers are scored without the thinking in front of them
     (`Settings.thinking`). pack_linear: whether linear layers are packed for oneDNN after loading
     (`kvexp.hf.pack_linear`). weights: what they are rounded to after loading (`kvexp.hf.cpu_linear`), None for nothing.
+    check: when loading compares kvexp's logits with the model's own (`kvexp.hf.self_check`).
     contents: digests of the folders or GGUF files that path and tokenizer name, None where one is none; what is loaded
     has them. gguf: digest and quantisation of the GGUF file that the weights come from, None for other weights.
+    scheme: of weights that are computed with as they are quantised (`kvexp.hf.quantised_weights`), None for others.
     """
 
     kind: Literal["pretrained", "random"]
@@ -71,8 +73,10 @@ class ModelSpec:
     strip_thinking: bool | Literal["auto"] = "auto"
     pack_linear: bool = True
     weights: str | None = None
+    check: Literal["always", "once", "never"] = "once"
     contents: tuple[str | None, str | None] = (None, None)
     gguf: tuple[str, str] | None = None
+    scheme: str | None = None
 
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
@@ -108,6 +112,7 @@ class ModelSpec:
                 check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
                 _, made = located(spec.path)
                 spec = replace(spec, gguf=(made.sha256, made.quantisation) if made else None)
+                spec = replace(spec, scheme=spec._scheme())
         same = spec.weights == spec.dtype  # what is loaded in a dtype is in it
         spec = replace(spec, contents=spec.contents_now(), weights=None if same else spec.weights)
         spec = replace(spec, chat=spec._templated() if chat == AUTO else chat)
@@ -118,6 +123,24 @@ class ModelSpec:
                 "model.strip_thinking=true, but the model's chat template has no tags of thinking: leave it at auto"
             )
         return spec
+
+    def _scheme(self) -> str | None:
+        """`scheme`, from the configuration; None too for a hub's model that was not loaded yet.
+
+        ConfigError for `weights` that would round what is rounded.
+        """
+        from kvexp.hf.quantised_weights import scheme_of
+
+        local = path_of(str(self.path), "model.path").exists()
+        if self.gguf or not (local or cached_commit(str(self.path), self.revision)):
+            return None
+        scheme = scheme_of(config_of_spec(self))
+        if scheme is not None and self.weights is not None:
+            raise ConfigError(
+                f"model.weights={self.weights} would round weights that are quantised already ({scheme}): leave it at "
+                "null"
+            )
+        return scheme
 
     def _check_arguments(self, given: dict[str, Any]) -> None:
         """ConfigError for arguments of a chat template that would do nothing."""
@@ -160,7 +183,8 @@ class ModelSpec:
 
     def identity(self) -> dict[str, Any]:
         """Everything of the model that can change a number. A folder is known by its content, wherever it lies."""
-        known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents", "gguf")}
+        without = ("device_map", "contents", "gguf", "scheme", "check")
+        known = {k: v for k, v in asdict(self).items() if k not in without}
         known["device"] = self.resolved_device().split(":")[0]
         if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):
             del known["pack_linear"]  # the hash of runs from before there was a choice; and where nothing is packed
@@ -196,7 +220,12 @@ def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
     if spec.kind == "random":
         config = json.loads(spec.config)
         model = random_model(
-            str(spec.family), seed=spec.seed, dtype=spec.dtype, device=spec.resolved_device(), **config
+            str(spec.family),
+            seed=spec.seed,
+            dtype=spec.dtype,
+            device=spec.resolved_device(),
+            check=spec.check,
+            **config,
         )
         round_weights(model, spec.weights)
         return pack_linear(model) if spec.pack_linear else model, tokenizer_of(spec)
@@ -209,6 +238,7 @@ def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
         revision=spec.revision,
         trust_remote_code=spec.trust_remote_code,
         allow_pickle=spec.allow_pickle,
+        check=spec.check,
     )
     tokenizer = tokenizer_of(spec)
     if spec.contents_now() != spec.contents:
@@ -268,9 +298,23 @@ def _tokenizer(spec: ModelSpec) -> Tokenizer:
 
 def max_positions(spec: ModelSpec) -> int:
     """Positions the model has, without its weights."""
-    from kvexp.hf import patch as families
+    from kvexp.hf import traits
 
-    return families.max_positions(config_of_spec(spec))
+    return traits.max_positions(config_of_spec(spec))
+
+
+@functools.lru_cache(maxsize=16)
+def is_verified(spec: ModelSpec) -> bool:
+    """Whether tests of kvexp hold a model of this type against transformers; its configuration alone is read.
+
+    True also where that cannot be read, which loading the model reports.
+    """
+    from kvexp.hf.traits import traits_of
+
+    try:
+        return traits_of(config_of_spec(spec)).verified
+    except ConfigError:
+        return True
 
 
 @functools.lru_cache(maxsize=16)
@@ -287,6 +331,19 @@ def moving_rope(spec: ModelSpec) -> MovingRope | None:
         return None
 
 
+def has_sinks(spec: ModelSpec) -> bool:
+    """Whether the model's heads have attention sinks; its configuration alone is read.
+
+    False also where that cannot be read, which loading the model reports.
+    """
+    from kvexp.hf import traits
+
+    try:
+        return traits.has_sinks(config_of_spec(spec))
+    except ConfigError:
+        return False
+
+
 def rows_alone(spec: ModelSpec) -> bool:
     """Whether every prompt goes through the model by itself, because rows of a batch would change each other."""
     from kvexp.hf.load import one_row_per_forward
@@ -298,11 +355,12 @@ def check_cache_fits_model(spec: ModelSpec, cache: CacheConfig, config: Any = No
     """ConfigError if the cache cannot work on the model, whose configuration alone is read (where it is not given)."""
     from kvexp.hf.cache import check_retrieval
     from kvexp.hf.load import parse_dtype
-    from kvexp.hf.patch import check_quantization
+    from kvexp.hf.traits import check_logits, check_quantization
     from kvexp.retrieval.method import Retrieval
 
     if isinstance(cache.method, Retrieval):
         check_retrieval(config or config_of_spec(spec), cache.method)
+    check_logits(config or config_of_spec(spec), cache)
     if cache.quantization is not None:
         with keys_named(CACHE_KEYS):
             check_quantization(config or config_of_spec(spec), cache.quantization, parse_dtype(spec.dtype))
@@ -381,7 +439,7 @@ def calibrated(
     that the surrogate was trained on.
     """
     from kvexp.hf.calibrate import HEADS, QUERIES, SURROGATES
-    from kvexp.hf.patch import family_of, query_shape
+    from kvexp.hf.traits import query_shape, traits_of
 
     words = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
     if "model" in choices and not any(word.startswith("model=") for word in words):
@@ -394,10 +452,10 @@ def calibrated(
         found["calibration"] = _kept(QUERIES, model, lacks, f"kvexp calibrate {shlex.join(words)}", shape)
     if budget is not None and budget.heads == "duo":
         config = config_of_spec(model)
-        if (family := family_of(config)).position != "rope":
+        if (traits := traits_of(config)).position != "rope":
             raise ConfigError(
                 "budget.heads=duo tells heads apart by how their mean query and key look under RoPE, which "
-                f"{family.title} does not have: take another budget.heads"
+                f"{traits.title} does not have: take another budget.heads"
             )
         layers, heads, _, _ = query_shape(config)
         lacks = "budget.heads=duo needs scores of the model's heads from a calibration pass"

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import NormalDist, fmean, variance
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,8 @@ from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examp
 from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, run_hash, runs
-from kvexp.tasks import Example, LMEval, Task
+from kvexp.tasks import Example, LMEval, Mathematics, Task
+from kvexp.tasks.base import SampledTask
 from kvexp.util import ConfigError, Session, canonical, duration, say
 
 if TYPE_CHECKING:
@@ -159,11 +160,14 @@ def _published(settings: Settings) -> Workload:
         name, new = f"lm_eval {task.tasks[0]}", 0.0
     elif hasattr(task, "subset"):
         name = f"longbench {task.subset}"
+    elif isinstance(task, Mathematics):
+        name = task.hub_id
     room = _room(settings, int(new))
     if name not in DATA:
         count = settings.limit or 1000
         return Workload((None,) * count, min(room, 2048), new, f"guessed: {count} rows, full prompts")
     rows, tokens = DATA[name]
+    rows *= getattr(task, "samples", 1)
     count = min(settings.limit or rows, rows)
     if isinstance(task, LMEval):
         tokens *= 1 + (task.num_fewshot or 0)
@@ -220,6 +224,9 @@ DATA: dict[str, tuple[int, int]] = {
     "gsm8k_cot": (1319, 2600),  # eight of the ten worked examples, and 60 tokens of a question
     "stories": (21990, 180),  # three fifths of 230 tokens
     "perplexity": (100, 4096),  # the task sets its own length
+    **dict.fromkeys(("HuggingFaceH4/aime_2024", "math-ai/aime25", "MathArena/aime_2026"), (30, 150)),
+    "HuggingFaceH4/MATH-500": (500, 110),
+    "openai/gsm8k": (1319, 90),
     # LongBench, arXiv:2308.14508, table 1: words, or Chinese characters
     **{f"longbench {name}": (rows, words * 13 // 10) for name, (rows, words) in {
         "narrativeqa": (200, 18409), "qasper": (200, 3619), "multifieldqa_en": (150, 4559),
@@ -568,6 +575,58 @@ def _print_part(groups: list[PlannedGroup]) -> None:
         f"{work.prompt_tokens:.0f} tokens ({work.source}), {scaled(_new_tokens(groups))} new tokens"
         f"{f', {texts} texts forced' if texts else ''}; {memory}; about {_time(groups)}"
     )
+    if isinstance(lead.task, SampledTask) and not lead.divergence.only:
+        _print_power(lead, len(work.examples))
+
+
+POINTS = 2.0  # a difference of avg@N that a plan says the size for
+SPREAD = 10.0  # assumed standard deviation over items of the true difference, in points
+CHANCE = 100.0**2 / 6  # assumed mean variance of one answer to an item: chances of being right from 0 to 1, all alike
+SIZES = (1, 4, 16, 64)  # samples
+
+
+def items_needed(difference: float, samples: int, variance: float = CHANCE, spread: float = SPREAD) -> int:
+    """Items after which a difference of avg@N between two runs, in points, is seen at 5 % with a chance of 80 %.
+
+    variance: of one answer to an item, the mean over items; spread: of the true difference over items (Miller,
+    arXiv:2411.00640, equation 9 with as many samples in both runs).
+    """
+    z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
+    return math.ceil(z**2 * (spread**2 + 2 * variance / samples) / difference**2)
+
+
+def difference_seen(items: int, samples: int, variance: float = CHANCE, spread: float = SPREAD) -> float:
+    """The difference in points that so many items and samples see: the inverse of `items_needed`."""
+    z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
+    return z * math.sqrt((spread**2 + 2 * variance / samples) / items)
+
+
+def _variance_of_answers(settings: Settings) -> tuple[float, str]:
+    """(variance of one answer to an item, how it is known): of the full cache's rows, where they have several samples
+    of an item, else assumed.
+    """
+    path, found = settings.outputs_dir / run_hash(settings.baseline().identity), dict[str, list[float]]()
+    if (path / "config.json").exists():
+        for row in Run.load(path).rows():
+            if row.get("metrics") and "item" in (row.get("info") or {}):
+                found.setdefault(row["info"]["item"], []).append(next(iter(row["metrics"].values())))
+    several = [scores for scores in found.values() if len(scores) > 1]
+    if len(several) < 10:
+        return CHANCE, "items of any chance of being right are alike many"
+    measured = fmean(variance(scores) for scores in several)
+    return measured, f"measured: the variance of answers, on {len(several)} items of the full cache"
+
+
+def _print_power(settings: Settings, examples: int) -> None:
+    samples = getattr(settings.task, "samples", 1)
+    of_answers, how = _variance_of_answers(settings)
+    needed = ", ".join(f"{items_needed(POINTS, each, of_answers):,} x {each}" for each in SIZES)
+    items = max(1, examples // samples)
+    say(
+        f"  items x samples for a difference of {POINTS:g} points in accuracy: {needed}; these {items} x {samples} see "
+        f"{difference_seen(items, samples, of_answers):.1f} points"
+    )
+    say(f"  (80 % chance at 5 %; assumed: true differences spread by {SPREAD:g} points over items; {how})")
 
 
 def _new_tokens(groups: Sequence[PlannedGroup]) -> float:

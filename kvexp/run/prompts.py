@@ -15,9 +15,9 @@ from kvexp.core import Budget
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.hf.chat_template import render
-from kvexp.hf.patch import check_positions, num_layers
-from kvexp.hf.patch import max_positions as positions_of
 from kvexp.hf.second_pass import check_second_pass
+from kvexp.hf.traits import check_positions, num_layers
+from kvexp.hf.traits import max_positions as positions_of
 from kvexp.run.model_spec import config_of_spec, max_positions, tokenizer_of
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.tasks import Example, LMEval, Task

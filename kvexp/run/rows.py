@@ -24,7 +24,7 @@ from kvexp.core.budget import PromptSizes
 from kvexp.core.quantized import SlotBytes
 from kvexp.hf.load import one_row_per_forward
 from kvexp.run.answers import NO_TIMES, ItemAnswer, ModelOutput, continuation_logprobs
-from kvexp.run.model_spec import ModelSpec, load
+from kvexp.run.model_spec import ModelSpec, is_verified, load
 from kvexp.run.prompts import ItemPrompt, Items, Prompts, TokenizedExample, turn_ids
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.run.store import Run, sent_otherwise
@@ -133,7 +133,7 @@ def row_of(
         metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
     elif not settings.task.only_nll:
         metrics = settings.task.score(scored, example.reference, example)
-        head["info"] |= settings.task.of_answer(scored, example.reference)
+        head["info"] |= settings.task.of_answer(scored, example.reference, answer.finish_reason)
         if settings.task.only_answered:
             head["answered"] = settings.task.answered(scored, example)
     if settings.task.needs_nll:
@@ -185,9 +185,13 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
         head["context"] = {"digest": digest, "question": example.number, "questions": len(example.questions)}
     if model.trust_remote_code:
         head["trust_remote_code"] = True
+    if not is_verified(model):
+        head["family"] = "unverified"
     if model.gguf is not None:
         sha256, quantisation = model.gguf
         head["weights"] = {"gguf_sha256": sha256, "quantisation": quantisation}
+    elif model.scheme is not None:
+        head["weights"] = {"quantisation": model.scheme}
     if cache.calibration is not None:
         head["calibration"] = cache.calibration.digest
     if cache.surrogate is not None:
@@ -346,7 +350,7 @@ def fit_together(batches: Sequence[PromptBatch], model: Model, processes: int = 
 
 def kv_bytes_needed(runs: Sequence[Settings], model: Model, batch: Items) -> tuple[int, list[int]]:
     """Bytes of the prompts, which the runs share, and of what each run keeps, in as many bits as it stores them."""
-    from kvexp.hf.patch import head_dim, num_kv_heads, num_layers
+    from kvexp.hf.traits import head_dim, num_kv_heads, num_layers
 
     config, lengths = model.config, [prompt.size for _, prompt in batch]
     heads = num_layers(config) * num_kv_heads(config)
@@ -376,7 +380,7 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
 
 def token_bytes(model: Model) -> int:
     """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
-    from kvexp.hf.patch import head_dim, num_kv_heads, num_layers
+    from kvexp.hf.traits import head_dim, num_kv_heads, num_layers
 
     config = model.config
     return 2 * num_layers(config) * num_kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)

@@ -34,13 +34,14 @@ from kvexp.run.model_spec import (
     calibrated,
     config_of_spec,
     generation_config_of,
+    has_sinks,
     moving_rope,
     rows_alone,
     thinking_of_model,
 )
 from kvexp.run.user_methods import admitted, source_of
 from kvexp.tasks import LMEval, Task
-from kvexp.tasks.base import with_shared_context
+from kvexp.tasks.base import with_samples, with_shared_context
 from kvexp.tasks.lm_eval import written_after
 from kvexp.util import ConfigError, Rule, field_types, refuse, typed
 
@@ -79,6 +80,11 @@ REFUSED: tuple[Rule[Settings], ...] = (
         lambda c: getattr(c.task, "shared_context", False) and c.budget and c.budget.counts_ahead,
         "questions=all evicts a context once for all of its questions, and budget.of={c.budget.of} counts each "
         "question's tokens: set budget.of=prompt, or questions=each",
+    ),
+    (
+        lambda c: getattr(c.task, "samples", 1) > 1 and not c.decoding.sample,
+        "samples={c.task.samples} would give {c.task.samples} times the same greedy answer: add generation=sampling "
+        "(generation.temperature=0.6 is usual), or leave samples out",
     ),
     # Pads.
     (
@@ -123,6 +129,11 @@ REFUSED: tuple[Rule[Settings], ...] = (
         lambda c: c.cache.bounded_chunk is not None and c.batch_size > 1,
         "batch_size must be 1 with prefill=bounded, got {c.batch_size}: padding would cut the chunks of a shorter "
         "prompt elsewhere",
+    ),
+    (
+        lambda c: isinstance(c.task, LMEval) and c.task.measured.mode == "row_mask" and has_sinks(c.model),
+        "row masks score tokens by softmaxes without sinks, and this model's heads have attention sinks: set "
+        "task.protocol=prefill_then_step",
     ),
     # Marked spans.
     (
@@ -235,7 +246,7 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
 
     config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
     """
-    from kvexp.hf.patch import head_dim
+    from kvexp.hf.traits import head_dim
 
     share, node = config["bytes_ratio"], dict(config["budget"])
     for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
@@ -361,6 +372,8 @@ class Settings:
                 identity["head_scores"] = cache.head_scores.digest
             if not cache.select.plain:
                 identity["select"] = _plain(cache.select)
+            if cache.sees_attention and has_sinks(self.model):
+                identity["score"] = {"sink": cache.score_sink}
             if cache.bounded_chunk is not None:  # else left out: every older run keeps its hash
                 identity["prefill"] = {"bounded_chunk": cache.bounded_chunk}
             if cache.keep is not None:
@@ -378,7 +391,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     choices: group -> the option taken; overrides: what was set by hand; both for labels only.
     """
     groups = ("cache", "task", "method", "budget", "generation", "model")
-    for group in (*groups, "select") if "select" in config else groups:  # older rows have no select
+    for group in (*groups, *(group for group in ("select", "score") if group in config)):  # older rows have neither
         typed(config.get(group), dict, group)
     check_values(config, choices)
     protocol, chosen = config.get("protocol"), choices.get("task", "")
@@ -386,7 +399,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         raise ConfigError(
             f"protocol={protocol['paper']} has no settings for task={chosen}; it has for {', '.join(protocol['tasks'])}"
         )
-    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all")):
+    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all"), ("samples", "samples=N")):
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     own = {target: one.cls for target, one in admitted().items()}
@@ -401,6 +414,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     _check_targets_of_options(config, choices)
     if config.get("questions") == "all":
         task = with_shared_context(task, choices.get("task", task.name))
+    if config.get("samples", 1) != 1:
+        task = with_samples(task, choices.get("task", task.name), config["samples"])
     model = ModelSpec.of(with_packaged_path(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
     budget: Budget | None = None
@@ -414,6 +429,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         budget,
         config["cache"],
         config.get("select", {}),
+        config.get("score", {}),
         **calibrated(method, budget, model, task, choices, overrides),
         bounded_chunk=bounded_chunk(config) if method.evicts else None,
         keep=config.get("keep") if method.evicts else None,

@@ -68,7 +68,7 @@ Line = dict[str, Any]
 ROW: dict[str, Any] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens", "halved"), WHOLE),
     **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
-    **dict.fromkeys(("calibration", "surrogate", "question"), TEXT),
+    **dict.fromkeys(("calibration", "surrogate", "question", "family"), TEXT),
     **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
     **{"answer": TEXT, "thinking_tokens": WHOLE, "thinking_cut": TRUTH, "continuation_digest": TEXT},
     "weights": {"gguf_sha256": TEXT, "quantisation": TEXT},

@@ -6,11 +6,16 @@ from typing import Any
 
 from kvexp.tasks.base import Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
+from kvexp.tasks.facts import BABILong, Facts
+from kvexp.tasks.infinitebench import InfiniteBench
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
+from kvexp.tasks.longbench_v2 import LongBenchV2
+from kvexp.tasks.mathematics import Mathematics
 from kvexp.tasks.needle import Needle, NewsNeedle
 from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
 from kvexp.tasks.ruler import Ruler, RulerQA
+from kvexp.tasks.scbench import Retrieval, RetrievalTurns, SCBench, SCBenchTurns
 from kvexp.tasks.summaries import (
     TEMPLATES,
     CNNDailyMail,
@@ -29,17 +34,22 @@ from kvexp.tasks.testbed import TestbedChoice, TestbedDialogue, TestbedNeedle, T
 __all__ = [
     "GSM8K",
     "TEMPLATES",
+    "BABILong",
     "CNNDailyMail",
     "ContextQA",
     "Dialogue",
     "Example",
+    "Facts",
     "GovReport",
     "GovReportSections",
+    "InfiniteBench",
     "Instructions",
     "InstructionsLeak",
     "LMEval",
     "LongAnswers",
     "LongBench",
+    "LongBenchV2",
+    "Mathematics",
     "Needle",
     "News",
     "NewsNeedle",
@@ -47,8 +57,12 @@ __all__ = [
     "Perplexity",
     "Prompts",
     "QuestionTask",
+    "Retrieval",
+    "RetrievalTurns",
     "Ruler",
     "RulerQA",
+    "SCBench",
+    "SCBenchTurns",
     "Soda",
     "SodaTurns",
     "Stories",

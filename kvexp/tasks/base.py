@@ -25,6 +25,7 @@ Positive = Annotated[int, AtLeast(1)]
 Rules = tuple[Rule[Any], ...]
 Truncation = Literal["middle", "halves", "right", "skip"]
 When = Literal["in_prompt", "after_eviction"]  # of a question
+SET_BY_THE_RUN = ("limit", "shared_context", "samples")  # options of a task that limit=, questions= and samples= set
 
 
 def once(option: str, part: str) -> Rule[Any]:
@@ -195,10 +196,10 @@ class Task:
     def defaults(cls) -> dict[str, Any]:
         """Option -> default, of what a command line may set of the task.
 
-        Without what the run says (`limit`, questions=all), and without where rows come from of a task that makes them.
+        Without what the run says (`SET_BY_THE_RUN`), and without where rows come from of a task that makes them.
         """
         plain = {each.name: each.default for each in fields(Task)}
-        found = {each.name: each.default for each in fields(cls) if each.name not in ("limit", "shared_context")}
+        found = {each.name: each.default for each in fields(cls) if each.name not in SET_BY_THE_RUN}
         rows = [each.name for each in fields(data.DataSource) if cls.generated]
         return {name: value for name, value in found.items() if name not in rows or value != plain[name]}
 
@@ -315,8 +316,8 @@ class Task:
     def check_examples(self, examples: Sequence[Example]) -> None:
         """ConfigError where these texts cannot be scored as the task is set; called with all of them before any run."""
 
-    def of_answer(self, output: str, reference: str) -> dict[str, Any]:
-        """Values of an answer for its row's info, besides its scores."""
+    def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
+        """Values of an answer for its row's info, besides its scores. finish_reason: "length" where it was cut off."""
         return {}
 
     def fingerprint(self) -> str:
@@ -385,13 +386,57 @@ class RougeTask(Task):
         if self.rouge_tokenizer == "default":
             check_references(example.reference for example in examples if not example.skipped)
 
-    def of_answer(self, output: str, reference: str) -> dict[str, Any]:
+    def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
         dropped = dropped_letters(output) + dropped_letters(reference) if self.rouge_tokenizer == "default" else 0
-        return super().of_answer(output, reference) | ({"dropped_letters": dropped} if dropped else {})
+        return super().of_answer(output, reference, finish_reason) | ({"dropped_letters": dropped} if dropped else {})
 
     def not_identifying(self) -> tuple[str, ...]:
         """Options left out as in every task, and the tokenizer at its default, whatever the later options are."""
         return (*super().not_identifying(), *(("rouge_tokenizer",) if self.rouge_tokenizer == "default" else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTask(Task):
+    """A task each of whose items may be answered several times, each time with draws of its own.
+
+    samples (samples=N on the command line): answers to an item. They stand together, each an example whose id ends in
+    "sample 2", by which its draws go: a method and the full cache draw the same. A row's info says which `item` and
+    which `sample` it is, and tables take an item, not an answer, as the unit of their intervals. `limit` counts
+    answers.
+    """
+
+    later_options: ClassVar[tuple[str, ...]] = ("samples",)
+    rules: ClassVar[Rules] = (
+        (
+            lambda c: c.limit is not None and c.limit % c.samples,
+            "limit={c.limit} counts answers, and samples={c.samples} of them belong to an item: take a multiple, such "
+            "as limit=N*{c.samples} for N items",
+        ),
+    )
+
+    samples: Positive = 1
+
+    def examples(self) -> Iterator[Example]:
+        if self.samples == 1:
+            yield from super().examples()
+            return
+        self.check_options()
+        items = None if self.limit is None else self.limit // self.samples
+        with self.unchanged():
+            for example in replace(self, samples=1, limit=items).examples():
+                for number in range(1, self.samples + 1):
+                    info = {**example.info, "item": example.id, "sample": number}
+                    yield replace(example, id=f"{example.id} sample {number}", info=info)
+
+
+def with_samples(task: Task, name: str, samples: int) -> Task:
+    """The task as samples=N asks it; ConfigError where it asks an item once. name: as it was chosen."""
+    if not isinstance(task, SampledTask):
+        raise ConfigError(
+            f"samples={samples} is for tasks whose items are answered several times, and task={name} asks each once: "
+            "take aime24, aime25, aime26, math500, gsm8k or gsm8k_cot; or leave samples out"
+        )
+    return replace(task, samples=samples)
 
 
 def row_id(row: dict[str, Any], field: str, *texts: str) -> str:
@@ -491,8 +536,8 @@ def with_shared_context(task: Task, name: str) -> Task:
     if not isinstance(task, SharedContextTask):
         raise ConfigError(
             f"questions=all is for tasks with several questions per context, and task={name} has one: take news_qa, "
-            "news_needle, needle_multi, longbench, govreport_sections, testbed_qa, or context_qa for a file of your "
-            "own; or set questions=each"
+            "news_needle, needle_multi, retrieval, longbench, scbench, infinitebench, govreport_sections, testbed_qa, "
+            "or context_qa for a file of your own; or set questions=each"
         )
     return replace(task, shared_context=True)
 
@@ -528,6 +573,30 @@ _WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")
 def word_ends(text: str) -> list[int]:
     """End of each word of a text; of each character, where it is written without spaces between words."""
     return [word.end() for word in (_CHARACTER if is_unspaced(text) else _WORD).finditer(text)]
+
+
+def most_units(tokens: Callable[[int], int], limit: int) -> int:
+    """The most units of filler with which a prompt has at most `limit` tokens; -1 if not even none fits.
+
+    tokens: counts the prompt with so many units.
+    """
+    few, some = tokens(0), tokens(32)
+    return longest_fit(tokens, limit, 64 + 64 * max(limit - few, 0) // max(some - few, 1))  # twice as many as would do
+
+
+def depths_of(text: str, sources: Iterable[int], count: Callable[..., int]) -> list[float]:
+    """Percent of a prompt's tokens in front of each place (character) that an answer comes from.
+
+    count: as of `Task.fit`; a chat template's tokens are left out.
+    """
+    nothing = count("")
+    size = max(count(text) - nothing, 1)
+    return [round(100 * max(count(text[:place]) - nothing, 0) / size, 1) for place in sources]
+
+
+def quarter(depth: float) -> dict[str, float]:
+    """Values of a row's info that a heat-map is drawn by: `depth`, the quarter where it begins, and where it is."""
+    return {"depth": 25 * min(int(depth // 25), 3), "depth_measured": depth}
 
 
 def longest_fit(count: Callable[[int], int], limit: int, size: int) -> int:

@@ -377,8 +377,8 @@ class Members(DataSource):
     """A `DataSource` of which the file `member`.jsonl is wanted where `data_files` is a folder or a .zip.
 
     The member may lie at any depth. Without `data_files`, `hub_file` is the .zip in the hub repository (a loading
-    script, which `datasets` 4 and later refuse, is not needed to read it); null: the repository is in a format that
-    `datasets` reads, with the member's name as configuration.
+    script, which `datasets` 4 and later refuse, is not needed to read it), or the .json or .jsonl file itself; null:
+    the repository is in a format that `datasets` reads, with the member's name as configuration.
     """
 
     member: str
@@ -418,6 +418,9 @@ class Members(DataSource):
         archive = self._archive()
         if archive is None:
             yield from super().rows()
+            return
+        if archive.suffix != ".zip":  # the file itself
+            yield from replace(self, data_files=str(archive)).rows()
             return
         for number, line in Archive(archive, self.member).lines():
             if line.strip():

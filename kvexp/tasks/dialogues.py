@@ -63,10 +63,12 @@ class DialogueTask(Task):
 
     def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
         """Skip a turn where the turns up to it, with answers as long as they may be, do not fit the model."""
-        turns = example.turns[: example.number + 1]
-        tokens = count(example.prompt) + sum(count(turn.message) for turn in turns[1:])
-        tokens += sum(max(self.max_new_tokens, count(turn.reference)) + 1 for turn in turns)
+        tokens = self.tokens(example.turns[: example.number + 1], count)
         return replace(example, skipped="too long with its turns") if tokens > room else example
+
+    def tokens(self, turns: Iterable[Turn], count: Callable[[str], int]) -> int:
+        """Tokens of these turns, the first of a conversation, with answers as long as they may be."""
+        return sum(count(turn.message) + max(self.max_new_tokens, count(turn.reference)) + 1 for turn in turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +361,7 @@ class LongAnswers(Task):
             "loop_free": 100.0 if loop is None else 100 * loop[0] / len(words),
         }
 
-    def of_answer(self, output: str, reference: str) -> dict[str, Any]:
+    def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
         """`unspaced_letters`: of scripts without spaces, which scores take for parts of words; where there are any."""
         return {"unspaced_letters": count} if (count := unspaced_letters(output)) else {}
 

@@ -19,6 +19,7 @@ from kvexp.tasks.base import (
     Positive,
     QuestionTask,
     Rules,
+    SampledTask,
     Truncation,
     When,
     row_id,
@@ -149,7 +150,7 @@ _SIGNED = re.compile(r"(?:(?<![\w.)])-)?\d*\.?\d+")  # the minus of 5-3 is none 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSM8K(QuestionTask):
+class GSM8K(SampledTask, QuestionTask):
     """Solve a word problem after worked examples; rows {"question", "answer"}, 1,319 in the test split
     (Cobbe et al., arXiv:2110.14168).
 

@@ -22,7 +22,19 @@ from itertools import islice, pairwise, product
 from typing import Annotated, Any, ClassVar, Literal, overload
 
 from kvexp.tasks.articles import articles, articles_digest, own_digest, own_words
-from kvexp.tasks.base import IN_PROMPT, Example, Positive, QuestionTask, Rules, Truncation, filled, longest_fit
+from kvexp.tasks.base import (
+    IN_PROMPT,
+    Example,
+    Positive,
+    QuestionTask,
+    Rules,
+    Truncation,
+    depths_of,
+    filled,
+    longest_fit,
+    most_units,
+    quarter,
+)
 from kvexp.tasks.data import misshapen, random_state, text
 from kvexp.util import ConfigError, Range
 
@@ -483,27 +495,24 @@ class Ruler(QuestionTask):
             row = self._made(maker, least + more, of, number)
             return count(row.before + row.context + row.after, row.opening)
 
-        # Twice as much as would do, judged by one and by 33 units.
-        few, some = tokens(0), tokens(32)
-        more = longest_fit(tokens, most, 64 + 2 * 32 * max(most - few, 0) // max(some - few, 1))
+        more = most_units(tokens, most)
         if more < 0:
             holds = f"a length of {length} tokens does not hold {self.subset}"
             if isinstance(maker, Documents):
-                few += new
+                few = tokens(0) + new
                 return replace(example, skipped=f"{holds}: question, its documents and answer have {few}")
             raise ConfigError(
-                f"{holds}, whose shortest row has {few} tokens and an answer of {new}: raise "
-                f"task.lengths to {few + new} or more"
+                f"{holds}, whose shortest row has {tokens(0)} tokens and an answer of {new}: raise "
+                f"task.lengths to {tokens(0) + new} or more"
             )
         row = self._made(maker, least + more, of, number)
-        whole, nothing = row.before + row.context + row.after, count("")
+        whole = row.before + row.context + row.after
         size = count(whole, row.opening)
-        ends = [(len(row.before) + row.context.find(source)) for source in row.sources]
-        depths = [round(100 * (count(whole[:end]) - nothing) / (size - nothing), 1) for end in ends]
+        depths = depths_of(whole, [len(row.before) + row.context.find(each) for each in row.sources], count)
         info: dict[str, Any] = {"length_measured": size + new, "units": least + more}
         info |= {"depths_measured": depths} if depths else {}
         if len(depths) == 1:
-            info |= {"depth": 25 * min(int(depths[0] // 25), 3), "depth_measured": depths[0]}
+            info |= quarter(depths[0])
         return replace(self._asked(row, {"length": length, "number": number}, info), id=example.id)
 
     def _made(self, maker: Maker, units: int, of: Material, number: int) -> Row:

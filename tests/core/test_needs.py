@@ -16,7 +16,8 @@ from kvexp.core import statistics as query_statistics
 from kvexp.core.method import output_norms
 from kvexp.core.statistics import QueryStatistics
 from kvexp.hf import EvictionCache, patch_model
-from kvexp.hf.patch import NAMES, num_kv_heads, output_factors
+from kvexp.hf.patch import NAMES, output_factors
+from kvexp.hf.traits import num_kv_heads
 from kvexp.methods import CAOTE, H2O, RKV, ExpectedAttention, KeyDiff, KNorm
 from kvexp.util import ConfigError
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvexp.core import Budget
 from kvexp.engines.openvino import WHEEL, Engine, Eviction, check_family, genai, rounded, write_gguf
+from kvexp.hf import EvictionCache, patch_model
 from kvexp.hf.gguf import read_header, write_weights
 from kvexp.hf.load import random_config
+from kvexp.methods import OpenVINO
 from kvexp.util import ConfigError
 
 NEW = 48
@@ -18,6 +23,13 @@ NEW = 48
 def model():
     """A trained model that comes with kvexp, its matrices rounded to float16."""
     return rounded(AutoModelForCausalLM.from_pretrained("kvexp/tasks/testbed_models/testbed_gqa", dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def twin():
+    """kvexp's run of the same model."""
+    made = AutoModelForCausalLM.from_pretrained("kvexp/tasks/testbed_models/testbed_gqa", dtype=torch.float32)
+    return patch_model(rounded(made))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,63 @@ def test_blocks_are_what_its_sizes_say(wheel, gguf):
     assert (answer.peak_blocks, answer.blocks) == (22, 7)
     again = Engine(gguf, 1024, Eviction(192, 32, 64, window=0)).answer(ids, NEW)
     assert again.tokens != answer.tokens
+
+
+@torch.no_grad()
+def forced(model, method, size, ids, tokens):
+    """Log-probabilities [tokens, V] of kvexp's twin, which is fed the engine's tokens one by one."""
+    cache = EvictionCache(model, method, Budget(tokens=size), max_new_tokens=len(tokens))
+    logits = [model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]]
+    for place, token in enumerate(tokens[:-1]):
+        at = torch.tensor([[len(ids) + place]])
+        step = model(torch.tensor([[token]]), past_key_values=cache, position_ids=at, use_cache=True)
+        logits.append(step.logits[0, -1])
+    return torch.stack(logits).log_softmax(-1), len(cache.layer_states[0].kept_positions()[0][0])
+
+
+def method_of(asked):
+    """kvexp's method of the same settings."""
+    return OpenVINO(
+        aggregation=asked.mode, start_size=asked.start, recent_size=asked.recent, window=asked.window,
+        crush=asked.crush, anchor=asked.anchor, crush_seed=asked.seed,
+    )  # fmt: skip
+
+
+SETTINGS = [
+    {"mode": "norm_sum"},
+    {"mode": "sum", "window": 0},
+    {"mode": "norm_sum", "crush": 2},
+    {"mode": "norm_sum", "crush": 2, "anchor": "alternating"},
+    {"mode": "sum"},
+    {"mode": "norm_sum", "window": 0},
+    {"mode": "norm_sum", "window": 32},
+    {"mode": "sum", "crush": 1, "anchor": "mean"},
+    {"mode": "sum", "crush": 3, "anchor": "zeros"},
+    {"mode": "norm_sum", "crush": 3, "seed": 11},
+]
+SIZES = [(192, 32, 64), (256, 64, 32), (128, 32, 64)]
+LENGTHS = [100, 300, 511, 700]
+
+
+def each():
+    """Every setting with one size and length in every run of the tests; with all others in the slow ones."""
+    for case in product(range(len(SETTINGS)), range(len(SIZES)), LENGTHS):
+        number, sizes, length = case
+        quick = sizes == number % len(SIZES) and length == LENGTHS[number % len(LENGTHS)]
+        yield pytest.param(*case, marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("number", "sizes", "length"), list(each()))
+def test_kvexps_twin_keeps_what_the_engine_keeps(wheel, twin, gguf, number, sizes, length):
+    """Greedy tokens are equal and their log-probabilities as close as without evictions: no other block has gone."""
+    (size, start, recent), given = SIZES[sizes], SETTINGS[number]
+    asked, ids = Eviction(size, start, recent, **given), prompt(length, seed=length)
+    answer = Engine(gguf, 1024, asked).answer(ids, 120)
+    found, held = forced(twin, method_of(asked), size, ids, answer.tokens)
+    assert answer.blocks == -(-held // 32)
+    assert found.argmax(-1).tolist() == answer.tokens
+    chosen = found.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(answer.logprobs), chosen, atol=1e-4, rtol=0)
 
 
 def test_adaptive_rkv_does_not_run_on_a_cpu(wheel, gguf):

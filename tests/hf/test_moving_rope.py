@@ -27,7 +27,7 @@ from kvexp.generate import (
 from kvexp.generate.loglikelihood import score_tokens
 from kvexp.hf import EvictionCache, patch_model
 from kvexp.hf.load import load_config
-from kvexp.hf.patch import max_positions
+from kvexp.hf.traits import max_positions
 from kvexp.methods import H2O, Full, KVzip, StreamingLLM, Window
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group
 from kvexp.run.lm_eval_model import KvexpLM

@@ -307,7 +307,7 @@ def test_sinks(name: str, widths: tuple[int, ...], mode: str) -> None:
 @pytest.mark.parametrize(("name", "widths", "mode"), [*in_turn(LOOKING, [STEPS, SEVERAL], MODES, of=3), *TEMPERED])
 def test_sinks_left_out_of_the_score(name: str, widths: tuple[int, ...], mode: str) -> None:
     world = World(SCALE, 7, max_new_tokens=NEW, sinks=SINKS, sinks_count=False, softcap=2.0)
-    check_logits(name, widths, mode, world, sink="renormalised")
+    check_logits(name, widths, mode, world, score_sink="renormalised")
 
 
 def test_a_temperature_is_refused_where_heads_have_sinks() -> None:

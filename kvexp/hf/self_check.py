@@ -1,0 +1,233 @@
+"""The self-check of a patched model: with nothing evicted, kvexp's logits against the logits of its own attention.
+
+It is what lets any type of transformers in, known or not: a wrong reading of a model shows as other logits. What is
+compared is random tokens in two rows, one of them padded on the left, and a few decode steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvexp import NUMERICS
+from kvexp.core import Method
+from kvexp.hf.cache import EvictionCache
+from kvexp.hf.patch import (
+    ATTN_IMPLEMENTATION,
+    SHIM_CLASSES,
+    attention_modules,
+    forward_columns,
+    forward_logits,
+)
+from kvexp.hf.quantised_weights import plain_parts
+from kvexp.hf.traits import KIND_TITLES, text_config, traits_of
+from kvexp.util import CacheError, ConfigError, cache_folder, replace
+
+Check = Literal["always", "once", "never"]
+TOKENS, PADS, STEPS = 48, 17, 4  # columns of the prompt, padding of its second row, decode steps
+ATOL, RTOL = 1e-4, 2e-5  # of float32 logits; RTOL is of the largest one
+NOISE = 3  # times the model's own rounding, where that is more
+LARGEST = 0.1  # of the largest logit: rounding beyond it would hide anything
+
+
+@dataclass(frozen=True)
+class _Everything(Method):
+    """The method that keeps every token; `kvexp.methods.Full` belongs to a layer above."""
+
+    name: ClassVar[str] = "full"
+    evicts: ClassVar[bool] = False
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits of the model's configuration, a sample of each of its weights, and the versions that compute it."""
+    hashed = hashlib.sha256(f"{transformers.__version__} {NUMERICS} {torch.__version__}".encode())
+    hashed.update(json.dumps(model.config.to_diff_dict(), sort_keys=True, default=str).encode())
+    for name, weight in ((name, part) for name, whole in model.state_dict().items() for part in plain_parts(whole)):
+        flat = weight.detach().flatten()
+        few = flat[:: max(1, flat.numel() // 256)].cpu()
+        hashed.update(f"{name} {tuple(weight.shape)} {weight.dtype} {weight.device.type}".encode())
+        hashed.update(few.contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def check_model(model: PreTrainedModel, check: Check) -> None:
+    """ConfigError where a patched model's logits are not its own, with the difference and the first layer that has one.
+
+    check: once, where this model passed before with these versions (a file in kvexp's cache folder says so), nothing is
+    computed; always; never.
+    """
+    if check == "never":
+        return
+    passed = cache_folder() / "checked" / fingerprint(model) if check == "once" else None
+    if passed is not None and passed.is_file():
+        return
+    difference = measure(model)
+    if passed is not None:
+        with suppress(OSError):  # a folder that cannot be written: checked again the next time
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            replace(passed, f"{traits_of(model.config).type} {difference:.3g}\n".encode())
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel) -> float:
+    """The largest difference of logits between kvexp and the model's own attention; ConfigError as of `check_model`."""
+    title = traits_of(model.config).title
+    ids, mask = _tokens(model)
+    with _own_attention(model) as swap:
+        swap(own=True)
+        own = _stock(model, ids, mask)
+        swap(own=False)
+        try:
+            got, cache = _kvexp(model, ids, mask)
+        except CacheError as error:
+            raise ConfigError(f"model family {title!r} is not supported: {error}") from error
+        _check_shapes(model, cache)
+        largest = float(own.abs().max())
+        difference, allowed = float((got - own).abs().max()), max(ATOL, RTOL * largest)
+        if difference > allowed or model.dtype != torch.float32:
+            swap(own=True)
+            allowed = max(allowed, min(NOISE * _rounding(model, ids, mask, own), LARGEST * largest))
+            swap(own=False)
+        if not difference <= allowed:
+            layer = _first_bad_layer(model, ids, mask, swap)
+            raise ConfigError(
+                f"model family {title!r} is not supported: with nothing evicted, kvexp's logits differ from the "
+                f"model's own by {difference:.2g}, where {allowed:.2g} is rounding{layer}"
+            )
+    return difference
+
+
+def _tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Random token ids [2, TOKENS + STEPS] and a mask of the first TOKENS columns; the second row begins with PADS."""
+    device = model.get_input_embeddings().weight.device
+    generator = torch.Generator().manual_seed(0)
+    size = int(text_config(model.config).vocab_size)
+    ids = torch.randint(min(3, size - 1), size, (2, TOKENS + STEPS), generator=generator).to(device)
+    mask = torch.ones_like(ids[:, :TOKENS])
+    mask[1, :PADS] = 0
+    return ids, mask
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[Callable[..., None]]:
+    """A block with a function that switches between the model's own eager attention and kvexp's, which it ends with."""
+    shims = [(module, type(module)) for module in model.modules() if isinstance(module, SHIM_CLASSES)]
+
+    def swap(*, own: bool) -> None:
+        name = "eager" if own else ATTN_IMPLEMENTATION
+        if not shims:
+            model.set_attn_implementation(name)
+            return
+        model.config._attn_implementation_internal = name
+        for module, shim in shims:
+            module.__class__ = shim.__mro__[1] if own else shim
+            if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
+                module._old_forward = MethodType(type(module).forward, module)
+
+    try:
+        yield swap
+    finally:
+        swap(own=False)
+
+
+def _stock(model: PreTrainedModel, ids: Tensor, mask: Tensor, width: int = TOKENS) -> Tensor:
+    """Logits [2, 1 + STEPS, V] float32 by transformers' own cache; width: columns of the prompt's forwards."""
+    cache, made = DynamicCache(config=model.config), []
+    logits = torch.zeros(0)
+    for start in range(0, TOKENS, width):
+        part = ids[:, start : min(start + width, TOKENS)]
+        logits = forward_logits(model, part, mask[:, : start + part.shape[1]], cache, keep=1)[:, -1]
+    made.append(logits)
+    for step in range(STEPS):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        at = TOKENS + step
+        made.append(forward_logits(model, ids[:, at : at + 1], mask, cache, keep=1)[:, -1])
+    return torch.stack(made, dim=1).float()
+
+
+def _kvexp(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, EvictionCache]:
+    """As `_stock`, through a cache of kvexp that keeps everything, and that cache."""
+    cache = EvictionCache(model, _Everything(), prompt_tokens=TOKENS, max_new_tokens=STEPS)
+    made = [forward_logits(model, ids[:, :TOKENS], mask, cache, keep=1)[:, -1]]
+    positions = mask.sum(1, keepdim=True)
+    for step in range(STEPS):
+        token = ids[:, TOKENS + step : TOKENS + step + 1]
+        made.append(forward_columns(model, token, token.new_ones(2, 0), positions + step, cache, keep=1)[:, -1])
+    return torch.stack(made, dim=1).float(), cache
+
+
+def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) -> float:
+    """How much the model's own logits move with the order of its sums: prompts in parts, and torch's SDPA if it can."""
+    others = [_stock(model, ids, mask, width=TOKENS // 3)]
+    if getattr(model, "_supports_sdpa", False):
+        before = model.config._attn_implementation
+        with suppress(ValueError, ImportError):
+            model.set_attn_implementation("sdpa")
+            others.append(_stock(model, ids, mask))
+        model.set_attn_implementation(before)
+    return max(float((other - own).abs().max()) for other in others)
+
+
+def _check_shapes(model: PreTrainedModel, cache: EvictionCache) -> None:
+    """ConfigError where keys and values have other shapes than the configuration says, by which budgets are made."""
+    traits = traits_of(model.config)
+    said = (traits.kv_heads, traits.key_dim, traits.value_dim)
+    for number, state in zip(traits.held, cache.layer_states, strict=True):
+        slots: Any = state.slots
+        found = (slots.keys.shape[1], slots.keys.shape[-1], slots.values.shape[-1])
+        if found != said:
+            raise ConfigError(
+                f"model family {traits.title!r} is not supported: its layer {number} has {found[0]} kv heads with keys "
+                f"of {found[1]} and values of {found[2]} numbers, where its configuration says {said[0]}, {said[1]} "
+                f"and {said[2]}"
+            )
+
+
+def _first_bad_layer(model: PreTrainedModel, ids: Tensor, mask: Tensor, swap: Any) -> str:
+    """The first layer whose attention output differs by more than rounding, as text; empty where none does."""
+    seen: list[list[Tensor]] = []
+    for own in (True, False):
+        swap(own=own)
+        with _outputs(attention_modules(model)) as outputs:
+            _stock(model, ids, mask) if own else _kvexp(model, ids, mask)
+        seen.append(outputs)
+    layers = traits_of(model.config).layers
+    real = mask.bool()
+    for number, (mine, others) in enumerate(zip(*seen, strict=False)):
+        if mine.shape != others.shape or mine.shape[:2] != mask.shape:
+            continue
+        gap, size = (mine - others).abs()[real].max(), mine.abs()[real].max()
+        if gap > 1e-3 * size:
+            which = number % len(layers)
+            kind = f", {KIND_TITLES[layers[which].kind]}" if len(layers) > which else ""
+            return f"; first in the attention of layer {which}{kind}"
+    return ""
+
+
+@contextmanager
+def _outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """A block in which the list receives the outputs [B, Q, n] of these modules, forward by forward."""
+    found: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            found.append(first.detach().float())
+
+    hooks = [module.register_forward_hook(note) for module in modules]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,383 @@
+"""What kvexp reads of a model: which of its layers keep what, their shapes and positions; and the types it refuses.
+
+What is read needs no list of known models. A type of transformers that is not in `VERIFIED` works where the self-check
+(`kvexp.hf.self_check`) finds the model's own logits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvexp.core import AttentionParams, CacheConfig, Quantization, RoPE, triton_ops
+from kvexp.util import ConfigError
+
+Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
+Position = Literal["rope", "learned", "alibi", "none"]
+
+# Layers of transformers' own cache, by the class that holds what the layer keeps.
+KINDS: dict[str, Kind] = {
+    "DynamicLayer": "full",
+    "DynamicSlidingWindowLayer": "window",
+    "LinearAttentionLayer": "state",
+    "LinearAttentionAndFullAttentionLayer": "hybrid",
+    "DummyLayer": "none",
+}
+KIND_TITLES: dict[Kind, str] = {
+    "full": "full attention",
+    "window": "a sliding window",
+    "chunk": "chunks",
+    "state": "a state (linear attention, convolution)",
+    "hybrid": "full attention and a state",
+    "shared": "the keys of another layer",
+    "none": "nothing",
+}
+UNLIMITED = 1 << 30  # tokens
+LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "seq_length", "n_ctx")
+TITLES = {"gptj": "GPT-J", "gpt2": "GPT-2 (and Cerebras-GPT)", "mpt": "MPT", "opt": "OPT"}
+# Attention modules that ignore transformers' attention interface, and that kvexp has a class for.
+SHIMS = {"gptj": "GPTJAttention", "mpt": "MptAttention"}
+
+# Types whose tiny twins have stock's logits and tokens with the full cache, padded, fed in chunks, forked and in beam
+# search (tests/hf/test_twins.py).
+VERIFIED = frozenset(["gptj", "gpt2", "mpt", "llama", "opt", "mistral", "qwen2", "qwen3", "gpt_neox"])
+
+# Types whose heads have attention sinks, one logit per query head.
+SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa"})
+
+_LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
+_OWN = "its attention does not go through transformers' attention interface"
+_STATES = "no layer of it keeps the keys of its tokens, so there is nothing to evict"
+_INDEXED = "an index chooses the tokens that its layers attend to, by the number of their slot"
+_NOT_A_DECODER = "it is an encoder, one half of an encoder-decoder, or not a model of text alone"
+# Types that kvexp cannot serve, by the reason.
+REFUSED: dict[str, str] = {
+    name: why
+    for why, names in {
+        _OWN: "bloom codegen falcon gpt_neo gpt_neox_japanese xglm openai-gpt rwkv",
+        _STATES: "mamba mamba2 falcon_mamba xlstm",
+        "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
+        "each of its layers attends twice, to values of its own": "diffllama",
+        "it computes with masks of four dimensions": "doge gemma4 gemma4_text",
+        "it attends to images by cross-attention": "mllama",
+        "it keeps keys for its experts and repeats them afterwards": "jetmoe",
+        "it compresses its own cache": "deepseek_v4",
+        "it takes only a cache of its own class": "minimax",
+        "it reads bytes by two models at once": "blt",
+        _NOT_A_DECODER: (
+            "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant "
+            "data2vec-text electra ernie git marian mbart megatron-bert moshi musicgen musicgen_melody mvp pegasus "
+            "plbart prophetnet reformer rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm "
+            "xlm-roberta xlm-roberta-xl xlnet xmod"
+        ),
+    }.items()
+    for name in names.split()
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model's cache. size: of its window or chunk in tokens, None for other kinds."""
+
+    kind: Kind
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a model's configuration says of the cache it needs.
+
+    type: transformers' `model_type` of the decoder; layers: of the cache, in order. kv_heads H, group G (query heads
+    per kv head), key_dim D, value_dim Dv: of the layers whose keys kvexp holds. limit: the longest sequence in tokens
+    that the configuration names, before a stretched RoPE; None: it names none.
+    """
+
+    type: str
+    layers: tuple[Layer, ...]
+    kv_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    position: Position
+    limit: int | None
+
+    @property
+    def title(self) -> str:
+        """The type as messages name it."""
+        return TITLES.get(self.type, self.type)
+
+    @property
+    def verified(self) -> bool:
+        """Whether tests hold a tiny model of this type against transformers."""
+        return self.type in VERIFIED
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether positions come from a table that ends at the limit. GPT-J computes one."""
+        return self.position == "learned" or self.type == "gptj"
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Numbers of the layers whose keys and values kvexp holds and evicts."""
+        return held_layers(self.layers)
+
+
+def held_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
+    """Numbers of the layers that kvexp evicts from, which are the layers of attention."""
+    return tuple(number for number, layer in enumerate(layers) if layer.kind in ("full", "window"))
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the decoder inside a model's, which is the same for a model of text alone."""
+    return config.get_text_config(decoder=True)
+
+
+def check_type(config: Any) -> None:
+    """ConfigError for a type that kvexp cannot serve, with the reason; sizes are not looked at."""
+    text = text_config(config)
+    for name in (str(_field(config, "model_type")), str(_field(text, "model_type"))):
+        if name in REFUSED:
+            raise _refused(name, REFUSED[name])
+    if _field(text, "kv_lora_rank") is not None:
+        raise _refused(str(_field(text, "model_type")), _LATENTS)
+
+
+def traits_of(config: Any) -> Traits:
+    """The traits of a Hugging Face configuration; ConfigError for a model that kvexp cannot serve, with the reason."""
+    check_type(config)
+    text = text_config(config)
+    model_type = str(_field(text, "model_type"))
+    layers = _layers(text, model_type)
+    held = held_layers(layers)
+    if not held:
+        raise _refused(model_type, _STATES)
+    if len(held) < len(layers):
+        raise _refused(model_type, f"its layers keep different things ({layers_in_words(layers)})")
+    own = (_field(text, "per_layer_config") or [text] * len(layers))[held[0]]
+    heads = _field(own, "num_attention_heads")
+    kv_heads = _field(own, "num_key_value_heads") or _field(_field(own, "attn_config"), "kv_n_heads") or heads
+    key_dim = _field(own, "head_dim") or own.hidden_size // heads
+    rope = _field(text, "rope_parameters") is not None or model_type == "gptj"
+    without: Position = "none" if any(layer.kind in ("state", "hybrid") for layer in layers) else "learned"
+    return Traits(
+        type=model_type,
+        layers=layers,
+        kv_heads=int(kv_heads),
+        group=int(heads) // int(kv_heads),
+        key_dim=int(key_dim),
+        value_dim=int(_field(own, "v_head_dim") or key_dim),
+        position="alibi" if model_type == "mpt" else "rope" if rope else without,
+        limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
+    )
+
+
+def _field(config: Any, name: str) -> Any:
+    """A field of a configuration, None where it has none; some raise for fields that differ between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # whatever their property raises
+        return None
+
+
+def _refused(model_type: str, why: str) -> ConfigError:
+    return ConfigError(f"model family {model_type!r} is not supported: {why} (docs/models.md lists what is)")
+
+
+def _layers(text: Any, model_type: str) -> tuple[Layer, ...]:
+    """The layers of the cache that transformers would make for this configuration."""
+    try:
+        made = DynamicCache(config=text).layers
+    except Exception as error:  # of a damaged configuration, or of layers whose class is not imported yet
+        reason = " ".join(str(error).split())[:200]
+        raise _refused(model_type, f"transformers makes no cache for it ({type(error).__name__} {reason})") from error
+    kinds = _field(text, "layer_types") or [None] * len(made)
+    sharing = _field(text, "kv_sharing_modes") or [None] * len(made)
+    layers = []
+    for layer, named, mode in zip(made, kinds, sharing, strict=True):
+        name = type(layer).__name__
+        if name not in KINDS:
+            why = _INDEXED if "Indexed" in name else f"what its layers of kind {named!r} keep is not known"
+            raise _refused(model_type, why)
+        kind = "shared" if mode == "reuse" else "chunk" if named == "chunked_attention" else KINDS[name]
+        layers.append(Layer(kind, getattr(layer, "sliding_window", None)))
+    return tuple(layers)
+
+
+def num_layers(config: Any) -> int:
+    """Number of layers L whose keys and values kvexp holds."""
+    return len(traits_of(config).held)
+
+
+def num_kv_heads(config: Any) -> int:
+    """Number of kv heads H."""
+    return traits_of(config).kv_heads
+
+
+def head_dim(config: Any) -> int:
+    """Dimensions D of one attention head's keys."""
+    return traits_of(config).key_dim
+
+
+def query_shape(config: Any) -> tuple[int, int, int, int]:
+    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head."""
+    traits = traits_of(config)
+    return len(traits.held), traits.kv_heads, traits.group, traits.key_dim
+
+
+def layers_in_words(layers: Sequence[Layer]) -> str:
+    """Kinds of layers with their numbers, as "4 of full attention, 22 of a sliding window"."""
+    counted = Counter(layer.kind for layer in layers)
+    return ", ".join(f"{count} of {KIND_TITLES[kind]}" for kind, count in counted.items())
+
+
+def check_positions(config: Any, cache: CacheConfig) -> None:
+    """ConfigError where the model's kind of positions cannot do what the cache is configured for."""
+    traits = traits_of(config)
+    if cache.renumbered and traits.position == "learned":
+        raise ConfigError(
+            f"positions=renumbered cannot work on {traits.title}: its learned positions are added to the input, "
+            f"not to the cache. Set positions=original for method={cache.method.name}"
+        )
+    if cache.beyond_context and traits.has_position_table:
+        raise ConfigError(f"{traits.title} has a table of positions for {max_positions(config)} tokens and no more")
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether attention heads of a model of this configuration have sinks (`AttentionParams`)."""
+    return config is not None and text_config(config).model_type in SINK_TYPES
+
+
+def softcap_of(config: Any) -> float | None:
+    """The softcap of attention logits (`AttentionParams`) that a configuration names; None: it names none."""
+    return None if config is None else getattr(text_config(config), "attn_logit_softcapping", None)
+
+
+def check_logits(config: Any, cache: CacheConfig) -> None:
+    """ConfigError where what the cache observes has no meaning with, or was not written for, sinks or a softcap."""
+    sinks = torch.zeros(1) if has_sinks(config) else None
+    params = AttentionParams(1.0, softcap=softcap_of(config), sinks=sinks)
+    if cache.score_spec is not None:
+        cache.score_spec.observed_sinks(params)
+    if cache.observe == "triton":
+        triton_ops.check_logits(params)
+
+
+def check_quantization(config: Any, quantization: Quantization, dtype: torch.dtype) -> None:
+    """ConfigError where keys and values of the model's heads, or of its dtype, cannot be quantised so."""
+    traits = traits_of(config)
+    quantization.check_head(traits.key_dim, traits.value_dim)
+    quantization.check_dtype(dtype)
+
+
+def max_positions(config: Any) -> int:
+    """The longest sequence, in tokens, that the model is made for; `UNLIMITED` where its configuration names none.
+
+    A RoPE that is stretched by a factor reaches so many times as far as the length that its config gives for the model
+    before: `original_max_position_embeddings`, or for linear and dynamic max_position_embeddings itself. A config that
+    was written for the stretched model says its length in max_position_embeddings (llama3 always does); the larger
+    counts.
+    """
+    traits = traits_of(config)
+    held = UNLIMITED if traits.limit is None else traits.limit
+    rope = rope_parameters(config)
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    if kind in ("default", "llama3") or not isinstance(factor, int | float):
+        return held
+    return max(held, int((rope.get("original_max_position_embeddings") or held) * factor))
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The config's settings of the RoPE of layers that keep every token, as transformers computes it; empty for none.
+
+    Empty too for GPT-J, which makes a table of its own.
+    """
+    each = all_rope_parameters(config)
+    return each.get("full_attention") or next(iter(each.values()), {})
+
+
+def all_rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """The settings of each RoPE by kind of layer ("full_attention", …); "" for one that all layers have."""
+    given = _field(text_config(config), "rope_parameters")
+    if not isinstance(given, dict) or not given or traits_of(config).position != "rope":
+        return {}
+    nested = {name: each for name, each in given.items() if isinstance(each, dict)}
+    return nested or {"": given}
+
+
+def check_activations(config: Any) -> None:
+    """ConfigError for a checkpoint whose activations are rounded by the values of all rows of a forward."""
+    given = getattr(config, "quantization_config", None)
+    plain: dict[str, Any] = given if isinstance(given, dict) else given.to_dict() if given is not None else {}
+    groups = (plain.get("config_groups") or {}).values()
+    inputs = [(group.get("input_activations") or {}) for group in groups if isinstance(group, dict)]
+    what = "load_in_8bit" if plain.get("load_in_8bit") else None  # LLM.int8 looks for outliers in every row
+    kind = str(plain.get("quant_type", "")).lower().replace("_", "")
+    if "float8dynamicactivation" in kind and "perrow" not in kind:  # one scale for all, unless said otherwise
+        what = f"quant_type {plain['quant_type']}"
+    if any(each.get("dynamic") and each.get("strategy") == "tensor" for each in inputs):
+        what = "input_activations by tensor"
+    if what is not None:
+        raise ConfigError(
+            f"quantization_config rounds activations by the values of a whole forward ({what}), so that rows and "
+            "chunks would change each other: take weights that are not quantised, or whose weights alone are"
+        )
+
+
+def check_sizes(config: Any) -> None:
+    """ConfigError for sizes that no model can have, and for kinds of RoPE that transformers does not know.
+
+    transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
+    """
+    config = text_config(config)
+    limits = [name for name in LIMITS if _field(config, name) is not None][:1]
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", *limits):
+        value = _field(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{_own(config, name)} must be a whole number of at least 1, got {value!r}")
+    heads, grouped = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if grouped is not None and (not isinstance(grouped, int) or grouped < 1 or heads % grouped):
+        raise ConfigError(
+            f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must be a "
+            "whole number that divides num_attention_heads"
+        )
+    if not getattr(config, "head_dim", None) and config.hidden_size % heads:
+        raise ConfigError(
+            f"{_own(config, 'hidden_size')} must be a multiple of {_own(config, 'num_attention_heads')}, got "
+            f"{config.hidden_size} and {heads}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = ("default", *ROPE_INIT_FUNCTIONS)
+    if isinstance(rope, dict) and rope.get("rope_type", "default") not in kinds:
+        raise ConfigError(f"rope_type must be one of {', '.join(sorted(kinds))}, got {rope['rope_type']!r}")
+
+
+def _own(config: Any, name: str) -> str:
+    """The name that this family's configuration has for a field."""
+    return str(getattr(config, "attribute_map", {}).get(name, name))
+
+
+def rope_of(model: Any) -> RoPE | None:
+    """The model's RoPE as inverse frequencies; None for families without RoPE.
+
+    Not for one whose frequencies move (`kvexp.hf.moving_rope`). Frequencies come from the model's own rotary
+    module, so linear, llama3 and yarn scaling are in them. GPT-J, which has no such module, makes its table from the
+    base 10000.
+    """
+    config = model.config
+    if traits_of(config).position != "rope":
+        return None
+    if config.model_type == "gptj":
+        width = config.rotary_dim or config.n_embd // config.n_head
+        exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
+        device = model.get_input_embeddings().weight.device  # or each step would copy it there
+        return RoPE((1.0 / 10000**exponent).to(device), interleaved=True)
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            return RoPE(module.inv_freq.detach(), interleaved=False)
+    raise ConfigError(f"found no rotary embedding in this {config.model_type} model")

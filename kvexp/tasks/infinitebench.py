@@ -1,0 +1,314 @@
+"""InfiniteBench (Zhang et al., arXiv:2402.13718): twelve tasks of 44k to 2M tokens, from files; and its graders, which
+SCBench took over in part.
+
+Prompts and graders are of github.com/OpenBMB/InfiniteBench (MIT) at commit 88b3daa: the prompts that it gives open
+models (yarn_mistral_templates), to the letter.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from kvexp.tasks.base import Example, Positive, SharedContextTask, Truncation, row_id
+from kvexp.tasks.data import Members, misshapen, text, texts
+from kvexp.tasks.metrics import check_rouge_installed, qa_f1, unimported
+from kvexp.util import ConfigError
+
+Grader = Callable[[str, Sequence[Any]], float]  # (answer, the right ones) -> 0 to 1
+LETTERS = "ABCD"
+_CHINESE = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"  # noqa: RUF001
+    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
+)
+
+
+def _spaced(words: str, marks: str) -> str:
+    """The text with a space for each of these marks."""
+    return words.translate(str.maketrans(marks, " " * len(marks)))
+
+
+def first_integer(output: str, answers: Sequence[Any]) -> float:
+    """Whether the first digits are the answer."""
+    found = re.search("[0-9]+", output)
+    return float(found is not None and found.group() == str(answers[0]))
+
+
+def whole_word(output: str, answers: Sequence[Any]) -> float:
+    """Whether the answer is one of the words; quotes, braces and most punctuation part words."""
+    return float(str(answers[0]) in _spaced(output, "\n:\"'.,?!{}").split())
+
+
+def upper_word(output: str, answers: Sequence[Any]) -> float:
+    """Whether the answer is one of the words in capitals."""
+    return float(str(answers[0]) in _spaced(output, "\n:\"'.,?!{}").upper().split())
+
+
+def last_integer(output: str, answers: Sequence[Any]) -> float:
+    """Whether the last word is the integer."""
+    words = _spaced(output, "\n.`'\":").split()
+    try:
+        return float(bool(words) and int(words[-1]) == int(answers[0]))
+    except ValueError:
+        return 0.0
+
+
+def first_number(output: str, answers: Sequence[Any]) -> float:
+    """Whether the first number, without its sign, is the answer."""
+    found = re.search(r"\d+\.\d+|\d+", output)
+    if found is None:
+        return 0.0
+    wanted = answers[0] if isinstance(answers[0], int | float) else float(answers[0])
+    return float((int if isinstance(wanted, int) else float)(float(found.group())) == wanted)
+
+
+def right_prefix(output: str, answers: Sequence[Any]) -> float:
+    """The share of intermediate results before the first wrong one."""
+    wanted = answers[0] if isinstance(answers[0], list | tuple) else answers
+    right = 0
+    for found, value in zip(re.findall("[0-9]+", output), wanted, strict=False):
+        if int(found) != value:
+            break
+        right += 1
+    return right / len(wanted)
+
+
+def option(output: str, answers: Sequence[Any]) -> float:
+    """Whether the letter chosen, or the option's text, is right: at the beginning, behind "answer is", or the first
+    lone letter.
+    """
+    said = output.strip()
+    if not said:
+        return 0.0
+    if said[0] in LETTERS:
+        return float(said[0] in answers)
+    if said in answers:
+        return 1.0
+    said = re.sub(" +", " ", _spaced(said, "\n\"'.,?!{}"))
+    for words in ("answer is:", "answer:", "answer is", "option is"):
+        if words in said:
+            after = said.split(words, 1)[1][1:]
+            return float(any(after.startswith(each) for each in answers))
+    return next((float(word in answers) for word in said.split() if word in LETTERS), 0.0)
+
+
+def option_of_code(output: str, answers: Sequence[Any]) -> float:
+    """As `option`, of code_debug: the letter with its mark at the beginning, or letter or name behind "answer is"."""
+    name, letter = answers
+    said = output.strip()
+    if said[:2] in (f"{letter}.", f"{letter}:"):
+        return 1.0
+    said = _spaced(said, "\n`'\"-*")
+    said = re.sub(" +", " ", said.replace("Option", " ").replace("option", " "))
+    for words in ("answer is:", "is:", "answer:", "correct option is:"):
+        if words in said:
+            after = said.split(words, 1)[1][1:]
+            return float(after.startswith((letter, name)))
+    return 0.0
+
+
+def f1(output: str, answers: Sequence[Any]) -> float:
+    """F1 of the words, the best over the answers."""
+    return max(qa_f1(output, str(answer)) for answer in answers)
+
+
+def f1_of_characters(output: str, answers: Sequence[Any]) -> float:
+    """F1 of the characters without punctuation and white space, the best over the answers."""
+
+    def characters(words: str) -> Counter[str]:
+        kept = "".join(c for c in words.lower() if c not in string.punctuation + _CHINESE)
+        return Counter("".join(kept.split()))
+
+    best, said = 0.0, characters(output)
+    for answer in answers:
+        wanted = characters(str(answer))
+        if same := (said & wanted).total():
+            best = max(best, 2 * same / (said.total() + wanted.total()))
+    return best
+
+
+def rouge_lsum(output: str, answers: Sequence[Any]) -> float:
+    """rougeLsum as the package evaluate computes it: no stemmer, a line is a sentence; the best over the answers."""
+    with unimported("sklearn", "scipy.stats"):
+        from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeLsum"])
+    return max(float(scorer.score(str(answer), output)["rougeLsum"].fmeasure) for answer in answers)
+
+
+@dataclass(frozen=True)
+class Subset:
+    """A task. prompt: with {context} once, and values of the row; grader: of an answer and the right ones, 0 to 1."""
+
+    prompt: str
+    grader: Grader
+    new_tokens: int
+
+
+_OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}"
+SUBSETS = {
+    "passkey": Subset(
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
+        "about the important information.\n\n{context}\n\n{input}\n\nThe pass key is",
+        first_integer,
+        6,
+    ),
+    "number_string": Subset(
+        "There is an important info hidden inside a lot of irrelevant text. Find it. I will quiz you about the "
+        "important information there.\n\n{context}\n\n{input}\n\nThe sequence of digits is",
+        first_integer,
+        12,
+    ),
+    "kv_retrieval": Subset(
+        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}",
+        whole_word,
+        50,
+    ),
+    "longbook_sum_eng": Subset("Summarize the book below.\n\n{context}\n\nSummary:", rouge_lsum, 1200),
+    "longbook_choice_eng": Subset(
+        f"Read the book and answer the question.\n\n{{context}}\n\nQuestion: {{question}}\n{_OPTIONS}\n\n"
+        "The letter of the correct answer is",
+        option,
+        40,
+    ),
+    "longbook_qa_eng": Subset(
+        "Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\nQuestion: {question}\n"
+        "Answer:",
+        f1,
+        40,
+    ),
+    "longbook_qa_chn": Subset(
+        "阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{question}\n答案：",  # noqa: RUF001
+        f1_of_characters,
+        40,
+    ),
+    "longdialogue_qa_eng": Subset(
+        'Below is a dialogue script where one random occurrence of a character name is replaced with "$$MASK$$", and '
+        "you should try to guess who that character is.\n\n{context}\n\nThe name that has been replaced with $$MASK$$ "
+        "is likely",
+        upper_word,
+        40,
+    ),
+    "math_find": Subset("{prefix}\n\n{context}\n\n{input}", first_number, 3),
+    "math_calc": Subset(
+        "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
+        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: {context}\nValues:",
+        right_prefix,
+        30000,
+    ),
+    "code_run": Subset(
+        "There is a function called {func} in the following Python code.\n\n{context}\n\nPlease compute the exact "
+        "value of {func_call}. The value of {func_call} is",
+        last_integer,
+        5,
+    ),
+    "code_debug": Subset(
+        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
+        f"crash.\n\n{{context}}\n\nOptions:\n{_OPTIONS}\n\nThe correct option is:",
+        option_of_code,
+        5,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniteBench(SharedContextTask):
+    """A task of InfiniteBench (arXiv:2402.13718), `subset`, in its columns: id, context, input, answer, options.
+
+    `data_files`: {subset}.jsonl, or a folder that holds it; without it the file is fetched from the hub at the pinned
+    `revision` (books of longbook_qa_eng were revised in 2024). The official prompt for open models, after which a base
+    model's answer begins; a chat model reads it as its turn (`chat_wrap`). A prompt too long loses its middle
+    (`truncate=halves`), as there: with a model that holds less than a context, a needle may be what is lost.
+
+    `score` in percent by the task's official rule.
+    """
+
+    name: ClassVar[str] = "infinitebench"
+    metrics: ClassVar[tuple[str, ...]] = ("score",)
+
+    hub_id: str = "xinrongzhang2022/InfiniteBench"
+    revision: str | None = "90f0394333616266d9fe85824ceaf505093cbaa5"
+    split: str = "test"
+    subset: str = "kv_retrieval"
+    chat_wrap: bool = True
+    truncate: Truncation = "halves"
+    max_new_tokens: Positive | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.subset not in SUBSETS:  # here, for the lengths of its answers are asked for before any check
+            raise ConfigError(f"task.subset must be one of {', '.join(SUBSETS)}, got {self.subset!r}")
+        if self.max_new_tokens is None:
+            object.__setattr__(self, "max_new_tokens", SUBSETS[self.subset].new_tokens)
+
+    @property
+    def uses_chat_template(self) -> bool:  # type: ignore[override]
+        return self.chat_wrap
+
+    @property
+    def source(self) -> Members:
+        return Members(**vars(super().source), member=self.subset, hub_file=f"{self.subset}.jsonl")
+
+    def label(self, choice: str) -> str:
+        return f"{choice}/{self.subset}"
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        context = text(row, "context", where, "data_files")
+        asked = text(row, "input", where, "data_files", empty=True)
+        answers = answers_of(row, where)
+        values = {"input": asked, "question": asked} | self._found(asked, where)
+        if "{OPTION_A}" in SUBSETS[self.subset].prompt:
+            options = texts(row, "options", where, 4)
+            values |= {f"OPTION_{letter}": option for letter, option in zip(LETTERS, options, strict=False)}
+            answers = _with_letter(answers, options, where)
+        before, after = (filled_in(part, values) for part in SUBSETS[self.subset].prompt.split("{context}"))
+        made = self.ask(row_id(row, "id", context, asked), (before, context, ""), after, str(answers[0]))
+        return replace(made, info={"answers": answers})
+
+    def _found(self, asked: str, where: str) -> dict[str, str]:
+        """What the official scripts find in the input of two tasks."""
+        pattern = {"code_run": r"func_[0-9]+\(\-?[0-9]+\)", "math_find": "The .+ of"}.get(self.subset)
+        if pattern is None:
+            return {}
+        found = re.search(pattern, asked)
+        if found is None:
+            raise ConfigError(
+                f"{where}: field 'input' names no {self.subset} problem (no {pattern}), got {asked!r:.80}"
+            )
+        if self.subset == "code_run":
+            return {"func_call": found.group(), "func": found.group().split("(")[0]}
+        return {"prefix": f"What is {found.group().lower()[:-3]} in the following list?"}
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        return {"score": 100 * SUBSETS[self.subset].grader(output, example.info["answers"])}
+
+    def check_options(self) -> None:
+        super().check_options()
+        if SUBSETS[self.subset].grader is rouge_lsum:
+            check_rouge_installed()
+
+
+def filled_in(part: str, values: Mapping[str, str]) -> str:
+    """A part of a prompt with its {names} filled in; other braces stay, also in values."""
+    return re.sub(r"\{(\w+)\}", lambda name: values.get(name.group(1), name.group()), part)
+
+
+def answers_of(row: Mapping[str, Any], where: str, field: str = "answer") -> list[Any]:
+    """The right answers of a row: texts, numbers or lists of numbers; at least one."""
+    found = row.get(field)
+    each = list(found) if isinstance(found, list | tuple) else [found]
+    if not each or any(one is None or one == "" for one in each):
+        raise misshapen(row, field, where, "an answer, or a list of answers")
+    return each
+
+
+def _with_letter(answers: list[Any], options: list[str], where: str) -> list[str]:
+    """[text of the right option, its letter]."""
+    if len(answers) == 2 and answers[1] in LETTERS:
+        return answers
+    if answers[0] not in options:
+        raise ConfigError(f"{where}: the answer {answers[0]!r:.60} is none of the options")
+    return [answers[0], LETTERS[options.index(answers[0])]]

@@ -1,0 +1,325 @@
+"""Mathematics with a final answer in a box, and the one grader of such answers.
+
+`grade` reads the last balanced box behind the thinking. Texts without one are of three kinds: the model stopped, was
+cut off, or went round in a circle until it was cut off. Whole numbers are compared as such, expressions
+after a plain normalisation and then by math-verify, which is given the last box alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from kvexp.tasks.base import Example, Positive, Rules, SampledTask, Truncation, once, row_id
+from kvexp.tasks.data import misshapen, text
+from kvexp.tasks.metrics import COPIES, LONGEST, first_loop
+from kvexp.util import ConfigError
+
+Answer = Literal["integer", "expression", "number"]
+RIGHT, WRONG, NO_BOX, TRUNCATED, LOOPING = "right", "wrong", "no box", "truncated", "looping"
+CLASSES = (RIGHT, WRONG, NO_BOX, TRUNCATED, LOOPING)
+
+# --- the box
+
+_ENDS_OF_THINKING = re.compile(r"</[\w:|-]*(?:think|thought|reason)[\w:|-]*>|\[/\w*think\w*\]|◁/think▷", re.IGNORECASE)
+_BEGINS_THINKING = re.compile(r"<(?:[\w:|-]*(?:think|thought|reason)[\w:|-]*)>|\[\w*think\w*\]|◁think▷", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
+_UNBRACED = re.compile(r"[^\s${}\\,;]+(?<!\.)")
+
+
+def without_thinking(text: str) -> str:
+    """The text behind the last end of thinking; in front of a beginning that has no end."""
+    ends = list(_ENDS_OF_THINKING.finditer(text))
+    if ends:
+        text = text[ends[-1].end() :]
+    return _BEGINS_THINKING.split(text, maxsplit=1)[0]
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last \boxed or \fbox of a text whose braces are balanced and that is not empty.
+
+    Of a box inside a box, the inner one. A box without braces (`\boxed 5`) is what stands up to the next white space.
+    """
+    for found in reversed(list(_BOX.finditer(text))):
+        inside = _braced(text, found.end()) if text[found.end() : found.end() + 1] == "{" else None
+        if inside is None and text[found.end() : found.end() + 1] != "{":
+            bare = _UNBRACED.match(text, found.end())
+            inside = bare.group() if bare else None
+        if inside is not None and inside.strip(" \n\t{}$"):
+            return inside.strip()
+    return None
+
+
+def _braced(text: str, start: int) -> str | None:
+    """What stands between the brace at `start` and its partner; None where it has none."""
+    depth, place = 0, start
+    while place < len(text):
+        letter = text[place]
+        if letter == "\\":  # \{ and \} are letters of the formula
+            place += 1
+        elif letter == "{":
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if not depth:
+                return text[start + 1 : place]
+        place += 1
+    return None
+
+
+_TAIL = (COPIES + 1) * LONGEST  # words, or letters, that a loop at the end is looked for in
+
+
+def ends_in_loop(text: str) -> bool:
+    """Whether the end of a text is a passage that comes COPIES times in a row, of words or of letters.
+
+    The last word may be cut off.
+    """
+    words, letters = text.split()[-_TAIL:], list(text.strip()[-_TAIL:])
+    for each in (words, letters):
+        found = first_loop(each[::-1])
+        if found is not None and found[0] <= 1:
+            return True
+    return False
+
+
+# --- right or wrong
+
+_WRAPS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|mathit|mbox|operatorname|rm|bf)\s*\{([^{}]*)\}")
+_SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\\hspace\{[^}]*\}|\\displaystyle|\\dots\b|\s+")
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?")
+_DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree\b|°")
+_TRAILING_UNIT = re.compile(r"(?<=[\d}])\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
+
+
+def normalised(answer: str) -> str:
+    r"""An answer without what changes no value: white space, dollars, sizes of brackets, units behind a number,
+    degrees, percent signs, commas of thousands, missing braces; \dfrac is \frac, \frac12 is \frac{1}{2}.
+    """
+    found = answer.strip().rstrip(".").strip()
+    for sign, plain in (("\\left", ""), ("\\right", ""), ("\\$", ""), ("$", ""), ("\\%", ""), ("%", "")):
+        found = found.replace(sign, plain)
+    found = re.sub(r"\\[dt]frac", r"\\frac", found)
+    found = _DEGREES.sub("", found)
+    while (shorter := _TRAILING_UNIT.sub("", found.strip())) != found.strip():
+        found = shorter
+    found = _WRAPS.sub(r"\1", found)
+    found = _SPACES.sub("", found)
+    found = _braced_arguments(found)
+    if _THOUSANDS.fullmatch(found):
+        found = found.replace("{,}", "").replace(",", "")
+    if re.fullmatch(r"-?\.\d+", found):
+        found = found.replace(".", "0.")
+    if re.fullmatch(r"-?\d+\.0*", found):
+        found = found.partition(".")[0]
+    found = re.sub(r"^(-?)0+(?=\d)", r"\1", found)
+    if letter := re.fullmatch(r"\(([A-Za-z])\)", found):  # of a multiple choice
+        found = letter[1]
+    return found.lower() if found.isalpha() else found
+
+
+def _braced_arguments(words: str) -> str:
+    r"""Arguments of one letter in braces: \frac12 is \frac{1}{2}, \sqrt2 is \sqrt{2}, x^2 is x^{2}."""
+    words = re.sub(r"(\\(?:frac|sqrt)|[\^_])([A-Za-z0-9])", r"\1{\2}", words)
+    return re.sub(r"(\\frac\{[^{}]*\})([A-Za-z0-9])", r"\1{\2}", words)
+
+
+def as_integer(answer: str) -> int | None:
+    """The whole number that an answer is, digits alone, behind an equals sign if there is one; None if it is none."""
+    found = normalised(answer).rpartition("=")[2]
+    return int(found) if re.fullmatch(r"-?\d+", found) else None
+
+
+def as_number(answer: str) -> float | None:
+    """The number that an answer is, with a unit or not; None if it holds none or several."""
+    found = re.findall(r"-?\d+(?:\.\d+)?|-?\.\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer.replace("{,}", ",")))
+    return float(found[0]) if len(found) == 1 else None
+
+
+_BASE = re.compile(r"\w+_\{(?:\\text)?\{?(\w+)\}?\}")  # 4210_{5}: a number and what it is to the base of
+LONGEST_BOX = 300  # letters of an expression that math-verify is asked about: nobody's answer is longer
+SECONDS = 5.0  # for one comparison
+# What sympy would compute without end: towers of powers, powers and factorials of large numbers.
+_TOO_LARGE = re.compile(r"\^\{?[^{}]*\^|\^\s*\{?\s*\d{4,}|\d{4,}\s*!|!\s*!")
+
+
+def same_expression(answer: str, reference: str) -> bool:
+    """Whether two LaTeX expressions have one value, by math-verify, each boxed by itself.
+
+    A comparison that takes longer than SECONDS, and one of expressions too large to compute, finds no equality.
+    """
+    if max(len(answer), len(reference)) > LONGEST_BOX or any(map(_TOO_LARGE.search, (answer, reference))):
+        return False
+    import math_verify
+
+    logger = logging.getLogger("math_verify")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns that its own clock is off: it would put out the one of `timeout_s`
+    try:
+        with _at_most(SECONDS):
+            sides = [math_verify.parse(f"\\boxed{{{side}}}", parsing_timeout=0) for side in (reference, answer)]
+            return bool(all(sides) and math_verify.verify(*sides, timeout_seconds=0))
+    except _TookTooLong:
+        return False
+    finally:
+        logger.setLevel(level)
+
+
+class _TookTooLong(BaseException):
+    """The time of a comparison is up. No `Exception`: math-verify goes on after any of those."""
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise _TookTooLong in the block after so many seconds; without a limit where there are no alarms.
+
+    An alarm that was set before goes on afterwards, with the time it had left.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise _TookTooLong
+
+    handler, start = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    left, again = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), again)
+
+
+def check_math_verify_installed() -> None:
+    """ConfigError where expressions cannot be compared: without math-verify the same answers would score otherwise."""
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"expressions are compared by the package math-verify ({error}); install it with: "
+            "pip install kvexp[benchmarks]"
+        ) from error
+
+
+def is_right(box: str, reference: str, answer: Answer) -> bool:
+    """Whether the content of a box is the reference."""
+    if answer == "integer":
+        found = as_integer(box)
+        return found is not None and found == int(reference)
+    if answer == "number":
+        number = as_number(normalised(box).rpartition("=")[2])
+        return number is not None and number == float(reference)
+    plain = normalised(box), normalised(reference)
+    if plain[0] == plain[1]:
+        return True
+    bases = {found[1] for found in map(_BASE.fullmatch, plain) if found}  # math-verify drops them
+    return len(bases) < 2 and same_expression(box, reference)
+
+
+@functools.lru_cache(maxsize=1024)  # a row asks for its score and for its class
+def grade(output: str, reference: str, answer: Answer, cut: bool) -> tuple[str, str | None]:
+    """(one of CLASSES, what stands in the box) of an answer. cut: whether its number of tokens ended it."""
+    after = without_thinking(output)
+    box = last_box(after)
+    if box is not None:
+        return RIGHT if is_right(box, reference, answer) else WRONG, box
+    if not cut:
+        return NO_BOX, None
+    return LOOPING if ends_in_loop(output) else TRUNCATED, None
+
+
+# --- the task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mathematics(SampledTask):
+    r"""Solve a problem whose final answer is put into \boxed{}; rows {problem, answer}, and perhaps an id and a year.
+
+    answer: what is compared, `integer` (AIME: digits alone, 0 to 999), `expression` (MATH: LaTeX, by math-verify) or
+    `number` (GSM8K: the number behind #### of a solution). Names of columns are matched whatever their case, since the
+    copies of a data set differ in it. The prompt is one user turn, `template` with the problem in it; `answer_prefix`
+    begins a base model's answer and is left out for a chat model. `accuracy` is 100 where the last box is right
+    (`grade`); a row's info has its class (`graded`), what the box holds (`boxed`), and of which item and sample it is.
+
+    Prompt and rule for AIME are MathArena's (arXiv:2505.23281): no system prompt, no answer from outside a box. A
+    prompt has 50 to 300 tokens, so what is evicted is the model's own chain: take budget=tokens. `keep=prompt` spares
+    the problem.
+    """
+
+    name: ClassVar[str] = "mathematics"
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
+    uncut: ClassVar[str] = "a problem cut short is another problem"
+    rules: ClassVar[Rules] = (once("template", "problem"),)
+
+    split: str = "test"
+    answer: Answer = "expression"
+    problem_field: str = "problem"
+    answer_field: str = "answer"
+    id_field: str = "id"
+    year: int | None = None  # of an exam
+    template: str = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    answer_prefix: str = "\n\nSolution:"
+    max_new_tokens: Positive = 32768
+    truncate: Truncation = "skip"
+
+    def for_model(self, *, chat: bool) -> Mathematics:
+        return replace(self, answer_prefix="") if chat else self
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        columns = {name.lower(): name for name in row}
+        problem_field, answer_field, id_field = (
+            columns.get(name.lower(), name) for name in (self.problem_field, self.answer_field, self.id_field)
+        )
+        problem = text(row, problem_field, where, "problem_field").strip()
+        reference = self.reference_of(row, answer_field, where)
+        before, _, after = self.template.partition("{problem}")
+        prompt = before + problem + after + self.answer_prefix
+        info = {} if self.year is None else {"year": self.year}
+        name = row_id(row, id_field, problem)
+        return Example(name, prompt, reference, info=info)
+
+    def reference_of(self, row: dict[str, Any], field: str, where: str) -> str:
+        """The right answer of a row, as text; ConfigError for one that no answer could equal."""
+        found = row.get(field)
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            found = f"{found:g}" if isinstance(found, float) else str(found)
+        if not isinstance(found, str) or not found.strip():
+            wanted = "a text or a number (task.answer_field names its column)"
+            raise misshapen(row, field, where, wanted)
+        if self.answer == "number":
+            number = as_number(found.rpartition("####")[2])
+            if number is None:
+                raise ConfigError(f"{where}: field {field!r} has no single number behind ####, got {found[-60:]!r}")
+            return f"{number:g}" if abs(number) < 1e6 else str(number)
+        if self.answer == "integer":
+            whole = as_integer(found)
+            if whole is None or not 0 <= whole <= 999:
+                raise ConfigError(
+                    f"{where}: field {field!r} must be a whole number from 0 to 999 with task.answer=integer, got "
+                    f"{found[:60]!r}"
+                )
+            return str(whole)
+        return last_box(found) or found.strip()
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        return {"accuracy": 100.0 * (grade(output, reference, self.answer, False)[0] == RIGHT)}
+
+    def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
+        graded, box = grade(output, reference, self.answer, finish_reason == "length")
+        return {"graded": graded} | ({} if box is None else {"boxed": box})
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.answer == "expression":
+            check_math_verify_installed()

@@ -1,0 +1,130 @@
+"""The self-check at load: a model whose own logits kvexp does not give is refused, with difference and layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import CONFIGS, stock
+from twins import twin
+
+from kvexp.hf import is_patched, load_model, patch_model, random_model
+from kvexp.hf import self_check as checking
+from kvexp.hf.patch import kvexp_attention
+from kvexp.hf.self_check import check_model, fingerprint, measure
+from kvexp.hf.traits import REFUSED, check_type, traits_of
+from kvexp.util import ConfigError
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_families_of_every_kind_of_positions_pass(family):
+    model = patch_model(copy.deepcopy(stock(family)))
+    classes = [type(module) for module in model.modules()]
+    assert measure(model) < 5e-5
+    assert classes == [type(module) for module in model.modules()] and is_patched(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_compared_with_its_own_rounding(dtype):
+    model = patch_model(copy.deepcopy(stock("llama")).to(dtype))
+    difference = measure(model)
+    assert 1e-4 < difference < 0.5
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """kvexp's attention with a fault in the layers of this index and above."""
+
+    def put(first, **changes):
+        def faulty(module, query, *rest, **more):
+            if module.layer_idx >= first:
+                more |= changes
+            return kvexp_attention(module, query, *rest, **more)
+
+        from transformers import AttentionInterface
+
+        monkeypatch.setitem(AttentionInterface()._global_mapping, "kvexp", faulty)
+
+    return put
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_another_scale_is_refused_with_the_first_bad_layer(layer, wrong):
+    wrong(layer, scaling=0.2)
+    model = copy.deepcopy(stock("llama"))
+    with pytest.raises(ConfigError) as error:
+        patch_model(model, check="always")
+    assert f"first in the attention of layer {layer}, full attention" in str(error.value)
+    assert "differ from the model's own by" in str(error.value)
+    assert not is_patched(model) and model.config._attn_implementation == "eager"
+
+
+def test_a_window_that_is_not_there_is_refused(wrong):
+    wrong(0, sliding_window=30)  # shorter than the check's prompt
+    with pytest.raises(ConfigError, match=r"is not supported: .*which must agree"):
+        patch_model(copy.deepcopy(stock("llama")), check="always")
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Counts the measurements, with a cache folder of its own."""
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path))
+    found: list[str] = []
+    real = checking.measure
+    monkeypatch.setattr(checking, "measure", lambda model: (found.append(model.config.model_type), real(model))[1])
+    return found
+
+
+def test_what_passed_is_remembered_by_weights_and_configuration(measured):
+    model = patch_model(copy.deepcopy(stock("llama")))
+    assert measured == [], "a type that tests hold against transformers is not checked by patch_model"
+    check_model(model, "once")
+    check_model(model, "once")
+    assert len(measured) == 1
+    check_model(model, "always")
+    check_model(model, "never")
+    assert len(measured) == 2
+    known = fingerprint(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    assert fingerprint(model) != known
+    check_model(model, "once")
+    assert len(measured) == 3
+
+
+def test_what_failed_is_not_remembered(measured, wrong):
+    wrong(0, scaling=0.2)
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            patch_model(copy.deepcopy(stock("llama")), check="once")
+    assert len(measured) == 2
+
+
+def test_a_folder_is_checked_once_and_an_unknown_type_whenever_it_is_patched_first(measured, tmp_path):
+    stock("llama").save_pretrained(tmp_path / "model")
+    for _ in range(2):
+        load_model(str(tmp_path / "model"), device="cpu")
+    assert measured == ["llama"]
+    for _ in range(2):
+        patch_model(copy.deepcopy(twin("phi")))
+    assert len(measured) == 1 + (not traits_of(twin("phi").config).verified)
+    random_model("llama", vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, check="always")
+    assert measured[-1] == "llama"
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "bert", "diffllama", "deepseek_v3", "deepseek_v32"])
+def test_a_type_that_cannot_be_served_is_refused_with_the_reason_before_weights(name):
+    from transformers import AutoConfig
+
+    why = REFUSED.get(name, "latents that attention expands (MLA)")
+    with pytest.raises(ConfigError) as error:
+        check_type(AutoConfig.for_model(name))
+    assert f"model family {name!r} is not supported: " in str(error.value) and why in str(error.value)
+
+
+def test_shapes_that_are_not_those_of_the_configuration_are_refused(monkeypatch):
+    model = copy.deepcopy(stock("llama"))
+    monkeypatch.setattr(type(model.config), "v_head_dim", 15, raising=False)
+    with pytest.raises(ConfigError, match="layer 0 has 3 kv heads with keys of 14 and values of 14 numbers, where"):
+        patch_model(model, check="always")

@@ -1,0 +1,77 @@
+"""Prompts and graders of four benchmarks against what their own code makes (tests/peers/record_graders.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvexp.tasks import (
+    BABILong,
+    InfiniteBench,
+    LongBenchV2,
+    SCBench,
+    SCBenchTurns,
+    facts,
+    infinitebench,
+    longbench_v2,
+    scbench,
+)
+
+RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "graders.json").read_text(encoding="utf-8"))
+GRADERS = {
+    name: (scbench if name.startswith("scbench") else infinitebench).SUBSETS[name].grader
+    for name in RECORDED
+    if name not in ("facts", "longbench_v2", "prompts")
+}
+
+
+@pytest.mark.parametrize("name", GRADERS)
+def test_answers_get_the_official_score(name):
+    for said, right, score in RECORDED[name]:
+        given = right if isinstance(right, list) else [right]
+        assert GRADERS[name](said, given) == pytest.approx(score), said
+    assert len({score for *_, score in RECORDED[name]}) > 1  # both kinds are there
+
+
+def test_facts_are_graded_as_babilong_does():
+    for said, (target, question, labels), right in RECORDED["facts"]:
+        assert facts.is_right(said, target, question, labels) == right, (said, target)
+    assert {right for *_, right in RECORDED["facts"]} == {True, False}
+    assert ["none", ["none", "How many objects is John carrying?", ["none", "one", "three", "two"]], False] in RECORDED[
+        "facts"
+    ]
+
+
+def test_the_letter_is_the_one_that_longbench_v2_reads():
+    for said, _, letter in RECORDED["longbench_v2"]:
+        assert longbench_v2.chosen(said) == letter, said
+    assert longbench_v2.last_letter("A or B? It is C.") == "C" and longbench_v2.last_letter("Because") is None
+    assert longbench_v2.last_letter("A's") is None and longbench_v2.last_letter("(D)") == "D"
+
+
+def test_rouge_has_no_stemmer_and_takes_the_best_reference():
+    assert infinitebench.rouge_lsum("the cats sleep", ["no words", "the cats sleep"]) == 1.0
+    assert infinitebench.rouge_lsum("the cat sleeps", ["the cats sleep"]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("recorded", RECORDED["prompts"], ids=lambda one: one["task"])
+def test_prompts_are_the_official_ones(recorded):
+    name, row = recorded["task"], recorded["row"]
+    if name.startswith("scbench"):
+        apart = SCBench(subset=name, data_files="x")
+        each = [apart.example(part, "") for _, part in apart.split_row(row, "row 1")]
+        assert [each[0].prompt, *(one.question.removeprefix("\n\n") for one in each)] == recorded["apart"]
+        if "turns" in recorded:
+            task = SCBenchTurns(subset=name, data_files="x")
+            for number, (_, part) in enumerate(task.split_row(row, "row 1")):
+                made = task.example(part, "")
+                assert [turn.message for turn in made.turns] == recorded["turns"] and made.number == number
+        return
+    if name in facts.KINDS:
+        row = {**row, "target": facts.KINDS[name].labels[0]}
+        task = BABILong(subset=name, answer_prefix="")
+    else:
+        task = LongBenchV2() if name == "longbench_v2" else InfiniteBench(subset=name)
+    assert task.example(row, "row 1").prompt == recorded["prompt"]
