@@ -93,7 +93,7 @@ def _bytes(run: Run, model: ModelSpec, tokens: float) -> tuple[int, int]:
 
 
 def shift(new: str, run: Run, prompts: Collection[str]) -> tuple[float, int, int]:
-    """(p-value of "new prompts are drawn as those of a run are", how many of each).
+    """(p-value of "new prompts and a run's come from one law", how many of the run's, how many new ones).
 
     new: a file of rows of the run's task, or another task of `kvexp tasks`; prompts: ids of the run's.
     """

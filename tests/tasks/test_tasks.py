@@ -603,7 +603,7 @@ def test_beyond_the_models_own_context(tmp_path):
 
 
 def test_prompts_are_asked_as_they_are(tmp_path: Path) -> None:
-    """With and without an answer, which ROUGE is compared with; the id of a row is its own, or its texts'."""
+    """A row may have an answer, which ROUGE compares with, and an id, else a digest of its texts."""
     rows = {"prompt": " Why is {input} blue?\n"}, {"prompt": "Say yes.", "answer": "Yes.", "id": 7}
     task = Prompts(data_files=write(tmp_path / "p.jsonl", *rows))
     task.check()
