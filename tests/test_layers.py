@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
             "jinja2",
         },
     ),
-    "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
+    "generate": ("util core methods retrieval hf", {"torch", "transformers", "numpy", "gguf"}),
     "tasks": (
         "util",
         {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba", "math_verify"},
@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     ),
     "results": ("util core tasks run", {"plotly", "wandb", "wandb_workspaces", *LAB, *CONFIGURED}),
     "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),
-    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy", "gguf"}),
+    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy"}),
     "cli": ("util run", set()),
 }
 TOP = ("", "__main__")  # kvexp/__init__.py: constants; kvexp/__main__.py: the command

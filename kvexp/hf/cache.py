@@ -301,7 +301,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             states = [RetrievalLayer(config, i, count, self.sequence, self.memory_tracker, group) for i in range(count)]
         else:
             factors = output_factors(model) if method.needs.output_norms else [None] * count
-            blocks = output_blocks(model) if config.select.values == "critical" else [None] * count
+            projected = config.select.values == "critical" or method.needs.output_projection
+            blocks = output_blocks(model) if projected else [None] * count
             states = [EvictionLayer(config, i, common, factors[i], blocks[i]) for i in range(count)]
         if config.surrogate is not None and method.needs.surrogate:
             kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]

@@ -143,7 +143,7 @@ def _refresh_hook(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         refresh_packed_weights(model)
 
 
-WEIGHTS = ("float32", "bfloat16", "int8")
+WEIGHTS = ("float32", "float16", "bfloat16", "int8")
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
@@ -170,13 +170,17 @@ def round_linear_layers(model: Any, bits: int) -> None:
 def round_weights(model: Any, weights: str | None) -> None:
     """Round a model's weights in place as `model.weights` says, before they are packed.
 
-    bfloat16: all of them, to the nearest. int8: of linear layers (`round_linear_layers`). Products and sums stay
-    in the model's dtype.
+    bfloat16: all of them, to the nearest; float16: matrices alone, as a float16 GGUF file has them. int8: of linear
+    layers (`round_linear_layers`). Products and sums stay in the model's dtype.
     """
     if weights == "bfloat16":
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
+    elif weights == "float16":
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and parameter.is_floating_point():
+                parameter.copy_(parameter.to(torch.float16).to(parameter.dtype))
     elif weights == "int8":
         round_linear_layers(model, 8)
 

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.core import AttentionParams, CacheConfig, Quantization, RoPE, triton_ops
+from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, Quantization, RoPE, triton_ops
 from kvexp.util import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
@@ -268,7 +268,7 @@ def check_logits(config: Any, cache: CacheConfig) -> None:
         triton_ops.check_logits(params)
 
 
-def check_quantization(config: Any, quantization: Quantization, dtype: torch.dtype) -> None:
+def check_quantization(config: Any, quantization: Quantization | EngineQuantization, dtype: torch.dtype) -> None:
     """ConfigError where keys and values of the model's heads, or of its dtype, cannot be quantised so."""
     traits = traits_of(config)
     quantization.check_head(traits.key_dim, traits.value_dim)

@@ -22,6 +22,7 @@ import kvexp.generate as generation
 from kvexp.generate import KL, Forcing, PrefilledContext
 from kvexp.generate.inputs import check_length, eos_ids, is_plain_greedy
 from kvexp.generate.kl import read_questions
+from kvexp.run.engine import engine_answers
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.prompts import (
     ItemPrompt,
@@ -135,6 +136,8 @@ def _has_more(prompt: TokenizedExample) -> bool:
 
 def _answers_alone(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items) -> dict[int, ModelOutput]:
     """Index -> answer, of one run that shares nothing."""
+    if settings.engine is not None:
+        return engine_answers(settings, model, tokenizer, batch)
     if settings.task.only_nll:
         return {index: ModelOutput("", 0, {}) for index, _ in batch}  # a row measures its continuation
     if isinstance(settings.task, LMEval):

@@ -22,6 +22,7 @@ from kvexp.core import CacheConfig
 from kvexp.hf.load import FULL, one_row_per_forward
 from kvexp.methods import Full
 from kvexp.run.answers import PromptBatch, outputs_of_batches, shares_score_across_batch
+from kvexp.run.engine import check_installed, engine_answers
 from kvexp.run.guard import check_stored
 from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
 from kvexp.run.model_spec import check_cache_fits_model, hub_commit, load, prepare_for_fork, rows_alone, tokenizer_of
@@ -99,6 +100,7 @@ def evaluate_run(settings: Settings, session: Session | None = None) -> Run:
     # A run that cannot be is an error before weights are made or read, and before its baseline is run. One that has
     # rows can be. os.path raises nothing for a folder that may not be looked into: opening the run does.
     check_cache_fits_model(settings.model, settings.cache)
+    check_installed(settings)
     prompts = Prompts(settings, list(settings.task.examples()))
     if not os.path.exists(settings.outputs_dir / run_hash(settings.identity) / "examples.jsonl"):
         check_beforehand(settings, prompts)
@@ -161,7 +163,7 @@ def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = Tr
 def can_share(settings: Settings) -> bool:
     """Whether a run can share its prefill with others and still write the rows it would write alone."""
     task, decoding, model = settings.task, settings.decoding, settings.model
-    if one_row_per_forward(model.dtype, model.resolved_device()):
+    if settings.engine is not None or one_row_per_forward(model.dtype, model.resolved_device()):
         return False
     if isinstance(task, LMEval) or task.only_nll or decoding.num_beams > 1 or decoding.prefill_chunk is not None:
         return False
@@ -572,6 +574,10 @@ def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
     # Choices, but lm-eval's, are judged from forks of one prefill: their rows hold no times.
     each = [prompt for _, prompt in batch if isinstance(prompt.example, Item) or not prompt.example.choices]
     if not each:
+        return
+    if settings.engine is not None:  # which compiles its kernels here, and loads the model
+        few = replace(settings.decoding, max_new_tokens=NEW, min_new_tokens=0)
+        engine_answers(replace(settings, decoding=few), model, tokenizer, batch)
         return
     prompts = [prompt.ids[:PROMPT] for prompt in each]
     failed = True

@@ -12,12 +12,14 @@ from kvexp.core import Budget, BytesBudget, CacheConfig, Method
 from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import check_generation_config
+from kvexp.generate.openvino import WHEEL, OpenVINO
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import batch_size_identifies_run
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import Full
 from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, made, quantization_of
 from kvexp.run.compose import option
+from kvexp.run.engine import check_engine, engine_of
 from kvexp.run.labels import (
     DivergenceOptions,
     Shard,
@@ -184,6 +186,7 @@ def check_together(settings: Settings) -> None:
         raise ConfigError(f"{moving.why}, so a prompt is read whole: set generation.prefill_chunk=null")
     check_rope(moving, settings.cache)
     refuse(settings, REFUSED)
+    check_engine(settings)
     if isinstance(settings.task, LMEval):
         check_item_settings(settings)
 
@@ -298,6 +301,7 @@ class Settings:
     identity: dict[str, Any]
     command: dict[str, Any]
     divergence: DivergenceOptions = field(default_factory=DivergenceOptions)
+    engine: OpenVINO | None = None  # in place of kvexp's own model and cache
 
     @property
     def method(self) -> Method:
@@ -382,6 +386,8 @@ class Settings:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
             identity["batch_size"] = self.batch_size
+        if self.engine is not None:
+            identity["engine"] = {"name": WHEEL, **_plain(self.engine)}
         return dataclasses.replace(self, labels=labels, identity=identity)
 
 
@@ -450,6 +456,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         identity={},
         command={"config": config, "choices": choices, "overrides": list(overrides), **found},
         divergence=DivergenceOptions.read(config),
+        engine=engine_of(config),
     )
     check_together(settings)
     settings = settings.identified(labels_of(settings, choices, overrides))

@@ -9,11 +9,13 @@ import pytest
 import torch
 import transformers.dynamic_module_utils as dynamic
 from tiny import prompts_of, stock, tiny
+from transformers import LlamaConfig, LlamaForCausalLM, pipeline
 
 from kvexp.core import Budget
 from kvexp.engines.custom_generate import OWN_NAMES, flattened, main, relative, write_folder
 from kvexp.engines.custom_generate_entry import METHODS
 from kvexp.generate import GenerationParams, generate
+from kvexp.hf.load import byte_tokenizer
 from kvexp.util import ConfigError
 
 NEW = 9
@@ -66,6 +68,23 @@ def test_tokens_are_those_of_kvexps_own_rows(folder, method, beams):
     if beams > 1:
         options |= {"num_beams": beams, "early_stopping": True}
     assert answer(folder, "llama", prompts, **options) == wanted.tokens
+
+
+def test_a_pipeline_evicts_as_generate_does(folder):
+    """transformers' own pipeline hands the arguments on."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=259, initializer_range=0.3, **sizes)).eval()
+    tokenizer, text = byte_tokenizer(), "What is kept of a prompt, and what is lost of it?"
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    given = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 258}
+    evicting = {"custom_generate": str(folder), "trust_remote_code": True, "method": "h2o", "kv_ratio": 0.3}
+    (made,) = write(text, return_tensors=True, add_special_tokens=True, **given, **evicting)
+    ids = torch.tensor([tokenizer(text).input_ids])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **given, **evicting)[0].tolist()
+    assert made["generated_token_ids"] == expected
+    (full,) = write(text, return_tensors=True, add_special_tokens=True, **given)
+    assert full["generated_token_ids"] != expected
 
 
 @pytest.mark.parametrize("family", ["mpt", *slow("gpt2", "gptj", "opt")])

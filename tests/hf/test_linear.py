@@ -361,7 +361,7 @@ def test_what_is_loaded_is_rounded() -> None:
 @pytest.mark.parametrize(
     ("weights", "dtype", "words"),
     [
-        ("int4", "float32", "weights must be float32, bfloat16, int8 or null"),
+        ("int4", "float32", "weights must be float32, float16, bfloat16, int8 or null"),
         ("bfloat16", "float16", "weights=bfloat16 needs model.dtype=float32, got float16"),
         ("float32", "bfloat16", "weights=float32 needs model.dtype=float32, got bfloat16"),
     ],

@@ -1,7 +1,7 @@
 """OpenVINO's choice of blocks against the numbers of the engine's own unit tests, and what it refuses.
 
 The numbers are those of tests/cpp/cache_eviction.cpp of openvinotoolkit/openvino.genai@da1db86; the engine itself is
-run in tests/engines/test_openvino.py.
+run in tests/generate/test_openvino.py.
 """
 
 from __future__ import annotations

@@ -43,6 +43,20 @@ def composed(*overrides):
     return {k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices
 
 
+def test_score_sink_identifies_runs_of_methods_that_see_sinks():
+    def identity(*changes):
+        return settings_of(*composed("kv_ratio=0.3", *changes)).identity
+
+    left_out, gpt_oss = "score.sink=renormalised", ["model=tiny", "model.family=gpt_oss"]
+    assert identity(left_out) == identity() and "score" not in identity()
+    assert identity(*gpt_oss)["score"] == {"sink": "applied"}
+    assert identity(*gpt_oss, left_out)["score"] == {"sink": "renormalised"}
+    for method in ("full", "window", "pqcache"):
+        assert "score" not in identity(*gpt_oss, f"method={method}")
+    with pytest.raises(ConfigError, match=r"score\.sink must be one of applied, renormalised, got 'none'"):
+        identity("score.sink=none")
+
+
 @pytest.mark.parametrize("method", GROUPS["method"])
 def test_methods(method, request):
     if method in ("qfilters", "triattention"):

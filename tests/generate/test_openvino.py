@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvexp.core import Budget
-from kvexp.engines.openvino import WHEEL, Engine, Eviction, check_family, genai, rounded, write_gguf
+from kvexp.generate.openvino import WHEEL, Engine, Eviction, OpenVINO, check_family, genai, write_gguf
 from kvexp.hf import EvictionCache, patch_model
+from kvexp.hf.cpu_linear import round_weights
 from kvexp.hf.gguf import read_header, write_weights
 from kvexp.hf.load import random_config
-from kvexp.methods import OpenVINO
+from kvexp.methods import OpenVINO as Policy
 from kvexp.util import ConfigError
 
 NEW = 48
@@ -22,14 +23,17 @@ NEW = 48
 @pytest.fixture(scope="module")
 def model():
     """A trained model that comes with kvexp, its matrices rounded to float16."""
-    return rounded(AutoModelForCausalLM.from_pretrained("kvexp/tasks/testbed_models/testbed_gqa", dtype=torch.float32))
+    made = AutoModelForCausalLM.from_pretrained("kvexp/tasks/testbed_models/testbed_gqa", dtype=torch.float32)
+    round_weights(made, "float16")
+    return made
 
 
 @pytest.fixture(scope="module")
 def twin():
     """kvexp's run of the same model."""
     made = AutoModelForCausalLM.from_pretrained("kvexp/tasks/testbed_models/testbed_gqa", dtype=torch.float32)
-    return patch_model(rounded(made))
+    round_weights(made, "float16")
+    return patch_model(made)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,7 @@ def test_its_full_cache_is_transformers_in_float32(wheel, model, gguf, length):
     chosen = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(answer.logprobs), chosen, atol=5e-5, rtol=0)
     assert answer.peak_blocks == -(-(length + NEW - 1) // 32)
+    assert engine.block_bytes == 2 * 4 * 4 * 32 * 32 * 4  # keys and values, layers, heads, tokens, channels, bytes
 
 
 def test_blocks_are_what_its_sizes_say(wheel, gguf):
@@ -108,7 +113,7 @@ def forced(model, method, size, ids, tokens):
 
 def method_of(asked):
     """kvexp's method of the same settings."""
-    return OpenVINO(
+    return Policy(
         aggregation=asked.mode, start_size=asked.start, recent_size=asked.recent, window=asked.window,
         crush=asked.crush, anchor=asked.anchor, crush_seed=asked.seed,
     )  # fmt: skip
@@ -149,6 +154,13 @@ def test_kvexps_twin_keeps_what_the_engine_keeps(wheel, twin, gguf, number, size
     assert found.argmax(-1).tolist() == answer.tokens
     chosen = found.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(answer.logprobs), chosen, atol=1e-4, rtol=0)
+
+
+def test_its_default_cache_takes_a_byte_and_scales_for_each_number(wheel, gguf):
+    """Per token and head, a scale and a zero point of 4 bytes each."""
+    engine = Engine(gguf, 512, None, OpenVINO(cache="u8"))
+    engine.answer(prompt(300), 2)
+    assert engine.block_bytes == 2 * 4 * 4 * 32 * (32 + 8)
 
 
 def test_adaptive_rkv_does_not_run_on_a_cpu(wheel, gguf):

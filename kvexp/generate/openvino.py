@@ -14,14 +14,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from kvexp.hf.gguf import LAYERS
-from kvexp.util import ConfigError
+from kvexp.hf.gguf import LAYERS, read_header
+from kvexp.util import AtLeast, ConfigError, check_fields
 
 BLOCK = 32  # tokens of a block of the engine's cache on a CPU
 FAMILIES = ("llama", "qwen2", "qwen3")  # model types that its reader of GGUF files builds
@@ -125,15 +124,6 @@ def _neighbouring(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def rounded(model: Any) -> Any:
-    """The model with its matrices rounded to float16 in place, as the engine has them; computed in as before."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.copy_(weight.half().to(weight.dtype))
-    return model
-
-
 @dataclass(frozen=True)
 class Eviction:
     """The engine's CacheEvictionConfig: sizes in tokens, each a multiple of BLOCK.
@@ -163,6 +153,29 @@ class Eviction:
 
 
 @dataclass(frozen=True)
+class OpenVINO:
+    """Precisions of the engine; u8 is its own default for the cache, and 32 for activations.
+
+    activations: channels of an activation that share a scale in 8 bits, where weights are compressed; 0: none are.
+    """
+
+    cache: Literal["f32", "bf16", "f16", "u8"] = "f32"
+    inference: Literal["f32", "bf16"] = "f32"
+    activations: Annotated[int, AtLeast(0)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def properties(self) -> dict[str, str]:
+        """The engine's own names and values."""
+        return {
+            "KV_CACHE_PRECISION": self.cache,
+            "INFERENCE_PRECISION_HINT": self.inference,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(self.activations),
+        }
+
+
+@dataclass(frozen=True)
 class EngineAnswer:
     """What the engine returned for one prompt.
 
@@ -181,9 +194,8 @@ class EngineAnswer:
 class Engine:
     """A pipeline of OpenVINO GenAI on a CPU, with one precision and one eviction setting (None: full cache).
 
-    gguf: the model's file; tokens: the most that one prompt and its answer have. cache: precision of keys and values
-    (u8 is the engine's default); inference: of everything else; group: channels of an activation that share a scale
-    where weights are compressed, 0: activations stay as they are. ConfigError where the wheel is absent.
+    gguf: the model's file; tokens: the most that one prompt and its answer have; threads: None for the engine's own
+    choice. blocks: of its cache in all; layers: of the model. ConfigError where the wheel is absent.
     """
 
     def __init__(
@@ -191,10 +203,8 @@ class Engine:
         gguf: Path,
         tokens: int,
         eviction: Eviction | None = None,
+        options: OpenVINO | None = None,
         *,
-        cache: str = "f32",
-        inference: str = "f32",
-        group: int = 0,
         threads: int | None = None,
     ) -> None:
         engine = genai()
@@ -207,13 +217,18 @@ class Engine:
         if eviction is not None:
             scheduler.use_cache_eviction = True
             scheduler.cache_eviction_config = eviction.made()
-        precision = {"KV_CACHE_PRECISION": cache, "INFERENCE_PRECISION_HINT": inference}
-        precision |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group)}
+        properties = (options or OpenVINO()).properties()
         if threads is not None:
-            precision["INFERENCE_NUM_THREADS"] = str(threads)
+            properties["INFERENCE_NUM_THREADS"] = str(threads)
         tokenizer = engine.Tokenizer(str(gguf))
-        self.pipeline = engine.ContinuousBatchingPipeline(str(gguf), tokenizer, scheduler, "CPU", **precision)
+        self.pipeline = engine.ContinuousBatchingPipeline(str(gguf), tokenizer, scheduler, "CPU", **properties)
+        self.layers = read_header(gguf).integer("block_count")
         self.count = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers, as the engine counts them; 0 before the first answer."""
+        return int(self.pipeline.get_metrics().kv_cache_size_in_bytes) // self.blocks
 
     def answer(self, ids: Sequence[int], new: int, ends: Collection[int] = (), least: int = 0) -> EngineAnswer:
         """Decode greedily up to `new` tokens, or an end token after `least` of them."""
