@@ -250,13 +250,20 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
 
     config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
     """
-    from kvexp.hf.traits import head_dim
+    from kvexp.hf.traits import layers_in_words, traits_of
 
     share, node = config["bytes_ratio"], dict(config["budget"])
     for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
         if node.get(name) is not None:
             raise ConfigError(f"bytes_ratio={share} and {words} are two budgets: leave out one")
-    width = head_dim(config_of_spec(model))
+    traits = traits_of(config_of_spec(model))
+    if traits.composed:
+        raise ConfigError(
+            f"bytes_ratio={share} would be of {len(traits.held)} of {len(traits.layers)} layers of {traits.title} "
+            f"({layers_in_words(traits.layers)}), and not of the bytes of the whole cache: set kv_ratio or "
+            "budget=tokens, which count slots of the layers that keep every token"
+        )
+    width = traits.key_dim
     for name in ("_target_", "kv_ratio", "tokens", "threshold", "threshold_recent"):  # of a budget of another kind
         node.pop(name, None)
     node |= {
