@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -72,11 +72,15 @@ SECONDS = 31.0  # for an arm of one text, where FOLDER has none yet: SmolLM2-135
 
 @dataclass(frozen=True)
 class Arm:
-    """A cache that is compared with the full one: a rule, what is protected besides, and slots of a kv head."""
+    """A cache that is compared with the full one: a rule, what is protected besides, and slots of a kv head.
+
+    every: tokens between evictions.
+    """
 
     rule: str
     kept: str
     slots: int
+    every: int = STEP
 
     def cache(self, calibration: Any) -> CacheConfig:
         """The cache's configuration; calibration: of the model's queries, None where the rule needs none."""
@@ -84,7 +88,7 @@ class Arm:
         return CacheConfig(
             method,
             Budget(tokens=self.slots, counts_self=False),
-            Cadence(every=STEP),
+            Cadence(every=self.every),
             keep="prompt" if self.kept == PROMPT else "span",
             calibration=calibration if method.needs.calibration else None,
         )
@@ -258,9 +262,9 @@ def mean(values: Any) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 
-def evicted_from(text: Tokens, slots: int) -> int:
+def evicted_from(text: Tokens, slots: int, every: int) -> int:
     """The first prediction after the prompt by a token that is fed after an eviction; KL before it is exactly 0."""
-    return 1 + max(0, -(-(slots + 1 - text.prompt) // STEP)) * STEP
+    return 1 + max(0, -(-(slots + 1 - text.prompt) // every)) * every
 
 
 @dataclass
@@ -272,12 +276,12 @@ class Compared:
     same: list[int]
     logprob: list[float]
 
-    def row(self, text: Tokens, slots: int, more: int, full: Sequence[float]) -> Row:
+    def row(self, text: Tokens, arm: Arm, more: int, full: Sequence[float]) -> Row:
         """The mean KL and top-1 agreement after this budget's first eviction, by quarter, and the NLL of codes.
 
         more: slots of the margin's arm; kl_late is of the tokens after its first eviction, which all arms then have.
         """
-        first, late = (evicted_from(text, each) for each in (slots, more))
+        first, late = (evicted_from(text, slots, arm.every) for slots in (arm.slots, more))
         kl, same = np.array(self.kl)[first:], np.array(self.same)[first:]
         worst = np.sort(kl)[::-1][: max(1, len(kl) // 100)]
         ages = {str(age): [at.start - text.prompt, at.stop - text.prompt] for age, at in text.codes.items()}
@@ -297,7 +301,11 @@ class Compared:
 
 @torch.inference_mode()
 def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: int, calibration: Any) -> list[Row]:
-    """One row for each arm of one budget, fed block by block, as the full cache is; more: slots of the margin's arm."""
+    """One row for each arm of one budget, fed block by block, as the full cache is; more: slots of the margin's arm.
+
+    All arms evict after as many tokens, which are fed in one forward.
+    """
+    (every,) = {arm.every for arm in chosen}
     new = len(text.ids) - text.prompt
 
     def cache(config: CacheConfig) -> EvictionCache:
@@ -311,8 +319,8 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
     others = [Compared(cache(arm.cache(calibration)), [], [], []) for arm in chosen]
     seconds = [0.0] * len(chosen)
     own: list[float] = []
-    for start in [0, *range(text.prompt, len(text.ids) - 1, STEP)]:
-        stop = text.prompt if start == 0 else min(start + STEP, len(text.ids))
+    for start in [0, *range(text.prompt, len(text.ids) - 1, every)]:
+        stop = text.prompt if start == 0 else min(start + every, len(text.ids))
         part = ids[:, start:stop]
         keep = 1 if start == 0 else stop - start
         follow = ids[0, stop - keep + 1 : stop + 1]
@@ -327,7 +335,7 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
             seconds[place] += time.monotonic() - began
     made_rows = []
     for arm, other, took in zip(chosen, others, seconds, strict=True):
-        made_rows.append(other.row(text, arm.slots, more, own) | {"seconds": round(took, 2)})
+        made_rows.append(other.row(text, arm, more, own) | {"seconds": round(took, 2)})
     return made_rows
 
 
@@ -340,7 +348,7 @@ def note(other: Compared, p: Tensor, q: Tensor, follow: Tensor) -> None:
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a row is of."""
-    return tuple(row[name] for name in ("model", "kind", "number", "rule", "kept", "slots"))
+    return tuple(row[name] for name in ("model", "kind", "number", "rule", "kept", "slots", "every"))
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -374,8 +382,9 @@ def run(args: argparse.Namespace) -> int:
             for share in args.shares:
                 named = {"model": name, "kind": kind, "number": number}
                 wanted = [
-                    arm for arm in arms(share, text.prompt, args.tokens)
-                    if key_of(named | vars(arm)) not in there and (kind != "codes" or arm.kept == PROMPT)
+                    arm for arm in (replace(each, every=args.every) for each in arms(share, text.prompt, args.tokens))
+                    if key_of(named | vars(arm)) not in there and arm.rule in args.rules
+                    if kind != "codes" or arm.kept == PROMPT
                 ]  # fmt: skip
                 if wanted and zlib.crc32(f"{kind} {number} {share}".encode()) % parts == part:
                     units.append((named, text, share, wanted))
@@ -406,13 +415,17 @@ Cell = tuple[str, int]  # kind, budget
 
 
 def logs(rows: Sequence[Row], name: str = "kl") -> dict[Cell, dict[tuple[str, str], dict[int, float]]]:
-    """log of the mean KL of every text: [kind, budget][rule, kept][number]; the margin's arm is called more."""
+    """log of the mean KL of every text: [kind, budget][rule, kept][number]; the margin's arm is called more.
+
+    A kind with another cadence than STEP is kind/every.
+    """
     found: dict[Cell, dict[tuple[str, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         total = row["total"]
         base = {margin(share, total): total // share // STEP * STEP for share in SHARES}
         slots, rule = base.get(row["slots"], row["slots"]), "more" if row["slots"] in base else row["rule"]
-        found[row["kind"], slots][rule, row["kept"]][row["number"]] = math.log(max(row[name], 1e-9))
+        kind = row["kind"] if row["every"] == STEP else f"{row['kind']}/{row['every']}"
+        found[kind, slots][rule, row["kept"]][row["number"]] = math.log(max(row[name], 1e-9))
     return found
 
 
@@ -493,6 +506,8 @@ def parser() -> argparse.ArgumentParser:
             part.add_argument("--texts", type=int, default=TEXTS, metavar="N", help=f"of each kind (default {TEXTS})")
             part.add_argument("--kinds", nargs="+", default=list(REDUCED), choices=list(KINDS))
             part.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="1/S budgets")
+            part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
+            part.add_argument("--every", type=int, default=STEP, metavar="N", help="tokens between evictions")
             part.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"of a text (default {TOKENS})")
             part.add_argument("--shard", default="0/1", metavar="i/n", help="the i-th of n parts, from 0")
             part.add_argument("--dry-run", action="store_true", help="say what would be computed, and hours")

@@ -100,7 +100,7 @@ def take_triattention(words: Sequence[str], taken: str) -> None:
     name, spec = composed_model(words)
     config = config_of_spec(spec)
     shape = query_shape(config)
-    if (traits := traits_of(config)).position != "rope" or traits_of(config).type == "gptj":
+    if (traits := traits_of(config)).position != "rope" or traits.type == "gptj":
         raise ConfigError(
             f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits.title} does not"
         )

@@ -59,29 +59,29 @@ def test_codes_are_said_once_and_asked_for_after_so_many_blocks() -> None:
         assert age <= len(ends) <= age + 6  # the notes of all codes are a few blocks of bytes
 
 
-def test_numbers_are_those_of_masks_by_hand() -> None:
-    """Recency with the prompt kept, in blocks of 64, against one masked forward of the stock model."""
+@pytest.mark.parametrize("every", [STEP, 1])
+def test_numbers_are_those_of_masks_by_hand(every: int) -> None:
+    """Recency with the prompt kept, in blocks of 64 and token by token, against one masked forward of stock's."""
     prompt, slots, count = 20, 70, 200
     ids = torch.randint(0, 61, (count,), generator=torch.Generator().manual_seed(5)).tolist()
-    visible = torch.ones(count, count).tril().bool()
-    for end in range(prompt + STEP, count, STEP):
-        visible[end:, prompt : end - (slots - prompt)] = False
+    causal = torch.ones(count, count).tril().bool()
+    visible = causal.clone()
+    for end in range(prompt + every, count, every):
+        visible[end:, prompt : max(prompt, end - (slots - prompt))] = False
     with torch.inference_mode():
-        masks = [torch.zeros(1, 1, count, count).masked_fill(~each, -1e30) for each in (visible.tril(), visible)]
-        masks[0] = torch.zeros(1, 1, count, count).masked_fill(~torch.ones(count, count).tril().bool(), -1e30)
+        masks = [torch.zeros(1, 1, count, count).masked_fill(~each, -1e30) for each in (causal, visible)]
         p, q = (stock("llama")(torch.tensor([ids]), attention_mask=m).logits[0].log_softmax(-1) for m in masks)
     kl = (p.exp() * (p - q)).sum(-1)[prompt - 1 : -1]
-    first = STEP + 1
+    first, late = (STEP + 1, 2 * STEP + 1) if every == STEP else (52, 72)
     text = Tokens(ids, prompt, {4: range(150, 156)})
-    made, whole = compare(
-        tiny("llama"), text, [Arm("recency", PROMPT, slots), Arm("redrawn", PROMPT, count)], 90, 0, None
-    )
+    chosen = [Arm("recency", PROMPT, slots, every), Arm("redrawn", PROMPT, count, every)]
+    made, whole = compare(tiny("llama"), text, chosen, 90, 0, None)
     assert made["tokens"] == count - prompt - first and math.isclose(made["kl"], float(kl[first:].mean()), rel_tol=1e-3)
     assert float(kl[:first].max()) < 1e-5 < made["kl"]
     asked = q[149:155].gather(-1, torch.tensor(ids[150:156])[:, None]).mean()
     assert math.isclose(made["codes"]["4"], -float(asked), rel_tol=1e-3)
     assert math.isclose(made["full_codes"]["4"], whole["codes"]["4"], rel_tol=1e-4)
-    assert math.isclose(made["kl_late"], float(kl[2 * STEP + 1 :].mean()), rel_tol=1e-3)
+    assert math.isclose(made["kl_late"], float(kl[late:].mean()), rel_tol=1e-3)
     assert made["seconds"] > 0 and math.isnan(whole["kl"])  # nothing was ever evicted
 
 
