@@ -42,7 +42,7 @@ the authors' code does otherwise, a setting gives that. Other defaults (kvpress'
 
 Every method is compared, slot by slot, with an independent slow version (`tests/oracles.py`), and from outside with:
 
-- *authors' code*: numbers recorded by running a release (`tests/golden`, `tests/fixtures/authors_2025.npz`): for
+- *authors' code*: numbers recorded by running a release (`tests/golden`, `tests/fixtures/authors_*.npz`): for
   StreamingLLM Keyformer's, for SparQ, InfLLM, Oracle and H2O(C) PQCache's.
 - *kvpress*: the sets that kvpress 0.5.5 keeps (`make peers`).
 - *paper alone*: nothing; the slow version follows the paper. *own oracle*: there is no paper.
@@ -58,6 +58,7 @@ AUTHORS = {
     "tests/golden/pqcache_infllm_": ("infllm",),
     **dict.fromkeys((f"tests/golden/pqcache_{what}" for what in ("pq_", "adaptive_iters", "lfu")), ("pqcache",)),
     "tests/fixtures/authors_2025.npz": ("cake", "rkv", "triattention", "vatp"),
+    "tests/fixtures/authors_2026.npz": ("capkv", "defensivekv", "triattention", "vase"),
 }
 KVPRESS = {
     "tests/peers/export_kvpress.py": (

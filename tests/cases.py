@@ -22,7 +22,9 @@ from kvexp.methods import (
     RKV,
     TOVA,
     VATP,
+    CapKV,
     Compactor,
+    DefensiveKV,
     DilatedWindow,
     ExpectedAttention,
     Full,
@@ -45,6 +47,7 @@ from kvexp.methods import (
     SpAtten,
     StreamingLLM,
     TriAttention,
+    VaSE,
     Window,
 )
 
@@ -192,6 +195,9 @@ CASES: dict[str, Case] = {
     # 0.0016. While an answer of "no" is decoded into eleven slots, their mean says "no" less, and it goes.
     "caote_fast": Case(CAOTE(form="fast"), oracles.fast_caote, None, "++ +++++ -- -+ - +"),
     "caote_over_h2o": Case(CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
+    "dropkv": Case(CAOTE(alpha="window", window=3), oracles.dropkv, properties=True),
+    "capkv": Case(CapKV(n_sinks=1, n_future=5), oracles.capkv, properties=True),
+    "defensivekv": Case(DefensiveKV(window=3, kernel=1), oracles.defensivekv),
     "snapkv": Case(
         SnapKV(window=2, kernel=3), oracles.snapkv, replace(SNAP, last_rows=2, window=2, kernel=3, recent=2),
         properties=True, unbounded="the prompt's last 2 queries"),
@@ -201,6 +207,13 @@ CASES: dict[str, Case] = {
     ),
     # The last four rows, once, and those four tokens: as tova at the end of the prompt, but nothing is evicted later.
     "snapkv_4": Case(SnapKV(window=4, kernel=3), planted="++ +---+ ++ ++ - -"),
+    "snapkv_decoding": Case(
+        SnapKV(window=3, kernel=3, pool="avg", decoding=True), oracles.snapkv_decoding, properties=True
+    ),
+    "snapkv_defensive": Case(
+        SnapKV(window=3, kernel=1, softmax="older", aggregate="defensive", decoding=True), oracles.snapkv_defensive,
+        properties=True,
+    ),
     # Blocks of one token here; 32 beside the engine itself (tests/generate/test_openvino.py).
     "openvino": Case(
         OpenVINO(block=1, start_size=1, recent_size=1, window=3), oracles.openvino_norm,
@@ -220,6 +233,8 @@ CASES: dict[str, Case] = {
     "cake_4": Case(CAKE(window=4, kernel=3), planted="++ +---+ ++ ++ - -"),
     "rkv": Case(RKV(window=3, kernel=3, importance=0.9), oracles.rkv, properties=True),
     "rkv_release": Case(RKV(window=3, kernel=3, importance=0.07, form="release"), oracles.rkv_release),
+    "rkv_defensive": Case(RKV(window=3, kernel=3, importance=0.9, aggregate="defensive"), oracles.rkv_defensive),
+    "vase": Case(VaSE(n_sinks=1, window=2, kernel=3, large=0.4), oracles.vase, properties=True),
     # The last four tokens and seven more. A rare key resembles few, which is worth 0.0058 more than filler; a tenth of
     # I is 0.0062 for the crowd and its neighbours, more slots than there are. Two mentions in four rows beat that,
     # older ones count nothing. Where query heads share a kv head, an idle one's logit for the sink is the largest of

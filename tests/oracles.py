@@ -256,6 +256,44 @@ def caote_over_h2o(past: Past) -> set[int]:
     return top(past, lambda p: moved(alpha, past.values, p), recent=past.budget // 2)
 
 
+def dropkv(past: Past) -> set[int]:
+    """The last three queries, whose tokens stay; squares of how far each query head's output would move."""
+    rows = [head_logits(past, q) for q in range(past.newest - 2, past.newest + 1)]
+    shares = [softmax(row) for each in rows for row in each]
+    values = {p: past.values[p] for p in past.held}
+
+    def value(p: int) -> float:
+        return sum(moved({**dict.fromkeys(past.held, 0.0), **row}, values, p) ** 2 for row in shares)
+
+    return top(past, value, recent=4)
+
+
+def capkv(past: Past) -> set[int]:
+    """One sink; five positions to come; the leverage of each value among those that the mean query points to."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    inside = [p for p in past.held if p > 0]
+    width = range(len(past.values[inside[0]]))
+    scores = dict.fromkeys(inside, 0.0)
+    rotation = mean_rotation(past.pairs, len(past.keys[0]), range(past.newest + 1, past.newest + 6))
+    for queries in past.queries:
+        mean = [sum(column) / len(queries[1:]) for column in zip(*queries[1:], strict=True)]
+        anchor = unit([row[0] for row in product(rotation, [[x] for x in mean])])
+        cosine = {p: sum(a * b for a, b in zip(anchor, unit(past.keys[p]), strict=True)) for p in inside}
+        weight = {p: math.exp(5 * (x - max(cosine.values()))) for p, x in cosine.items()}
+        matrix = [
+            [
+                float(i == j) + sum((weight[p] + 1e-6) * past.values[p][i] * past.values[p][j] for p in inside)
+                for j in width
+            ]
+            for i in width
+        ]
+        for p in inside:
+            reach = solved(matrix, past.values[p])
+            scores[p] += weight[p] * sum(a * b for a, b in zip(reach, past.values[p], strict=True))
+    return top(past, lambda p: scores[p], sinks=1)
+
+
 def fast_caote(past: Past) -> set[int]:
     mean = [sum(column) / len(past.held) for column in zip(*(past.values[p] for p in past.held), strict=True)]
     return top(past, lambda p: sum(row[p] / (1 - row[p]) * math.dist(mean, past.values[p]) for row in past.newest_rows))
@@ -422,6 +460,100 @@ def largest_logits(past: Past, q: int) -> Row:
                 x = sum(a * b for a, b in zip(turned, past.keys[p], strict=True)) / math.sqrt(len(turned))
                 result[p] = max(result.get(p, -math.inf), x + slope * (p - q))
     return result
+
+
+def head_logits(past: Past, q: int) -> list[Row]:
+    """What query q says of each token that it sees, in each query head by itself."""
+    return [
+        largest_logits(replace(past, queries=[queries], slopes=[slope]), q)
+        for queries, slope in zip(past.queries, past.slopes, strict=True)
+    ]
+
+
+def window_shares(past: Past, window: int, among: list[int]) -> list[list[Row]]:
+    """[query heads][queries]: the last queries' attention, softmax over the tokens of `among`, without the window."""
+    older = past.held[:-window]
+    rows = [head_logits(past, q) for q in range(past.newest - window + 1, past.newest + 1)]
+    shares = [
+        [softmax({p: x for p, x in row.items() if p in among}) for row in each] for each in zip(*rows, strict=True)
+    ]
+    return [[{p: row[p] for p in older} for row in head] for head in shares]
+
+
+def nearby(row: Row, held: list[int], p: int, kernel: int) -> list[float]:
+    """The values of p and of the tokens held around it, `kernel` in all; 0 where there are none."""
+    at, half = held.index(p), kernel // 2
+    return [row[held[i]] if 0 <= i < len(held) else 0.0 for i in range(at - half, at + half + 1)]
+
+
+def worst(rows: list[list[Row]], older: list[int], kernel: int) -> Row:
+    """DefensiveKV: each row smoothed and brought to its sum; the largest of all rows, at least their mean."""
+    smooth = []
+    for row in (row for head in rows for row in head):
+        mean = {p: sum(nearby(row, older, p, kernel)) / kernel for p in older}
+        smooth.append({p: mean[p] * sum(row.values()) / sum(mean.values()) for p in older})
+    most = {p: max(row[p] for row in smooth) for p in older}
+    floor = sum(most.values()) / len(older)
+    return {p: max(x, floor) for p, x in most.items()}
+
+
+def snapkv_decoding(past: Past) -> set[int]:
+    """The last three queries, whose tokens stay; kernel 3, mean; over all that each sees."""
+    older = past.held[:-3]
+    rows = window_shares(past, 3, past.held)
+    mean = {p: sum(row[p] for head in rows for row in head) for p in older}
+    return top(past, lambda p: sum(nearby(mean, older, p, 3)), recent=4)
+
+
+def snapkv_defensive(past: Past) -> set[int]:
+    older = past.held[:-3]
+    made = worst(window_shares(past, 3, older), older, 1)
+    return top(past, lambda p: made[p], recent=4)
+
+
+def defensivekv(past: Past) -> set[int]:
+    """Three queries, whose tokens stay; no smoothing; sizes as shares of the layer's kv heads; nine tenths first."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    older = past.held[:-3]
+    rows = [window_shares(head, 3, head.held) for head in past.layer]
+    sizes = [{p: sum(row[p] for row in head.output_sizes) for p in older} for head in past.layer]
+    scores = [
+        {p: x * size[p] / sum(each[p] for each in sizes) for p, x in worst(shares, older, 1).items()}
+        for shares, size in zip(rows, sizes, strict=True)
+    ]
+    every = [row for shares in rows for head in shares for row in head]
+    bias = sum(row[p] for row in every for p in older[-3:]) / len(every)
+    mine = {p: sum(row[p] for head in rows[past.head] for row in head) for p in older}
+    first, mass = set[int](), 0.0
+    for p in sorted(older, key=lambda p: (mine[p], p), reverse=True):
+        mass += mine[p] / sum(mine.values())
+        if mass >= 0.9 - bias or len(first) >= math.floor(len(older) * past.budget / past.prompt) - 3:
+            break
+        first.add(p)
+    most = max(x for score in scores for x in score.values())
+    return top(past, lambda p: most if p in first else scores[past.head].get(p, 0.0), recent=4)
+
+
+def rkv_defensive(past: Past) -> set[int]:
+    older = past.held[:-3]
+    made = worst(window_shares(past, 3, past.held), older, 3)
+    repeated = redundancy({p: past.keys[p] for p in past.held})
+    return top(past, lambda p: 0.9 * made[p] - 0.1 * repeated[p], recent=4)
+
+
+def vase(past: Past) -> set[int]:
+    """Two queries, whose tokens stay; kernel 3; the sink and the widest values are 4 tenths of the budget."""
+    older = past.held[:-2]
+    rows = window_shares(past, 2, older)
+    mean = {p: sum(row[p] for head in rows for row in head) / len(rows) / 2 for p in older}
+    width = {p: math.inf if p < 1 else max(past.values[p]) - min(past.values[p]) for p in older}
+    large = sorted(older, key=lambda p: (width[p], p), reverse=True)[: past.budget * 4 // 10]
+
+    def value(p: int) -> float:
+        return 1000 + width[p] if p in large else math.log(sum(nearby(mean, older, p, 3)) / 3) + past.noise[p]
+
+    return top(past, value, recent=3, sinks=1)
 
 
 def softmax(x: Row) -> Row:

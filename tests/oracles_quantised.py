@@ -6,7 +6,7 @@ Written from KIVI (arXiv:2402.02750, section 3) and from docs/quantised_cache.md
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 Vector = list[float]
@@ -49,6 +49,11 @@ class QuantisedHead:
     waiting: list[int] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
 
+    def made(self, vector: Vector) -> Vector:
+        """What a token's vector is once it was codes, where scales belong to channels of one token."""
+        parts = [vector[i : i + self.group] for i in range(0, len(vector), self.group)]
+        return [number for part in parts for number in restored(part, self.bits, self.symmetric)]
+
     def born(self, position: int, vector: Vector) -> None:
         self.read[position] = list(vector)
         self.waiting.append(position)
@@ -71,6 +76,14 @@ class QuantisedHead:
                 for place, p in enumerate(some):
                     self.read[p] = [column[place] for column in made]
             else:
-                x, n = self.read[some[0]], self.group
-                parts = [restored(x[i : i + n], self.bits, self.symmetric) for i in range(0, len(x), n)]
-                self.read[some[0]] = [number for part in parts for number in part]
+                self.read[some[0]] = self.made(self.read[some[0]])
+
+
+@dataclass
+class StoredHead(QuantisedHead):
+    """Keys or values of one kv head in a format that stores every token by itself. store: what is read of a vector."""
+
+    store: Callable[[Vector], Vector] = list
+
+    def made(self, vector: Vector) -> Vector:
+        return self.store(vector)

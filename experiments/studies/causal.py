@@ -45,7 +45,8 @@ from kvexp.generate import forward_last
 from kvexp.generate.kl import compare
 from kvexp.generate.prefill import new_cache
 from kvexp.hf import MultiMethodCache
-from kvexp.hf.cache import EvictionCache, EvictionCacheLayer, texts_of
+from kvexp.hf.cache import EvictionCache, texts_of
+from kvexp.hf.layers import EvictionCacheLayer
 from kvexp.hf.patch import output_factors
 from kvexp.hf.traits import num_layers
 from kvexp.results import stats

@@ -15,7 +15,7 @@ from kvexp.core.config import CacheConfig
 from kvexp.core.eviction import CacheState, EvictionLayer, MemoryTracker
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, Needs, SecondPass
 from kvexp.core.noise import Noise
-from kvexp.core.quantized import Quantization
+from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
@@ -29,6 +29,7 @@ __all__ = [
     "CacheConfig",
     "CacheState",
     "Cadence",
+    "EngineQuantization",
     "EvictionContext",
     "EvictionLayer",
     "HeadScores",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvexp.core.quantized import Quantization, SlotBytes
+from kvexp.core.quantized import EngineQuantization, Quantization, SlotBytes
 from kvexp.util import AtLeast, ConfigError, Range, Rule, check_fields, refuse
 
 STREAM_SINKS, STREAM_RECENT = 128, 256  # slots of a streaming head, as in kvpress
@@ -283,7 +283,7 @@ class BytesBudget(Budget):
     bytes_ratio: Annotated[float, Range(0, 1, above=True)] = 0.25
     key_dim: Annotated[int, AtLeast(1)] = 64
     value_dim: Annotated[int, AtLeast(1)] = 64
-    quantization: Quantization | None = None
+    quantization: Quantization | EngineQuantization | None = None
 
     @property
     def slot_bytes(self) -> SlotBytes:

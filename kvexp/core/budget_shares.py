@@ -232,7 +232,7 @@ def share_among_layers(preferences: Sequence[list[float]]) -> list[list[list[flo
 
 
 class LastLayer:
-    """Evictions of one cache at the end of a prompt, which wait until the last of its `layers` has seen the prompt."""
+    """Evictions of one cache, which wait until the last of its `layers` has seen the prompt, or the newest token."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers

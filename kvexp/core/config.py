@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from kvexp.core.budget import Budget, BytesBudget, Cadence
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.method import AttentionScoreSpec, Method, Needs, SinkScore
-from kvexp.core.quantized import Quantization
+from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
@@ -38,7 +38,7 @@ class CacheConfig:
     beyond_context: bool = False  # whether to allow more tokens than the model was built for
     calibration: QueryCalibration | None = None  # statistics of the model's queries, for methods that need them
     # How keys and values are stored in fewer bits once they are no longer new; None: as the model makes them.
-    quantization: Quantization | None = None
+    quantization: Quantization | EngineQuantization | None = None
     head_scores: HeadScores | None = None  # of the model's kv heads, for budget.heads=duo
     select: SlotSelection = field(default_factory=SlotSelection)  # how slots are chosen by the method's priorities
     surrogate: Surrogate | None = None  # of the model, for methods whose scores a trained map predicts
@@ -146,6 +146,12 @@ class CacheConfig:
         return how is not None and how.window > 0
 
     @property
+    def equal_layers(self) -> bool:
+        """Whether every layer holds as many slots."""
+        budget = self.budget
+        return budget is None or not (budget.pyramid or budget.splits_layers or budget.among_all_layers)
+
+    @property
     def layers_setting(self) -> str:
         """What says how many slots each layer holds, as it is typed."""
         layers = None if self.budget is None else self.budget.layers
@@ -222,6 +228,11 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "calibration=kvexp.hf.calibrate_queries(model, prompts)",
     ),
     (
+        lambda c: c.method.name == "qfilters" and c.calibration and not c.calibration.direction.any(),
+        "method qfilters needs directions of the model's queries, which statistics out of TriAttention's file lack: "
+        "run kvexp calibrate without --from",
+    ),
+    (
         lambda c: c.method.needs.surrogate and c.surrogate is None,
         "method {c.method.name} needs scores that a trained surrogate predicts: give "
         "surrogate=kvexp.hf.train_surrogate(...).surrogate",
@@ -296,6 +307,16 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.shares_by_preference and not c.cadence.at_prefill,
         "layers share slots at the end of the prompt, by what they look at, and this cadence evicts nothing there: set "
         "evict_at_prefill=true, or budget.layers=uniform",
+    ),
+    (
+        lambda c: c.method.joins_layers and (c.is_ragged or c.shares_by_preference or not c.equal_layers),
+        "method {c.method.name} with these settings keeps the same positions in all layers, and this budget gives "
+        "layers or heads different numbers: leave budget.pyramid, budget.layers and budget.heads alone",
+    ),
+    (
+        lambda c: c.method.joins_layers and c.quantization is not None,
+        "method {c.method.name} with these settings evicts when the last layer has seen a token, and slots of a layer "
+        "are quantised before: set cache.bits=16",
     ),
     # What only some ways of dropping slots can do.
     (
@@ -384,6 +405,7 @@ NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} compares each token of the prompt with those around it, later ones too",
     ),
     (lambda c: c.shares_by_preference, "{c.layers_setting} shares slots out among layers by a whole prompt's queries"),
+    (lambda c: c.method.joins_layers, "method {c.method.name} with these settings needs the priorities of all layers"),
     (lambda c: c.is_ragged, "{c.budget.heads_setting} shares slots out among heads when a prompt has ended"),
     (
         lambda c: c.renumbered and c.method.needs.queries_after is not None,

@@ -39,7 +39,7 @@ from kvexp.core.observe import (
     weighted_column_sums,
 )
 from kvexp.core.quantized import QuantizedSlots, settled
-from kvexp.core.ranking import RankedSlots, rank
+from kvexp.core.ranking import RankedSlots, joined, rank
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import RaggedSlots, Slots
 from kvexp.core.statistics import LastQueries, QueryStatistics
@@ -614,6 +614,7 @@ class EvictionLayer:
         """The `EvictionContext` of the slots; newest [B]: position id of the newest token; second: as of `_rank`."""
         allowed, needs = self.layer_slots, self.config.method.needs
         assert allowed is not None
+        kept = self.sequence.prompt_lengths_ahead() if self.config.keep == "prompt" else None
         if self.calibration is not None:
             self.calibration = self.calibration.to(newest.device)
         return EvictionContext(
@@ -633,6 +634,8 @@ class EvictionLayer:
             second_pass_attention=second,
             compares_heads=self.config.compares_heads,
             sinks=self._score_sinks(due.params),
+            kept_prompt=None if kept is None else torch.tensor(kept, device=newest.device),
+            output_projection=self.output_projection,
             steps=self.sequence.seq_len - (self.sequence.prompt_columns or 0),
             layers=self.layers,
         )
@@ -648,11 +651,14 @@ class EvictionLayer:
     def _select(self, due: DueEviction, second: Tensor | None = None) -> None:
         """Rank the slots, decide how many each kv head keeps, and evict; second: as of `_rank`.
 
-        Where slots of all layers are shared out among all heads, the last layer's call evicts from every layer.
+        Where slots of all layers are shared out among all heads, or are chosen by all priorities, the last layer's call
+        evicts from every layer.
         """
         ranked, allowed, budget = self._rank(due, second), self.layer_slots, self._budget
         assert allowed is not None
-        if not self.config.is_ragged or allowed.by_head is not None or not self.sequence.in_prompt:
+        if self.config.method.joins_layers:
+            self.common.last_layer.wait(ranked, partial(self._evict, due), partial(joined, self.config.method))
+        elif not self.config.is_ragged or allowed.by_head is not None or not self.sequence.in_prompt:
             self._evict(due, ranked)
         elif budget.heads == "global":
             share = partial(share_among_heads, kept=allowed.kept, floor=budget.floor)
@@ -699,7 +705,7 @@ class EvictionLayer:
             self.retained_attention = retained_share(due.by_position, slots)
         if not method.evicts_while_decoding:
             self.statistics.queries = self.statistics.local = None
-        if self.config.is_ragged:  # another layer's call may have led here
+        if self.config.is_ragged or method.joins_layers:  # another layer's call may have led here
             self._count_bytes()
 
     def note_first_eviction(self) -> None:

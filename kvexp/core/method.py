@@ -57,7 +57,7 @@ class Needs:
     needed. rope: the model's, with which cached keys are turned back. surrogate: new tokens start with the score that a
     trained `Surrogate` predicts from what the attention layer gets.
     second_pass: the prompt is fed once more before its eviction, and the largest attention of those queries to every
-    slot is observed, each query head by itself; None: not needed.
+    slot is observed, each query head by itself; None: not needed. output_projection: its blocks for every query head.
     """
 
     newest_attention: bool = False
@@ -69,6 +69,7 @@ class Needs:
     rope: bool = False
     surrogate: bool = False
     second_pass: SecondPass | None = None
+    output_projection: bool = False
 
 
 NOTHING = Needs()
@@ -83,6 +84,7 @@ DECLARED_BY = {
     "local_attention": "local_chunks=…",
     "rope": "rope=True",
     "second_pass_attention": "second_pass=…",
+    "output_projection": "output_projection=True",
 }
 
 
@@ -218,6 +220,8 @@ class EvictionContext:
     every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
     compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
     sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
+    kept_prompt [B]: how many of the first tokens `keep=prompt` keeps; None: it does not. output_projection
+    [H, G, n, Dv]: blocks W of the model's, None where there is no model.
     steps: tokens since the prompt; layers: of the model.
     """
 
@@ -237,6 +241,8 @@ class EvictionContext:
     second_pass_attention: Tensor | None = None
     compares_heads: bool = False
     sinks: Tensor | None = None
+    kept_prompt: Tensor | None = None
+    output_projection: Tensor | None = None
     steps: int = 0
     layers: int = 1
 
@@ -378,6 +384,18 @@ class Method:
         For methods with `in_order`. Heads of a row keep equally many; what the core protects is left to the method.
         """
         return None
+
+    @property
+    def joins_layers(self) -> bool:
+        """Whether an eviction waits for the last layer, and then uses what `join_layers` makes of all priorities."""
+        return False
+
+    def join_layers(self, priorities: Tensor) -> Tensor:
+        """Priorities [L, B, H, S] of all layers' slots, by position, as those to evict by; same shape.
+
+        All layers hold the same positions in a kv head, and go on doing so.
+        """
+        return priorities
 
     @property
     def priority_is_score(self) -> bool:

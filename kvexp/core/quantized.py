@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from kvexp.core.codecs import FP8, NVFP4, U8, Format, GGMLBlocks, TurboKeys, TurboValues, pack, unpack
 from kvexp.core.slot_order import INT64_MAX
 from kvexp.core.slots import GROWTH, Slots, rows_view
 from kvexp.util import AtLeast, ConfigError, check_fields
@@ -74,9 +74,13 @@ class Quantization:
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """ConfigError for a dtype of keys and values that cannot be quantised."""
-        if dtype not in SUPPORTED:
-            names = ", ".join(str(one).removeprefix("torch.") for one in SUPPORTED[:3])
-            raise ConfigError(f"keys and values of {dtype} cannot be quantised; a model's dtype may be {names}")
+        _check_dtype(dtype)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in SUPPORTED:
+        names = ", ".join(str(one).removeprefix("torch.") for one in SUPPORTED[:3])
+        raise ConfigError(f"keys and values of {dtype} cannot be quantised; a model's dtype may be {names}")
 
 
 @dataclass(frozen=True)
@@ -148,25 +152,97 @@ class Codec:
         return (1 << self.bits - 1) - 1
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] uint8 of `bits` bits as bytes [..., ceil(n * bits / 8)], the first code in the lowest bits."""
-    if bits == 8:
-        return codes
-    per = 8 // bits
-    codes = pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (-1, per))
-    packed = codes[..., 0].clone()
-    for place in range(1, per):
-        packed |= codes[..., place] << (bits * place)
-    return packed
+CodecName = Literal["kivi", "turboquant", "fp8", "nvfp4", "q8_0", "q4_0", "u8"]
+EngineFormat = Literal["turboquant", "fp8", "nvfp4", "q8_0", "q4_0", "u8"]
+TurboBits = Literal[16, 8, 4, 3]  # as typed; 16: the usual number of bits
+TURBO_BITS = (8, 4, 3)
 
 
-def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
-    """The codes [..., width] uint8 that `pack` put into bytes."""
-    if bits == 8:
-        return packed
-    mask = (1 << bits) - 1
-    parts = [(packed >> (bits * place)) & mask for place in range(8 // bits)]
-    return torch.stack(parts, dim=-1).flatten(-2)[..., :width]
+@dataclass(frozen=True)
+class EngineQuantization:
+    """Slots of all layers in an engine's format (`kvexp.core.codecs`), every token by itself.
+
+    codec: of keys and values. key_bits, value_bits: of turboquant alone; keys of 8 bits are fp8, values have 4 or 3.
+    signs: turboquant turns keys behind random signs. residual: as of `Quantization`; engines have no such window.
+    """
+
+    codec: EngineFormat
+    key_bits: int | None = None
+    value_bits: int | None = None
+    signs: bool = False
+    residual: Annotated[int, AtLeast(0)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        turbo = self.codec == "turboquant"
+        if not turbo and (self.key_bits, self.value_bits, self.signs) != (None, None, False):
+            raise ConfigError(f"key_bits, value_bits and signs are of codec=turboquant; {self.codec} has its own bits")
+        if turbo and (self.key_bits not in TURBO_BITS or self.value_bits not in TURBO_BITS[1:]):
+            raise ConfigError(
+                f"codec=turboquant stores keys in 8, 4 or 3 bits and values in 4 or 3, got key_bits={self.key_bits} "
+                f"and value_bits={self.value_bits}"
+            )
+        if self.signs and self.key_bits == FP8_BITS:
+            raise ConfigError("signs=true has no effect with key_bits=8, where keys are fp8 and not turned")
+
+    @property
+    def keys(self) -> ByteCodec:
+        """How keys are stored."""
+        if self.codec == "turboquant" and self.key_bits != FP8_BITS:
+            assert self.key_bits is not None
+            return ByteCodec(TurboKeys(self.key_bits, self.signs), self.residual)
+        return ByteCodec(FP8() if self.codec == "turboquant" else _FORMATS[self.codec], self.residual)
+
+    @property
+    def values(self) -> ByteCodec:
+        """How values are stored."""
+        if self.codec == "turboquant":
+            assert self.value_bits is not None
+            return ByteCodec(TurboValues(self.value_bits), self.residual)
+        return ByteCodec(_FORMATS[self.codec], self.residual)
+
+    def check_head(self, key_dim: int, value_dim: int) -> None:
+        """ConfigError where the format cannot hold vectors of a head of these dimensions."""
+        for name, codec, width in (("key", self.keys, key_dim), ("value", self.values, value_dim)):
+            divides = codec.format.divides
+            if divides == 0 and width & (width - 1):
+                raise ConfigError(f"codec={self.codec} turns a {name} head's channels, a power of two; it has {width}")
+            if divides and width % divides:
+                raise ConfigError(f"codec={self.codec} packs {divides} channels at a time; a {name} head has {width}")
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """As of `Quantization`."""
+        _check_dtype(dtype)
+
+
+FP8_BITS = 8
+_FORMATS: dict[str, Format] = {
+    **{"fp8": FP8(), "nvfp4": NVFP4(), "q8_0": GGMLBlocks(8), "q4_0": GGMLBlocks(4), "u8": U8()}
+}
+AnyQuantization = Quantization | EngineQuantization
+
+
+@dataclass(frozen=True)
+class ByteCodec:
+    """How the keys or the values of a layer are stored in a format whose rows of bytes hold their scales.
+
+    The other attributes mean what they mean in `Codec`: bytes are counted by them.
+    """
+
+    format: Format
+    residual: int
+    axis: ClassVar[Axis] = "token"
+    group: ClassVar[int] = 1
+    parameters: ClassVar[int] = 0
+
+    @property
+    def unquantized(self) -> int:
+        """As of `Codec`."""
+        return self.residual
+
+    def code_bytes(self, width: int) -> int:
+        """Bytes of `width` channels of one token, scales included."""
+        return self.format.row_bytes(width)
 
 
 class PlainStates:
@@ -263,7 +339,7 @@ class TokenStates(PlainStates):
     BY_SLOT: ClassVar[tuple[str, ...]] = ("codes", "parameters")
     BY_HEAD: ClassVar[tuple[str, ...]] = ("full", "slot_of")
 
-    def __init__(self, codec: Codec, states: Tensor, positions: Tensor, newest: Tensor) -> None:
+    def __init__(self, codec: Any, states: Tensor, positions: Tensor, newest: Tensor) -> None:
         """Take over the states [B, H, C, D] of a prompt, all in full precision, and quantise what is due."""
         b, h, c, width = states.shape
         self.codec, self.width, self._shared = codec, width, False
@@ -374,6 +450,27 @@ class TokenStates(PlainStates):
         self.slot_of = moved.gather(2, self._slots_or(c))
 
 
+class ByteStates(TokenStates):
+    """States in a format whose rows of bytes hold their scales: codes [B, H, C, bytes] uint8 is all that a slot has.
+
+    Reading and writing are in float32.
+    """
+
+    BY_SLOT: ClassVar[tuple[str, ...]] = ("codes",)
+
+    def _make_parameters(self, states: Tensor) -> None:
+        """No tensors of scales."""
+
+    def _decode(self, positions: Tensor, out: Tensor) -> None:
+        out.copy_(self.codec.format.decode(self.codes, self.width))
+
+    def _quantize(self, held: Tensor, positions: Tensor, edge: Tensor) -> None:
+        row, head, place = ((held >= 0) & (held <= edge)).nonzero(as_tuple=True)
+        slots = self.slot_of[row, head, place]
+        self.codes[row, head, slots] = self.codec.format.encode(self.full[row, head, place])
+        self.slot_of[row, head, place] = -1
+
+
 class ChannelStates(TokenStates):
     """States whose scales belong to one channel of a group of tokens.
 
@@ -453,14 +550,14 @@ class ChannelStates(TokenStates):
         self.parameters = parameters.gather(2, order[..., None].expand(-1, -1, -1, parameters.shape[-1]))
 
 
-def states_of(codec: Codec | None, states: Tensor, positions: Tensor, newest: Tensor) -> PlainStates:
+def states_of(codec: Codec | ByteCodec | None, states: Tensor, positions: Tensor, newest: Tensor) -> PlainStates:
     """Store the states [B, H, C, D] of a prompt as a codec says; None: as they are, in a tensor of their own.
 
     positions [B, H, C], newest [B]: as of `PlainStates.settle`.
     """
     if codec is None:
         return PlainStates(states.clone(memory_format=torch.contiguous_format))
-    kind = ChannelStates if codec.axis == "channel" else TokenStates
+    kind = ByteStates if isinstance(codec, ByteCodec) else ChannelStates if codec.axis == "channel" else TokenStates
     return kind(codec, states, positions, newest)
 
 
@@ -492,7 +589,7 @@ class SlotBytes:
 
     key_dim: int
     value_dim: int
-    quantization: Quantization | None = None
+    quantization: AnyQuantization | None = None
     itemsize: int = HALF_BYTES
 
     def of(self, slots: int) -> int:
@@ -501,7 +598,7 @@ class SlotBytes:
         keys, values = (None, None) if how is None else (how.keys, how.values)
         return self._of_side(keys, self.key_dim, slots) + self._of_side(values, self.value_dim, slots)
 
-    def _of_side(self, codec: Codec | None, width: int, slots: int) -> int:
+    def _of_side(self, codec: Codec | ByteCodec | None, width: int, slots: int) -> int:
         """Bytes of keys, or of values, with `width` channels."""
         if codec is None:
             return slots * width * self.itemsize
@@ -520,7 +617,7 @@ class SlotBytes:
 
 
 class QuantizedSlots(Slots):
-    """The slots of one layer after its prompt, with keys and values as a `Quantization` says.
+    """The slots of one layer after its prompt, with keys and values as a quantisation says.
 
     positions, score and length: as in `Slots`. `keys` and `values` are what attention reads: made anew from codes
     for every forward, dropped when it ends, and counted at the peak. Each forward ends with `settle`.
@@ -536,7 +633,7 @@ class QuantizedSlots(Slots):
         self._dense: dict[str, Tensor] = {}
 
     @classmethod
-    def of_prompt(cls, slots: Slots, quantization: Quantization, newest: Tensor) -> QuantizedSlots:
+    def of_prompt(cls, slots: Slots, quantization: AnyQuantization, newest: Tensor) -> QuantizedSlots:
         """The slots of a prompt that has ended and was evicted, quantised; newest [B]: position id of the last token.
 
         The given slots are used up. ConfigError for heads or a dtype that cannot be quantised so.
@@ -660,7 +757,7 @@ class QuantizedSlots(Slots):
         return other
 
 
-def settled(slots: Slots, quantization: Quantization, newest: Tensor) -> QuantizedSlots:
+def settled(slots: Slots, quantization: AnyQuantization, newest: Tensor) -> QuantizedSlots:
     """The slots after a forward and its eviction, quantised; newest [B]: position id of each row's newest token."""
     if isinstance(slots, QuantizedSlots):
         slots.settle(newest)

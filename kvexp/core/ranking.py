@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,9 +78,8 @@ def rank(
     priority = allowed.by_stream(priority, positions)
     if config.is_union:
         priority = union_priority(priority, logarithmic=method.priority_kind == "log_share")
-    if config.keep == "prompt":
-        ends = torch.tensor(sequence.prompt_lengths_ahead(), device=positions.device)
-        protected = protected | (ctx.held() & (positions < ends[:, None, None]))
+    if ctx.kept_prompt is not None:
+        protected = protected | (ctx.held() & (positions < ctx.kept_prompt[:, None, None]))
     elif config.keep is not None and sequence.spans is not None:
         priority, protected = spare(config.keep, sequence.spans, ctx, priority, protected, allowed, method.sinks)
     asked = None if config.budget is None else config.budget.threshold
@@ -88,6 +88,22 @@ def rank(
     if kept is not None:
         kept = checked(kept, positions.shape, method, "kept", "[B, H, S]", mask=True)
     return RankedSlots(priority, positions, protected, hidden, threshold, kept)
+
+
+def joined(method: Method, ranked: Sequence[RankedSlots]) -> list[RankedSlots]:
+    """What all layers' slots are evicted by where the method joins their priorities (`Method.join_layers`).
+
+    Slots stand in any order; what a layer evicts first whatever the method says (-inf) stays so.
+    """
+    home = ranked[0].priority.device
+    orders = [one.positions.argsort(dim=-1, stable=True) for one in ranked]
+    by_position = [one.priority.gather(-1, order).to(home) for one, order in zip(ranked, orders, strict=True)]
+    made = method.join_layers(torch.stack(by_position))
+    parts = []
+    for one, order, part in zip(ranked, orders, made.to(torch.float32), strict=True):
+        priority = torch.empty_like(one.priority).scatter_(-1, order, part.to(order.device))
+        parts.append(replace(one, priority=priority.masked_fill(one.priority == -torch.inf, -torch.inf)))
+    return parts
 
 
 def float_priority(method: Method, ctx: EvictionContext) -> Tensor:

@@ -194,7 +194,7 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
     method, full = case.prefill_prompt(), case.full().prefill_prompt()
     cache = MultiMethodCache([method.cache, full.cache], 1)
     into = Losses()
-    for layer, part in enumerate(cache.layers):
+    for layer, part in enumerate(cache.layers[number] for number in cache.held):
         joined: LayerCache = TwinLayer(part.state, layer, into)
         part.state = joined
     written: list[int] = []

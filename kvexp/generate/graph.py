@@ -20,6 +20,7 @@ from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.hf.load import track_finite
 from kvexp.hf.moving_rope import MovingRope
+from kvexp.hf.traits import traits_of
 
 AnyCache = EvictionCache | MultiMethodCache
 
@@ -107,6 +108,9 @@ class DecodeSteps:
         if device is not None and MovingRope.of(model.config) is not None:
             counts.because("the model's RoPE is not captured: its frequencies go by a position that the host reads")
             device = None
+        if device is not None and traits_of(model.config).composed:
+            counts.because("layers that keep windows or states are not captured")
+            device = None
         self._device = device if all(why is None for _, why in obstacles) else None
         self._captured: _CapturedStep | None = None
         self._before: list[tuple[int, bool]] | None = None  # stacks of the step before, and whether they were merged
@@ -135,7 +139,8 @@ class DecodeSteps:
 
     def _stacks(self) -> list[list[Any]] | None:
         """Per layer, the stacks that take the next step; None where a layer takes another step."""
-        each = [layer.state.decode_stacks for layer in self.cache.layers]
+        held: list[Any] = [*self.cache.layer_states]
+        each = [state.decode_stacks for state in held]
         return None if any(one is None for one in each) else each
 
     def _is_settled(self, stacks: list[list[Any]]) -> bool:
@@ -146,7 +151,7 @@ class DecodeSteps:
 
     def _capture(self, device: GraphDevice, stacks: list[list[Any]], token: Tensor, positions: Tensor) -> Tensor:
         """Compute a step, and capture it for the next ones."""
-        layers = [[layer.state for layer in one.layers] for one in _caches(self.cache)]
+        layers: list[list[Any]] = [[*one.layer_states] for one in _caches(self.cache)]
         if len({stack.keys.device for each in stacks for stack in each}) > 1:
             self._device = None
             self.counts.because("the layers are on several devices")

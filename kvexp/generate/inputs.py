@@ -36,7 +36,7 @@ from kvexp.core.noise import gumbel
 from kvexp.hf import EvictionCache
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.hf.traits import max_positions
+from kvexp.hf.traits import max_positions, traits_of
 from kvexp.retrieval.layer import retrieval_stats
 from kvexp.util import AtLeast, CacheError, ConfigError, NotFinite, Range, Rule, check_fields, refuse
 
@@ -219,7 +219,11 @@ def check_rows(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: in
 
     new: tokens to come behind the prompts; chunk: columns of a forward, None: all.
     """
-    moving = MovingRope.of(model.config)
+    traits, moving = traits_of(model.config), MovingRope.of(model.config)
+    if chunk is not None and chunk < max(map(len, prompts)) and traits.whole_prompts:
+        raise ConfigError(
+            f"states of {traits.title} are right only where a prompt is fed in one forward: leave prefill_chunk at null"
+        )
     if moving is not None:
         moving.check_prompts([len(prompt) for prompt in prompts], new, chunk=chunk)
 

@@ -16,31 +16,34 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from kvexp.core import Budget, CacheConfig, EvictionLayer, Method, RoPE, SequenceState
+from kvexp.core import Budget, CacheConfig, EvictionLayer, Method, SequenceState
 from kvexp.core.attention import AttentionParams
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.core.decode import stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
-from kvexp.core.eviction import CacheState, LayerCache
+from kvexp.core.eviction import CacheState
 from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
+from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
-from kvexp.hf.patch import LAYER_ATTR, LayerInput, check_patched, layer_input, output_blocks, output_factors
+from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_factors
+from kvexp.hf.probe import layer_ropes
 from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.hf.traits import (
+    Traits,
     check_logits,
     check_positions,
     check_quantization,
     head_dim,
+    layers_in_words,
     max_positions,
     num_kv_heads,
     num_layers,
     query_shape,
-    rope_of,
     traits_of,
 )
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
@@ -86,6 +89,20 @@ def check_retrieval(config: Any, method: Retrieval) -> None:
         )
 
 
+def check_layers(traits: Traits, cache: CacheConfig) -> None:
+    """ConfigError for a cache that cannot be put together with what the model's other layers keep."""
+    if traits.composed and cache.method.needs.second_pass is not None:
+        raise ConfigError(
+            f"method {cache.method.name} reads the prompt a second time, which {traits.title} cannot: of its layers, "
+            f"{layers_in_words(traits.layers)}, some have gone on by then. Choose another method"
+        )
+    if traits.shared and (isinstance(cache.method, Retrieval) or cache.quantization is not None):
+        raise ConfigError(
+            f"in {traits.title} some layers attend to the keys of another layer, which retrieval methods and "
+            "cache.bits do not serve: choose a method that evicts, with cache.bits=16"
+        )
+
+
 def calibrate(model: PreTrainedModel, method: Retrieval) -> Any:
     """The result of `Retrieval.calibrate` for this model and machine; computed once per model and method."""
     known = _CALIBRATIONS.setdefault(model, {})
@@ -108,7 +125,7 @@ def measure_layer_time(model: PreTrainedModel, tokens: int, repeats: int = 3) ->
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return best / num_layers(model.config)
+    return best / len(traits_of(model.config).layers)
 
 
 STYLE = """
@@ -191,60 +208,6 @@ class KeptText:
         return "\n".join([*made, words, marks, f"# all {every} heads, 9-1 tenths of them, . none"])
 
 
-class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer as Hugging Face's `Cache` sees it. Lengths are columns seen, never slots held.
-
-    state: the layer's cache in kvexp's core; rope: the model's RoPE where cached keys are rotated (renumbered
-    positions); layer_input: of the model, where the method scores tokens by it. attended: how often the forward in
-    progress has attended to its keys.
-    """
-
-    is_compileable = False
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(
-        self, state: LayerCache, rope: RoPE | None, model_config: Any, layer_input: LayerInput | None = None
-    ) -> None:
-        super().__init__()
-        self.state, self.rope, self.model_config, self.layer_input = state, rope, model_config, layer_input
-        self.is_initialized = True
-        self.attended = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the core makes its slots at the first forward."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys, tagged with this layer: the attention function stores them."""
-        check_patched(self.model_config)
-        hidden = None if self.layer_input is None else self.layer_input.take()
-        if hidden is not None:
-            self.state.take_input(hidden)  # type: ignore[attr-defined]
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, LAYER_ATTR, self)
-        return tagged, value_states
-
-    def get_seq_length(self, *_: Any) -> int:
-        return self.state.seq_len
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """(Columns a mask must span, 0 columns of offset), for a forward of so many new tokens."""
-        count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return self.state.seq_len + count, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        self.state.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.state.select_rows(beam_idx, same_prompts=True)
-
-
 class EvictionCache(Cache):  # type: ignore[misc]
     """The KV cache of one prompt or one batch of prompts: give it to `model.generate(past_key_values=...)`.
 
@@ -284,7 +247,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if config.head_scores is not None:
             config.head_scores.check_shape(*query_shape(model.config)[:2])
         check_rope(MovingRope.of(model.config), config)
-        rope = rope_of(model) if turned_by(config) is not None else None
+        traits = traits_of(model.config)
+        check_layers(traits, config)
+        ropes = layer_ropes(model) if turned_by(config) is not None else None
         self.sequence = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -301,13 +266,15 @@ class EvictionCache(Cache):  # type: ignore[misc]
             states = [RetrievalLayer(config, i, count, self.sequence, self.memory_tracker, group) for i in range(count)]
         else:
             factors = output_factors(model) if method.needs.output_norms else [None] * count
-            blocks = output_blocks(model) if config.select.values == "critical" else [None] * count
+            projected = config.select.values == "critical" or method.needs.output_projection
+            blocks = output_blocks(model) if projected else [None] * count
             states = [EvictionLayer(config, i, common, factors[i], blocks[i]) for i in range(count)]
         if config.surrogate is not None and method.needs.surrogate:
             kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
             config.surrogate.check_shape(count, kv_heads, width)
         inputs = layer_input(model) if method.needs.surrogate else None
-        super().__init__(layers=[EvictionCacheLayer(state, rope, model.config, inputs) for state in states])
+        super().__init__(layers=compose(model.config, states, self.sequence, ropes, inputs))
+        self.held = traits.held
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
         second = method.needs.second_pass
@@ -317,8 +284,14 @@ class EvictionCache(Cache):  # type: ignore[misc]
 
     @property
     def layer_states(self) -> list[EvictionLayer | RetrievalLayer]:
-        """The layers' caches in kvexp's core, in order."""
-        return [layer.state for layer in self.layers]
+        """Caches in kvexp's core of the layers that kvexp holds, in order."""
+        return [self.layers[number].state for number in self.held]
+
+    @property
+    def windows(self) -> list[WindowLayer]:
+        """What the layers keep whose queries see a window or a chunk."""
+        states = (getattr(layer, "state", None) for layer in self.layers)
+        return [state for state in states if isinstance(state, WindowLayer)]
 
     def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
         """Allow forwards of several new tokens after the prompt, with one eviction after each; returns the cache."""
@@ -375,7 +348,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
             for state in evicting
             for part in (state.output_factors, state.output_projection, state.calibration, state.surrogate)
         ]
-        for shared in (self.config, self.layers[0].model_config, self.layers[0].layer_input, *fixed):
+        first = self.layers[self.held[0]]
+        windows = [each for window in self.windows for each in window.shareable]
+        for shared in (self.config, first.model_config, first.layer_input, *fixed, *windows):
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)
@@ -393,8 +368,10 @@ class EvictionCache(Cache):  # type: ignore[misc]
             beams = self.sequence.num_beams
             self.prompts = [self.prompts[row // beams] for row in rows[::beams].tolist()]
         self.sequence.select_rows(rows, same_prompts=same_prompts)
-        for state in self.layer_states:
+        for state in (*self.layer_states, *self.windows):
             state.select_rows(rows, same_prompts=same_prompts)
+        for layer in self.layers:
+            select_states(layer, rows)
         if self.cross_layer_score is not None:
             self.cross_layer_score.select_rows(rows)
 
@@ -407,7 +384,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         method = self.config.method
         if method.evicts and method.score_spec is not None:
             method.score_spec.check_lengths(prompt_lengths)
-        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.held))
         check_budget(self.config, prompts)
         if may_evict(self.config, prompts):
             self.check_second_pass(prompt_lengths)
@@ -418,7 +395,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         spans: per prompt, (first, behind the last) in its real tokens; None: none. ConfigError where they are needed
         and not given, or no budget holds them. To be called before the model runs.
         """
-        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.held))
         check_spans(self.config, prompts, spans)
         if self.config.keep in ("span", "fair") and spans is not None:
             self.sequence.mark_spans(spans, prompt_lengths)
@@ -657,15 +634,27 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
             if cache.sequence.num_beams > 1:
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
         self.caches = caches
-        fast_group = FastStepGroup([[layer.state for layer in cache.layers] for cache in caches])
+        fast_group = FastStepGroup([cache.layer_states for cache in caches])
+        self.held = caches[0].held
         layers = []
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
-            rope = next((layer.rope for layer in each if layer.rope is not None), None)
-            joined = MultiLayer([layer.state for layer in each], sizes, fast_group)
-            inputs = next((layer.layer_input for layer in each if layer.layer_input is not None), None)
-            layers.append(EvictionCacheLayer(joined, rope, each[0].model_config, inputs))
+            joined = MultiLayer([layer.state for layer in each], sizes, fast_group) if index in self.held else None
+            layers.append(join(each, joined, sizes))
         super().__init__(layers=layers)
+        self._new = caches[0].get_seq_length() == 0
+
+    @property
+    def layer_states(self) -> list[MultiLayer]:
+        """The layers that kvexp holds, in order, each of all caches."""
+        return [self.layers[number].state for number in self.held]
+
+    def hand_out(self) -> None:
+        """Give every cache the states that the prompt has left in layers that kvexp does not hold."""
+        if self._new:
+            for index, layer in enumerate(self.layers):
+                hand_out(layer, [cache.layers[index] for cache in self.caches])
+            self._new = False
 
     def crop(self, *_: Any) -> None:
         """Always a CacheError: evicted tokens cannot come back."""
@@ -681,9 +670,5 @@ class RowMaskCache(Cache):  # type: ignore[misc]
     def __init__(self, model: PreTrainedModel, mask_fn: MaskFn) -> None:
         check_patched(model.config, ConfigError)
         states = [MaskedLayer(mask_fn, index) for index in range(num_layers(model.config))]
-        super().__init__(layers=[EvictionCacheLayer(state, None, model.config) for state in states])
-
-    @property
-    def layer_states(self) -> list[MaskedLayer]:
-        """The layers, with their masks and probabilities after the forward."""
-        return [layer.state for layer in self.layers]
+        super().__init__(layers=compose(model.config, states))
+        self.layer_states = states  # with their masks and probabilities after the forward

@@ -21,10 +21,12 @@ from transformers.cache_utils import Cache
 
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method
 from kvexp.core.statistics import CalibrationLayer, HeadScores, QueryCalibration, Surrogate
-from kvexp.hf.cache import EvictionCache, EvictionCacheLayer
+from kvexp.hf.cache import EvictionCache
+from kvexp.hf.layers import compose
 from kvexp.hf.moving_rope import MovingRope, check_turns
 from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input
-from kvexp.hf.traits import num_layers, rope_of
+from kvexp.hf.probe import layer_ropes
+from kvexp.hf.traits import num_layers
 from kvexp.util import ConfigError, cache_folder, locked, replace
 
 ABOUT = "kvexp"  # the one entry of the file's metadata: safetensors writes several in any order
@@ -138,11 +140,11 @@ def calibrate_queries_and_heads(
     if not sequences or not all(sequences):
         raise ConfigError("a calibration pass needs at least one sequence, and a token in each")
     check_turns(MovingRope.of(model.config), "a calibration pass")
-    rope = rope_of(model)
+    ropes = layer_ropes(model)
     states = [CalibrationLayer() for _ in range(num_layers(model.config))]
-    cache = Cache(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
     device = model.get_input_embeddings().weight.device
     for ids in sequences:
+        cache = Cache(layers=compose(model.config, states, ropes=ropes))
         model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
         for state in states:
             state.reset()

@@ -58,6 +58,7 @@ from kvexp.hf.patch import (
     kvexp_attention,
     named_weights,
     padding_mask,
+    tagging_layers,
 )
 from kvexp.hf.quantised_weights import check_scheme, plain_parts
 from kvexp.hf.second_pass import second_pass_hook
@@ -96,7 +97,7 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True, check: Ch
     if check_weights:
         _check_finite(model)
     unpatch_model(model)  # so that what is remembered below is the model without kvexp
-    record = _Patch(MovingRope.of(model.config))
+    record = _Patch(MovingRope.of(model.config), traits.whole_prompts)
     try:
         if traits.type not in SHIMS:
             configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
@@ -169,11 +170,11 @@ class _Patch:
     """What `patch_model` changed of a model: former values of attributes, and the hooks it added.
 
     Kept as data on the model, not as functions: a deep copy of a patched model has a record of its own modules.
-    moving: the model's RoPE, if its frequencies depend on the longest row of a forward.
+    moving: the model's RoPE, if its frequencies depend on the longest row of a forward; whole_prompts: as of `Traits`.
     """
 
-    def __init__(self, moving: MovingRope | None) -> None:
-        self.moving = moving
+    def __init__(self, moving: MovingRope | None, whole_prompts: bool) -> None:
+        self.moving, self.whole_prompts = moving, whole_prompts
         self.former: list[tuple[Any, str, Any]] = []  # object, attribute, value before
         self.hooks: list[RemovableHandle] = []
 
@@ -242,6 +243,12 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
         check_forward(moving, given.shape[1], positions, kwargs.get("attention_mask"), cache)
         reset_frequencies(model)
     if given is not None:
+        seen = int(cache.get_seq_length()) if cache is not None and tagging_layers(cache) else 0
+        if vars(model)[_RECORD].whole_prompts and given.shape[1] > 1 and seen:
+            raise CacheError(
+                f"states of {model.config.model_type} are right only where a prompt is fed in one forward and later "
+                f"tokens one by one, and {given.shape[1]} came at once: leave out chunks of prompts (prefill_chunk)"
+            )
         begin_forward(cache, given.shape[1])
     sequence = getattr(cache, "sequence", None)
     if sequence is None or ids is None:

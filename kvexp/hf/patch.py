@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,19 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.sequence import SequenceState
-from kvexp.hf.traits import has_sinks, query_shape, softcap_of
+from kvexp.hf.traits import Layer, has_sinks, query_shape, softcap_of, traits_of
 from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
 LAYER_ATTR = "_kvexp"
-_WINDOW_ATTR = "_kvexp_window"  # of a mask: the window that the model asked for, None for none
+_SIGHT_ATTR = "_kvexp_sight"  # of a mask: what the model asked for, as a Layer
 # Arguments of attention that models hand through and that cannot change its output. What is not here raises.
 _NO_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "layer_idx", "token_type_ids"),
@@ -71,28 +74,41 @@ def padding_mask(
 ) -> Tensor:
     """The padding mask [B, columns] as it came; [B, 0] for no padding, since some models call .to() on it.
 
-    mask_function: which keys a query sees; local_size: of its window. CacheError for one that is neither causal nor a
-    sliding window, such as of packed sequences or of attention in both directions.
+    What the queries see is noted on it as a `Layer`. mask_function: which keys a query sees; local_size: of its window
+    or chunk. CacheError for another one, such as of packed sequences or of attention in both directions.
     """
-    if not _is_causal(mask_function, local_size):
+    sight = _sight_of(mask_function, local_size, batch_size, attention_mask, device)
+    if sight is None:
         raise CacheError(
-            "kvexp computes causal attention, in a sliding window or without, and the model asks for another mask: "
-            "packed sequences (position_ids that start again; give each a row of its own), chunks, attention in both "
+            "kvexp computes causal attention, whole, in a sliding window or in chunks, and the model asks for another "
+            "mask: packed sequences (position_ids that start again; give each a row of its own), attention in both "
             "directions (is_causal=False) or a mask function of its own"
         )
     mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device) if attention_mask is None else attention_mask
     mask = mask.view_as(mask)
-    setattr(mask, _WINDOW_ATTR, local_size)
+    setattr(mask, _SIGHT_ATTR, sight)
     return mask
 
 
-def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Whether this is transformers' own function for queries that see all keys up to their own, or `window` of them."""
-    return _same(mask_function, causal_mask_function if window is None else sliding_window_causal_mask_function(window))
+def _sight_of(
+    mask_function: Callable[..., Any], size: int | None, batch: int, attention_mask: Tensor | None, device: Any
+) -> Layer | None:
+    """What queries see by one of transformers' own causal mask functions of this size; None for any other function."""
+    if size is None:
+        return Layer("full") if _same(mask_function, causal_mask_function) else None
+    if _same(mask_function, sliding_window_causal_mask_function(size)):
+        return Layer("window", size)
+    # Chunks begin at the first real token of a row.
+    padding = torch.zeros(batch, dtype=torch.long, device=device)
+    if attention_mask is not None:
+        padding = (attention_mask.cumsum(dim=-1) == 0).sum(dim=-1)
+    return Layer("chunk", size) if _same(mask_function, chunked_causal_mask_function(size, padding)) else None
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two functions, or what their closures hold, are the same code over the same numbers."""
+    if isinstance(other, Tensor):
+        return isinstance(one, Tensor) and one.shape == other.shape and bool((one == other).all())
     if isinstance(other, tuple):
         return isinstance(one, tuple) and len(one) == len(other) and all(map(_same, one, other))
     if not isinstance(other, FunctionType):
@@ -113,11 +129,12 @@ def check_mask(mask: Any) -> None:
 class _Forward(threading.local):
     """The forward through a kvexp cache that this thread computes.
 
-    cache: None outside of such a forward; columns: that its sequences have to have seen at the end.
+    cache: None outside of such a forward; columns: that its sequences had seen before it; width: new columns.
     """
 
     cache: Any = None
     columns: tuple[int, ...] = ()
+    width: int = 0
 
 
 _forward = _Forward()
@@ -140,7 +157,7 @@ def begin_forward(cache: Any, width: int) -> None:
     for layer in layers:
         layer.attended = 0
     _forward.cache = cache if layers else None
-    _forward.columns = tuple(sequence.seq_len + width for sequence in _sequences(cache))
+    _forward.columns, _forward.width = tuple(sequence.seq_len for sequence in _sequences(cache)), width
 
 
 def end_forward(cache: Any, *, failed: bool) -> None:
@@ -153,6 +170,10 @@ def end_forward(cache: Any, *, failed: bool) -> None:
     if failed or not guarded:
         return
     layers = tagging_layers(cache)
+    for layer in layers:
+        layer.end_forward()
+    if hasattr(cache, "hand_out"):
+        cache.hand_out()
     first = getattr(cache, "first_layer", 0)
     missed = [number for number, layer in enumerate(layers) if not layer.attended and number >= first]
     if missed:
@@ -161,12 +182,13 @@ def end_forward(cache: Any, *, failed: bool) -> None:
             f"{missed[0]} first), which hold nothing of this forward: the model keeps keys and values elsewhere, or "
             "attends by a function of its own; kvexp cannot evict from it"
         )
-    columns = tuple(sequence.seq_len for sequence in _sequences(cache))
-    if columns != _forward.columns:
-        raise CacheError(
-            f"a forward ended with {columns} columns in the cache where {_forward.columns} were due: attention did not "
-            "come through the cache as often as tokens were fed"
-        )
+    for before, sequence in zip(_forward.columns, _sequences(cache), strict=True):
+        # A step that is captured as a CUDA graph counts its token itself, before and after the forward.
+        if sequence.seq_len not in (before, before + _forward.width):
+            raise CacheError(
+                f"a forward of {_forward.width} tokens ended with {sequence.seq_len} columns in the cache, of which "
+                f"{before} were there before: attention did not come through the cache as often as tokens were fed"
+            )
 
 
 def cached_attention(
@@ -187,20 +209,17 @@ def cached_attention(
                 "keys lost the mark of the cache between update() and attention, so what was cached would not be seen: "
                 "the model changes or copies its keys there (latents that it expands, say); kvexp cannot evict from it"
             )
-        return _without_cache(query, key, value, padding, params)
-    if layer.attended and _forward.cache is not None:
+        return uncached_attention(query, key, value, padding, params)
+    if layer.attended and not layer.shared:
         raise CacheError(
             "one forward attends twice to the keys of the same layer, whose tokens would be stored and counted twice: "
             "kvexp cannot evict from such a model"
         )
-    layer.attended += 1
-    if params.rope is None and layer.rope is not None:
-        params = replace(params, rope=layer.rope)
-    out: Tensor = layer.state.forward(query, key, value, params, padding)
+    out: Tensor = layer.attend(query, key, value, params, padding)
     return out
 
 
-def _without_cache(
+def uncached_attention(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, params: AttentionParams
 ) -> Tensor:
     """Ordinary causal attention [B, H * G, Q, Dv] over all keys; arguments as of `cached_attention`."""
@@ -266,16 +285,24 @@ def kvexp_attention(
     if s_aux is not None and not has_sinks(config):
         others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
-    window = getattr(attention_mask, _WINDOW_ATTR, sliding_window)
-    if window != sliding_window and sliding_window is not None:
+    said = Layer("full") if sliding_window is None else Layer("window", sliding_window)
+    sight: Layer = getattr(attention_mask, _SIGHT_ATTR, said)
+    layer = getattr(key, LAYER_ATTR, None)
+    keeps = getattr(layer, "kind", Layer("full"))
+    least = keeps.size if layer is not None and layer.is_sliding else None
+    if (sliding_window is not None and sight != said) or (least is not None and sight != keeps):
         raise CacheError(
-            f"{type(module).__name__} was given a mask with a window of {window} and sliding_window={sliding_window}, "
-            "which must agree"
+            f"{type(module).__name__} was given a mask of {sight.text} and sliding_window={sliding_window}, and its "
+            f"cache keeps {keeps.text}, which must agree"
+        )
+    if sight.kind == "chunk" and least is None:
+        raise CacheError(
+            "attention in chunks needs a cache of kvexp's own (EvictionCache), which knows where they begin"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = cached_attention(
-        query, key, value, attention_mask, AttentionParams(scale, window, softcap=softcap, sinks=s_aux)
-    )
+    window = sight.size if sight.kind == "window" else None
+    params = AttentionParams(scale, window, softcap=softcap, sinks=s_aux)
+    out = cached_attention(query, key, value, attention_mask, params)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -351,6 +378,11 @@ def _accepted(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in known or "input_ids" not in known]
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model's forward takes position ids."""
+    return bool(_accepted(model, ["position_ids"]))
+
+
 def forward_columns(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int
 ) -> Tensor:
@@ -376,8 +408,10 @@ _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKey
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a model, in the order of its layers."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    """The attention modules of a model whose keys kvexp holds, in the order of its layers."""
+    held = traits_of(model.config).held
+    found = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    return [module for module in found if getattr(module, "layer_idx", held[0]) in held]
 
 
 def output_factors(model: PreTrainedModel) -> list[Tensor]:

@@ -144,7 +144,7 @@ class SecondPassCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, caches: Sequence[EvictionCache]) -> None:
-        from kvexp.hf.cache import EvictionCacheLayer  # late: it imports this module
+        from kvexp.hf.layers import EvictionCacheLayer  # late: it imports this module
 
         self.passes: list[SecondPassLayer] = []
         layers = []

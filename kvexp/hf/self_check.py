@@ -38,7 +38,8 @@ Check = Literal["always", "once", "never"]
 TOKENS, PADS, STEPS = 48, 17, 4  # columns of the prompt, padding of its second row, decode steps
 ATOL, RTOL = 1e-4, 2e-5  # of float32 logits; RTOL is of the largest one
 NOISE = 3  # times the model's own rounding, where that is more
-LARGEST = 0.1  # of the largest logit: rounding beyond it would hide anything
+MOST = {torch.float32: 1e-3}  # of the largest logit: what rounding may come to
+MOST_IN_HALF = 0.05  # the same of bfloat16 and float16
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def measure(model: PreTrainedModel) -> float:
         difference, allowed = float((got - own).abs().max()), max(ATOL, RTOL * largest)
         if difference > allowed or model.dtype != torch.float32:
             swap(own=True)
-            allowed = max(allowed, min(NOISE * _rounding(model, ids, mask, own), LARGEST * largest))
+            most = MOST.get(model.dtype, MOST_IN_HALF) * largest
+            allowed = max(allowed, min(NOISE * _rounding(model, ids, mask, own), most))
             swap(own=False)
         if not difference <= allowed:
             layer = _first_bad_layer(model, ids, mask, swap)
@@ -168,8 +170,16 @@ def _kvexp(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, E
 
 
 def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) -> float:
-    """How much the model's own logits move with the order of its sums: prompts in parts, and torch's SDPA if it can."""
+    """How much the model's own logits move with its rounding.
+
+    Compared are prompts in parts, torch's SDPA where the model can, and inputs that differ in the last bit of their
+    dtype, by which experts are chosen otherwise, say.
+    """
     others = [_stock(model, ids, mask, width=TOKENS // 3)]
+    for seed in range(2):
+        signs = torch.Generator().manual_seed(seed)
+        with _last_bits(model, signs):
+            others.append(_stock(model, ids, mask))
     if getattr(model, "_supports_sdpa", False):
         before = model.config._attn_implementation
         with suppress(ValueError, ImportError):
@@ -177,6 +187,22 @@ def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) ->
             others.append(_stock(model, ids, mask))
         model.set_attn_implementation(before)
     return max(float((other - own).abs().max()) for other in others)
+
+
+@contextmanager
+def _last_bits(model: PreTrainedModel, signs: torch.Generator) -> Iterator[None]:
+    """A block in which embeddings of tokens are larger or smaller by one unit in the last place."""
+    unit = torch.finfo(model.dtype).eps
+
+    def shake(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        sign = torch.randint(0, 2, output.shape, generator=signs).to(output.device) * 2 - 1
+        return output * (1 + unit * sign).to(output.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(shake)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _check_shapes(model: PreTrainedModel, cache: EvictionCache) -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.core import AttentionParams, CacheConfig, Quantization, RoPE, triton_ops
+from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, Quantization, RoPE, triton_ops
 from kvexp.util import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
@@ -46,12 +46,31 @@ SHIMS = {"gptj": "GPTJAttention", "mpt": "MptAttention"}
 
 # Types whose tiny twins have stock's logits and tokens with the full cache, padded, fed in chunks, forked and in beam
 # search (tests/hf/test_twins.py).
-VERIFIED = frozenset(["gptj", "gpt2", "mpt", "llama", "opt", "mistral", "qwen2", "qwen3", "gpt_neox"])
+VERIFIED = frozenset(
+    " ".join(
+        [
+            "afmoe apertus arcee aria_text bamba beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text",
+            "ctrl cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma",
+            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant",
+            "gemma4_unified_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite",
+            "granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text",
+            "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba kolibri1 laguna",
+            "lfm2 lfm2_moe lfm3 llama llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text",
+            "ministral ministral3 mistral mixtral modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron",
+            "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3",
+            "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open",
+            "stablelm starcoder2 vaultgemma zamba zamba2 zaya",
+        ]
+    ).split()
+)
+
+# Types whose states are right only after a prompt that was fed whole, in transformers too.
+WHOLE_PROMPTS = frozenset({"jamba", "zamba", "zamba2"})
 
 # Types whose heads have attention sinks, one logit per query head.
-SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa"})
+SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
-_LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
+LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
 _OWN = "its attention does not go through transformers' attention interface"
 _STATES = "no layer of it keeps the keys of its tokens, so there is nothing to evict"
 _INDEXED = "an index chooses the tokens that its layers attend to, by the number of their slot"
@@ -64,12 +83,15 @@ REFUSED: dict[str, str] = {
         _STATES: "mamba mamba2 falcon_mamba xlstm",
         "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
         "each of its layers attends twice, to values of its own": "diffllama",
+        _INDEXED: "qwen4_exp qwen4_exp_text dots3_note dots3_note_text",
         "it computes with masks of four dimensions": "doge gemma4 gemma4_text",
         "it attends to images by cross-attention": "mllama",
         "it keeps keys for its experts and repeats them afterwards": "jetmoe",
         "it compresses its own cache": "deepseek_v4",
         "it takes only a cache of its own class": "minimax",
         "it reads bytes by two models at once": "blt",
+        "its own logits change with a row's padding": "recurrent_gemma",
+        "it needs the states of the model that it assists": "gemma4_assistant",
         _NOT_A_DECODER: (
             "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant "
             "data2vec-text electra ernie git marian mbart megatron-bert moshi musicgen musicgen_melody mvp pegasus "
@@ -88,6 +110,11 @@ class Layer:
     kind: Kind
     size: int | None = None
 
+    @property
+    def text(self) -> str:
+        """The kind as a message names it."""
+        return KIND_TITLES[self.kind] + (f" of {self.size} tokens" if self.size is not None else "")
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -95,7 +122,8 @@ class Traits:
 
     type: transformers' `model_type` of the decoder; layers: of the cache, in order. kv_heads H, group G (query heads
     per kv head), key_dim D, value_dim Dv: of the layers whose keys kvexp holds. limit: the longest sequence in tokens
-    that the configuration names, before a stretched RoPE; None: it names none.
+    that the configuration names, before a stretched RoPE; None: it names none. shared: numbers of layers whose keys
+    later layers attend to as well. verified: whether tests hold a tiny model of this type against transformers.
     """
 
     type: str
@@ -106,6 +134,14 @@ class Traits:
     value_dim: int
     position: Position
     limit: int | None
+    shared: frozenset[int] = frozenset()
+    verified: bool = False
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether states are not known to be right where several tokens are fed after the first forward."""
+        has_states = any(layer.kind in ("state", "hybrid") for layer in self.layers)
+        return has_states and (not self.verified or self.type in WHOLE_PROMPTS)
 
     @property
     def title(self) -> str:
@@ -113,14 +149,14 @@ class Traits:
         return TITLES.get(self.type, self.type)
 
     @property
-    def verified(self) -> bool:
-        """Whether tests hold a tiny model of this type against transformers."""
-        return self.type in VERIFIED
-
-    @property
     def has_position_table(self) -> bool:
         """Whether positions come from a table that ends at the limit. GPT-J computes one."""
         return self.position == "learned" or self.type == "gptj"
+
+    @property
+    def composed(self) -> bool:
+        """Whether some layers keep what kvexp does not hold."""
+        return len(self.held) < len(self.layers) or any(layer.kind == "hybrid" for layer in self.layers)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -129,8 +165,9 @@ class Traits:
 
 
 def held_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
-    """Numbers of the layers that kvexp evicts from, which are the layers of attention."""
-    return tuple(number for number, layer in enumerate(layers) if layer.kind in ("full", "window"))
+    """Numbers of the layers that kvexp evicts from: those that keep every token; all that slide, where none does."""
+    whole = tuple(number for number, layer in enumerate(layers) if layer.kind in ("full", "hybrid"))
+    return whole or tuple(number for number, layer in enumerate(layers) if layer.kind == "window")
 
 
 def text_config(config: Any) -> Any:
@@ -145,7 +182,7 @@ def check_type(config: Any) -> None:
         if name in REFUSED:
             raise _refused(name, REFUSED[name])
     if _field(text, "kv_lora_rank") is not None:
-        raise _refused(str(_field(text, "model_type")), _LATENTS)
+        raise _refused(str(_field(text, "model_type")), LATENTS)
 
 
 def traits_of(config: Any) -> Traits:
@@ -157,8 +194,6 @@ def traits_of(config: Any) -> Traits:
     held = held_layers(layers)
     if not held:
         raise _refused(model_type, _STATES)
-    if len(held) < len(layers):
-        raise _refused(model_type, f"its layers keep different things ({layers_in_words(layers)})")
     own = (_field(text, "per_layer_config") or [text] * len(layers))[held[0]]
     heads = _field(own, "num_attention_heads")
     kv_heads = _field(own, "num_key_value_heads") or _field(_field(own, "attn_config"), "kv_n_heads") or heads
@@ -174,6 +209,8 @@ def traits_of(config: Any) -> Traits:
         value_dim=int(_field(own, "v_head_dim") or key_dim),
         position="alibi" if model_type == "mpt" else "rope" if rope else without,
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
+        shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
+        verified=not VERIFIED.isdisjoint((model_type, _field(config, "model_type"))),
     )
 
 
@@ -268,7 +305,7 @@ def check_logits(config: Any, cache: CacheConfig) -> None:
         triton_ops.check_logits(params)
 
 
-def check_quantization(config: Any, quantization: Quantization, dtype: torch.dtype) -> None:
+def check_quantization(config: Any, quantization: Quantization | EngineQuantization, dtype: torch.dtype) -> None:
     """ConfigError where keys and values of the model's heads, or of its dtype, cannot be quantised so."""
     traits = traits_of(config)
     quantization.check_head(traits.key_dim, traits.value_dim)

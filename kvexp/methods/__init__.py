@@ -5,8 +5,10 @@ from __future__ import annotations
 from kvexp.methods.a2sf import A2SF
 from kvexp.methods.cake import CAKE
 from kvexp.methods.caote import CAOTE
+from kvexp.methods.capkv import CapKV
 from kvexp.methods.compactor import Compactor
 from kvexp.methods.cur import CUR
+from kvexp.methods.defensivekv import DefensiveKV
 from kvexp.methods.dilated_window import DilatedWindow
 from kvexp.methods.expected_attention import ExpectedAttention
 from kvexp.methods.full import Full
@@ -33,6 +35,7 @@ from kvexp.methods.spatten import SpAtten
 from kvexp.methods.streaming_llm import StreamingLLM
 from kvexp.methods.tova import TOVA
 from kvexp.methods.triattention import TriAttention
+from kvexp.methods.vase import VaSE
 from kvexp.methods.vatp import VATP
 from kvexp.methods.window import Window
 
@@ -46,7 +49,9 @@ __all__ = [
     "RKV",
     "TOVA",
     "VATP",
+    "CapKV",
     "Compactor",
+    "DefensiveKV",
     "DilatedWindow",
     "ExpectedAttention",
     "Full",
@@ -69,5 +74,6 @@ __all__ = [
     "SpAtten",
     "StreamingLLM",
     "TriAttention",
+    "VaSE",
     "Window",
 ]

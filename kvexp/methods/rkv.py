@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kvexp.core import EvictionContext, Method, Needs
+from kvexp.core.window_attention import defended, window_rows
 from kvexp.util import AtLeast, Odd, Range
 
 GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
@@ -30,15 +31,18 @@ class RKV(Method):
     evicts at the end of the prompt and at every step over budget (the release: `cache.evict_every=128`); a row
     without a similar key spares none (the release: its first); neighbours and the newest similar key are by
     position, also after evictions (the release: by slot); with fewer tokens than `window`, the queries there are
-    count; cosines are taken in steps of 2^-20.
+    count; cosines are taken in steps of 2^-20. `aggregate="defensive"` has DefensiveKV's worst case (arXiv:2510.13334)
+    as I: the largest share in any row and query head, `kernel` neighbours averaged, at least the mean over slots.
     """
 
     name: ClassVar[str] = "rkv"
+    later: ClassVar[tuple[str, ...]] = ("aggregate",)
     window: Annotated[int, AtLeast(1)] = 8  # queries, and newest tokens kept
     kernel: Annotated[int, Odd(1)] = 7
     importance: Annotated[float, Range(0, 1)] = 0.1  # the release: 0.07
     similar: Annotated[float, Range(0, 1)] = 0.5  # cosine
     form: Literal["paper", "release"] = "paper"  # release: softmax outside the window, pooled after the mean
+    aggregate: Literal["mean", "defensive"] = "mean"  # of the queries; defensive: DefensiveKV's clamp
 
     @property
     def needs(self) -> Needs:
@@ -61,6 +65,9 @@ class RKV(Method):
     def _importance(self, ctx: EvictionContext, order: Tensor) -> Tensor:
         """I [B, H, S] float64 of the slots in `order`."""
         assert ctx.last_logits is not None
+        if self.aggregate == "defensive":
+            rows, _ = window_rows(ctx, self.window, among_older=self.form == "release")
+            return defended(rows, ctx, self.window, self.kernel).gather(-1, order)
         among = ctx.held() if self.form == "paper" else ctx.held() & (ctx.age() >= self.window)
         x = ctx.last_logits.amax(2).double().masked_fill(~among[:, :, None], -torch.inf)
         number = x.isfinite().any(-1).sum(-1).clamp_min(1)[..., None]  # queries that see something: padding does not

@@ -226,16 +226,17 @@ def _not_averaged(runs: Runs, frame: pd.DataFrame) -> list[str]:
 
 
 BITS = re.compile(r"\+?cache\.(key_|value_)?bits=(\d+)")
+CODEC = re.compile(r"\+?cache\.codec=(\w+)")
 BUDGETS = re.compile(r"\+?(bytes_ratio|budget\.tokens|kv_ratio)=\S+")
 
 
 def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
     """The runs that have a share of bytes: columns of the table of all runs, and for each run
 
-    bits: of keys and values, the fewer where they differ; line: "method, N bits"; rest, shared: what of the
-    setting is neither bits nor budget, of this run and of all; quality, quality_low, quality_high: percent of full in
-    `metric` (None, "kl": each task's first); kl, kl_low, kl_high: along the full cache's own answer, NaN where none was
-    measured.
+    bits: of keys and values, the fewer where they differ; line: "method, N bits" or "method, codec"; rest, shared:
+    what of the setting is neither bits nor budget, of this run and of all; quality, quality_low, quality_high: percent
+    of full in `metric` (None, "kl": each task's first); kl, kl_low, kl_high: along the full cache's own answer, NaN
+    where none was measured.
     """
     frame = runs.frame(quality.quality_table)
     frame = frame[frame["bytes_share"].notna() & frame["verdict99"].ne("baseline")] if len(frame) else frame
@@ -243,8 +244,12 @@ def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
         return frame
     settings = frame["setting"].fillna("").astype(str)
     bits = [min([16, *(int(found[2]) for found in BITS.finditer(words))]) for words in settings]
-    left = [" ".join(BUDGETS.sub("", BITS.sub("", words)).split()) for words in settings]
-    names = [f"{method}, {n} bits" for method, n in zip(frame["method"], bits, strict=True)]
+    left = [" ".join(BUDGETS.sub("", CODEC.sub("", BITS.sub("", words))).split()) for words in settings]
+    codecs = [CODEC.search(words) for words in settings]
+    names = [
+        ", ".join([method, *([codec[1]] if codec else []), *([f"{n} bits"] if n < 16 or not codec else [])])
+        for method, n, codec in zip(frame["method"], bits, codecs, strict=True)
+    ]
     metric = None if metric == "kl" else metric
     own = [metric or headline for headline in frame["headline"]]
     each = {

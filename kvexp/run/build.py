@@ -14,7 +14,8 @@ from kvexp.run.compose import root_values
 from kvexp.util import ConfigError, field_types, typed
 
 if TYPE_CHECKING:
-    from kvexp.core import Budget, CacheConfig, Method, Quantization
+    from kvexp.core import Budget, CacheConfig, Method
+    from kvexp.core.quantized import AnyQuantization
 
 
 # The groups `cache`, `select` and `score` with the values that conf/config.yaml gives them.
@@ -22,7 +23,16 @@ CACHE: dict[str, Any] = root_values()["cache"]
 SELECT: dict[str, Any] = root_values()["select"]
 SCORE: dict[str, Any] = root_values()["score"]
 # Keys of the group `cache` that say how keys and values are stored.
-STORAGE = ("bits", "key_bits", "value_bits", "residual", "group", "key_axis", "value_axis", "symmetric")
+STORAGE = (
+    *("bits", "key_bits", "value_bits", "residual", "group", "key_axis", "value_axis", "symmetric"),
+    *("codec", "signs"),
+)
+KIVI, TURBOQUANT = "kivi", "turboquant"
+CODEC_KEYS = {  # codec -> the keys of STORAGE that it reads, `codec` and `residual` aside; others read none
+    KIVI: ("bits", "key_bits", "value_bits", "group", "key_axis", "value_axis", "symmetric"),
+    TURBOQUANT: ("bits", "key_bits", "value_bits", "signs"),
+}
+KIVI_WINDOW, TURBO_BITS = 32, 4  # where cache.residual is null; where cache.bits is 16
 # Keys of the group `cache` that runs of older versions have not recorded.
 ADDED_LATER = (*STORAGE, "graph")
 # The group `cache` as a user types it: fields of kvexp.core's CacheConfig and Cadence, and names its messages use.
@@ -133,21 +143,30 @@ def build_cache(
         )
 
 
-def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
+def quantization_of(node: Mapping[str, Any]) -> AnyQuantization | None:
     """Quantisation by the keys of STORAGE in the group `cache`, defaults where missing; None: nothing is quantised.
 
     ConfigError names the key.
     """
-    from kvexp.core import Quantization
-    from kvexp.core.quantized import FULL_BITS, Bits
+    from kvexp.core import EngineQuantization, Quantization
+    from kvexp.core.quantized import FULL_BITS, Bits, CodecName, TurboBits
 
     known = {**CACHE, **node}
-    both = typed(known["bits"], Bits, "cache.bits")
-    each = (typed(known[name], Bits | None, f"cache.{name}") for name in ("key_bits", "value_bits"))
+    codec = typed(known["codec"], CodecName, "cache.codec")
+    allowed: Any = Bits if codec == KIVI else TurboBits
+    both = typed(known["bits"], allowed, "cache.bits")
+    each = (typed(known[name], allowed | None, f"cache.{name}") for name in ("key_bits", "value_bits"))
     bits = [both if own is None else own for own in each]
+    window = known["residual"]
+    if codec != KIVI:
+        turbo = {"key_bits": bits[0], "value_bits": bits[1], "signs": known["signs"]} if codec == TURBOQUANT else {}
+        turbo |= {name: TURBO_BITS for name in ("key_bits", "value_bits") if turbo.get(name) == FULL_BITS}
+        with keys_named(CACHE_KEYS):
+            return EngineQuantization(codec, residual=0 if window is None else window, **turbo)
     if bits == [FULL_BITS, FULL_BITS]:
         return None
-    rest = {name: known[name] for name in ("key_axis", "value_axis", "group", "residual", "symmetric")}
+    rest = {name: known[name] for name in ("key_axis", "value_axis", "group", "symmetric")}
+    rest["residual"] = KIVI_WINDOW if window is None else window
     with keys_named(CACHE_KEYS):
         return Quantization(*bits, **rest)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvexp.run.build import STORAGE, build
+from kvexp.run.build import CODEC_KEYS, KIVI, STORAGE, TURBOQUANT, build
 from kvexp.run.compose import option, root_values
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
 from kvexp.util import CONF, AtLeast, ConfigError, Range, Rule, model_folder, path_of, reason_against, typed
@@ -206,7 +206,16 @@ def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides:
 def _check_idle_storage(cache: Any, typed_keys: Collection[str]) -> None:
     """ConfigError for an option of quantised slots where bits were not asked for. cache: the group `cache`."""
     bits = ("bits", "key_bits", "value_bits")
-    if not isinstance(cache, Mapping) or any(f"cache.{name}" in typed_keys for name in bits):
+    if not isinstance(cache, Mapping):
+        return
+    codec = cache.get("codec", KIVI)
+    for name in STORAGE:
+        if name not in ("codec", "residual", *CODEC_KEYS.get(codec, ())) and f"cache.{name}" in typed_keys:
+            raise ConfigError(
+                f"cache.{name} has no effect with cache.codec={codec}: leave out cache.{name}={cache[name]}, or take "
+                f"cache.codec={TURBOQUANT if name == 'signs' else KIVI}"
+            )
+    if codec != KIVI or any(f"cache.{name}" in typed_keys for name in bits):
         return
     if cache.get("bits", 16) != 16 or cache.get("key_bits") or cache.get("value_bits"):
         return

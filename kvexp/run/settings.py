@@ -40,6 +40,7 @@ from kvexp.run.model_spec import (
     moving_rope,
     rows_alone,
     thinking_of_model,
+    tokenizer_folder,
 )
 from kvexp.run.user_methods import admitted, source_of
 from kvexp.tasks import LMEval, Task
@@ -249,13 +250,20 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
 
     config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
     """
-    from kvexp.hf.traits import head_dim
+    from kvexp.hf.traits import layers_in_words, traits_of
 
     share, node = config["bytes_ratio"], dict(config["budget"])
     for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
         if node.get(name) is not None:
             raise ConfigError(f"bytes_ratio={share} and {words} are two budgets: leave out one")
-    width = head_dim(config_of_spec(model))
+    traits = traits_of(config_of_spec(model))
+    if traits.composed:
+        raise ConfigError(
+            f"bytes_ratio={share} would be of {len(traits.held)} of {len(traits.layers)} layers of {traits.title} "
+            f"({layers_in_words(traits.layers)}), and not of the bytes of the whole cache: set kv_ratio or "
+            "budget=tokens, which count slots of the layers that keep every token"
+        )
+    width = traits.key_dim
     for name in ("_target_", "kv_ratio", "tokens", "threshold", "threshold_recent"):  # of a budget of another kind
         node.pop(name, None)
     node |= {
@@ -267,6 +275,10 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
     budget: BytesBudget = made(BytesBudget, node, "budget", {"bytes_ratio": "bytes_ratio"})
     return budget
 
+
+# Options of a task that other words set.
+OF_THE_RUN = {"limit": "limit=N", "shared_context": "questions=all", "samples": "samples=N"}
+OF_THE_RUN |= {"tokenizer": "model.tokenizer=FOLDER"}
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
 _NOT_THE_TASK = (
@@ -405,7 +417,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         raise ConfigError(
             f"protocol={protocol['paper']} has no settings for task={chosen}; it has for {', '.join(protocol['tasks'])}"
         )
-    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all"), ("samples", "samples=N")):
+    for name, words in OF_THE_RUN.items():
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     own = {target: one.cls for target, one in admitted().items()}
@@ -424,6 +436,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         task = with_samples(task, choices.get("task", task.name), config["samples"])
     model = ModelSpec.of(with_packaged_path(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
+    if isinstance(task, LMEval) and task.makes_rows:
+        task = dataclasses.replace(task, tokenizer=tokenizer_folder(model))
     budget: Budget | None = None
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)

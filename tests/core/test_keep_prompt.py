@@ -23,7 +23,7 @@ from kvexp.methods import H2O, TOVA, Full, Keyformer, Random, SnapKV, StreamingL
 from kvexp.run.store import run_hash
 from kvexp.util import ConfigError
 
-DECODING = [name for name in TRIED if CASES[name].method.evicts_while_decoding]
+DECODING = [name for name in TRIED if CASES[name].method.evicts_while_decoding and not CASES[name].method.in_order]
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turn(DECODING, ["overwrite", "compact", "mask"], of=2))

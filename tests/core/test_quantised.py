@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles_quantised import QuantisedHead, kivi_codes, restored
+from oracles_quantised import QuantisedHead, StoredHead, kivi_codes, restored
 from test_step import scores
 from tiny import Seen, Streams, later, prompts_of, run_core, scores_of, tiny
 
@@ -19,6 +19,7 @@ from kvexp.core import (
     Budget,
     CacheConfig,
     Cadence,
+    EngineQuantization,
     EvictionLayer,
     Method,
     Quantization,
@@ -71,8 +72,25 @@ METHODS: list[Method] = [
 ]
 
 
+def head_of(how: Quantization | EngineQuantization, name: str) -> QuantisedHead:
+    if isinstance(how, EngineQuantization):
+        form = getattr(how, name).format
+
+        def store(vector: list[float]) -> list[float]:
+            return form.decode(form.encode(torch.tensor(vector)), len(vector)).tolist()
+
+        return StoredHead(0, "token", 1, how.residual, store=store)
+    bits, axis = (how.key_bits, how.key_axis) if name == "keys" else (how.value_bits, how.value_axis)
+    return QuantisedHead(bits, axis, how.group, how.residual, how.symmetric)
+
+
 def by_hand(
-    config: CacheConfig, how: Quantization, streams: Streams, widths: Sequence[int], mask: Any, **given: Any
+    config: CacheConfig,
+    how: Quantization | EngineQuantization,
+    streams: Streams,
+    widths: Sequence[int],
+    mask: Any,
+    **given: Any,
 ) -> Seen:
     """`run_core` without quantisation, its slots overwritten after every forward by what the codes would stand for."""
     plain = dataclasses.replace(config, quantization=None)
@@ -83,13 +101,8 @@ def by_hand(
     states = [EvictionLayer(plain, i, common) for i in range(layers)]
     for state in states:
         state.fast_path_allowed = False
-    rest = (how.group, how.residual, how.symmetric)
-    sides = {"keys": (how.key_bits, how.key_axis, *rest), "values": (how.value_bits, how.value_axis, *rest)}
-    made = {
-        (name, *place): QuantisedHead(*side)
-        for name, side in sides.items()
-        for place in product(range(layers), range(batch), range(heads))
-    }
+    places = list(product(range(layers), range(batch), range(heads)))
+    made = {(name, *place): head_of(how, name) for name in ("keys", "values") for place in places}
     seen, start = Seen([], [], [], states), 0
     params = AttentionParams(streams.q.shape[-1] ** -0.5)
     missing = [0] * batch if mask is None else (mask == 0).sum(1).tolist()
@@ -119,7 +132,12 @@ def streams_of(seed: int, count: int, **changes: Any) -> Streams:
 
 
 def agree(
-    config: CacheConfig, how: Quantization, streams: Streams, widths: Sequence[int], mask: Any = None, **given: Any
+    config: CacheConfig,
+    how: Quantization | EngineQuantization,
+    streams: Streams,
+    widths: Sequence[int],
+    mask: Any = None,
+    **given: Any,
 ) -> Seen:
     truth = by_hand(config, how, streams, widths, mask, **given)
     seen = run_core(dataclasses.replace(config, quantization=how), streams, widths, mask=mask, **given)

@@ -29,11 +29,12 @@ from kvexp.run.store import run_hash
 from kvexp.tasks import Example
 from kvexp.util import ConfigError
 
-# Not those that need a calibration, a surrogate or a second pass, or whose layers have budgets that hold no span.
+# Not those that need a calibration, a surrogate or a second pass, that choose slots themselves, or whose layers have
+# budgets that hold no span.
 TRIED = [
     name
     for name, case in METHODS.items()
-    if case.method.evicts and type(case.method.layer_budgets) is LayerBudgets
+    if case.method.evicts and not case.method.in_order and type(case.method.layer_budgets) is LayerBudgets
     if not (case.method.needs.calibration or case.method.needs.surrogate or case.method.needs.second_pass)
 ]
 SIX = GenerationParams(6, eos=None)

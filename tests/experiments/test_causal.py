@@ -53,7 +53,7 @@ from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.log import EvictionRecord, watch
 from kvexp.generate import GenerationParams, divergence_from_full
-from kvexp.hf.cache import EvictionCacheLayer
+from kvexp.hf.layers import EvictionCacheLayer
 from kvexp.methods import H2O, TOVA, Full, Random, SnapKV, StreamingLLM, Window
 from kvexp.run.batches import settings_at
 from kvexp.util import ConfigError

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvexp.core import Budget
 from kvexp.hf import load_tokenizer
 from kvexp.hf.fetch import located
 
@@ -53,3 +54,21 @@ def test_it_predicts_text_far_beyond_its_window(model, tokenizer):
         logits = model(ids).logits[0, :-1]
     loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     assert loss[:450].mean() < 4 and loss[600:].mean() < 3.5  # measured: 3.70 and 3.35 nats
+
+
+def test_with_nothing_evicted_its_tokens_are_hugging_faces(model, tokenizer, gemma3):
+    """A prompt of 700 tokens, beyond the window, and a short one, in one batch and through the self-check at load."""
+    from kvexp.generate import GenerationParams, generate
+    from kvexp.hf import load_model
+    from kvexp.methods import H2O, Full
+    from kvexp.tasks.articles import articles
+
+    ours, few = load_model(gemma3), GenerationParams(max_new_tokens=6)
+    prompts = [tokenizer(articles()[0].text).input_ids[:700], tokenizer("The largest planet is").input_ids]
+    made = generate(ours, prompts, Full(), decoding=few)
+    for prompt, tokens in zip(prompts, made.tokens, strict=True):
+        ids = torch.tensor([prompt])
+        own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        assert list(tokens) == own[0, len(prompt) :].tolist()
+    evicted = generate(ours, prompts[:1], H2O(), Budget(kv_ratio=0.25), decoding=few)
+    assert len(evicted.tokens[0]) == len(made.tokens[0])

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 from kvexp.core import Budget, EvictionLayer
 from kvexp.generate import GenerationParams, generate
 from kvexp.hf import EvictionCache, is_patched, patch_model, patched, unpatch_model
-from kvexp.hf.cache import EvictionCacheLayer
+from kvexp.hf.layers import EvictionCacheLayer
 from kvexp.hf.patch import ATTN_IMPLEMENTATION, kvexp_attention, padding_mask
 from kvexp.methods import H2O, Full
 from kvexp.util import CacheError, ConfigError
@@ -252,17 +252,22 @@ def test_masks_that_are_no_padding_mask_raise(family):
         model(IDS)
 
 
-def test_only_causal_masks_and_sliding_windows_pass():
+def test_only_causal_masks_sliding_windows_and_chunks_pass():
     def asked(function, size=None):
         return padding_mask(batch_size=2, mask_function=function, local_size=size)
 
     assert asked(causal_mask_function).shape == (2, 0)
     for size in (1, 2, 7, 4096):
         assert asked(sliding_window_causal_mask_function(size), size).shape == (2, 0)
+    for padding in (None, torch.tensor([[1, 1, 1], [0, 0, 1]])):
+        pads = torch.tensor([0, 2 if padding is not None else 0])
+        function = chunked_causal_mask_function(7, pads)
+        assert padding_mask(batch_size=2, mask_function=function, local_size=7, attention_mask=padding).shape[0] == 2
     others = {  # what each is -> the function, and the window that is told
         "both ways": (bidirectional_mask_function, None),
         "a window both ways": (sliding_window_bidirectional_mask_function(7), 7),
-        "chunks": (chunked_causal_mask_function(7, torch.zeros(2, dtype=torch.long)), 7),
+        "chunks that begin elsewhere": (chunked_causal_mask_function(7, torch.ones(2, dtype=torch.long)), 7),
+        "chunks of another size": (chunked_causal_mask_function(7, torch.zeros(2, dtype=torch.long)), 8),
         "a prefix": (or_masks(causal_mask_function, lambda b, h, q, k: k < 3), None),
         "a place in the middle": (and_masks(causal_mask_function, lambda b, h, q, k: k != 100), None),
         "a window that is not told": (sliding_window_causal_mask_function(7), None),
@@ -315,7 +320,7 @@ CACHE = {
 }
 OURS = {
     *("config", "sequence", "memory_tracker", "cross_layer_score", "layer_states", "_select", "caches"),
-    *("logits_nan_flag", "repeated_prompt", "prompts", "first_layer"),
+    *("logits_nan_flag", "repeated_prompt", "prompts", "first_layer", "held", "windows", "hand_out"),
 }
 
 

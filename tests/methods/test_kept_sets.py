@@ -31,7 +31,7 @@ from kvexp.core.budget_shares import LayerBudgets
 from kvexp.generate import generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
-from kvexp.methods import CAKE, Compactor, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random
+from kvexp.methods import CAKE, Compactor, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random, VaSE
 from kvexp.methods.compactor import sketch_matrix
 
 METHODS = {name: case for name, case in CASES.items() if case.oracle}
@@ -166,7 +166,7 @@ class Witness:
         self.directions = main_directions(family) if calibrated else []
         self.query_means, self.pair_sizes = mean_queries(family) if calibrated else ([], [])
         self.budget = len(prompt) * RATIO[0] // RATIO[1]
-        self.critical = self.case.select.values == "critical"
+        self.critical = self.case.select.values == "critical" or self.method.needs.output_projection
         self.budgets = [self.budget] * LAYERS  # by layer, as soon as the prompt was read
         count = len(self.ids)
         self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
@@ -348,10 +348,11 @@ class Witness:
         return dict(enumerate(scores.tolist()))
 
     def births(self, layer: int, h: int) -> Row:
-        if not isinstance(self.method, Random):
+        if not isinstance(self.method, Random | VaSE):
             return {}
         at = torch.arange(len(self.ids))[None, None]
-        eviction = torch.tensor([max(self.held[layer][h])]) if self.method.redraw else None
+        fixed = isinstance(self.method, Random) and not self.method.redraw
+        eviction = None if fixed else torch.tensor([max(self.held[layer][h])])
         drawn = self.method.draws(at, torch.tensor([self.seed]), layer, self.kv_heads, eviction)
         return dict(enumerate(drawn[0, h].tolist()))
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,13 @@ def test_a_chat_prompt_is_what_the_template_makes():
 
     example = Example("a", "do: so much \n", "x", "", "do: ", "so much", " \n")
     assert tokenize(example, Stories(), Chat(), 99, chat=True).text == "[INST] do: so much [/INST]"
+    # An answer's opening stands behind the template, where the question is: in the prompt, or fed after the eviction.
+    opened = replace(example, opening=" Much is")
+    assert tokenize(opened, Stories(), Chat(), 99, chat=True).text == "[INST] do: so much [/INST] Much is"
+    asked = replace(opened, question="How?")
+    hidden = tokenize(asked, Stories(), Chat(), 99, chat=True)
+    assert (hidden.text, hidden.question_text) == ("[INST] do: so much \n", "How? [/INST] Much is")
+    assert hidden.ids + hidden.question_ids == ["[INST]", "do:", "so", "much", "How?", "[/INST]", "Much", "is"]
 
 
 def test_weights_replaced_in_place_are_another_model(tmp_path):

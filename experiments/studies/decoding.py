@@ -1,0 +1,535 @@
+"""While an answer grows, does scoring slots beat keeping random ones? The study of docs/decoding.md.
+
+    python -m experiments.studies.decoding run FOLDER [model=NAME] [--texts N] [--kinds KIND ...] [--dry-run]
+    python -m experiments.studies.decoding size FOLDER
+    python -m experiments.studies.decoding report FOLDER
+
+`run` feeds texts of its own to the model, 64 tokens at a time, once with the full cache and once with each arm, an
+eviction after every 64, and appends one line for each text and arm to FOLDER/rows.jsonl; what is there already is not
+computed again, and several processes may share the work (`--shard i/n`). `--dry-run` says what it would compute, and
+hours. `size` says how many texts the spread of the first ones asks for, and no mean. `report` prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kvexp
+from experiments.studies import carried_out
+from kvexp.core import Budget, CacheConfig, Cadence, Method
+from kvexp.hf import EvictionCache
+from kvexp.hf.calibrate import QUERIES
+from kvexp.methods import RKV, Full, SnapKV, TriAttention, VaSE, Window
+from kvexp.methods import Random as Chance
+from kvexp.results.divergence import holm_corrected
+from kvexp.results.stats import t_quantile, t_tail
+from kvexp.run.jobs import composed_model
+from kvexp.run.model_spec import load, model_digest
+from kvexp.tasks.articles import articles
+from kvexp.util import ConfigError, Progress, locked, say
+
+# -- the design, fixed before anything was run -------------------------------------------------------------------------
+
+TOKENS = 4096  # of prompt and trace
+STEP = 64  # tokens between evictions, fed in one forward; and newest tokens that every rule protects
+SHARES = (2, 4, 8, 16)  # budgets: TOKENS over these, prompt and newest tokens included, the same for all arms
+LEAST = 64  # slots that prompt and window must leave free, else a cell is left out
+MARGIN = 1.25  # times as many slots: what scoring must be worth at least
+TEXTS = 64  # of each kind, unless `size` says otherwise after the first FIRST
+FIRST = 16
+PROMPT, SINKS = "prompt", "sinks"  # what is never evicted: the whole prompt, or its first four tokens
+LEVEL = 0.95  # one-sided
+
+# The six rules of the reduced grid. All protect the newest STEP tokens.
+RULES: dict[str, Method] = {
+    "redrawn": Chance(redraw=True, protect_recent=STEP),
+    "recency": Window(),
+    "snapkv": SnapKV(window=STEP, pool="avg", softmax="older", decoding=True),
+    "rkv": RKV(window=STEP),
+    "vase": VaSE(window=STEP),
+    "triattention": TriAttention(pruning="per_head", protect_recent=STEP),
+}
+SCORED = ("snapkv", "rkv", "vase", "triattention")
+REDUCED = ("solution", "ledger")  # kinds of text of the reduced grid: that do not and that do need their prompt
+AGES = (4, 8, 16, 32, 57)  # ends of blocks between a code and its question
+SECONDS = 31.0  # for an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core, rkv at 2,048 slots 109
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A cache that is compared with the full one: a rule, what is protected besides, and slots of a kv head.
+
+    every: tokens between evictions.
+    """
+
+    rule: str
+    kept: str
+    slots: int
+    every: int = STEP
+
+    def cache(self, calibration: Any) -> CacheConfig:
+        """The cache's configuration; calibration: of the model's queries, None where the rule needs none."""
+        method = RULES[self.rule]
+        return CacheConfig(
+            method,
+            Budget(tokens=self.slots, counts_self=False),
+            Cadence(every=self.every),
+            keep="prompt" if self.kept == PROMPT else "span",
+            calibration=calibration if method.needs.calibration else None,
+        )
+
+
+def margin(share: int, tokens: int = TOKENS) -> int:
+    """Slots of the margin's arm of one budget."""
+    return int(tokens // share // STEP * STEP * MARGIN)
+
+
+def arms(share: int, prompt: int, tokens: int = TOKENS) -> list[Arm]:
+    """The arms of one budget for a prompt of so many tokens, the margin's among them."""
+    slots = tokens // share // STEP * STEP
+    found = [Arm(rule, SINKS, slots) for rule in RULES]
+    if slots - STEP - prompt >= LEAST:
+        found += [Arm(rule, PROMPT, slots) for rule in RULES]
+        found.append(Arm("redrawn", PROMPT, margin(share, tokens)))
+    return found
+
+
+# -- texts, each a function of its kind and number ---------------------------------------------------------------------
+
+GOODS = ("rope", "lamp oil", "tar", "nails", "canvas", "salt", "candles", "wire", "chalk", "felt", "resin", "twine")
+GOODS += ("lead", "wax", "flour", "paint", "glue", "slate", "cork", "brass", "tin", "soap", "hemp", "pitch")
+PEOPLE = ("Ada", "Bo", "Cleo", "Dov", "Edda", "Finn", "Gro", "Hal", "Ines", "Jory", "Kaja", "Levi", "Mona", "Nils")
+PLACES = ("harbour", "mill", "chapel", "quarry", "depot", "ferry", "school", "tower", "market", "bridge")
+NUMBERS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the lines of a trace that follow it, more of them than are needed."""
+
+    prompt: str
+    lines: Iterator[str]
+
+
+def ledger(dice: Random) -> Text:
+    """A table of codes and prices, then bookings that use codes and never say what they stand for before the sum."""
+    goods = dice.sample(GOODS, 16)
+    codes = {good: f"{chr(65 + dice.randrange(26))}{dice.randrange(10, 100)}" for good in goods}
+    price = {good: dice.randrange(3, 60) for good in goods}
+    table = "\n".join(f"{codes[good]}: {good}, {price[good]} marks" for good in goods)
+
+    def lines() -> Iterator[str]:
+        total, day = 0, 0
+        while True:
+            day += 1
+            who, where = dice.choice(PEOPLE), dice.choice(PLACES)
+            yield f"Day {day}. {who} came from the {where}."
+            for good in dice.sample(goods, dice.randrange(1, 4)):
+                count = dice.randrange(2, 9)
+                total += count * price[good]
+                yield f"Booked {count} of {codes[good]}: {count * price[good]} marks for {good}; in all {total} marks."
+
+    return Text(f"Price list of the store. Each booking names a code of this list.\n{table}\n\nBookings:\n", lines())
+
+
+def solution(dice: Random) -> Text:
+    """A sum worked out step by step; every step says again what the next one needs."""
+    start, who = dice.randrange(100, 900), dice.choice(PEOPLE)
+    what = dice.choice(GOODS)
+    prompt = f"{who} has {start} crates of {what}. Many changes follow. Keep count, step by step.\n\nSolution:\n"
+
+    def lines() -> Iterator[str]:
+        now, step = start, 0
+        while True:
+            step += 1
+            amount, other, where = dice.randrange(2, 90), dice.choice(PEOPLE), dice.choice(PLACES)
+            kind = dice.randrange(4)
+            if kind == 0 or now < 200:
+                yield f"Step {step}. {other} brings {amount} more from the {where}. {now} + {amount} = {now + amount}."
+                now += amount
+            elif kind == 1:
+                yield f"Step {step}. {amount} crates go to the {where} with {other}. {now} - {amount} = {now - amount}."
+                now -= amount
+            elif kind == 2:
+                half, rest = divmod(now, 2)
+                yield f"Step {step}. Half of {now} is {half}, with {rest} over; {other} checks it at the {where}."
+            else:
+                yield f"Step {step}. So there are {now} crates of {what} now, and {other} writes {now} in the book."
+
+    return Text(prompt, lines())
+
+
+def dialogue(dice: Random) -> Text:
+    """Instructions on how to answer, then questions and answers that follow them."""
+    greeting, sign = dice.choice(("Good day", "Welcome", "Hello there")), dice.choice(("as ever", "with care", "truly"))
+    unit, place = dice.choice(("fathoms", "ells", "rods")), dice.choice(PLACES)
+    facts = {where: dice.randrange(4, 80) for where in PLACES}
+    known = "; ".join(f"the {where} is {far} {unit} away" for where, far in facts.items())
+    prompt = (
+        f"You are the clerk at the {place}. Begin each answer with '{greeting}', give distances in {unit}, and end "
+        f"with '{sign}'. Know this: {known}.\n\n"
+    )
+
+    def lines() -> Iterator[str]:
+        while True:
+            who, (one, far), other = dice.choice(PEOPLE), dice.choice(list(facts.items())), dice.choice(GOODS)
+            yield f"{who}: How far is the {one}? I carry {dice.randrange(2, 30)} loads of {other}."
+            yield f"Clerk: {greeting}, {who}. It is {far} {unit} to the {one}; mind the {other}, {sign}."
+
+    return Text(prompt, lines())
+
+
+def prose(dice: Random) -> Text:
+    """News articles of kvexp's, one behind the other in drawn order; the first title is the prompt."""
+    order = list(articles())
+    dice.shuffle(order)
+    lines = (line for number, one in enumerate(order) for line in ([one.title] * bool(number) + list(one.paragraphs)))
+    return Text(f"News of the week.\n\n{order[0].title}\n", lines)
+
+
+KINDS: dict[str, Callable[[Random], Text]] = {
+    "solution": solution, "ledger": ledger, "dialogue": dialogue, "prose": prose, "codes": solution,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text as token ids [n]; prompt: how many are the prompt's; codes: age -> a code's places when asked for."""
+
+    ids: list[int]
+    prompt: int
+    codes: dict[int, range]
+
+
+def tokens_of(kind: str, number: int, tokenizer: Any, count: int = TOKENS) -> Tokens:
+    """Text `number` of a kind, cut to `count` tokens.
+
+    Of kind codes, the trace begins with a code for each of AGES, and asks for each once, so many evictions later.
+    """
+    dice = Random(f"decoding {kind} {number}")
+    text = KINDS[kind](dice)
+    ids: list[int] = tokenizer(text.prompt, verbose=False).input_ids
+    prompt, asked = len(ids), dict[int, range]()
+
+    def add(words: str) -> range:
+        made = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+        ids.extend(made)
+        return range(len(ids) - len(made), len(ids))
+
+    gates = dict(zip(AGES, dice.sample(PLACES, len(AGES)), strict=True))
+    codes = {age: " ".join(str(dice.randrange(10)) for _ in range(6)) for age in AGES}
+    if kind == "codes":
+        for age, gate in gates.items():
+            add(f"Note: the code of the {gate} gate is {codes[age]}.\n")
+    said = len(ids)
+    for line in text.lines:
+        for age, gate in gates.items() if kind == "codes" else ():
+            due = prompt + (-(-(said - prompt) // STEP) + age - 1) * STEP
+            if age not in asked and len(ids) >= due:
+                add(f"The code of the {gate} gate was")
+                asked[age] = add(f" {codes[age]}")
+                add(".\n")
+        add(f"{line}\n")
+        if len(ids) >= count:
+            break
+    if len(ids) < count:
+        raise ConfigError(f"text {number} of kind {kind} has {len(ids)} tokens, and {count} are needed")
+    return Tokens(ids[:count], prompt, {age: at for age, at in asked.items() if at.stop <= count})
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+Row = dict[str, Any]
+
+
+def mean(values: Any) -> float:
+    """The mean; NaN of nothing."""
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def evicted_from(text: Tokens, slots: int, every: int) -> int:
+    """The first prediction after the prompt by a token that is fed after an eviction; KL before it is exactly 0."""
+    return 1 + max(0, -(-(slots + 1 - text.prompt) // every)) * every
+
+
+@dataclass
+class Compared:
+    """One arm's numbers along a text, token by token from the first one after the prompt; lists of equal length."""
+
+    cache: EvictionCache
+    kl: list[float]
+    same: list[int]
+    logprob: list[float]
+
+    def row(self, text: Tokens, arm: Arm, more: int, full: Sequence[float]) -> Row:
+        """The mean KL and top-1 agreement after this budget's first eviction, by quarter, and the NLL of codes.
+
+        more: slots of the margin's arm; kl_late is of the tokens after its first eviction, which all arms then have.
+        """
+        first, late = (evicted_from(text, slots, arm.every) for slots in (arm.slots, more))
+        kl, same = np.array(self.kl)[first:], np.array(self.same)[first:]
+        worst = np.sort(kl)[::-1][: max(1, len(kl) // 100)]
+        ages = {str(age): [at.start - text.prompt, at.stop - text.prompt] for age, at in text.codes.items()}
+        return {
+            "kl": mean(kl),
+            "kl_late": mean(self.kl[late:]),
+            "top1": mean(same),
+            "tokens": len(kl),
+            "worst": float(worst.sum() / max(kl.sum(), 1e-12)),
+            "quarters": [mean(part) for part in np.array_split(kl, 4)],
+            "nll": -mean(self.logprob[first:]),
+            "full_nll": -mean(full[first:]),
+            "codes": {age: -mean(self.logprob[a:b]) for age, (a, b) in ages.items()},
+            "full_codes": {age: -mean(full[a:b]) for age, (a, b) in ages.items()},
+        }
+
+
+@torch.inference_mode()
+def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: int, calibration: Any) -> list[Row]:
+    """One row for each arm of one budget, fed block by block, as the full cache is; more: slots of the margin's arm.
+
+    All arms evict after as many tokens, which are fed in one forward.
+    """
+    (every,) = {arm.every for arm in chosen}
+    new = len(text.ids) - text.prompt
+
+    def cache(config: CacheConfig) -> EvictionCache:
+        made = EvictionCache(model, config, prompt_tokens=text.prompt, max_new_tokens=new, seeds=seed)
+        made.check_budget([text.prompt], text.prompt)
+        made.mark_spans([[(0, min(4, text.prompt))]] if config.keep == "span" else None, [text.prompt], text.prompt)
+        return made.allow_multi_token_steps()
+
+    ids = torch.tensor([text.ids])
+    full = cache(CacheConfig(Full()))
+    others = [Compared(cache(arm.cache(calibration)), [], [], []) for arm in chosen]
+    seconds = [0.0] * len(chosen)
+    own: list[float] = []
+    for start in [0, *range(text.prompt, len(text.ids) - 1, every)]:
+        stop = text.prompt if start == 0 else min(start + every, len(text.ids))
+        part = ids[:, start:stop]
+        keep = 1 if start == 0 else stop - start
+        follow = ids[0, stop - keep + 1 : stop + 1]
+        truth = model(part, past_key_values=full, use_cache=True, logits_to_keep=keep).logits[0, : len(follow)]
+        p = truth.float().log_softmax(-1)
+        own += p.gather(-1, follow[:, None])[:, 0].tolist()
+        for place, other in enumerate(others):
+            began = time.monotonic()
+            made = model(part, past_key_values=other.cache, use_cache=True, logits_to_keep=keep).logits
+            q = made[0, : len(follow)].float().log_softmax(-1)
+            note(other, p, q, follow)
+            seconds[place] += time.monotonic() - began
+    made_rows = []
+    for arm, other, took in zip(chosen, others, seconds, strict=True):
+        made_rows.append(other.row(text, arm, more, own) | {"seconds": round(took, 2)})
+    return made_rows
+
+
+def note(other: Compared, p: Tensor, q: Tensor, follow: Tensor) -> None:
+    """Add a block's numbers; p, q [n, V]: log-probabilities of the full cache and the arm; follow [n]: what came."""
+    other.kl += (p.exp() * (p - q)).sum(-1).clamp_min(0).tolist()
+    other.same += (p.argmax(-1) == q.argmax(-1)).int().tolist()
+    other.logprob += q.gather(-1, follow[:, None])[:, 0].tolist()
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row is of."""
+    return tuple(row[name] for name in ("model", "kind", "number", "rule", "kept", "slots", "every"))
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of a folder; a last line that was cut off is left out."""
+    file, found = folder / "rows.jsonl", []
+    if not file.exists():
+        return []
+    for line in file.read_text("utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compute what is missing, or say what that is."""
+    folder, (name, spec) = Path(args.folder), composed_model([f"model={args.model}"])
+    part, parts = (int(each) for each in args.shard.split("/"))
+    calibration = QUERIES.read(model_digest(spec))
+    if calibration is None:
+        raise ConfigError(f"triattention needs statistics of {name}'s queries: run kvexp calibrate model={args.model}")
+    from kvexp.run.model_spec import tokenizer_of
+
+    tokenizer, rows = tokenizer_of(spec), read_rows(folder)
+    there = {key_of(row) for row in rows}
+    units = []
+    for number in range(args.texts):  # texts of all kinds side by side, so that the first are of every kind
+        for kind in args.kinds:
+            text = tokens_of(kind, number, tokenizer, args.tokens)
+            for share in args.shares:
+                named = {"model": name, "kind": kind, "number": number}
+                wanted = [
+                    arm for arm in (replace(each, every=args.every) for each in arms(share, text.prompt, args.tokens))
+                    if key_of(named | vars(arm)) not in there and arm.rule in args.rules
+                    if kind != "codes" or arm.kept == PROMPT
+                ]  # fmt: skip
+                if wanted and zlib.crc32(f"{kind} {number} {share}".encode()) % parts == part:
+                    units.append((named, text, share, wanted))
+    count = sum(len(wanted) for *_, wanted in units)
+    each = np.mean([row["seconds"] for row in rows]) if rows else SECONDS
+    hours = each * (count + len(units)) / 3600
+    said = "measured in this folder" if rows else "of SmolLM2-135M on one core"
+    say(f"{len(units)} texts and budgets, {count} arms to compute: {hours:.1f} h at {each:.0f} s each, {said}")
+    if args.dry_run or not units:
+        return 0
+    model, _ = load(spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    with Progress("decoding", len(units), 0, "texts and budgets") as progress:
+        for named, text, share, wanted in units:
+            seed = zlib.crc32(f"{named['kind']} {named['number']}".encode())
+            made = compare(model, text, wanted, margin(share, args.tokens), seed, calibration)
+            about = {"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS}
+            lines = [json.dumps(named | vars(arm) | row | about) for arm, row in zip(wanted, made, strict=True)]
+            with locked(folder), (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+            progress.advance()
+    return 0
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+Cell = tuple[str, int]  # kind, budget
+
+
+def logs(rows: Sequence[Row], name: str = "kl") -> dict[Cell, dict[tuple[str, str], dict[int, float]]]:
+    """log of the mean KL of every text: [kind, budget][rule, kept][number]; the margin's arm is called more.
+
+    A kind with another cadence than STEP is kind/every.
+    """
+    found: dict[Cell, dict[tuple[str, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        total = row["total"]
+        base = {margin(share, total): total // share // STEP * STEP for share in SHARES}
+        slots, rule = base.get(row["slots"], row["slots"]), "more" if row["slots"] in base else row["rule"]
+        kind = row["kind"] if row["every"] == STEP else f"{row['kind']}/{row['every']}"
+        found[kind, slots][rule, row["kept"]][row["number"]] = math.log(max(row[name], 1e-9))
+    return found
+
+
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Differences by text, of texts that both have."""
+    return np.array([one[number] - other[number] for number in sorted(one.keys() & other.keys())])
+
+
+def size(args: argparse.Namespace) -> int:
+    """Print the spread of what the primary tests are of, and the texts that a room of 0.05 asks for; no mean."""
+    for (kind, slots), cell in sorted(logs(read_rows(Path(args.folder)), "kl_late").items()):
+        for rule in SCORED:
+            each = paired(cell[rule, PROMPT], cell["more", PROMPT])
+            if len(each) > 1:
+                sd = float(each.std(ddof=1))
+                say(
+                    f"{kind} {slots} {rule}: {len(each)} texts, sd {sd:.3f}, needs {math.ceil((2.49 * sd / 0.05) ** 2)}"
+                )
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Print, for every cell, what scoring is worth against the margin, against recency, and with the prompt evicted."""
+    rows = read_rows(Path(args.folder))
+    cells, tests = logs(rows), []
+    for (kind, slots), cell in sorted(logs([row for row in rows if row["kind"] != "codes"], "kl_late").items()):
+        for rule in SCORED:
+            tests.append((kind, slots, rule, paired(cell[rule, PROMPT], cell["more", PROMPT])))
+    # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all of them.
+    p = np.array([[two_tails(each)] for *_, each in tests]).reshape(-1, 2)
+    corrected = [holm_corrected(column) for column in p.T] if len(p) else [p, p]
+    say("kind budget rule texts | e, 95 % | verdict | gain over redrawn | recency over redrawn | prompt's interaction")
+    for place, (kind, slots, rule, each) in enumerate(tests):
+        cell = cells[kind, slots]
+        less, more = corrected[0][place], corrected[1][place]
+        verdict = "scoring is worth more" if less < 1 - LEVEL else "chance holds" if more < 1 - LEVEL else "open"
+        gain = paired(cell[rule, PROMPT], cell["redrawn", PROMPT])
+        recency = paired(cell["recency", PROMPT], cell["redrawn", PROMPT])
+        lost = [paired(cell[one, SINKS], cell[one, PROMPT]) for one in ("redrawn", rule)]
+        both = lost[0] - lost[1] if len(lost[0]) == len(lost[1]) else np.array([])
+        say(f"{kind} {slots} {rule} {len(each)} | {shown(each)} | {verdict} | {shown(gain)} | {shown(recency)} | "
+            f"{shown(both)}")  # fmt: skip
+    show_codes([row for row in rows if row["kind"] == "codes"])
+    return 0
+
+
+def show_codes(rows: Sequence[Row]) -> None:
+    """Print how much likelier codes are under the full cache, in nats per token, by budget, rule and age."""
+    found: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        for age, nll in row["codes"].items():
+            found[row["slots"], row["rule"]][age].append(nll - row["full_codes"][age])
+    for (slots, rule), ages in sorted(found.items()):
+        lost = ", ".join(f"{age} blocks {mean(each):+.2f} ({len(each)})" for age, each in ages.items())
+        say(f"codes {slots} {rule}: {lost}")
+
+
+def two_tails(each: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+    """p of a mean of 0 or more, and of 0 or less; NaN for fewer than two texts."""
+    if len(each) < 2:
+        return math.nan, math.nan
+    t = float(each.mean() / max(each.std(ddof=1) / math.sqrt(len(each)), 1e-12))
+    tail = t_tail(abs(t), len(each) - 1) / 2
+    return (tail, 1 - tail) if t < 0 else (1 - tail, tail)
+
+
+def shown(each: np.ndarray[Any, np.dtype[np.float64]]) -> str:
+    """Mean and 95 % interval of log ratios, as percent of KL."""
+    if len(each) < 2:
+        return "-"
+    half = t_quantile(1 - (1 - LEVEL) / 2, len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
+    low, middle, high = (100 * math.expm1(float(each.mean()) + x) for x in (-half, 0.0, half))
+    return f"{middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m experiments.studies.decoding",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parts = result.add_subparsers(required=True)
+    for command, what in ((run, "feed texts"), (size, "how many texts are needed"), (report, "the tables")):
+        part = parts.add_parser(command.__name__, help=what, allow_abbrev=False)
+        part.add_argument("folder", metavar="FOLDER")
+        part.set_defaults(command=command)
+        if command is run:
+            part.add_argument("--model", default="smollm2_135m", metavar="NAME")
+            part.add_argument("--texts", type=int, default=TEXTS, metavar="N", help=f"of each kind (default {TEXTS})")
+            part.add_argument("--kinds", nargs="+", default=list(REDUCED), choices=list(KINDS))
+            part.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="1/S budgets")
+            part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
+            part.add_argument("--every", type=int, default=STEP, metavar="N", help="tokens between evictions")
+            part.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"of a text (default {TOKENS})")
+            part.add_argument("--shard", default="0/1", metavar="i/n", help="the i-th of n parts, from 0")
+            part.add_argument("--dry-run", action="store_true", help="say what would be computed, and hours")
+    return result
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """0, or 2 for what cannot be done, which is printed."""
+    return carried_out(parser(), words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
