@@ -41,7 +41,18 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     "generate": ("util core methods retrieval hf", {"torch", "transformers", "numpy", "gguf"}),
     "tasks": (
         "util",
-        {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba", "math_verify"},
+        {
+            "numpy",
+            "datasets",
+            "evaluate",
+            "rouge_score",
+            "nltk",
+            "lm_eval",
+            "huggingface_hub",
+            "jieba",
+            "math_verify",
+            "langdetect",
+        },
     ),
     "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
     "run": (

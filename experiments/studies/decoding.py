@@ -451,7 +451,7 @@ def report(args: argparse.Namespace) -> int:
     """Print, for every cell, what scoring is worth against the margin, against recency, and with the prompt evicted."""
     rows = read_rows(Path(args.folder))
     cells, tests = logs(rows), []
-    for (kind, slots), cell in sorted(logs(rows, "kl_late").items()):
+    for (kind, slots), cell in sorted(logs([row for row in rows if row["kind"] != "codes"], "kl_late").items()):
         for rule in SCORED:
             tests.append((kind, slots, rule, paired(cell[rule, PROMPT], cell["more", PROMPT])))
     # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all of them.
@@ -468,7 +468,19 @@ def report(args: argparse.Namespace) -> int:
         both = lost[0] - lost[1] if len(lost[0]) == len(lost[1]) else np.array([])
         say(f"{kind} {slots} {rule} {len(each)} | {shown(each)} | {verdict} | {shown(gain)} | {shown(recency)} | "
             f"{shown(both)}")  # fmt: skip
+    show_codes([row for row in rows if row["kind"] == "codes"])
     return 0
+
+
+def show_codes(rows: Sequence[Row]) -> None:
+    """Print how much likelier codes are under the full cache, in nats per token, by budget, rule and age."""
+    found: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        for age, nll in row["codes"].items():
+            found[row["slots"], row["rule"]][age].append(nll - row["full_codes"][age])
+    for (slots, rule), ages in sorted(found.items()):
+        lost = ", ".join(f"{age} blocks {mean(each):+.2f} ({len(each)})" for age, each in ages.items())
+        say(f"codes {slots} {rule}: {lost}")
 
 
 def two_tails(each: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:

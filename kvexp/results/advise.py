@@ -28,6 +28,7 @@ from kvexp.results.read import where as labels_of_words
 from kvexp.results.stats import Floats, lower_is_better
 from kvexp.results.table import Column, bytes_share, numeric, plain, print_columns, size
 from kvexp.run.compose import options
+from kvexp.run.labels import QUANTISED_FULL
 from kvexp.run.store import OWN
 from kvexp.util import (
     AtLeast,
@@ -47,6 +48,8 @@ from kvexp.util import (
 FINALISTS = 3  # methods that get a promise at most, where nothing else is asked for: they share the error
 BEFORE, BEHIND = 2, 1  # budgets tested before and behind the one that seems best
 SEED = 57
+SHARES = (0.9, 0.8, 0.7)  # that a report asks for, the largest that its prompts carry
+SHIFTED = 0.05  # p-value from which on new prompts are said to be others
 WIDTH = 100  # where the console has none
 FOLDER = ".advise"  # under the outputs: which prompts have chosen, and what they chose
 
@@ -344,16 +347,23 @@ def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, ask
     hold: the chance is that of n further prompts by the rate seen, with Jeffreys' prior. Its chain has the budgets
     around that one, from the dearest.
     """
-    many = asked.many(n)
-    may = promise.most_beyond(n, asked.share, asked.error / many)
     ranked = []
     for each in by_method(candidates).values():
-        hopes = np.minimum.accumulate([_chance(one.of(choosing), n, may, asked) for one in each])
-        saved = np.array([1 - one.bytes_share for one in each]) * hopes
-        best = int(saved.argmax())
-        ranked.append((float(saved[best]), each[max(0, best - BEFORE) : best + BEHIND + 1]))
+        saved, best = hope(each, choosing, n, asked)
+        ranked.append((saved, each[max(0, best - BEFORE) : best + BEHIND + 1]))
     ranked.sort(key=lambda one: -one[0])
-    return [chain for _, chain in ranked[:many]]
+    return [chain for _, chain in ranked[: asked.many(n)]]
+
+
+def hope(budgets: Sequence[Candidate], choosing: Sequence[str], n: int, asked: Asked) -> tuple[float, int]:
+    """(share of the bytes that a method is likely to save with a promise, place of the budget that does).
+
+    budgets: of one method, from the dearest.
+    """
+    may = promise.most_beyond(n, asked.share, asked.error / asked.many(n))
+    chances = np.minimum.accumulate([_chance(each.of(choosing), n, may, asked) for each in budgets])
+    saved = np.array([1 - each.bytes_share for each in budgets]) * chances
+    return float(saved.max()), int(saved.argmax())
 
 
 def _chance(losses: Floats, n: int, may: int, asked: Asked) -> float:
@@ -373,7 +383,7 @@ def by_method(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Runs of one model and task that one promise is made of. prompts: of the full cache, in the task's order."""
+    """Runs of one model and task that one promise is made of. prompts: those with a loss, in the task's order."""
 
     title: str
     baseline: Folder
@@ -388,27 +398,43 @@ class Recorded:
 
     def halves(self) -> tuple[list[str], list[str]]:
         """(prompts that choose, prompts that promise): as a search has split them, else drawn by their ids alone."""
-        known = self.plan().get("choosing")
+        known = self.plan.get("choosing")
         if known is None:
             order = np.random.default_rng(SEED).permutation(sorted(self.prompts))
             known = order[: len(order) // 2].tolist()
         taken = set(known)
         return [each for each in self.prompts if each in taken], [each for each in self.prompts if each not in taken]
 
+    @cached_property
     def plan(self) -> dict[str, Any]:
-        """What a search has kept: choosing, and chains by the question they were chosen for; empty without one."""
-        try:
-            found: dict[str, Any] = json.loads(self.place.read_bytes())
-            return found
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.place}: {error}; remove it, and its search is judged as any rows are") from error
+        """What a search has kept of these prompts; empty without one."""
+        return kept_plan(self.place)
+
+    def question(self) -> Asked | None:
+        """The question that was last searched for, else the usual one at a share these prompts carry; None without."""
+        if known := self.plan.get("asked"):
+            return Asked(**known)
+        _, promising = self.halves()
+        usual = Asked()
+        shares = (share for share in SHARES if promise.prompts_needed(share, usual.error) <= len(promising))
+        share = next(shares, None)
+        return None if share is None else Asked(share=share)
 
     def advice(self, asked: Asked) -> Advice:
         """The promises that its rows carry."""
-        chains = self.plan().get("chains", {}).get(question_key(asked))
+        chains = self.plan.get("chains", {}).get(question_key(asked))
         return judged(self.candidates, *self.halves(), asked, chains)
+
+
+def kept_plan(place: Path) -> dict[str, Any]:
+    """What a search has kept: choosing, and chains by the question they were chosen for; empty without one."""
+    try:
+        found: dict[str, Any] = json.loads(place.read_bytes())
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place}: {error}; remove it, and its rows are judged as any others") from error
 
 
 def question_key(asked: Asked) -> str:
@@ -439,8 +465,9 @@ def recorded(runs: Runs, loss: str) -> list[Recorded]:
         if not some:
             continue
         candidates = [_candidate(one, baseline, losses[one.run.hash]) for one in some]
-        with_loss = {name for found in losses.values() for name in found}
-        prompts = [row["example"] for row in baseline.rows if row["example"] in with_loss]
+        # In the task's order, as far as the runs with most of them know it: an early end leaves out the last ones.
+        most_first = sorted(losses.values(), key=len, reverse=True)
+        prompts = list(dict.fromkeys(name for found in most_first for name in found))
         title = f"{baseline.labels['model']} on {baseline.labels['task']}"
         made.append(Recorded(title, baseline, {one.run.hash: one for one in some}, candidates, prompts))
     return made
@@ -477,11 +504,17 @@ def _score_losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
 
 def _candidate(folder: Folder, baseline: Folder, losses: Mapping[str, float]) -> Candidate:
     labels = folder.labels
-    method = " ".join(filter(None, [str(labels.get("method")), _without_budget(str(labels.get("setting") or ""))]))
+    common = str(baseline.labels.get("setting") or "").split()  # of the task, which all have
+    words = [word for word in str(labels.get("setting") or "").split() if word not in common]
+    keys = (*BUDGET_KEYS, "cache.bits=") if labels.get("method") == QUANTISED_FULL else BUDGET_KEYS
+    method = " ".join([str(labels.get("method")), *(w for w in words if not w.startswith((*keys, "budget=")))])
+    ratio = labels.get("kv_ratio")
+    budget = [f"kv_ratio={ratio:g}"] if ratio is not None else []
+    budget += [word for word in words if word.startswith(keys)]
     share = bytes_share(folder, baseline)
     if math.isnan(share):
         share = _planned_share(folder, baseline)
-    return Candidate(method, budget_of(folder), share, losses, folder.run.hash)
+    return Candidate(method, " ".join(budget) or "-", share, losses, folder.run.hash)
 
 
 def _planned_share(folder: Folder, baseline: Folder) -> float:
@@ -499,17 +532,6 @@ def _planned_share(folder: Folder, baseline: Folder) -> float:
 BUDGET_KEYS = ("budget.tokens=", "bytes_ratio=", "budget.threshold=")  # in a setting: they tell budgets apart
 
 
-def _without_budget(setting: str) -> str:
-    return " ".join(word for word in setting.split() if not word.lstrip("+").startswith((*BUDGET_KEYS, "budget=")))
-
-
-def budget_of(folder: Folder) -> str:
-    """A run's budget as a command line says it: kv_ratio=0.5, budget.tokens=512; - for none."""
-    words = [word for word in str(folder.labels.get("setting") or "").split() if word.startswith(BUDGET_KEYS)]
-    ratio = folder.labels.get("kv_ratio")
-    return " ".join([*([f"kv_ratio={ratio:g}"] if ratio is not None else []), *words]) or "-"
-
-
 # The command.
 
 ABOUT = """usage: kvexp advise OUTPUTS [KEY=VALUE ...]            from rows that exist
@@ -517,7 +539,6 @@ ABOUT = """usage: kvexp advise OUTPUTS [KEY=VALUE ...]            from rows that
 
 Which method may keep how little of the cache, with a promise about new prompts (docs/advise.md).
 """
-HELD, NOT_HELD = "holds", "none"
 
 
 def usage() -> str:
@@ -595,7 +616,7 @@ def print_advice(found: Recorded, asked: Asked, console: Console) -> None:
     )
     rows = [_answer_row(advice, at, found, asked) for at in advice.order]
     print_columns(rows, _columns(asked, rows), 2, console)
-    for line in said(advice, found, asked):
+    for line in said(advice, found):
         console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
@@ -610,7 +631,7 @@ def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[
         "saved": full * (1 - one.bytes_share) if answer else math.nan,
     }
     row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": shown.share_bound if answer else math.nan}
-    row |= {"mean": shown.mean_bound if answer else math.nan, "promise": HELD if answer else NOT_HELD}
+    row |= {"mean": shown.mean_bound if answer else math.nan}
     if asked.target and answer:
         from kvexp.results.advise_search import target_bytes  # late: torch
 
@@ -621,13 +642,13 @@ def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[
 
 def _columns(asked: Asked, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     at_most = f"{LOSSES[asked.loss].mean}\nat most"
-    target = Column(f"saved on\n{asked.target}", lambda row: size(row.get("target", math.nan)))
+    target = Column("saved on\ntarget", lambda row: size(row.get("target", math.nan)))
     return [
         *(plain("method", "method", right=False), plain("budget", "budget", right=False)),
         *(numeric("% of\nKV", "share", 0, 100), Column("saved per\nsequence", lambda row: size(row["saved"]))),
         *([target] if asked.target else []),
         *(plain("beyond", "beyond\nthe limit"), numeric("within it,\nat least", "least", 3)),
-        *(numeric(at_most, "mean", LOSSES[asked.loss].digits), plain("promise", "promise", right=False)),
+        numeric(at_most, "mean", LOSSES[asked.loss].digits),
     ]
 
 
@@ -637,9 +658,9 @@ def _mean_bytes(baseline: Folder) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
+def said(advice: Advice, found: Recorded) -> list[str]:
     """The lines below the table: the promise, its assumption, what would change it, what was not tried."""
-    lines = []
+    lines, asked = [], advice.asked
     held = [answer for answer in advice.answers if answer is not None]
     error = asked.confidence
     if held:
@@ -653,6 +674,8 @@ def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
         )
     else:
         lines.append(f"None of these: no budget that was tested holds the promise of {asked.share:g} {asked.within}.")
+        if not advice.chains:
+            lines.append("On the prompts that chose, every budget lost too much to be worth a test.")
     for at in advice.order:
         if advice.answers[at] is None:
             chain = advice.chains[at]
@@ -661,11 +684,45 @@ def said(advice: Advice, found: Recorded, asked: Asked) -> list[str]:
             lines.append(
                 f"{first.method}: {chain[0].beyond} of {chain[0].n} beyond the limit at {first.budget}: {more}."
             )
+    if held and asked.target:
+        lines.append(
+            f"Target: {asked.target}, {asked.batch} sequence(s) of {asked.context} tokens, keys and values in 16 bits."
+        )
     lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
-    if others := len(found.plan().get("chains", {}).keys() - {question_key(asked)}):
+    if asked.new is not None:
+        lines.append(_shift(asked.new, found))
+    if others := len(found.plan.get("chains", {}).keys() - {question_key(asked)}):
         lines.append(f"The same prompts have answered {others} other question(s): the confidence is of each by itself.")
     lines.append(_not_tried(advice))
     return lines
+
+
+def point(candidate: Candidate, advice: Advice, holds: bool) -> dict[str, Any]:
+    """What a figure shows of a candidate: bytes in percent, and the loss of a share of all of its prompts.
+
+    bound: of the loss that the share of new prompts stays within, by the n promising prompts, for this candidate by
+    itself; None where they are too few.
+    """
+    asked = advice.asked
+    everything, losses = (np.sort(candidate.of(some)) for some in (list(candidate.losses), advice.promising))
+    may = promise.most_beyond(len(losses), asked.share, asked.error)
+    return {
+        **{"hash": candidate.name, "budget": candidate.budget, "bytes": 100 * candidate.bytes_share, "holds": holds},
+        "quantile": float(everything[max(0, math.ceil(asked.share * len(everything)) - 1)]),
+        "bound": None if may < 0 else float(losses[len(losses) - 1 - may]),
+        **{"beyond": int((losses > asked.beyond).sum()), "n": len(losses)},
+    }
+
+
+def _shift(new: str, found: Recorded) -> str:
+    """What a two-sample test says of new prompts."""
+    from kvexp.results.advise_search import shift  # late: torch
+
+    p, known, others = shift(new, found.baseline.run, found.prompts)
+    test = f"p = {p:.2g} (energy distance over words and length, {known} against {others} texts)"
+    if p < SHIFTED:
+        return f"Shift: {new} holds other prompts than these, {test}: the promise does not cover them."
+    return f"No shift was found in {new}, {test}; few texts show large shifts only."
 
 
 def _not_tried(advice: Advice) -> str:

@@ -1,26 +1,71 @@
-"""Rows for `kvexp advise` made with as few prompts as its question takes, and bytes that no row holds."""
+"""Rows for `kvexp advise`, made of as few prompts as its question takes, and bytes that no row holds.
+
+The prompts are cut into PARTS. The first half chooses: one part, then two, then all four of them, with fewer methods
+each time (successive halving), and the budgets of a method bisected, as if less of a cache never lost less. What this
+half finds may be wrong and only costs bytes: the other half tests the chosen budgets as `kvexp.results.advise` does
+with any rows. Runs share their prefills and answer nothing (divergence=only), but where scores are asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvexp.results.advise import Asked, Recorded
+from kvexp.results import promise
+from kvexp.results.advise import (
+    BEFORE,
+    BEHIND,
+    FOLDER,
+    Asked,
+    Candidate,
+    Recorded,
+    chosen,
+    hope,
+    keep_plan,
+    kept_plan,
+    question_key,
+    recorded,
+)
+from kvexp.results.curves import job_of
+from kvexp.results.read import read_runs
 from kvexp.run.batches import settings_at
-from kvexp.run.compose import option
+from kvexp.run.compose import option, options, with_model_places, with_user_methods
+from kvexp.run.jobs import interruptible, run_jobs, runs_of
+from kvexp.run.labels import OF_EVICTION, task_of
 from kvexp.run.model_spec import ModelSpec
-from kvexp.run.plan import model_shape, slots_bytes, slots_of
-from kvexp.run.store import Run
-from kvexp.util import ConfigError
+from kvexp.run.plan import Planned, PlannedGroup, Workload, model_shape, seconds_of, slots_bytes, slots_of, workload_of
+from kvexp.run.settings import Settings
+from kvexp.run.store import OWN, Run, run_hash
+from kvexp.tasks import Task
+from kvexp.tasks.data import json_rows
+from kvexp.util import ConfigError, Session, active, duration, keys_of, path_of, say
+
+METHODS = (
+    *("keyformer", "h2o", "a2sf", "snapkv", "tova", "caote", "expected_attention", "kvzip", "streaming_llm"),
+    "full_quantised",  # every token, in fewer bits
+)
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+BITS = (8, 4, 2)
+PARTS = 8  # of the prompts; half of them choose
+RUNGS = (1, 2, 4)  # parts that a method has been tried on when it is kept or not
+TASKS = {"prompt": "prompts", "context": "context_qa", "article": "cnn_dailymail", "document": "xsum"}  # by field
+
+
+@functools.lru_cache(maxsize=4096)
+def _settings_of(path: Path) -> Settings:
+    return settings_at(Run.load(path))
 
 
 def planned_share(run: Run, rows: Iterable[Mapping[str, Any]]) -> float:
     """Bytes of a run's cache over the full cache's, for a prompt as long as these rows' are in the mean, at 16 bits."""
     prompts = [row["prompt_tokens"] for row in rows if row.get("prompt_tokens")]
-    settings = settings_at(run)
-    kept, full = _bytes(run, settings.model, fmean(prompts))
+    kept, full = _bytes(run, _settings_of(run.path).model, fmean(prompts))
     return kept / full
 
 
@@ -33,7 +78,7 @@ def target_bytes(run: Run, target: str, context: int) -> tuple[int, int]:
 
 
 def _bytes(run: Run, model: ModelSpec, tokens: float) -> tuple[int, int]:
-    settings = settings_at(run)
+    settings = _settings_of(run.path)
     shape = model_shape(model)
     if shape is None:
         raise ConfigError(f"the shape of {model.path} is not known here; name another target")
@@ -47,6 +92,319 @@ def _bytes(run: Run, model: ModelSpec, tokens: float) -> tuple[int, int]:
     )
 
 
+def shift(new: str, run: Run, prompts: Collection[str]) -> tuple[float, int, int]:
+    """(p-value of "new prompts and a run's come from one law", how many of the run's, how many new ones).
+
+    new: a file of rows of the run's task, or another task of `kvexp tasks`; prompts: ids of the run's.
+    """
+    task = _settings_of(run.path).task
+    if new in options("task"):
+        other = task_of({"task": dict(option("task", new)), "limit": None})
+    else:
+        other = replace(task, data_files=new, limit=None, sample="first")
+    other.check()
+    known, others = _texts(task, set(prompts)), _texts(other, None)
+    p = promise.shift_p_value(promise.text_features(known), promise.text_features(others))
+    return p, len(known), len(others)
+
+
+def _texts(task: Task, ids: Collection[str] | None) -> list[str]:
+    """Bodies of a task's prompts: what an instruction around them says is the task's, and no sign of a shift."""
+    each = list(task.examples())
+    if ids is not None and len(known := [example for example in each if example.id in ids]) == len(ids):
+        each = known
+    return list(dict.fromkeys(example.body for example in each if not example.skipped))
+
+
+# The search.
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method that is tried: what `methods=` calls it, and the words of each budget, from the dearest."""
+
+    name: str
+    words: tuple[str, ...]
+    budgets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, budgets: Sequence[float]) -> Arm:
+        """Read METHOD, METHOD+SETTING=VALUE or full_quantised."""
+        method, *settings = name.split("+")
+        if method == "full_quantised":
+            return cls(name, ("method=full", *settings), tuple(f"cache.bits={bits}" for bits in BITS))
+        if method == "full":
+            raise ConfigError(
+                "methods: the full cache is what the others are compared with; full_quantised is it in bits"
+            )
+        ratios = tuple(f"kv_ratio={ratio:g}" for ratio in sorted(budgets, reverse=True))
+        return cls(name, (f"method={method}", *settings), ratios)
+
+
+@dataclass
+class Bracket:
+    """Budgets of an arm by what the prompts so far say: all to `fine` are fine, those from `bad` on are not."""
+
+    fine: int
+    bad: int
+
+    @property
+    def next(self) -> int | None:
+        """The budget to try; None where the bracket is closed."""
+        return None if self.bad - self.fine == 1 else (self.fine + self.bad) // 2
+
+    def learn(self, at: int, is_fine: bool) -> None:
+        """Narrow it by the budget at a place."""
+        self.fine, self.bad = (max(self.fine, at), self.bad) if is_fine else (self.fine, min(self.bad, at))
+        self.fine = min(self.fine, self.bad - 1)
+
+
+class Search:
+    """One question about prompts that are to be run. common: words of all of its jobs; arms: what is tried."""
+
+    def __init__(self, asked: Asked, session: Session) -> None:
+        self.asked, self.session = asked, session
+        words = with_user_methods(with_model_places(asked.words))
+        only = "divergence=false" if asked.loss == "score_loss" else "divergence=only"
+        self.common = [*words, *_words_of_data(asked, words), only]
+        self.arms = [Arm.of(name, asked.budgets or BUDGETS) for name in asked.methods or METHODS]
+        self.failed: dict[tuple[str, int], str] = {}
+        self.known: dict[tuple[str, int], Settings] = {}
+        known = [found for arm in self.arms if (found := self._checked(arm)) is not None]
+        if not known:
+            raise ConfigError(f"none of the methods can be tried: {next(iter(self.failed.values()))}")
+        self.lead = known[0]
+        self.arms = [arm for arm in self.arms if (arm.name, 0) not in self.failed]
+        self.examples = [example.id for example in self.lead.task.examples()]
+        self.hashes: dict[tuple[str, int], str] = {}  # of runs that there may be
+        self.baseline = run_hash(self.lead.baseline().identity)
+
+    def _checked(self, arm: Arm) -> Settings | None:
+        """The settings of an arm, before any model loads; None for one that cannot be, an error if it was named."""
+        try:
+            return self.settings(arm, 0)
+        except ConfigError as error:
+            if self.asked.methods:
+                raise
+            self.failed[arm.name, 0] = str(error)
+            return None
+
+    @property
+    def choosing(self) -> list[str]:
+        """The prompts of the first half of the parts."""
+        return self.examples[: len(self.examples) // 2]
+
+    @property
+    def promising(self) -> list[str]:
+        return self.examples[len(self.examples) // 2 :]
+
+    @property
+    def may(self) -> int:
+        """How many promising prompts may be beyond the limit."""
+        many = self.asked.many(len(self.promising))
+        return promise.most_beyond(len(self.promising), self.asked.share, self.asked.error / many)
+
+    def words(self, arm: Arm, at: int) -> list[str]:
+        """The words of a run: an arm at the place of a budget."""
+        return [*self.common, *arm.words, arm.budgets[at]]
+
+    def settings(self, arm: Arm, at: int) -> Settings:
+        """The settings of a run, checked."""
+        if (arm.name, at) not in self.known:
+            (self.known[arm.name, at],) = runs_of(job_of(self.words(arm, at)), self.session)
+        return self.known[arm.name, at]
+
+    def name(self, arm: Arm, at: int) -> str:
+        """The hash of a run, by which chains name it."""
+        return run_hash(self.settings(arm, at).identity)
+
+    def run(self, wanted: Collection[tuple[Arm, int]], shard: str) -> None:
+        """Make what these runs lack of a part of the prompts; one that fails is not tried again."""
+        keys = {(arm.name, at): arm for arm, at in wanted if (arm.name, at) not in self.failed}
+        jobs = {key: job_of([*self.words(arm, key[1]), f"shard={shard}"]) for key, arm in keys.items()}
+        # The full cache first: its answers, which the others are forced along, are then rows with lengths and bytes.
+        plain = [word for word in self.common[:-1] if not word.startswith(OF_EVICTION)]
+        full = job_of([*plain, "method=full", "divergence=false", f"shard={shard}"])
+        before = len(self.session.failures)
+        run_jobs([full, *jobs.values()], self.session)
+        why = {failure.job: failure.why for failure in self.session.failures[before:]}
+        for key, job in jobs.items():
+            if job.name in why:
+                self.failed[key] = why[job.name]
+            else:
+                self.hashes[key] = self.name(keys[key], key[1])
+
+    def found(self) -> Recorded:
+        """The runs so far."""
+        runs = read_runs(self.lead.outputs_dir, {"hash": [*self.hashes.values(), self.baseline]})
+        each = [one for one in recorded(runs, self.asked.loss) if one.baseline.run.hash == self.baseline]
+        if not each:
+            reason = next(iter(self.failed.values()), "no answer has two tokens")
+            raise ConfigError(f"none of the methods could be run on these prompts: {reason}")
+        return each[0]
+
+    def candidates(self) -> dict[tuple[str, int], Candidate]:
+        """(arm, place of the budget) -> its losses so far."""
+        by_hash = {each.name: each for each in self.found().candidates}
+        return {key: by_hash[name] for key, name in self.hashes.items() if name in by_hash}
+
+    def is_fine(self, candidate: Candidate, count: int) -> bool:
+        """Whether the first prompts say a budget is worth a test: half as likely to hold as one that lost nothing."""
+        losses, n = candidate.of(self.examples[:count]), len(self.promising)
+        beyond = int((losses > self.asked.beyond).sum())
+        best = promise.chance(0, len(losses), n, self.may)
+        return promise.chance(beyond, len(losses), n, self.may) >= best / 2
+
+    def choose(self) -> list[list[str]]:
+        """The chains to be tested, as hashes of runs, by the choosing half alone."""
+        many, arms = self.asked.many(len(self.promising)), list(self.arms)
+        brackets = {arm.name: Bracket(-1, len(arm.budgets)) for arm in arms}
+        for rung, parts in enumerate(RUNGS):
+            count = len(self.examples) * parts // PARTS
+            say(f"choosing by {count} prompts: {', '.join(arm.name for arm in arms)}", flush=True)
+            if rung:  # more prompts: what seemed fine may not be, and what did not will not
+                brackets = {arm.name: Bracket(-1, brackets[arm.name].fine + 1) for arm in arms}
+            while wanted := _next(arms, brackets, latest=rung > 0):
+                self.run(wanted, f"0/{PARTS // parts}")
+                losses = self.candidates()
+                for arm, at in wanted:
+                    found = losses.get((arm.name, at))  # none of a run that failed, or whose answers have no loss
+                    brackets[arm.name].learn(at, found is not None and self.is_fine(found, count))
+            arms = self._best(arms, count)
+            if parts < RUNGS[-1]:
+                arms = arms[: max(many + 1, math.ceil(len(arms) / 2))]
+        window = []
+        for arm in arms[:many]:
+            if (fine := brackets[arm.name].fine) >= 0:
+                window += [(arm, at) for at in range(fine - BEFORE, fine + BEHIND + 1) if 0 <= at < len(arm.budgets)]
+        if not window:
+            return []
+        self.run(window, f"0/{PARTS // RUNGS[-1]}")
+        losses = self.candidates()
+        whole = [losses[arm.name, at] for arm, at in window if (arm.name, at) in losses]
+        chains = chosen(whole, self.choosing, len(self.promising), self.asked)
+        return [[each.name for each in chain] for chain in chains]
+
+    def _best(self, arms: Sequence[Arm], count: int) -> list[Arm]:
+        """Arms by the bytes that they are likely to save with a promise, by the first prompts; most first."""
+        tried: dict[str, list[Candidate]] = {arm.name: [] for arm in arms}
+        for (name, _), candidate in sorted(self.candidates().items(), key=lambda item: item[0][1]):
+            if name in tried:
+                tried[name].append(candidate)
+        first, n = self.examples[:count], len(self.promising)
+        saved = {name: hope(each, first, n, self.asked)[0] if each else -math.inf for name, each in tried.items()}
+        return sorted(arms, key=lambda arm: -saved[arm.name])
+
+    def test(self, chains: Sequence[Sequence[str]]) -> None:
+        """Run the promising half, part by part, as long as a chain has a budget that may still hold."""
+        places = {self.name(arm, at): (arm, at) for arm in self.arms for at in range(len(arm.budgets))}
+        self.hashes |= {
+            (arm.name, at): name for name, (arm, at) in places.items()
+        }  # also what a command before has run
+        left = [[places[name] for name in chain if name in places] for chain in chains]
+        most = promise.most_beyond(len(self.promising), self.asked.share, self.asked.error)
+        for part in range(PARTS // 2, PARTS):
+            wanted = [key for chain in left for key in chain]
+            if not wanted:
+                break
+            ends = (len(self.examples) * each // PARTS for each in (part, part + 1))
+            say(f"testing {len(wanted)} budgets with prompts {next(ends) + 1} to {next(ends)}")
+            self.run(wanted, f"{part}/{PARTS}")
+            losses = self.candidates()
+            lost = {key for key in wanted if self._beyond(losses.get((key[0].name, key[1]))) > most}
+            # Behind the first that cannot hold any more nothing is tested.
+            left = [list(itertools.takewhile(lambda key: key not in lost, chain)) for chain in left]  # noqa: B023
+
+    def _beyond(self, candidate: Candidate | None) -> int:
+        """How many promising prompts are beyond the limit so far; all of them of a run that failed."""
+        return (
+            len(self.promising) if candidate is None else int((candidate.of(self.promising) > self.asked.beyond).sum())
+        )
+
+    def seconds(self) -> list[tuple[str, float | None]]:
+        """(stage, seconds) of the whole search at most, but for rows that are there: by the plan of `kvexp run`."""
+        n, many = len(self.examples), self.asked.many(len(self.promising))
+        steps = math.ceil(math.log2(max(len(arm.budgets) for arm in self.arms) + 1))
+        first = len(self.arms)
+        second = max(many + 1, math.ceil(first / 2))
+        third = max(many + 1, math.ceil(second / 2))
+        chain = BEFORE + BEHIND + 1
+        stages = [
+            (f"{first} methods by {n // 8} prompts", first, n // 8, steps),
+            (f"{second} methods by {n // 4} prompts", second, n // 4, 2),
+            (f"{third} methods by {n // 2} prompts", third, n // 2, 1),
+            (f"their budgets by {n // 2} prompts", min(third, many) * chain, n // 2, 1),
+            (f"{many} methods tested with {n - n // 2} prompts", many * chain, n - n // 2, 1),
+        ]
+        known: dict[Any, Workload] = {}
+        found: list[tuple[str, float | None]] = []
+        for name, runs, prompts, times in stages:
+            planned = []
+            for place in range(runs):
+                arm = self.arms[place % first]
+                settings = self.settings(arm, len(arm.budgets) // 2)
+                scored = self.asked.loss == "score_loss"
+                lacks = (prompts, {}) if scored else (0, {OWN: prompts})
+                planned.append(Planned(settings, workload_of(settings, known), *lacks))
+            seconds, _ = seconds_of(PlannedGroup(planned))
+            found.append((name, None if seconds is None else seconds * times))
+        return found
+
+
+def _next(arms: Sequence[Arm], brackets: Mapping[str, Bracket], *, latest: bool) -> list[tuple[Arm, int]]:
+    """The budget that each arm is to be tried at; latest: the cheapest that may be fine, before any dearer one."""
+    wanted = []
+    for arm in arms:
+        bracket = brackets[arm.name]
+        if (at := bracket.next) is not None:
+            wanted.append((arm, bracket.bad - 1 if latest else at))
+    return wanted
+
+
+def _words_of_data(asked: Asked, words: Sequence[str]) -> list[str]:
+    """The words that `data=FILE` stands for: the task that reads such rows, all in an order drawn by a seed."""
+    if asked.data is None:
+        return []
+    path = path_of(asked.data, "data")
+    rows = list(json_rows(path))
+    first = rows[0] if rows else {}
+    keys = {word.lstrip("+").partition("=")[0] for word in words}
+    task = next((task for field, task in TASKS.items() if field in first), None)
+    if task is None and "task" not in keys:
+        raise ConfigError(
+            f"data={asked.data}: its rows have {', '.join(first)}; kvexp knows rows with {', '.join(TASKS)}, such as "
+            '{"prompt": TEXT}; or name the task they are of, task=NAME'
+        )
+    made = [] if "task" in keys else [f"task={task}"]
+    made += [] if "limit" in keys else [f"limit={len(rows)}"]
+    quoted = asked.data.replace("\\", "\\\\").replace("'", "\\'")
+    return [*made, f"task.data_files='{quoted}'", "task.sample=shuffled"]
+
+
 def search(asked: Asked, *, dry_run: bool) -> Recorded | None:
-    """Run what the question takes."""
-    raise ConfigError("name a folder of runs: kvexp advise outputs/")
+    """Run what the question takes and return the runs; None for a dry run, which says how long it takes at most."""
+    session = Session(typed_keys=keys_of(asked.words))
+    with active(session), interruptible():
+        one = Search(asked, session)
+        n = len(one.examples)
+        asked.check(n)
+        say(f"{n} prompts: {n // 2} choose; {asked.carries(n - n // 2)}")
+        stages = one.seconds()
+        known = [seconds for _, seconds in stages if seconds is not None]
+        say(f"at most about {duration(sum(known))} from nothing; rows that are there are not made again")
+        if dry_run:
+            for name, seconds in stages:
+                say(f"  {name}: {'not known' if seconds is None else duration(seconds)}")
+            return None
+        found = one.lead.outputs_dir / FOLDER / f"{one.baseline}.json"
+        question = {name: getattr(asked, name) for name in ("loss", "limit", "share", "confidence", "finalists")}
+        keep_plan(found, {"choosing": one.choosing, "asked": question})
+        session.begun = True
+        chains = kept_plan(found).get("chains", {}).get(question_key(asked))
+        if chains is None:  # else they are fixed, whatever has been seen since
+            chains = one.choose()
+            keep_plan(found, {"chains": {question_key(asked): chains}})
+        one.test(chains)
+        for (name, at), why in one.failed.items():
+            say(f"not tried: {name}, budget {at + 1}: {why}")
+        return one.found()

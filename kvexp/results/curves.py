@@ -104,7 +104,7 @@ def compare(
         raise ConfigError(f"{unknown(wrong[0], {})} (in Python a dot is written __)")
     common = [_override(key.replace("__", "."), value) for key, value in given.items()]
     jobs = [
-        _job([*words, *common, _override("kv_ratio", ratio)])
+        job_of([*words, *common, _override("kv_ratio", ratio)])
         for words, ratio in itertools.product([_words_of(method) for method in methods], ratios)
     ]
     session = Session()
@@ -158,7 +158,8 @@ def _literal(value: Any, key: str) -> str:
     raise ConfigError(f"{key} must be a number, a text, true or false, None or a list of those, got {value!r}")
 
 
-def _job(overrides: list[str]) -> HydraJob:
+def job_of(overrides: list[str]) -> HydraJob:
+    """The job that a command line of these words would run; ConfigError for words that cannot be."""
     with _own_hydra():
         try:
             composed = compose("config", overrides, return_hydra_config=True)

@@ -36,6 +36,7 @@ from typing import Any
 import pandas as pd
 
 import kvexp
+from kvexp.results.advise import FOLDER, LOSSES, Advice, Recorded, by_method, point, recorded, said
 from kvexp.results.divergence import KL_INTERVAL, per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
@@ -279,6 +280,30 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
     return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
 
 
+def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
+    """A panel for each model and task whose prompts carry a promise: the loss of a share of them, by bytes."""
+    shown = {folder.run.hash for folder in source.shown}
+    found = []
+    for loss in LOSSES if (source.runs.outputs / FOLDER).is_dir() else ("kl",):  # others than KL are asked for
+        for one in recorded(source.runs, loss):
+            asked = one.question()
+            if asked is not None and asked.loss == loss and shown & one.folders.keys():
+                found.append(_safe_budgets(one, one.advice(asked)))
+    return found or None
+
+
+def _safe_budgets(one: Recorded, advice: Advice) -> dict[str, Any]:
+    """A panel: its limit and lines, and what `kvexp advise` says of them."""
+    answers = {answer.candidate.name for answer in advice.answers if answer is not None}
+    lines = []
+    for method, some in by_method(advice.candidates).items():
+        points = [point(each, advice, each.name in answers) for each in some]
+        lines.append({"method": method, "points": points, **look(method.partition(" ")[0], "-")})
+    asked = advice.asked
+    named = {"title": one.title, "head": LOSSES[asked.loss].head, "share": asked.share, "limit": asked.beyond}
+    return {**named, "said": said(advice, one), "lines": lines}
+
+
 MOST = 4  # examples of a run
 TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at once
 
@@ -479,6 +504,14 @@ SECTIONS = (
         "the same text; lower is better. Bars are 95 % intervals over examples. Black: epsilon, within which a run "
         "counts as equivalent; grey: known changes of the same model (docs/divergence.md).",
         divergence_data,
+    ),
+    Section(
+        "advise",
+        "Which budget is safe",
+        "The loss that a share of the prompts stays within, against bytes; the bar reaches to what new prompts of the "
+        "same kind stay within by a distribution-free bound, of each point by itself. Black: the limit. Full points: "
+        "the cheapest budgets whose promise holds, all together (docs/advise.md).",
+        advise_data,
     ),
     Section(
         "life",

@@ -10,6 +10,7 @@ the tasks is said before the model loads, which lm-eval by itself does first.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import json
@@ -37,7 +38,7 @@ from kvexp.lm_eval import Ask, Bench, check_row_mask, padded
 from kvexp.run.build import build, build_cache
 from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
-from kvexp.tasks.lm_eval import Protocol, protocol_of
+from kvexp.tasks.lm_eval import Making, Protocol, protocol_of
 from kvexp.util import CacheError, ConfigError, say, typed
 
 # Words of `KvexpLM` itself: about the model, and about the measurement.
@@ -352,10 +353,11 @@ def run_lm_eval(arguments: list[str]) -> None:
     theirs = _read(rest)
     with contextlib.ExitStack() as stack:
         if theirs.tasks:
+            given = _merged(theirs.model_args, "--model_args")
             if theirs.model == "kvexp":
-                rest = _check_model(theirs.model_args, rest)
+                rest = _check_model(given, theirs.model_args, rest)
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            changed = _check_tasks(theirs, mine, folder)
+            changed = _check_tasks(theirs, mine, folder, given)
             if changed:
                 rest += ["--include_path", str(folder)]
                 logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # it would warn of each file
@@ -374,24 +376,45 @@ def _read(rest: list[str]) -> argparse.Namespace:
     seen.add_argument("--model_args", "-a", nargs="+", default=[])
     seen.add_argument("--tasks", "-t", nargs="+", default=[])
     seen.add_argument("--num_fewshot", "-f", type=int)
+    seen.add_argument("--metadata", nargs="+", default=[])
+    seen.add_argument("--seed", default="0")
     seen.add_argument("--include_path")
     seen.add_argument("--device")
     known, _ = seen.parse_known_args(rest)
     return known
 
 
-def _check_model(arguments: Sequence[str], rest: list[str]) -> list[str]:
+def _merged(words: Sequence[str], option: str) -> dict[str, Any]:
+    """The values of --model_args or --metadata as lm-eval reads them: JSON objects, or key=value (a Python literal)."""
+    from lm_eval.utils import simple_parse_args_string
+
+    given: dict[str, Any] = {}
+    for each in words:
+        key, equals, value = each.partition("=")
+        try:
+            if each.startswith("{"):
+                given |= json.loads(each)
+            elif option == "--model_args":
+                given |= simple_parse_args_string(each)
+            else:
+                given[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            if equals and not each.startswith("{"):
+                given[key] = value  # a word, such as a tokenizer's name
+                continue
+            raise ConfigError(
+                f"{option}: cannot read {each!r} ({error}): give key=value, or one JSON object"
+            ) from error
+    return given
+
+
+def _check_model(given: dict[str, Any], arguments: Sequence[str], rest: list[str]) -> list[str]:
     """ConfigError for wrong `--model_args`; returns the command line with a user's method by its option.
 
     The code of a user's method is loaded for that, since somebody has typed its name.
     """
-    from lm_eval.utils import simple_parse_args_string
-
     from kvexp.run.user_methods import admit, load_method
 
-    given: dict[str, Any] = {}
-    for each in arguments:
-        given |= json.loads(each) if each.startswith("{") else simple_parse_args_string(each)
     typed = given.get("method")
     method = load_method(typed) if isinstance(typed, str) else None
     if method is not None:
@@ -402,8 +425,10 @@ def _check_model(arguments: Sequence[str], rest: list[str]) -> list[str]:
     return rest
 
 
-def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: Path) -> bool:
-    """Load every task that is named, patterns and groups left out; write the definitions that are changed."""
+def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: Path, given: Mapping[str, Any]) -> bool:
+    """Load every task that is named, groups left out; write the definitions that are changed, with the rows of tasks
+    that make them. given: the model's arguments. Returns whether any was written.
+    """
     from kvexp.tasks import lm_eval as definition
 
     local = mine.data_dir is not None or mine.fewshot_split is not None
@@ -412,14 +437,37 @@ def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: P
             raise ConfigError("--data_dir and --fewshot_split cannot be combined with --include_path")
         return False
     asked = ",".join(theirs.tasks).split(",")
-    for each in (name for name in asked if not set("*?[") & set(name)):
-        names = definition.names_of(each)
-        for name in names if local or names == [each] else ():
+    made: dict[str, bool] = {}
+    making = functools.cache(lambda: _making(theirs, given, folder))
+    for each in asked:
+        pattern = bool(set("*?[") & set(each))
+        names = definition.matching(each) if pattern else definition.names_of(each)
+        for name in names:
+            if theirs.model == "kvexp":
+                definition.check_feels_eviction(name, given.get("protocol", OWN["protocol"]))
+            makes = definition.makes_rows(definition.config_of(name))
+            if name in made or not (makes or local or names == [each]) or (pattern and not makes):
+                continue
             where = {"data_dir": mine.data_dir, "fewshot_split": mine.fewshot_split}
-            definition.load(name, shots=theirs.num_fewshot, **where)
-            if local:
-                shots = (
-                    definition.config_of(name).get("num_fewshot") if theirs.num_fewshot is None else theirs.num_fewshot
-                )
+            task = definition.load(name, shots=theirs.num_fewshot, making=making() if makes else None, **where)
+            made[name] = makes or local
+            shots = definition.config_of(name).get("num_fewshot") if theirs.num_fewshot is None else theirs.num_fewshot
+            if makes:
+                definition.rows_file(folder, name, task)
+            elif local:
                 definition.task_file(folder, name, shots=shots or 0, **where)
-    return local
+    return any(made.values())
+
+
+def _making(theirs: argparse.Namespace, given: Mapping[str, Any], folder: Path) -> Making:
+    """How tasks make their rows under these arguments: by the tokenizer of kvexp's model, seeded by `--seed`."""
+    metadata = _merged(theirs.metadata, "--metadata")
+    own = metadata.pop("tokenizer", None) or given.get("tokenizer") or given.get("pretrained")
+    if theirs.model == "kvexp" and own is not None:
+        hub = {name: given[name] for name in ("revision", "trust_remote_code") if name in given}
+        load_tokenizer(str(own), **hub).save_pretrained(folder / "tokenizer")
+        own = str(folder / "tokenizer")
+    seed = theirs.seed.partition(",")[0]
+    if not seed.isdigit() and seed != "None":
+        raise ConfigError(f"--seed must begin with a whole number, got {theirs.seed!r}")
+    return Making(json.dumps(metadata, sort_keys=True), own, int(seed) if seed.isdigit() else 0)

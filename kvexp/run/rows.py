@@ -120,7 +120,7 @@ def row_of(
     answer: ModelOutput,
 ) -> dict[str, Any]:
     """The row of an answer; where the task wants log-probabilities alone, of its continuation."""
-    example, metrics = prompt.example, {}
+    example, metrics = prompt.example, dict[str, float]()
     head = _row_header(settings, index, prompt)
     parted, scored = None, answer.output
     if answer.tokens and settings.thinking is not None:
@@ -128,7 +128,8 @@ def row_of(
         scored = answer.results[0] if isinstance(answer, ItemAnswer) else parted.text
     if isinstance(answer, ItemAnswer):
         assert isinstance(settings.task, LMEval) and isinstance(example, Item)
-        metrics = settings.task.score_item(example, answer.results)
+        metrics, lists = settings.task.outcome_of(example, answer.results)
+        head["info"] |= lists
     elif example.choices:
         metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
     elif not settings.task.only_nll:

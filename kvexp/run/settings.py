@@ -40,6 +40,7 @@ from kvexp.run.model_spec import (
     moving_rope,
     rows_alone,
     thinking_of_model,
+    tokenizer_folder,
 )
 from kvexp.run.user_methods import admitted, source_of
 from kvexp.tasks import LMEval, Task
@@ -275,6 +276,10 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
     return budget
 
 
+# Options of a task that other words set.
+OF_THE_RUN = {"limit": "limit=N", "shared_context": "questions=all", "samples": "samples=N"}
+OF_THE_RUN |= {"tokenizer": "model.tokenizer=FOLDER"}
+
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
 _NOT_THE_TASK = (
     *("limit", "data_files", "streaming", "hub_id", "hub_config", "hub_file", "revision", "split"),
@@ -412,7 +417,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         raise ConfigError(
             f"protocol={protocol['paper']} has no settings for task={chosen}; it has for {', '.join(protocol['tasks'])}"
         )
-    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all"), ("samples", "samples=N")):
+    for name, words in OF_THE_RUN.items():
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     own = {target: one.cls for target, one in admitted().items()}
@@ -431,6 +436,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         task = with_samples(task, choices.get("task", task.name), config["samples"])
     model = ModelSpec.of(with_packaged_path(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
+    if isinstance(task, LMEval) and task.makes_rows:
+        task = dataclasses.replace(task, tokenizer=tokenizer_folder(model))
     budget: Budget | None = None
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)

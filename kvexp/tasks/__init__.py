@@ -7,6 +7,7 @@ from typing import Any
 from kvexp.tasks.base import Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
 from kvexp.tasks.facts import BABILong, Facts
+from kvexp.tasks.ifeval import IFEval, IFEvalArticles
 from kvexp.tasks.infinitebench import InfiniteBench
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
@@ -23,6 +24,7 @@ from kvexp.tasks.summaries import (
     GovReportSections,
     News,
     Perplexity,
+    Prompts,
     Soda,
     Stories,
     Summarization,
@@ -41,6 +43,8 @@ __all__ = [
     "Facts",
     "GovReport",
     "GovReportSections",
+    "IFEval",
+    "IFEvalArticles",
     "InfiniteBench",
     "Instructions",
     "InstructionsLeak",
@@ -54,6 +58,7 @@ __all__ = [
     "NewsNeedle",
     "NewsQA",
     "Perplexity",
+    "Prompts",
     "QuestionTask",
     "Retrieval",
     "RetrievalTurns",

@@ -25,7 +25,12 @@ Positive = Annotated[int, AtLeast(1)]
 Rules = tuple[Rule[Any], ...]
 Truncation = Literal["middle", "halves", "right", "skip"]
 When = Literal["in_prompt", "after_eviction"]  # of a question
-SET_BY_THE_RUN = ("limit", "shared_context", "samples")  # options of a task that limit=, questions= and samples= set
+SET_BY_THE_RUN = (
+    "limit",
+    "shared_context",
+    "samples",
+    "tokenizer",
+)  # of a task: by limit=, questions=, samples=, model=
 
 
 def once(option: str, part: str) -> Rule[Any]:

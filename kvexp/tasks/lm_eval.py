@@ -12,9 +12,11 @@ import hashlib
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +24,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from kvexp.tasks.base import AFTER_EVICTION, Example, Positive, Rules, Task, When, filled
 from kvexp.tasks.data import KINDS
-from kvexp.util import AtLeast, ConfigError, Stamp, check_fields, file_digest, forbidden, path_of, stamp, unreachable
+from kvexp.util import (
+    AtLeast,
+    ConfigError,
+    Range,
+    Stamp,
+    check_fields,
+    file_digest,
+    forbidden,
+    path_of,
+    stamp,
+    unreachable,
+)
 
 
 def require() -> str:
@@ -62,6 +75,12 @@ def quiet() -> Iterator[None]:
 # Metrics that are shares of 1; others keep lm-eval's own scale.
 PER_UNIT = {"word_perplexity": "word_nll", "byte_perplexity": "byte_nll", "bits_per_byte": "byte_nll"}
 SHARES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match", "em", "f1")
+NO_RESULT = -1.0  # what lm-eval's RULER records under every length that a row is not of
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share of 1: one of SHARES, an accuracy of IFEval's, or RULER's, named by the length."""
+    return metric in SHARES or metric.endswith("_acc") or metric.isdigit()
 
 
 @dataclass(frozen=True)
@@ -170,11 +189,16 @@ def _question(task: Any, doc: Any, prompt: str, prefix: str | None) -> str:
     return prompt[len(before.rstrip()) :]
 
 
-def score(task: Any, item: Item, results: Sequence[Any]) -> dict[str, float]:
-    """lm-eval's metrics of one item, shares of 1 in percent; results: one per instance, as its models return them.
+Lists = dict[str, list[bool]]
 
-    Metrics of a whole corpus (F1 over classes) cannot be an item's and are left out; perplexities become nats (per
-    word, per byte, or of the answer), and any other metric of which less is better is left out too.
+
+def outcome(task: Any, item: Item, results: Sequence[Any]) -> tuple[dict[str, float], Lists]:
+    """(lm-eval's metrics of one item, shares of 1 in percent; lists that it scores by, such as one bool for each
+    instruction of IFEval). results: one per instance, as its models return them.
+
+    The metric of a list is the share of it that is true. Metrics of a whole corpus (F1 over classes) cannot be an
+    item's and are left out; perplexities become nats (per word, per byte, or of the answer), and any other metric of
+    which less is better is left out too.
     """
     for instance, result in zip(item.instances, results, strict=True):
         instance.resps, instance.filtered_resps = [result], {}
@@ -182,14 +206,18 @@ def score(task: Any, item: Item, results: Sequence[Any]) -> dict[str, float]:
     with quiet():
         task.apply_filters()
         found: dict[str, float] = {}
+        lists: Lists = {}
         names = list(item.instances[0].filtered_resps)
         for name in names:
             values = task.process_results(item.instances[0].doc, [i.filtered_resps[name] for i in item.instances])
             ending = "" if len(names) == 1 else f",{name}"
             for metric, value in values.items():
+                if isinstance(value, list) and value and all(isinstance(each, bool) for each in value):
+                    lists[f"{metric}{ending}"] = value
+                    value = sum(value) / len(value)
                 less = task.higher_is_better().get(metric) is False
                 found |= {f"{key}{ending}": number for key, number in _numbers(metric, value, less).items()}
-    return found
+    return found, lists
 
 
 def _numbers(metric: str, value: Any, less_is_better: bool) -> dict[str, float]:
@@ -200,7 +228,9 @@ def _numbers(metric: str, value: Any, less_is_better: bool) -> dict[str, float]:
         return {PER_UNIT[metric]: -loglikelihood / units}
     if less_is_better or not (isinstance(value, bool | int | float) or getattr(value, "shape", None) == ()):
         return {}
-    return {metric: 100.0 * float(value) if metric in SHARES else float(value)}
+    if metric.isdigit() and value == NO_RESULT:
+        return {}
+    return {metric: 100.0 * float(value) if is_share(metric) else float(value)}
 
 
 ONLY_MASKED = ("mask", "budget_length", "whole_text", "score_dtype")
@@ -276,22 +306,34 @@ SPLITS = ("train", "validation", "test")
 Files = dict[str, Path]
 
 
+def splits_of(config: Mapping[str, Any]) -> list[str]:
+    """The splits that a task's files may hold: the usual ones, and those that its definition names."""
+    own = [config.get(f"{name}_split") for name in ("training", "validation", "test", "fewshot")]
+    own.append((config.get("fewshot_config") or {}).get("split"))
+    return list(dict.fromkeys([*filter(None, own), *SPLITS]))
+
+
 def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     """Split -> file of a task in a folder, for the splits it has.
 
     A file is NAME.SPLIT.jsonl (or .json, .parquet; more words may stand before the ending). NAME is the task's, or its
     data set's on the hub: winogrande_xl, super_glue_copa.
     """
+    if makes_rows(config):
+        raise ConfigError(
+            f"task.data_dir: lm-eval's task {config['task']} makes its rows in Python "
+            f"({Path(config['custom_dataset']).name}), and reads no files; leave it out"
+        )
     folder = path_of(data_dir, "task.data_dir")
     if not folder.is_dir():
         raise ConfigError(f"task.data_dir={data_dir} is no folder (seen from {Path.cwd()})")
     base, part = str(config.get("dataset_path") or "").rpartition("/")[2], config.get("dataset_name")
     own = [f"{base}_{part}", *([part] if part.startswith(base) else [])] if part else [base] if base else []
-    names = list(dict.fromkeys([config["task"], *own]))
+    names, splits = list(dict.fromkeys([config["task"], *own])), splits_of(config)
     found: Files = {}
     for path in sorted(folder.iterdir()):
         name, split, *rest = [*path.name.split("."), "", ""]
-        if path.suffix not in KINDS or name not in names or split not in SPLITS:
+        if path.suffix not in KINDS or name not in names or split not in splits:
             continue
         if "dataset_info" in rest:  # what `datasets` writes next to its data
             continue
@@ -304,7 +346,7 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     if not found:
         raise ConfigError(
             f"task.data_dir={data_dir} holds no data of {config['task']}: expected {names[0]}.SPLIT.jsonl with SPLIT "
-            f"one of {', '.join(SPLITS)}" + (f" ({' or '.join(names[1:])} will do for the name)" if names[1:] else "")
+            f"one of {', '.join(splits)}" + (f" ({' or '.join(names[1:])} will do for the name)" if names[1:] else "")
         )
     if len({KINDS[path.suffix] for path in found.values()}) > 1:
         raise ConfigError(f"task.data_dir: the files of {config['task']} must be all JSON or all parquet")
@@ -451,15 +493,57 @@ def written_after(name: str) -> tuple[str, list[str]] | None:
     return end, [stop for stop in stops if isinstance(stop, str)]
 
 
-def digest(name: str, data_dir: str | None) -> str:
+@dataclass(frozen=True)
+class Making:
+    """What the rows depend on of a task that makes them itself: JSON of lm-eval's `--metadata`, the folder of the
+    tokenizer that lengths are counted by, and the seed of its random draws.
+    """
+
+    metadata: str = "{}"
+    tokenizer: str | None = None
+    seed: int = 0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The metadata as the task's function is called with them."""
+        given: dict[str, Any] = json.loads(self.metadata)
+        return given if self.tokenizer is None else given | {"tokenizer": self.tokenizer}
+
+    def digest(self) -> str:
+        """16 hex digits of tokenizer, metadata, seed and the versions of the packages that words come from."""
+        parts = [self.metadata, str(self.seed)]
+        if self.tokenizer is not None:
+            folder = Path(self.tokenizer)
+            parts += [file_digest(path) for path in sorted(folder.iterdir())] if folder.is_dir() else [self.tokenizer]
+        for package in ("wonderwords", "nltk", "numpy"):
+            with suppress(metadata.PackageNotFoundError):
+                parts.append(f"{package} {metadata.version(package)}")
+        return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()[:16]
+
+
+def makes_rows(config: Mapping[str, Any]) -> bool:
+    """Whether a task's rows are made by a function of its definition (lm-eval's RULER, BABILong, Graphwalks)."""
+    return config.get("custom_dataset") is not None
+
+
+def digest(name: str, data_dir: str | None, making: Making | None = None) -> str:
     """Name of a task's data and definition: lm-eval's version for its own, the text of the file for another's."""
     config = config_of(name)
     version = f"lm_eval {require()} {config['task']}"
+    if any(_later_share(each.get("metric")) for each in config.get("metric_list") or ()):
+        version += " in percent"
     if own := _own_files(name):
         version += f" {local_digest(own)}"
+    if makes_rows(config):
+        return f"{version} made:{(making or Making()).digest()}"
     if data_dir is not None or _reads_files(config):
         return f"{version} files:{local_digest(_data_files(name, data_dir))}"
     return f"{version} hub:{config['dataset_path']}/{config.get('dataset_name')}"
+
+
+def _later_share(metric: Any) -> bool:
+    """Whether rows of older runs hold a share under this name as 0 to 1."""
+    return isinstance(metric, str) and is_share(metric) and metric not in SHARES and not metric.isdigit()
 
 
 def _own_files(name: str) -> Files:
@@ -516,6 +600,24 @@ def task_file(
     return path
 
 
+def rows_file(folder: Path, name: str, task: Any) -> Path:
+    """Write into `folder` the rows that a task has made, and the task file that reads them in place of making more."""
+    data, name, source = dict[str, str](), config_of(name)["task"], _entry(name).yaml_path
+    for split, rows in task.dataset.items():
+        data[split] = str((folder / f"{name}.{split}.jsonl").resolve())
+        Path(data[split]).write_text("".join(json.dumps(dict(row)) + "\n" for row in rows), encoding="utf-8")
+    made: dict[str, Any] = {"include": str(source), "task": name, "custom_dataset": None}
+    made |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": data}}
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    return path
+
+
+def matching(pattern: str) -> list[str]:
+    """The tasks whose names fit a pattern such as niah_*."""
+    return sorted(name for name, entry in _index(None).items() if entry.kind.name == "TASK" and fnmatch(name, pattern))
+
+
 def load(
     name: str,
     *,
@@ -524,8 +626,12 @@ def load(
     fewshot_split: str | None = None,
     excludes_item: bool = True,
     seed: int = 1234,
+    making: Making | None = None,
 ) -> Any:
-    """lm-eval's task object with its data, set to draw `shots` examples per item (None: as the task says itself)."""
+    """lm-eval's task object with its data, set to draw `shots` examples per item (None: as the task says itself).
+
+    making: of a task that makes its rows. Two loads give the same rows, whatever drew random numbers before.
+    """
     config = config_of(name)
     own = config.get("num_fewshot")
     wanted = (own or 0) if shots is None else shots
@@ -541,7 +647,7 @@ def load(
             excludes_item=excludes_item,
             cache_dir=scratch,
         )
-        task = _made(path, config, data_dir is not None)
+        task = _made(path, config, data_dir is not None, making or Making())
     task.set_config("num_fewshot", wanted)
     task.set_fewshot_seed(seed)
     _check_pool(task, wanted)
@@ -557,7 +663,49 @@ def load_once(files: tuple[Stamp, ...], name: str, **how: Any) -> Any:
     return load(name, **how)
 
 
-def _made(path: Path, config: Mapping[str, Any], local_files: bool) -> Any:
+@contextmanager
+def seeded(config: Mapping[str, Any], seed: int) -> Iterator[None]:
+    """Block in which random and numpy.random draw by `seed`, and the module that makes the rows is read anew, for it
+    may have a generator of its own. Afterwards the generators are where they were.
+    """
+    import random
+
+    import numpy as np
+
+    file = f"{str(config.get('custom_dataset') or '').rpartition('.')[0]}.py"
+    for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == file]:
+        del sys.modules[name]
+    before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+BENCHMARKS = ("wonderwords", "nltk", "langdetect", "immutabledict")  # kvexp[benchmarks]
+
+
+def mend(error: BaseException) -> str:
+    """What mends a task that cannot be loaded for want of something that is not on this machine; "" if unknown."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    words = " ".join(str(each) for each in chain)
+    if "antlr4" in words:
+        return "It needs another antlr4 than Hydra does, and cannot be loaded together with it: take task=math500"
+    for each in chain:
+        if isinstance(each, ModuleNotFoundError) and each.name:
+            package = each.name.partition(".")[0]
+            return f"Install what it needs: pip install {'kvexp[benchmarks]' if package in BENCHMARKS else package}"
+    if found := re.search(r"nltk\.download\('(\w+)'\)|Resource .{0,20}?(punkt\w*)", words):
+        return f"Fetch what it needs once, with a network: python -m nltk.downloader {found[1] or found[2]}"
+    return ""
+
+
+def _made(path: Path, config: Mapping[str, Any], local_files: bool, making: Making) -> Any:
     from lm_eval.tasks import TaskManager
 
     name, hub = config["task"], config.get("dataset_path")
@@ -565,20 +713,34 @@ def _made(path: Path, config: Mapping[str, Any], local_files: bool) -> Any:
         "Make the hub reachable, or give a folder of local files with the same columns: task.data_dir=FOLDER, in it "
         f"{name}.SPLIT.jsonl"
     )
-    if not local_files and not _reads_files(config) and not forbidden() and (offline := unreachable()):
+    makes = makes_rows(config)
+    if makes:
+        hub, way = (
+            "its own rows",
+            (
+                "Lengths and tokenizer are given as task.metadata={max_seq_lengths:[1024]}, or --metadata of kvexp "
+                "lm-eval; a data set that it reads itself is fetched once with a network"
+            ),
+        )
+    elif not local_files and not _reads_files(config) and not forbidden() and (offline := unreachable()):
         raise ConfigError(f"cannot load the data of lm-eval's task {name} ({hub} on the hub): {offline}. {way}")
+    given = making.arguments if makes else None
     try:
-        return TaskManager(include_path=path.parent, include_defaults=False).load([name])["tasks"][name]
+        with seeded(config, making.seed):
+            manager = TaskManager(include_path=path.parent, include_defaults=False, metadata=given)
+            return manager.load([name])["tasks"][name]
     except Exception as error:  # datasets', the hub's, pyarrow's, jinja's and lm-eval's own: no common base
         reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        if how := mend(error):
+            raise ConfigError(f"lm-eval's task {name} cannot be loaded ({reason}). {how}") from error
         if local_files:
             raise ConfigError(
                 f"task.data_dir: lm-eval's task {name} cannot use these files ({reason}); they must have the columns "
                 f"of {hub} on the hub"
             ) from error
-        raise ConfigError(
-            f"cannot load the data of lm-eval's task {name} ({hub} on the hub): {reason}. {way}"
-        ) from error
+        source = "make" if makes else "load the data of"
+        where = "" if makes else f" ({hub} on the hub)"
+        raise ConfigError(f"cannot {source} lm-eval's task {name}{where}: {reason}. {way}") from error
 
 
 def _reads_files(config: Mapping[str, Any]) -> bool:
@@ -595,6 +757,15 @@ def check_rows(task: Any) -> None:
         raise ConfigError(f"lm-eval's task {config.task} needs images or sound, kvexp's models read text")
     if config.repeats > 1:
         raise ConfigError(f"lm-eval's task {config.task} asks {config.repeats} times per item: use kvexp lm-eval")
+
+
+def check_feels_eviction(name: str, protocol: str) -> None:
+    """ConfigError for a task of which no method could lose anything under this protocol."""
+    if name.startswith("longbench2") and protocol == "prefill_then_step":
+        raise ConfigError(
+            f"lm-eval's task {name} asks for the log-probability of one letter, which is the full prefill's whatever "
+            "is evicted afterwards: no method can lose anything there. Take task=longbench_v2, which generates answers"
+        )
 
 
 def _check_pool(task: Any, shots: int) -> None:
@@ -626,7 +797,9 @@ class LMEval(Task):
     An item's row holds lm-eval's own metrics, shares of 1 in percent, as `kvexp lm-eval` computes them from
     the same numbers. `limit` counts items per task.
 
-    Data: the hub's, or `data_dir`, a folder of NAME.SPLIT.jsonl files in the hub's schema. `num_fewshot` examples
+    Data: the hub's, or `data_dir`, a folder of NAME.SPLIT.jsonl files in the hub's schema. Tasks that make their rows
+    (lm-eval's RULER) get `metadata`, as in {max_seq_lengths: [1024]}, the model's tokenizer, and draws by `data_seed`;
+    all three, and the versions of what they take words from, are part of what names the data. `num_fewshot` examples
     (null: the task's own number) come from the split lm-eval takes or `fewshot_split`, drawn with `fewshot_seed`, the
     same for all methods. question=after_eviction: the examples are the context; the item's own question arrives after
     the eviction.
@@ -640,6 +813,7 @@ class LMEval(Task):
     name: ClassVar[str] = "lm_eval"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("acc",)
+    later_options: ClassVar[tuple[str, ...]] = ("metadata", "data_seed")
     # lm-eval is asked for a template by kvexp lm-eval --apply_chat_template.
     uses_chat_template: ClassVar[bool] = False
     rules: ClassVar[Rules] = (
@@ -665,6 +839,9 @@ class LMEval(Task):
     num_fewshot: Annotated[int, AtLeast(0)] | None = 0
     data_dir: str | None = None
     fewshot_seed: int = 1234
+    metadata: dict[str, Any] | None = None
+    data_seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    tokenizer: str | None = None  # its folder: the model's, for tasks that make rows of a length
     question: When = "in_prompt"
     protocol: Literal["prefill_then_step", "row_mask", "a2sf", "h2o", "keyformer"] = "prefill_then_step"
     fewshot_split: str | None = None
@@ -683,6 +860,19 @@ class LMEval(Task):
         """The protocol with this task's switches."""
         switches = {field.name: getattr(self, field.name) for field in fields(Protocol) if field.name != "mode"}
         return protocol_of(self.protocol, **switches)
+
+    @property
+    def making(self) -> Making:
+        """How rows are made, of tasks that make them."""
+        return Making(json.dumps(self.metadata or {}, sort_keys=True), self.tokenizer, self.data_seed)
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether one of its tasks makes its rows; reads lm-eval's definitions."""
+        return any(makes_rows(config_of(leaf)) for name in self.tasks for leaf in names_of(name))
+
+    def not_identifying(self) -> tuple[str, ...]:
+        return (*super().not_identifying(), "tokenizer")
 
     def parts(self) -> Sequence[LMEval]:
         """One task per name, groups and tags taken apart."""
@@ -708,6 +898,7 @@ class LMEval(Task):
                 fewshot_split=how.fewshot_split,
                 excludes_item=how.fewshot_excludes_item,
                 seed=self.fewshot_seed,
+                **({"making": self.making} if makes_rows(config_of(self.tasks[0])) else {}),
             )
         check_rows(made)
         return made
@@ -736,6 +927,7 @@ class LMEval(Task):
         """Options, names, data, prompts of all items used, and whether an item has metrics of its own."""
         self.check_options()
         for part in self.parts():
+            check_feels_eviction(part.tasks[0], self.protocol if self.question == "in_prompt" else "")
             if not part.metric_names():
                 raise ConfigError(
                     f"task.tasks: all metrics of lm-eval's task {part.tasks[0]} are of the whole corpus, an item has "
@@ -754,7 +946,7 @@ class LMEval(Task):
 
     def fingerprint(self) -> str:
         """Name of the definitions and the data, local files by their bytes."""
-        return "; ".join(digest(name, self.data_dir) for part in self.parts() for name in part.tasks)
+        return "; ".join(digest(name, self.data_dir, self.making) for part in self.parts() for name in part.tasks)
 
     def places(self) -> list[Path]:
         names = [name for part in self.parts() for name in part.tasks]
@@ -763,7 +955,11 @@ class LMEval(Task):
 
     def score_item(self, item: Item, results: Sequence[Any]) -> dict[str, float]:
         """lm-eval's metrics of one item; results as its models return them: (log-probability, greedy), or a text."""
-        return score(self.definition, item, results)
+        return self.outcome_of(item, results)[0]
+
+    def outcome_of(self, item: Item, results: Sequence[Any]) -> tuple[dict[str, float], Lists]:
+        """As `outcome`: the metrics of one item, and the lists that it is scored by."""
+        return outcome(self.definition, item, results)
 
     def check_options(self) -> None:
         super().check_options()
@@ -771,6 +967,21 @@ class LMEval(Task):
             self.measured  # noqa: B018  # the switches of the protocol
         except ConfigError as error:
             raise ConfigError(f"task.{error}") from error
+        if self.metadata is not None or self.data_seed:
+            self._check_metadata()
+
+    def _check_metadata(self) -> None:
+        if not self.makes_rows:
+            raise ConfigError(
+                f"task.metadata and task.data_seed are for tasks that make their rows, such as niah_single_1, and "
+                f"{', '.join(self.tasks)} reads them: leave both out"
+            )
+        lengths = (self.metadata or {}).get("max_seq_lengths")
+        if isinstance(lengths, list | tuple) and len(lengths) > 1:
+            raise ConfigError(
+                f"task.metadata: one length a run, for each has a metric of its own, got max_seq_lengths={lengths}: "
+                "sweep over task.metadata={max_seq_lengths:[1024]},{max_seq_lengths:[2048]}"
+            )
 
 
 @functools.lru_cache(maxsize=32)

@@ -411,6 +411,28 @@ class Stories(RougeTask):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompts(RougeTask):
+    """Answer prompts as they are; rows {"prompt"}, and perhaps {"answer"} and {"id"}.
+
+    For how far a run is from the full cache, which takes no reference: ROUGE is 0 where a row has no answer. All of a
+    prompt is body. One that is too long is skipped, since its end may be what it asks.
+    """
+
+    name: ClassVar[str] = "prompts"
+
+    max_new_tokens: Positive = 64
+    truncate: Truncation = "skip"
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        prompt = text(row, "prompt", where, "data_files")
+        answer = text(row, "answer", where, "data_files", empty=True) if row.get("answer") is not None else ""
+        return Example(row_id(row, "id", prompt, answer), prompt, answer)
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        return self.rouge(output, reference)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Perplexity(Task):
     """Negative log-likelihood of a text; rows {"text"}, such as PG-19's test books (Rae et al., arXiv:1911.05507).
 

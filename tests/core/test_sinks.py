@@ -11,7 +11,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from tiny import Streams, run_core
+from tiny import Streams, run_core, scores_of
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss
@@ -211,8 +211,9 @@ def test_the_retained_attention_is_of_what_goes_to_tokens() -> None:
 @pytest.mark.parametrize("sink", ["applied", "renormalised"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cake_shares_layers_and_slots_by_the_models_attention(family: str, sink: SinkScore) -> None:
-    prompt, window = 40, 8
+    prompt, window, budget = 160, 8, 90
     streams = Streams.random(8, prompt, layers=2, batch=1, heads=HEADS, group=GROUP, dim=DIM)
+    streams.q[1] *= 3  # of which sinks take less
     causal = torch.ones(prompt, prompt, dtype=torch.bool).tril()[None, None]
     every, preferences = [], []
     for q, k, v in zip(streams.q, streams.k, streams.v, strict=True):
@@ -230,8 +231,8 @@ def test_cake_shares_layers_and_slots_by_the_models_attention(family: str, sink:
     logits = [one.logits(slice(0, window), prompt) for one in inputs]
     found = [CakeLayers(observed=window).preference(x, [prompt], sinks)[0] for x in logits]
     assert found == pytest.approx(preferences, rel=100 * NEAR[family])
-    shares = oracles.cake_budgets(20, prompt, window, preferences)
-    config = CacheConfig(CAKE(window=window), Budget(tokens=20, counts_self=False), score_sink=sink)
+    shares = oracles.cake_budgets(budget, prompt, window, preferences)
+    config = CacheConfig(CAKE(window=window), Budget(tokens=budget, counts_self=False), score_sink=sink)
     seen = run_core(config, streams, (prompt,), params=params_of(family))
     # One kv head's score from the formula, by hand: mean and variance over queries, pooled, mean over query heads.
     for layer, share in enumerate(shares):
@@ -280,7 +281,7 @@ def test_rows_of_one_stack_may_count_sinks_differently() -> None:
     streams = Streams.random(13, prompt + steps, batch=1, heads=HEADS, group=GROUP, dim=DIM, dtype=torch.float32)
     configs = [CacheConfig(H2O(), Budget(tokens=9), score_sink=sink) for sink in ("applied", "renormalised")]  # type: ignore[arg-type]
     params, widths = params_of("gpt_oss"), (prompt, *[1] * steps)
-    alone = [run_core(config, streams, widths, params=params) for config in configs]
+    alone = [run_core(replace(config, mode="compact"), streams, widths, params=params) for config in configs]
     assert alone[0].kept != alone[1].kept
     begun = [run_core(config, streams, (prompt, 1), params=params, max_new_tokens=steps) for config in configs]
     states = [one.states[0] for one in begun]
@@ -290,6 +291,8 @@ def test_rows_of_one_stack_may_count_sinks_differently() -> None:
         out = stack.forward(q, k, v, params)
         for state, seen, mine in zip(states, alone, out, strict=True):
             assert state.kept_positions() == seen.kept[t - prompt + 1][0]
+            for scores, want in zip(scores_of(state)[0], seen.score[t - prompt + 1][0][0], strict=True):
+                assert scores == pytest.approx(want, rel=1e-5)
             torch.testing.assert_close(mine, seen.out[t - prompt + 1][0][0], rtol=1e-5, atol=1e-5)
 
 

@@ -113,11 +113,15 @@ def test_verdicts_of_made_up_rows(tmp_path: Path, capsys: Any) -> None:
                     row = {"model": "m", "kind": kind, "number": number, "total": 4096, "seconds": 1}
                     row |= {"kl": kl * noise, "kl_late": kl * noise}
                     file.write(json.dumps(row | vars(arm)) + "\n")
+        lost = {"codes": {"4": 1.5, "57": 3.0}, "full_codes": {"4": 1.0, "57": 1.0}, "kl": 1, "kl_late": 1}
+        row = {"model": "m", "kind": "codes", "number": 0, "total": 4096, "seconds": 1}
+        file.write(json.dumps(row | lost | vars(Arm("vase", PROMPT, 512))) + "\n")
         file.write('{"model": "m", "ki')  # cut off
     assert main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said.count("scoring is worth more") == 4 and said.count("chance holds") == 4
     assert "solution 512 snapkv 20 | -37.5 %" in said
+    assert "codes 512 vase: 4 blocks +0.50 (1), 57 blocks +2.00 (1)" in said
     assert main(["size", str(tmp_path)]) == 0
     sizes = capsys.readouterr().out
     assert "solution 512 vase: 20 texts, sd 0.0" in sizes and "-37" not in sizes

@@ -88,7 +88,13 @@ def test_coverage_on_more_recorded_rows(task, limit, confidence):
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.9, 0.95])
-@pytest.mark.parametrize("together", [True, False], ids=["one prompt is hard for all", "each by itself"])
+@pytest.mark.parametrize(
+    "together",
+    [
+        pytest.param(True, id="one prompt is hard for all", marks=pytest.mark.slow),
+        pytest.param(False, id="each by itself"),
+    ],
+)
 def test_coverage_on_losses_of_a_known_law(together, confidence):
     """Exponential losses whose scale the budget sets, of six methods, some of which lie just below the share.
 
@@ -176,7 +182,7 @@ def test_the_cheapest_budget_that_holds(tmp_path, capsys):
     lines = out.splitlines()
     assert lines[0] == "tiny on xsum: 0.9 of new prompts within 0.1 nats per token of the full cache"
     h2o, window = (next(line for line in lines if line.startswith(name)) for name in ("h2o", "window"))
-    assert h2o.split()[:8] == ["h2o", "kv_ratio=0.5", "50", "4.88", "KiB", "0", "of", "40"] and "holds" in h2o
+    assert h2o.split()[:8] == ["h2o", "kv_ratio=0.5", "50", "4.88", "KiB", "0", "of", "40"]
     assert "none of 2" in window and "40 of 40" in window
     assert "h2o kv_ratio=0.5 a new prompt of this kind stays within 0.1 nats per token" in out
     assert "window: 40 of 40 beyond the limit at kv_ratio=0.9: too many are beyond it for any number." in out

@@ -104,7 +104,18 @@ def text_of(browser: Any, selector: str) -> str:
 
 def test_every_section_draws_and_every_chart_has_lines(opened: Any) -> None:
     sections = [each.get_attribute("id") for each in opened.find_elements("css selector", "main section")]
-    assert sections == ["verdicts", "explorer", "divergence", "life", "cost", "samples", "kept", "needle", "about"]
+    assert sections == [
+        "verdicts",
+        "explorer",
+        "divergence",
+        "advise",
+        "life",
+        "cost",
+        "samples",
+        "kept",
+        "needle",
+        "about",
+    ]
     assert [each for each in headings(opened, "life") if each.startswith("Turns")] == [
         "Turns",
         "Turns by distance of the fact",

@@ -20,7 +20,7 @@ from test_conf import composed
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
 from kvexp.run.settings import settings_of
-from kvexp.tasks import GSM8K, CNNDailyMail, Example, GovReport, Perplexity, Soda, Stories, Task, XSum
+from kvexp.tasks import GSM8K, CNNDailyMail, Example, GovReport, Perplexity, Prompts, Soda, Stories, Task, XSum
 from kvexp.tasks.metrics import TYPES, lines, rouge, sentences, unimported
 from kvexp.tasks.qa import last_number
 from kvexp.util import ConfigError
@@ -597,3 +597,20 @@ def test_beyond_the_models_own_context(tmp_path):
         perplexity(tmp_path, small)
     row = perplexity(tmp_path, small, "cache.beyond_context=true", "budget=tokens", "budget.tokens=32")
     assert row["info"]["buckets"][-1]["to"] > 140 and math.isfinite(row["metrics"]["nll"])
+
+
+# ---- prompts of one's own
+
+
+def test_prompts_are_asked_as_they_are(tmp_path: Path) -> None:
+    """A row may have an answer, which ROUGE compares with, and an id, else a digest of its texts."""
+    rows = {"prompt": " Why is {input} blue?\n"}, {"prompt": "Say yes.", "answer": "Yes.", "id": 7}
+    task = Prompts(data_files=write(tmp_path / "p.jsonl", *rows))
+    task.check()
+    first, second = task.examples()
+    assert (first.prompt, first.body, first.reference) == (" Why is {input} blue?\n", first.prompt, "")
+    assert (second.id, second.reference) == ("7", "Yes.")
+    assert task.score("Yes.", second.reference, second)["rouge1"] == 100
+    assert task.score("Because.", first.reference, first)["rouge1"] == 0
+    with pytest.raises(ConfigError, match=r"row 1 of .*bad.jsonl has no field 'prompt'"):
+        list(Prompts(data_files=write(tmp_path / "bad.jsonl", {"text": "a"})).examples())

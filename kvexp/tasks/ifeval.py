@@ -1,0 +1,136 @@
+"""IFEval: instructions that code checks, by lm-eval's copy of the official checkers, alone or behind own articles."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, ClassVar
+
+from kvexp.tasks.articles import articles, articles_digest
+from kvexp.tasks.base import Example, Positive, QuestionTask, Task, Truncation, When, row_id
+from kvexp.tasks.data import misshapen, text
+from kvexp.tasks.lm_eval import mend, quiet, require
+from kvexp.util import ConfigError
+
+STRICT, LOOSE = "strict", "loose"
+
+
+@cache
+def checkers() -> ModuleType:
+    """lm-eval's module of the checkers, its guesses of languages made repeatable; ConfigError that says what to do."""
+    require()
+    try:
+        import nltk
+
+        nltk.data.find("tokenizers/punkt_tab")  # else lm-eval would try to download it
+        with quiet():
+            import langdetect
+            from lm_eval.tasks.ifeval import utils
+    except (ImportError, LookupError) as error:
+        reason = next(iter(str(error).strip(" *\n").splitlines()), "")
+        raise ConfigError(f"IFEval's checkers cannot be loaded ({reason}). {mend(error)}") from error
+    langdetect.DetectorFactory.seed = 0
+    found: ModuleType = utils
+    return found
+
+
+def followed(asked: Mapping[str, Any], answer: str) -> dict[str, list[bool]]:
+    """Whether an answer follows each instruction: strict, as it stands; loose, in any of eight variants without its
+    first line, its last line and asterisks. asked: key, prompt, instruction_id_list and kwargs of a row.
+    """
+    module = checkers()
+    entry = module.InputExample(**{name: asked[name] for name in ("key", "instruction_id_list", "prompt", "kwargs")})
+    found = {STRICT: module.test_instruction_following_strict, LOOSE: module.test_instruction_following_loose}
+    return {
+        name: [bool(each) for each in check(entry, answer).follow_instruction_list] for name, check in found.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class IFEval(Task):
+    """Follow instructions that code can check; rows {key, prompt, instruction_id_list, kwargs}, 541 (Zhou et al.,
+    arXiv:2311.07911).
+
+    Metrics in percent: prompt_strict (all instructions followed), instruction_strict (share of them), and both loose.
+    The published numbers by instruction weigh every instruction alike, so a row keeps its list (info.strict,
+    info.loose). The prompt is one user turn. It has some 60 tokens: what is evicted is the answer.
+    """
+
+    name: ClassVar[str] = "ifeval"
+    metrics: ClassVar[tuple[str, ...]] = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
+    uncut: ClassVar[str] = "an instruction cut short is another one"
+
+    hub_id: str = "google/IFEval"
+    revision: str | None = "966cd89545d6b6acfd7638bc708b98261ca58e84"
+    split: str = "train"
+    max_new_tokens: Positive = 1280
+    truncate: Truncation = "skip"
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        asked = asked_of(row, where)
+        return Example(str(asked["key"]), asked["prompt"], json.dumps(asked, ensure_ascii=False))
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        found = followed(json.loads(reference), output)
+        scores = {f"prompt_{name}": 100.0 * all(each) for name, each in found.items()}
+        scores |= {f"instruction_{name}": 100.0 * sum(each) / len(each) for name, each in found.items()}
+        return {name: scores[name] for name in self.metrics}
+
+    def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
+        return dict(followed(json.loads(reference), output))
+
+    def check(self) -> None:
+        checkers()
+        super().check()
+
+
+def asked_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """key, prompt, instruction_id_list and kwargs of a row, options that are null left out; ConfigError otherwise."""
+    prompt, kinds, options = (
+        text(dict(row), "prompt", where, "data_files"),
+        row.get("instruction_id_list"),
+        row.get("kwargs"),
+    )
+    if not isinstance(kinds, list) or not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise misshapen(row, "instruction_id_list", where, "a list of names of instructions")
+    if not isinstance(options, list) or len(options) != len(kinds):
+        raise misshapen(row, "kwargs", where, "a list of objects, one for each of instruction_id_list")
+    known = checkers().instructions_registry.INSTRUCTION_DICT
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ConfigError(f"{where}: lm-eval has no checker of {', '.join(unknown)}; it has {', '.join(known)}")
+    given = [{name: value for name, value in (each or {}).items() if value is not None} for each in options]
+    return {
+        "key": row_id(dict(row), "key", prompt),
+        "prompt": prompt,
+        "instruction_id_list": kinds,
+        "kwargs": given,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class IFEvalArticles(IFEval, QuestionTask):
+    """IFEval's prompts behind kvexp's own articles, which are to be read first: no benchmark of anybody else's.
+
+    A prompt of 60 tokens leaves nothing to evict before the answer. Here `articles` of the 36, chosen by the row's key,
+    stand in front. With question=after_eviction, the default, they are evicted before the prompt is known; with
+    in_prompt the prompt is evicted with them.
+    """
+
+    name: ClassVar[str] = "ifeval_articles"
+
+    question: When = "after_eviction"
+    articles: Positive = 2
+    before: str = "Read the following news articles, then follow the instructions behind them.\n\n"
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        plain, all_of_them = super().example(row, where), articles()
+        first = zlib.crc32(plain.id.encode())
+        chosen = [all_of_them[(first + place) % len(all_of_them)].text for place in range(self.articles)]
+        return self.ask(plain.id, (self.before, "\n\n".join(chosen), ""), f"\n\n{plain.prompt}", plain.reference)
+
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint()} articles:{articles_digest()}"
