@@ -19,7 +19,7 @@ from kvexp.run.compose import option, options
 NOTHING = torch.zeros(0)
 # What a pass over texts would have found, at which nothing here looks.
 NOT_LOOKED_AT = {
-    "calibration": QueryCalibration("", NOTHING, NOTHING, NOTHING),
+    "calibration": QueryCalibration("", torch.ones(1), NOTHING, NOTHING),  # has directions, which qfilters asks for
     "surrogate": Surrogate("", NOTHING, NOTHING),
 }
 HALF = Budget(kv_ratio=0.5)

@@ -197,7 +197,12 @@ CASES: dict[str, Case] = {
     "caote_over_h2o": Case(CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
     "dropkv": Case(CAOTE(alpha="window", window=3), oracles.dropkv, properties=True),
     "capkv": Case(CapKV(n_sinks=1, n_future=5), oracles.capkv, properties=True),
+    # Values that nothing else spans: every plant's is of its own, whether few or many look at it.
+    "capkv_default": Case(CapKV(), planted="++ +++++ ++ ++ + +"),
     "defensivekv": Case(DefensiveKV(window=3, kernel=1), oracles.defensivekv),
+    # As snapkv_4, times the length of the value, and the sink's is short: it stays where the other head of its group
+    # looks at it alone.
+    "defensivekv_4": Case(DefensiveKV(window=4, kernel=3), planted="gg +---+ ++ ++ - -"),
     "snapkv": Case(
         SnapKV(window=2, kernel=3), oracles.snapkv, replace(SNAP, last_rows=2, window=2, kernel=3, recent=2),
         properties=True, unbounded="the prompt's last 2 queries"),
@@ -217,11 +222,11 @@ CASES: dict[str, Case] = {
     # Blocks of one token here; 32 beside the engine itself (tests/generate/test_openvino.py).
     "openvino": Case(
         OpenVINO(block=1, start_size=1, recent_size=1, window=3), oracles.openvino_norm,
-        unbounded="drops nothing before a prompt has ended",
+        unbounded="the prompt's last 3 queries",
     ),
     "openvino_crush": Case(
         OpenVINO(block=1, start_size=1, recent_size=2, window=4, aggregation="sum", crush=1, anchor="alternating"),
-        oracles.openvino_crush,
+        oracles.openvino_crush, unbounded="the prompt's last 4 queries",
     ),
     "pyramidkv": Case(PyramidKV(window=2, kernel=3, beta=3.0), oracles.snapkv, unbounded="the prompt's last 2 queries"),
     # One layer has it all: as snapkv. In the two of the induction model slots go from the top layer, where the phrase

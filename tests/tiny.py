@@ -260,6 +260,6 @@ def feed(
         logits = forward_last(model, ids[:, at:to], mask[:, :to], cache)
         if to >= columns:
             fed.logits.append(logits)
-            fed.kept.append([cache.kept_positions(layer) for layer in range(len(cache.layers))])
+            fed.kept.append([cache.kept_positions(layer) for layer in range(len(cache.layer_states))])
         at = to
     return fed

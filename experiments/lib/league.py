@@ -44,8 +44,9 @@ OLD = [
 NEW = [
     *("keydiff", "lagkv", "cur", "compactor", "caote"),
     *("expected_attention", "qfilters", "pyramidkv", "cake", "kvzap"),
+    *("defensivekv", "capkv"),
 ]
-EVERY_128 = ["triattention", "rkv"]
+EVERY_128 = ["triattention", "rkv", "vase"]
 READ_TWICE = ["kvzip", "kvzip_plus"]
 ADAPTIVE = ["snapkv", "expected_attention"]
 KEEP_ALL = ["ideal", "pqcache", "sparq", "quest", "infllm"]

@@ -41,7 +41,7 @@ from kvexp.results.stats import t_quantile, t_tail
 from kvexp.run.jobs import composed_model
 from kvexp.run.model_spec import load, model_digest
 from kvexp.tasks.articles import articles
-from kvexp.util import ConfigError, Progress, locked, say
+from kvexp.util import ConfigError, Progress, locked, say, watch_pipes
 
 # -- the design, fixed before anything was run -------------------------------------------------------------------------
 
@@ -532,4 +532,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

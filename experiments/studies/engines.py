@@ -28,7 +28,7 @@ from kvexp.results.table import TOO_FEW
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
-from kvexp.util import ConfigError, Session, duration, say
+from kvexp.util import ConfigError, Session, duration, say, watch_pipes
 
 Row = dict[str, Any]
 
@@ -198,4 +198,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -198,10 +198,7 @@ class StackedLayer:
         self.products = RaggedProducts(self.slots) if isinstance(self.slots, RaggedSlots) else None
         self.eviction = BatchedEviction(states, self.sizes, self.backends)
         self.score_specs = [state.score_spec for state in states]
-        applied = [
-            state.config.score_sink == "applied" for state, n in zip(states, self.sizes, strict=True) for _ in range(n)
-        ]
-        self.sees_sinks = torch.tensor(applied, device=self.keys.device)[:, None, None, None, None]
+        self._sees_sinks: Tensor | None = None
         self.num_observing = sum(spec is not None for spec in self.score_specs)  # caches, and their rows
         self.num_observed_rows = sum(self.sizes[: self.num_observing])
         self.pools_scores = any(map(_pools_scores, states))
@@ -277,6 +274,15 @@ class StackedLayer:
         """End the step whose inputs were held."""
         for part in self._scheduled:
             part.release_inputs()
+
+    @property
+    def sees_sinks(self) -> Tensor:
+        """Rows [R, 1, 1, 1, 1] whose methods see what attention sinks leave to the slots (score.sink=applied)."""
+        if self._sees_sinks is None:
+            each = zip(self.states, self.sizes, strict=True)
+            applied = [state.config.score_sink == "applied" for state, size in each for _ in range(size)]
+            self._sees_sinks = torch.tensor(applied, device=self.keys.device)[:, None, None, None, None]
+        return self._sees_sinks
 
     @property
     def _scheduled(self) -> Sequence[NoisedObserver | triton_ops.FusedDecodeAttention]:

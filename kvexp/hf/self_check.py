@@ -35,7 +35,7 @@ from kvexp.hf.traits import KIND_TITLES, text_config, traits_of
 from kvexp.util import CacheError, ConfigError, cache_folder, replace
 
 Check = Literal["always", "once", "never"]
-TOKENS, PADS, STEPS = 48, 17, 4  # columns of the prompt, padding of its second row, decode steps
+TOKENS, STEPS = 48, 4  # columns of the prompt, of a model that holds so many; decode steps
 ATOL, RTOL = 1e-4, 2e-5  # of float32 logits; RTOL is of the largest one
 NOISE = 3  # times the model's own rounding, where that is more
 MOST = {torch.float32: 1e-3}  # of the largest logit: what rounding may come to
@@ -111,13 +111,14 @@ def measure(model: PreTrainedModel) -> float:
 
 
 def _tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Random token ids [2, TOKENS + STEPS] and a mask of the first TOKENS columns; the second row begins with PADS."""
+    """Random token ids [2, N + STEPS] and a mask of the first N columns; a third of the second row's is padding."""
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(0)
     size = int(text_config(model.config).vocab_size)
-    ids = torch.randint(min(3, size - 1), size, (2, TOKENS + STEPS), generator=generator).to(device)
-    mask = torch.ones_like(ids[:, :TOKENS])
-    mask[1, :PADS] = 0
+    columns = max(3, min(TOKENS, (traits_of(model.config).limit or TOKENS + STEPS) - STEPS))
+    ids = torch.randint(min(3, size - 1), size, (2, columns + STEPS), generator=generator).to(device)
+    mask = torch.ones_like(ids[:, :columns])
+    mask[1, : (columns + 2) // 3] = 0
     return ids, mask
 
 
@@ -145,26 +146,27 @@ def _own_attention(model: PreTrainedModel) -> Iterator[Callable[..., None]]:
 
 def _stock(model: PreTrainedModel, ids: Tensor, mask: Tensor, width: int = TOKENS) -> Tensor:
     """Logits [2, 1 + STEPS, V] float32 by transformers' own cache; width: columns of the prompt's forwards."""
-    cache, made = DynamicCache(config=model.config), []
+    cache, made, columns = DynamicCache(config=model.config), [], mask.shape[1]
     logits = torch.zeros(0)
-    for start in range(0, TOKENS, width):
-        part = ids[:, start : min(start + width, TOKENS)]
+    for start in range(0, columns, width):
+        part = ids[:, start : min(start + width, columns)]
         logits = forward_logits(model, part, mask[:, : start + part.shape[1]], cache, keep=1)[:, -1]
     made.append(logits)
     for step in range(STEPS):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        at = TOKENS + step
+        at = columns + step
         made.append(forward_logits(model, ids[:, at : at + 1], mask, cache, keep=1)[:, -1])
     return torch.stack(made, dim=1).float()
 
 
 def _kvexp(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, EvictionCache]:
     """As `_stock`, through a cache of kvexp that keeps everything, and that cache."""
-    cache = EvictionCache(model, _Everything(), prompt_tokens=TOKENS, max_new_tokens=STEPS)
-    made = [forward_logits(model, ids[:, :TOKENS], mask, cache, keep=1)[:, -1]]
+    columns = mask.shape[1]
+    cache = EvictionCache(model, _Everything(), prompt_tokens=columns, max_new_tokens=STEPS)
+    made = [forward_logits(model, ids[:, :columns], mask, cache, keep=1)[:, -1]]
     positions = mask.sum(1, keepdim=True)
     for step in range(STEPS):
-        token = ids[:, TOKENS + step : TOKENS + step + 1]
+        token = ids[:, columns + step : columns + step + 1]
         made.append(forward_columns(model, token, token.new_ones(2, 0), positions + step, cache, keep=1)[:, -1])
     return torch.stack(made, dim=1).float(), cache
 
@@ -175,7 +177,7 @@ def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) ->
     Compared are prompts in parts, torch's SDPA where the model can, and inputs that differ in the last bit of their
     dtype, by which experts are chosen otherwise, say.
     """
-    others = [_stock(model, ids, mask, width=TOKENS // 3)]
+    others = [_stock(model, ids, mask, width=max(1, mask.shape[1] // 3))]
     for seed in range(2):
         signs = torch.Generator().manual_seed(seed)
         with _last_bits(model, signs):

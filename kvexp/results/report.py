@@ -285,7 +285,11 @@ def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
     shown = {folder.run.hash for folder in source.shown}
     found = []
     for loss in LOSSES if (source.runs.outputs / FOLDER).is_dir() else ("kl",):  # others than KL are asked for
-        for one in recorded(source.runs, loss):
+        try:
+            groups = recorded(source.runs, loss)
+        except ConfigError:  # the bytes of a run are not known, which `kvexp advise` says
+            continue
+        for one in groups:
             asked = one.question()
             if asked is not None and asked.loss == loss and shown & one.folders.keys():
                 found.append(_safe_budgets(one, one.advice(asked)))

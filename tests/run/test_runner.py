@@ -295,14 +295,14 @@ NAMED = (  # refused, in the name of the setting
 VALUES = {
     **{word: word.partition("=")[0].lstrip("+") for word in NAMED},
     "kv_ratio=-0.1": "got -0.1",
-    "budget.of=words": "one of prompt, padded, sequence, got 'words'",
+    "budget.of=words": "one of prompt, padded, sequence, generated, got 'words'",
     "method.impl=fast": "one of real_drop, mask, got 'fast'",
     "method._target_=os.system": "must name a class of kvexp.methods",
     "method._target_=kvexp.methods.Nothing": "there is no kvexp.methods.Nothing",
     "task.data_files=/nowhere.jsonl": "/nowhere.jsonl",
     "task.text_field=story": "row 1 of .*sample.jsonl has no field 'story'",
     "task.pad_to=400": "budget.of=prompt leaves them out: set budget.of=padded",
-    "model.family=bert": "model family 'bert' is not supported; supported: ",
+    "model.family=bert": "model family 'bert' is not supported: it is an encoder",
     "+model.config.hidden_sise=3": "'hidden_sise' is not a setting of a llama configuration",
     "model.config.num_attention_heads=5": "model.config cannot be that of a llama model: .*hidden size",
 }

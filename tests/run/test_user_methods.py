@@ -370,11 +370,12 @@ LM_EVAL = {  # as typed after --model_args: as lm-eval gets it
 @pytest.mark.parametrize("typed", LM_EVAL)
 def test_lm_eval_takes_a_method_that_is_typed(typed, folder, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
-    from kvexp.run.lm_eval_model import ModelArguments, _check_model
+    from kvexp.run.lm_eval_model import ModelArguments, _check_model, _merged
 
     monkeypatch.setattr("kvexp.run.lm_eval_model.check_source", lambda *_: None)
     rest = ["--model_args", typed, "--output_path", "keydiff.py"]
-    assert _check_model([typed], rest) == ["--model_args", LM_EVAL[typed], "--output_path", "keydiff.py"]
+    given = _merged([typed], "--model_args")
+    assert _check_model(given, [typed], rest) == ["--model_args", LM_EVAL[typed], "--output_path", "keydiff.py"]
     if "keydiff" in typed:
         cache = ModelArguments.of("keydiff.KeyDiff", 0.5, "prefill_then_step", {"method.alpha": 0.4}).cache
         assert (type(cache.method).__name__, cache.method.alpha, cache.budget.kv_ratio) == ("KeyDiff", 0.4, 0.5)
