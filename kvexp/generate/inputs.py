@@ -609,7 +609,7 @@ class EvictionStats:
     """What eviction did to one sample.
 
     slots: live slots per kv head at the row's end, mean over layers and heads. kv_bytes, peak_kv_bytes: the row's share
-    of the batch's bytes, with windows and states of layers that are not evicted from.
+    of the batch's bytes, with windows and states of layers that kvexp does not evict from.
 
     first_eviction_step: decode tokens seen when the row first lost a slot (0: at the end of prefill; None: never).
     kept_digest: hash of the positions held in every layer and head. attention_kept: share of the last prompt query's
