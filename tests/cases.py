@@ -58,9 +58,10 @@ class Case:
 
     oracle: kept sets in stock models (test_kept_sets.py). rule: outputs, kept sets and scores on random streams
     (test_reference.py). planted: one mark per plant of `planted.PLANTS`, in their order: + the answer's slot survives
-    12 of 96 slots, - it does not, g only where query heads share a kv head (test_planted.py). golden: recordings of the
-    authors' code in tests/golden (test_golden.py). properties: whether test_properties.py draws it. unbounded: words of
-    the reason why bounded prefill refuses it (test_bounded_prefill.py); "": it does not.
+    12 of 96 slots, - it does not, g only where query heads share a kv head, l only where positions are learned
+    (test_planted.py). golden: recordings of the authors' code in tests/golden (test_golden.py). properties: whether
+    test_properties.py draws it. unbounded: words of the reason why bounded prefill refuses it
+    (test_bounded_prefill.py); "": it does not.
     """
 
     method: Method
@@ -200,9 +201,8 @@ CASES: dict[str, Case] = {
     # Values that nothing else spans: every plant's is of its own, whether few or many look at it.
     "capkv_default": Case(CapKV(), planted="++ +++++ ++ ++ + +"),
     "defensivekv": Case(DefensiveKV(window=3, kernel=1), oracles.defensivekv),
-    # As snapkv_4, times the length of the value, and the sink's is short: it stays where the other head of its group
-    # looks at it alone.
-    "defensivekv_4": Case(DefensiveKV(window=4, kernel=3), planted="gg +---+ ++ ++ - -"),
+    # As snapkv_4, times the length of the value, which the sink has only where positions are learned.
+    "defensivekv_4": Case(DefensiveKV(window=4, kernel=3), planted="ll +---+ ++ ++ - -"),
     "snapkv": Case(
         SnapKV(window=2, kernel=3), oracles.snapkv, replace(SNAP, last_rows=2, window=2, kernel=3, recent=2),
         properties=True, unbounded="the prompt's last 2 queries"),

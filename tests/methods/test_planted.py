@@ -122,7 +122,8 @@ def test_the_vital_slots_decide_and_no_other(name: str, layout: str) -> None:
 @pytest.mark.parametrize(("method", "name", "layout"), list(each_in_one_layout()))
 def test_each_method_keeps_what_its_score_says(method: str, name: str, layout: str) -> None:
     plant = PLANTS[name][0](layout)
-    passes = TABLE[method].planted.replace(" ", "")[list(PLANTS).index(name)] in ("+g" if layout == "llama" else "+")
+    mark = TABLE[method].planted.replace(" ", "")[list(PLANTS).index(name)]
+    passes = mark in "+" + {"llama": "g", "gpt2": "l"}.get(layout, "")
     logits, held = ask(plant, TABLE[method].method, BUDGET)
     assert (WORDS[int(logits[0].argmax())] == WORDS[plant.answer]) == passes
     if not TABLE[method].method.simulation_only:  # a simulation holds everything
