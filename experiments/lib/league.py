@@ -328,8 +328,17 @@ def text_of(frame: pd.DataFrame) -> str:
         for question in QUESTIONS
         if len(part := frame[frame["task"].eq(task) & frame["question"].eq(question)])
     }
-    blocks = [block for place, part in parts.items() for block in _block(*place, part)]
-    return "\n\n".join([*(_overview(parts) if len(parts) > 1 else []), *blocks])
+    several, lacking = len(parts) > 1, [_missing(task, part) for (task, _), part in parts.items()]
+    nowhere = [name for name in lacking[0] if several and all(name in names for names in lacking)]
+    said = [f"Not run, or not finished: {', '.join(nowhere)}."] if nowhere else []
+    blocks = [block for place, part in parts.items() for block in _block(*place, part, nowhere)]
+    return "\n\n".join([*(_overview(parts) if several else []), *said, *blocks])
+
+
+def _missing(task: str, part: pd.DataFrame) -> list[str]:
+    """Names of the methods of a task that a block has no row of."""
+    found = {name_of(row) for _, row in part.iterrows()}
+    return [name for name in _names_of(task) if name not in found]
 
 
 def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
@@ -373,12 +382,12 @@ def _keep_all() -> set[str]:
     return {name for group in GROUPS if group.keeps_all for name in group.methods}
 
 
-def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
-    """A heading, a row per budget, and what was not run."""
+def _block(task: str, question: str, part: pd.DataFrame, nowhere: Sequence[str]) -> Iterator[str]:
+    """A heading, a row per budget, and what was run elsewhere and not here; nowhere: methods that no block has."""
     yield f"### {task}, {SHORT[question]} (n={int(part['n'].max())})"
     rows = [row for ratio in RATIOS if (row := _row(f"{ratio:g}", part[part["kv_ratio"].eq(ratio)]))]
     yield markdown(["budget", "method", "KL", "as near", "keeps all"], *rows, right=True)
-    if missing := [name for name in _names_of(task) if name not in {name_of(row) for _, row in part.iterrows()}]:
+    if missing := [name for name in _missing(task, part) if name not in nowhere]:
         yield f"Not run, or not finished: {', '.join(missing)}."
 
 
