@@ -254,6 +254,9 @@ def test_a_start_token_comes_first_where_the_file_says_so(gguf):
 
 
 def test_gemmas_texts_begin_without_a_space(tmp_path, tokenizer):
+    pytest.importorskip(
+        "transformers.integrations.gguf.dequant", reason="transformers before 5.23 has no exact reading"
+    )
     words = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["\n", "▁", "t", "h", "e", "th", "the", "▁the"]
     fields = {
@@ -277,6 +280,9 @@ def test_gemmas_texts_begin_without_a_space(tmp_path, tokenizer):
 
 
 def test_a_sentencepiece_vocabulary(tmp_path, tokenizer):
+    pytest.importorskip(
+        "transformers.integrations.gguf.dequant", reason="transformers before 5.23 has no exact reading"
+    )
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "t", "h", "e", "th", "the", "▁the"]
     fields = {
