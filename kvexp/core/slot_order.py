@@ -17,11 +17,14 @@ def keep_order(priority: Tensor, positions: Tensor, protected: Tensor) -> Tensor
 
     priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool.
     """
-    priority = priority.masked_fill(protected, torch.inf).masked_fill(positions < 0, -torch.inf)
-    index = positions.argsort(dim=-1, descending=True, stable=True)
-    topk_slots = priority.gather(-1, index).argsort(dim=-1, descending=True, stable=True)
     # A live slot of priority -inf is kept before a dead one: dead positions (-1) sort last among equals.
-    return index.gather(-1, topk_slots)
+    return best_first(priority.masked_fill(protected, torch.inf).masked_fill(positions < 0, -torch.inf), positions)
+
+
+def best_first(priority: Tensor, positions: Tensor) -> Tensor:
+    """Slot indices [B, H, S] by priority, and of equal ones newer first; both [B, H, S]."""
+    index = positions.argsort(dim=-1, descending=True, stable=True)
+    return index.gather(-1, priority.gather(-1, index).argsort(dim=-1, descending=True, stable=True))
 
 
 def select_keep(

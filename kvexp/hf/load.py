@@ -243,8 +243,8 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
         check_forward(moving, given.shape[1], positions, kwargs.get("attention_mask"), cache)
         reset_frequencies(model)
     if given is not None:
-        seen = int(cache.get_seq_length()) if cache is not None and tagging_layers(cache) else 0
-        if vars(model)[_RECORD].whole_prompts and given.shape[1] > 1 and seen:
+        several_now = vars(model)[_RECORD].whole_prompts and given.shape[1] > 1
+        if several_now and cache is not None and tagging_layers(cache) and cache.get_seq_length():
             raise CacheError(
                 f"states of {model.config.model_type} are right only where a prompt is fed in one forward and later "
                 f"tokens one by one, and {given.shape[1]} came at once: leave out chunks of prompts (prefill_chunk)"

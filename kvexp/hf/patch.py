@@ -35,6 +35,7 @@ from kvexp.util import SHOWN, CacheError, ConfigError
 ATTN_IMPLEMENTATION = "kvexp"
 LAYER_ATTR = "_kvexp"
 _SIGHT_ATTR = "_kvexp_sight"  # of a mask: what the model asked for, as a Layer
+_FULL = Layer("full")
 # Arguments of attention that models hand through and that cannot change its output. What is not here raises.
 _NO_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "layer_idx", "token_type_ids"),
@@ -95,7 +96,7 @@ def _sight_of(
 ) -> Layer | None:
     """What queries see by one of transformers' own causal mask functions of this size; None for any other function."""
     if size is None:
-        return Layer("full") if _same(mask_function, causal_mask_function) else None
+        return _FULL if _same(mask_function, causal_mask_function) else None
     if _same(mask_function, sliding_window_causal_mask_function(size)):
         return Layer("window", size)
     # Chunks begin at the first real token of a row.
@@ -285,10 +286,10 @@ def kvexp_attention(
     if s_aux is not None and not has_sinks(config):
         others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
-    said = Layer("full") if sliding_window is None else Layer("window", sliding_window)
+    said = _FULL if sliding_window is None else Layer("window", sliding_window)
     sight: Layer = getattr(attention_mask, _SIGHT_ATTR, said)
     layer = getattr(key, LAYER_ATTR, None)
-    keeps = getattr(layer, "kind", Layer("full"))
+    keeps = getattr(layer, "kind", _FULL)
     least = keeps.size if layer is not None and layer.is_sliding else None
     if (sliding_window is not None and sight != said) or (least is not None and sight != keeps):
         raise CacheError(

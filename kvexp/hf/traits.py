@@ -291,8 +291,13 @@ def has_sinks(config: Any) -> bool:
 
 
 def softcap_of(config: Any) -> float | None:
-    """The softcap of attention logits (`AttentionParams`) that a configuration names; None: it names none."""
-    return None if config is None else getattr(text_config(config), "attn_logit_softcapping", None)
+    """The softcap of attention logits (`AttentionParams`) that a configuration names; None: it names none.
+
+    Asked at every layer of every step, where looking for a text configuration takes longest: one without parts is its
+    own.
+    """
+    text = text_config(config) if getattr(type(config), "sub_configs", None) else config
+    return getattr(text, "attn_logit_softcapping", None)
 
 
 def check_logits(config: Any, cache: CacheConfig) -> None:

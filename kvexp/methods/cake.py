@@ -12,6 +12,7 @@ from torch.nn.functional import avg_pool1d
 from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.attention import attention_probs
 from kvexp.core.budget_shares import CakeLayers, LayerBudgets
+from kvexp.core.window_attention import older
 from kvexp.util import AtLeast, Odd, Range
 
 
@@ -62,7 +63,7 @@ class CAKE(Method):
         rows = rows.masked_fill(~real, 0.0)
         mean = rows.sum(-2) / number
         spread = ((rows - mean[..., None, :]) ** 2).masked_fill(~real, 0.0).sum(-2) / (number - 1).clamp_min(1)
-        outside = (ctx.held() & (ctx.age() >= self.window))[:, :, None]
+        outside = older(ctx, self.window)[:, :, None]
         score = (mean + self.gamma * spread).masked_fill(~outside, 0.0)
         pooled = avg_pool1d(score.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2).view(score.shape)
         return pooled.mean(2).float().masked_fill(ctx.age() < self.window, torch.inf)

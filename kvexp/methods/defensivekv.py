@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.selection import projected_sizes
+from kvexp.core.slot_order import best_first
 from kvexp.core.window_attention import defended, older, window_rows
 from kvexp.util import AtLeast, ConfigError, Odd, Range
 
@@ -61,8 +62,7 @@ class DefensiveKV(Method):
         counted = number * rows.shape[1] * rows.shape[2]
         bias = rows.masked_fill(~before[:, :, None, None], 0.0).sum((1, 2, 3, 4)) / counted
         mean = rows.sum((2, 3)) / rows.sum((2, 3, 4))[..., None].clamp_min(tiny)
-        newer = ctx.positions.argsort(dim=-1, descending=True, stable=True)
-        order = newer.gather(-1, mean.gather(-1, newer).argsort(dim=-1, descending=True, stable=True))
+        order = best_first(mean, ctx.positions)
         reached = mean.gather(-1, order).cumsum(-1) >= (self.mass - bias)[:, None, None]
         tokens = ctx.newest + 1
         most = ((tokens - self.window) * ctx.budget / tokens - self.window + 1e-9).floor().clamp_min(0)[:, None, None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.core.window_attention import defended, window_rows
+from kvexp.core.window_attention import defended, older, window_rows
 from kvexp.util import AtLeast, Odd, Range
 
 GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
@@ -68,7 +68,7 @@ class RKV(Method):
         if self.aggregate == "defensive":
             rows, _ = window_rows(ctx, self.window, among_older=self.form == "release")
             return defended(rows, ctx, self.window, self.kernel).gather(-1, order)
-        among = ctx.held() if self.form == "paper" else ctx.held() & (ctx.age() >= self.window)
+        among = ctx.held() if self.form == "paper" else older(ctx, self.window)
         x = ctx.last_logits.amax(2).double().masked_fill(~among[:, :, None], -torch.inf)
         number = x.isfinite().any(-1).sum(-1).clamp_min(1)[..., None]  # queries that see something: padding does not
         rows = x.softmax(-1).nan_to_num(0.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.noise import hash_draws, lowbias32, stream_id
+from kvexp.core.slot_order import best_first
 from kvexp.core.window_attention import by_neighbours, defended, older, window_rows
 from kvexp.util import AtLeast, Odd, Range
 
@@ -52,15 +53,13 @@ class VaSE(Method):
         values = ctx.slots.values[:, :, : ctx.slots.length].float()
         spread = (values.amax(-1) - values.amin(-1)).masked_fill(ctx.positions < self.n_sinks, torch.inf)
         # A slot's place in the order of ranges, of equal ones the newer first.
-        key = spread.masked_fill(~free, -torch.inf)
-        newer = ctx.positions.argsort(dim=-1, descending=True, stable=True)
-        order = newer.gather(-1, key.gather(-1, newer).argsort(dim=-1, descending=True, stable=True))
+        order = best_first(spread.masked_fill(~free, -torch.inf), ctx.positions)
         place = torch.empty_like(order).scatter_(
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )
         number = (ctx.budget * self.large + 1e-9).long()[:, None, None]
         chance = self.attention(ctx).clamp_min(torch.finfo(torch.float32).tiny).log().float()
-        drawn = chance + self.draws(ctx.positions, ctx.seeds, ctx.layer, key.shape[1], ctx.newest)
+        drawn = chance + self.draws(ctx.positions, ctx.seeds, ctx.layer, spread.shape[1], ctx.newest)
         made = torch.where(free & (place < number), ABOVE * 2 - place / ctx.slots.length, drawn)
         # The window stays whole also where the budget counts the coming token as one of the recent ones.
         return made.masked_fill(ctx.age() < self.window, torch.inf)

@@ -27,8 +27,6 @@ from kvexp.results.read import Folder, Runs, baseline_of, number, read_runs, siz
 from kvexp.results.read import where as labels_of_words
 from kvexp.results.stats import Floats, lower_is_better
 from kvexp.results.table import Column, bytes_share, numeric, plain, print_columns, size
-from kvexp.run.compose import options
-from kvexp.run.labels import QUANTISED_FULL
 from kvexp.run.store import OWN
 from kvexp.util import (
     AtLeast,
@@ -152,6 +150,8 @@ class Asked:
             typed(_number(each, "budgets"), budget, "budgets") for each in found.get("budgets", ())
         )
         if target := found.get("target"):
+            from kvexp.run.compose import options  # late: Hydra
+
             if target not in (known := options("model")):
                 raise ConfigError(
                     f"target must be a model of `kvexp models`, got {target}{did_you_mean(target, known)}"
@@ -503,6 +503,8 @@ def _score_losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
 
 
 def _candidate(folder: Folder, baseline: Folder, losses: Mapping[str, float]) -> Candidate:
+    from kvexp.run.labels import QUANTISED_FULL  # late: Hydra
+
     labels = folder.labels
     common = str(baseline.labels.get("setting") or "").split()  # of the task, which all have
     words = [word for word in str(labels.get("setting") or "").split() if word not in common]
@@ -726,6 +728,8 @@ def _shift(new: str, found: Recorded) -> str:
 
 
 def _not_tried(advice: Advice) -> str:
+    from kvexp.run.compose import options  # late: Hydra
+
     tried = by_method(advice.candidates)
     names = {method.partition(" ")[0] for method in tried}
     rest = [name for name in options("method") if name not in names and name != "full"]

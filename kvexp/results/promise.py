@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.spatial.distance import cdist
 from scipy.special import bdtr, betaincinv, betaln, gammaln
 
 from kvexp.results.stats import Floats
@@ -121,6 +119,8 @@ def mean_bound(losses: Floats, error: float) -> float:
     tiny = 1e-12
     if short(tiny) > 0:
         return 1.0
+    from scipy.optimize import brentq  # late: it takes a fifth of a second to load
+
     return 1 - float(brentq(short, tiny, 1.0, xtol=1e-9))
 
 
@@ -130,6 +130,8 @@ def shift_p_value(one: Floats, other: Floats, permutations: int = PERMUTATIONS) 
     one [n, D], other [m, D]: features of each prompt. Exact at any size for exchangeable prompts, whatever the features
     are; they decide which shifts it sees.
     """
+    from scipy.spatial.distance import cdist
+
     both = np.concatenate([one, other]).astype(np.float64)
     distances = cdist(both, both)
     rng = np.random.default_rng(SEED)

@@ -583,6 +583,7 @@ POINTS = 2.0  # a difference of avg@N that a plan says the size for
 SPREAD = 10.0  # assumed standard deviation over items of the true difference, in points
 CHANCE = 100.0**2 / 6  # assumed mean variance of one answer to an item: chances of being right from 0 to 1, all alike
 SIZES = (1, 4, 16, 64)  # samples
+SEEN = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)  # standard errors that a difference has to be
 
 
 def items_needed(difference: float, samples: int, variance: float = CHANCE, spread: float = SPREAD) -> int:
@@ -591,14 +592,12 @@ def items_needed(difference: float, samples: int, variance: float = CHANCE, spre
     variance: of one answer to an item, the mean over items; spread: of the true difference over items (Miller,
     arXiv:2411.00640, equation 9 with as many samples in both runs).
     """
-    z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
-    return math.ceil(z**2 * (spread**2 + 2 * variance / samples) / difference**2)
+    return math.ceil(SEEN**2 * (spread**2 + 2 * variance / samples) / difference**2)
 
 
 def difference_seen(items: int, samples: int, variance: float = CHANCE, spread: float = SPREAD) -> float:
     """The difference in points that so many items and samples see: the inverse of `items_needed`."""
-    z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
-    return z * math.sqrt((spread**2 + 2 * variance / samples) / items)
+    return SEEN * math.sqrt((spread**2 + 2 * variance / samples) / items)
 
 
 def _variance_of_answers(settings: Settings) -> tuple[float, str]:

@@ -16,15 +16,11 @@ from typing import Any, ClassVar
 
 from kvexp.tasks.base import Example, Positive, SharedContextTask, Truncation, row_id
 from kvexp.tasks.data import Members, misshapen, text, texts
-from kvexp.tasks.metrics import check_rouge_installed, qa_f1, unimported
+from kvexp.tasks.metrics import CHINESE_PUNCTUATION, check_rouge_installed, qa_f1, unimported
 from kvexp.util import ConfigError
 
 Grader = Callable[[str, Sequence[Any]], float]  # (answer, the right ones) -> 0 to 1
 LETTERS = "ABCD"
-_CHINESE = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"  # noqa: RUF001
-    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
-)
 
 
 def _spaced(words: str, marks: str) -> str:
@@ -120,7 +116,7 @@ def f1_of_characters(output: str, answers: Sequence[Any]) -> float:
     """F1 of the characters without punctuation and white space, the best over the answers."""
 
     def characters(words: str) -> Counter[str]:
-        kept = "".join(c for c in words.lower() if c not in string.punctuation + _CHINESE)
+        kept = "".join(c for c in words.lower() if c not in string.punctuation + CHINESE_PUNCTUATION)
         return Counter("".join(kept.split()))
 
     best, said = 0.0, characters(output)

@@ -18,16 +18,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from kvexp.tasks.base import Example, Positive, Rules, SharedContextTask, Truncation, once, row_id
 from kvexp.tasks.data import Members, text, texts
-from kvexp.tasks.metrics import f1
+from kvexp.tasks.metrics import CHINESE_PUNCTUATION, f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
 from kvexp.util import AtLeast, ConfigError
 
-# eval.py removes these from Chinese tokens besides string.punctuation.
-_CHINESE = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿"  # noqa: RUF001
-    "–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
-)
-_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE)
+_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
 
 
 def qa_f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:

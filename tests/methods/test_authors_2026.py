@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +99,15 @@ def kept(states: list[EvictionLayer], length: int) -> Tensor:
     return made
 
 
-@dataclass(frozen=True)
-class NotedVaSE(VaSE):
-    def attention(self, ctx: EvictionContext) -> Tensor:
-        SEEN.append(super().attention(ctx))
+def noted(cls: type[Any], name: str = "priority") -> type[Any]:
+    """The method, but what this function of it returns is noted in SEEN."""
+    own = getattr(cls, name)
+
+    def note(self: Method, ctx: EvictionContext) -> Tensor:
+        SEEN.append(own(self, ctx))
         return SEEN[-1]
+
+    return type(f"Noted{cls.__name__}", (cls,), {name: note})
 
 
 def vase(case: dict[str, Any], cls: type[VaSE] = VaSE) -> VaSE:
@@ -118,7 +121,7 @@ def test_vase_keeps_the_same_by_range_and_draws_by_the_same_law(number: int, cas
         assert torch.equal(kept(states, RECORDED.length)[:, 0], RECORDED.mask(f"vase/{number}/kept"))
         return
     rows = 200
-    stay = kept(RECORDED.run(vase(case, NotedVaSE), case["token_budget"], rows), RECORDED.length)
+    stay = kept(RECORDED.run(vase(case, noted(VaSE, "attention")), case["token_budget"], rows), RECORDED.length)
     assert (stay.sum(-1) == case["token_budget"]).all()
     large = RECORDED.mask(f"vase/{number}/large")
     assert stay.mean(1, dtype=torch.float32)[large].eq(1).all()
@@ -159,18 +162,11 @@ def test_triattention_keeps_the_same_in_all_its_modes(tmp_path: Path, number: in
         assert torch.equal(stay[:, :, 0], stay[:, :, 1])
 
 
-@dataclass(frozen=True)
-class NotedTriAttention(TriAttention):
-    def priority(self, ctx: EvictionContext) -> Tensor:
-        SEEN.append(super().priority(ctx))
-        return SEEN[-1]
-
-
 def test_triattentions_scores_are_the_authors(tmp_path: Path) -> None:
     rope = RoPE(torch.tensor(RECORDED.arrays["triattention/inv_freq"]), interleaved=False)
     calibration = read_triattention(triattention_file(tmp_path), RECORDED.heads)
     # The nearer half of the offsets: an angle of thousands of radians has three digits in float32, there as here.
-    RECORDED.run(NotedTriAttention(max_offset=64), 40, rope=rope, calibration=calibration)
+    RECORDED.run(noted(TriAttention)(max_offset=64), 40, rope=rope, calibration=calibration)
     score = torch.tensor(RECORDED.arrays["triattention/score"]).unflatten(1, (RECORDED.heads, -1))
     apart = score - score.mean(-1, keepdim=True)
     normalised = apart / apart.square().mean(-1, keepdim=True).sqrt()
@@ -252,17 +248,10 @@ def test_budgets_that_differ_between_layers_are_refused(tmp_path: Path) -> None:
         CacheConfig(QFilters(), Budget(tokens=9), calibration=calibration)
 
 
-@dataclass(frozen=True)
-class NotedDefensiveKV(DefensiveKV):
-    def priority(self, ctx: EvictionContext) -> Tensor:
-        SEEN.append(super().priority(ctx))
-        return SEEN[-1]
-
-
 @pytest.mark.parametrize(("number", "case"), RECORDED.cases("defensivekv"))
 def test_defensivekv_has_the_same_scores_and_sets(number: int, case: dict[str, Any]) -> None:
     window, slots = case["window_size"], round(RECORDED.length * (1 - case["compression_ratio"]))
-    method = NotedDefensiveKV(window=window, kernel=case["kernel_size"])
+    method = noted(DefensiveKV)(window=window, kernel=case["kernel_size"])
     score = torch.tensor(RECORDED.arrays[f"defensivekv/{number}/score"])
     RECORDED.run(method, slots)
     torch.testing.assert_close(torch.cat(SEEN)[..., :-window], score[..., :-window], rtol=2e-5, atol=1e-7)
@@ -274,26 +263,12 @@ def test_defensivekv_has_the_same_scores_and_sets(number: int, case: dict[str, A
         assert (each[stay[layer]] >= best[slots * RECORDED.heads - 1] * (1 - 1e-5)).all()
 
 
-@dataclass(frozen=True)
-class NotedSnapKV(SnapKV):
-    def priority(self, ctx: EvictionContext) -> Tensor:
-        SEEN.append(super().priority(ctx))
-        return SEEN[-1]
-
-
 @pytest.mark.parametrize(("number", "case"), RECORDED.cases("defensivekv"))
 def test_the_clamp_alone_is_snapkvs_option(number: int, case: dict[str, Any]) -> None:
     window = case["window_size"]
-    RECORDED.run(NotedSnapKV(window=window, kernel=case["kernel_size"], aggregate="defensive"), window + 4)
+    RECORDED.run(noted(SnapKV)(window=window, kernel=case["kernel_size"], aggregate="defensive"), window + 4)
     clamped = torch.tensor(RECORDED.arrays[f"defensivekv/{number}/clamp"])
     torch.testing.assert_close(torch.cat(SEEN)[..., :-window], clamped, rtol=2e-5, atol=1e-7)
-
-
-@dataclass(frozen=True)
-class NotedCapKV(CapKV):
-    def priority(self, ctx: EvictionContext) -> Tensor:
-        SEEN.append(super().priority(ctx))
-        return SEEN[-1]
 
 
 @pytest.mark.parametrize(("number", "case"), RECORDED.cases("capkv"))
@@ -303,7 +278,7 @@ def test_capkv_has_the_same_scores(number: int, case: dict[str, Any]) -> None:
     places = torch.arange(RECORDED.length)
     turned = torch.stack([rope.rotate_by(each[None], places[None, None])[0] for each in RECORDED.q])
     sinks = case["n_sink"]
-    method = NotedCapKV(n_sinks=sinks, tau=case["tau"], n_future=case["n_future_positions"])
+    method = noted(CapKV)(n_sinks=sinks, tau=case["tau"], n_future=case["n_future_positions"])
     RECORDED.run(method, 40, rope=rope, queries=turned)
     score = torch.tensor(RECORDED.arrays[f"capkv/{number}/score"])
     torch.testing.assert_close(torch.cat(SEEN)[..., sinks:], score[..., sinks:], rtol=1e-4, atol=1e-6)
