@@ -258,7 +258,6 @@ def _opening(lines: Sequence[Recorded]) -> str:
         setting, size = one.cell.setting, one.cell.size
         base = full[bool(one.engine)]
         same = np.mean([_share(a["output_tokens"], b["output_tokens"]) for a, b in zip(one.rows, base, strict=True)])
-        speed, own = (1 / np.mean([row["seconds"]["tpot"] for row in part]) for part in (one.rows, base))
         made.append(
             [
                 FORMATS[setting][0] if setting in FORMATS else "OpenVINO",
@@ -268,7 +267,7 @@ def _opening(lines: Sequence[Recorded]) -> str:
                 one.kl,
                 f"{100 * same:.0f} %",
                 f"{one.score:.1f}",
-                f"{speed:.0f} ({own:.0f})" if one.engine else "",
+                f"{_speed(one.engine)} ({_speed(base)})" if one.engine else "",
                 ADVICE.get(setting, "") if setting != before else "",
             ]
         )
@@ -321,6 +320,10 @@ def _of_task(title: str, found: dict[str, list[Recorded]], shown: Callable[[Reco
 
 def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    return f"{1 / np.mean([row['seconds']['tpot'] for row in rows]):.0f}"
 
 
 def _share(one: Sequence[int], other: Sequence[int]) -> float:
