@@ -1,4 +1,4 @@
-"""What a shipped engine's settings cost: OpenVINO GenAI's at several sizes, and kvexp's twin and methods beside them.
+"""Cost of a shipped engine's settings: OpenVINO GenAI at several sizes, kvexp's twin of each, and kvexp's methods.
 
     python -m experiments.studies.engines plan
     python -m experiments.studies.engines record OUTPUTS --limit 6 --size 256
@@ -28,7 +28,7 @@ from experiments.studies import carried_out, composed_runs
 from kvexp.generate.openvino import BLOCK
 from kvexp.results import stats
 from kvexp.results.divergence import per_example, share_interval
-from kvexp.run.batches import evaluate_run, prefill_groups, run_group
+from kvexp.run.batches import evaluate_run, measure_rest, prefill_groups, run_group
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
 from kvexp.util import ConfigError, Session, duration, say, watch_pipes
@@ -138,6 +138,8 @@ def _record(args: argparse.Namespace) -> int:
             run_group(group, session)
         for run in [*(cell.engine for cell in here if cell.engine is not None), *own]:
             evaluate_run(run, session)
+            if run.divergence.texts:  # a run that alone lacks something is no group's
+                measure_rest(run, session)
     say(tables(each))
     return 0
 
@@ -305,7 +307,7 @@ def _gap(rows: Sequence[Row], full: Sequence[Row]) -> str:
 
 
 def _of_task(title: str, found: dict[str, list[Recorded]], shown: Callable[[Recorded], str]) -> str:
-    """A table with a column for each task, of which every line holds as many bytes as those of its size."""
+    """A table with a column for each task; lines of one size hold equal bytes."""
     values = {
         task: {(one.cell.size, one.cell.setting): shown(one) for one in lines if one.cell.setting not in FORMATS}
         for task, lines in found.items()
