@@ -17,6 +17,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ RIVALS = {  # with as many slots in each head as the engine has in use
 }
 ADVICE: dict[str, str] = {}  # setting -> what its numbers bear
 BEGIN = "<!-- engines: made by python -m experiments.studies.engines table OUTPUTS --page docs/engines.md -->"
+CLOSE = 1e-3  # root mean square of differences of log-probabilities, up to which a twin stands for its engine
 END = "<!-- end of engines -->"
 
 
@@ -205,15 +207,41 @@ class Recorded:
             return f"({self.equal} of {len(self.engine)} answers equal)"
         if self.cell.setting == FULL:
             return "0"
-        assert self.cell.own is not None
-        found = per_example(Run.load(self.cell.own.outputs_dir / run_hash(self.cell.own.identity)), OWN)
+        found = per_example(self.own_run, OWN)
         if found is None:
             return ""
         names = {row["example"] for row in self.own}
         chosen = np.array([name in names for name in found.names])
         kl, tokens = found.kl[chosen], found.tokens[chosen]
         mean, (low, high) = kl.sum() / tokens.sum(), share_interval(kl, tokens, stats.LEVEL)
-        return _digits(mean) if np.isnan(low) else f"{_digits(mean)} ({_digits(low)} to {_digits(high)})"
+        said = _digits(mean) if np.isnan(low) else f"{_digits(mean)} ({_digits(low)} to {_digits(high)})"
+        return said if self.stands else f"({said} by its format)"
+
+    @property
+    def own_run(self) -> Run:
+        assert self.cell.own is not None
+        return Run.load(self.cell.own.outputs_dir / run_hash(self.cell.own.identity))
+
+    @property
+    def stands(self) -> bool:
+        """Whether the twin's tokens and log-probabilities are the engine's; True of kvexp's own runs."""
+        engine, twin, _ = self.chosen
+        return not self.engine or (self.equal == len(self.engine) and _rms(engine - twin) < CLOSE)
+
+    @cached_property
+    def chosen(self) -> np.ndarray:
+        """Log-probabilities [3, N] of chosen tokens by the engine, its twin and the twin's full cache.
+
+        Of the places at which the answer still is the full cache's; none of a full cache that is the baseline.
+        """
+        lines, found = self.own_run.divergence(), [np.zeros((3, 0))]
+        for row in self.engine:
+            line = lines.get((row["example"], OWN))
+            if line is not None:
+                same = len(list(takewhile(bool, map(int.__eq__, row["output_tokens"], line["tokens"]))))
+                each = row["info"]["output_logprobs"], line["logprob"], line["full_logprob"]
+                found.append(np.array([numbers[:same] for numbers in each]))
+        return np.concatenate(found, axis=1)
 
 
 def _digits(number: float) -> str:
@@ -289,21 +317,21 @@ def _caption(task: str, lines: Sequence[Recorded]) -> str:
         f"{max(row['new_tokens'] for row in rows)}. The twin's answer is the engine's, token for token, in {equal} of "
         f"{answers}."
     )
-    apart = [one for one in twins if one.equal < len(one.engine)]
-    return " ".join([said, *(f"{one.cell.setting}: {_gap(one.engine, rows)}." for one in apart)])
+    return " ".join([said, *(_apart(one) for one in twins if not one.stands)])
 
 
-def _gap(rows: Sequence[Row], full: Sequence[Row]) -> str:
-    """How far the engine's log-probabilities of chosen tokens are from its full cache's, while those are the same."""
-    gaps = list[float]()
-    for row, base in zip(rows, full, strict=True):
-        same = list(takewhile(bool, map(int.__eq__, row["output_tokens"], base["output_tokens"])))
-        both = (each["info"]["output_logprobs"][: len(same)] for each in (row, base))
-        gaps += np.abs(np.subtract(*both)).tolist()
+def _apart(one: Recorded) -> str:
+    """How far engine and twin move the log-probability of a chosen token, while the answer is the full cache's."""
+    engine, twin, full = one.chosen
+    moved = f"{_digits(_rms(engine - full))} in the engine and {_digits(_rms(twin - full))} in its twin"
     return (
-        f"while tokens are the same, the log-probability of the chosen one is {np.mean(gaps):.4f} from the full "
-        f"cache's in the mean and {max(gaps):.3f} at most ({len(gaps)} tokens)"
+        f"{one.cell.setting}: {one.equal} of {len(one.engine)} answers are equal; log-probabilities of chosen tokens "
+        f"are moved by {moved} (root mean square over {len(full)} tokens)."
     )
+
+
+def _rms(gaps: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(gaps**2))) if len(gaps) else 0.0
 
 
 def _of_task(title: str, found: dict[str, list[Recorded]], shown: Callable[[Recorded], str]) -> str:

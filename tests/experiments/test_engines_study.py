@@ -39,6 +39,8 @@ def test_a_recording_is_made_shown_and_planned(tmp_path, capsys):
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     own = len(SETTINGS) + len(RIVALS)
     assert len(said) == 3 * 2 + 2 + len(FORMATS) + len(SETTINGS) + 2 * (2 + own)
+    twins = [line.split(" | ") for line in said if line.split(" | ")[1] in SETTINGS and line.startswith("| Open")]
+    assert len(twins) == len(SETTINGS) and all(float(cells[4]) > 0 for cells in twins)  # of twins that stand
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\n{END}\nafter")
     assert main(["table", *asked[:-4], "--page", str(page), *asked[-4:]]) == 0
