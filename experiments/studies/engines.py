@@ -62,7 +62,17 @@ RIVALS = {  # with as many slots in each head as the engine has in use
     "keyformer": ["method=keyformer"],
     "ideal": ["method=ideal"],
 }
-ADVICE: dict[str, str] = {}  # setting -> what its numbers bear
+ADVICE = {  # setting -> what the recorded numbers bear
+    FULL: "the baseline",
+    EIGHT: "leave it on, and evict only where it is not enough",
+    "full cache, q8_0": "as near as u8",
+    "full cache, q4_0": "the fewest bytes; on news the KL of the best eviction at 512, on longbench more than any",
+    "full cache, fp8": "q8_0 has a few more bytes and far less KL",
+    "NORM_SUM, window 8 (default)": "for a short answer to a question at the prompt's end; a long one drifts away",
+    "NORM_SUM, window 8, KVCrush 2": "raise the size instead: its blocks come on top, and lower KL no more than that",
+    "NORM_SUM, all queries": "not for summaries: the most KL of the four",
+    "SUM, all queries (H2O)": "for summaries, the least KL of the four; not where one place has the answer (ruler)",
+}
 BEGIN = "<!-- engines: made by python -m experiments.studies.engines table OUTPUTS --page docs/engines.md -->"
 CLOSE = 1e-3  # root mean square of differences of log-probabilities, up to which a twin stands for its engine
 END = "<!-- end of engines -->"
@@ -348,11 +358,7 @@ def _rms(gaps: np.ndarray) -> float:
 def _of_tasks(found: dict[str, list[Recorded]]) -> str:
     """A table with a column for each task; lines of one size hold equal bytes."""
     values = {
-        task: {
-            (one.cell.size, one.cell.setting): f"{one.kl}; {one.score:.0f}"
-            for one in lines
-            if one.cell.setting not in FORMATS
-        }
+        task: {(one.cell.size, one.cell.setting): f"{one.kl}; {one.score:.0f}" for one in lines}
         for task, lines in found.items()
     }
     heads = [f"{task}, n = {len(lines[0].rows)}" for task, lines in found.items()]

@@ -38,7 +38,7 @@ def test_a_recording_is_made_shown_and_planned(tmp_path, capsys):
     assert main(["record", *asked]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     own = len(SETTINGS) + len(RIVALS)
-    assert len(said) == 3 * 2 + 2 + len(FORMATS) + len(SETTINGS) + 2 + own + len(SETTINGS)
+    assert len(said) == 3 * 2 + 2 + len(FORMATS) + len(SETTINGS) + 2 + len(FORMATS) + own + len(SETTINGS)
     twins = [line.split(" | ") for line in said if line.split(" | ")[1] in SETTINGS and line.startswith("| Open")]
     assert len(twins) == len(SETTINGS) and all(float(cells[4]) > 0 for cells in twins)  # of twins that stand
     page = tmp_path / "page.md"
