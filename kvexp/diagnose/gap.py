@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvexp.diagnose import case
 from kvexp.diagnose.case import headline, plain_table, rows_of, short_title, with_method
-from kvexp.diagnose.options import ensure_diagnosed
+from kvexp.diagnose.options import WITH_ENGINE, ensure_diagnosed
 from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.results import stats
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
@@ -25,7 +25,7 @@ from kvexp.run.batches import evaluate_run, prefill_groups, run_group, settings_
 from kvexp.run.evictions import EVICTIONS, ExampleLog, has, read_table, require_example_log
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, check_same_prompts
-from kvexp.util import ConfigError, Console, Session
+from kvexp.util import ConfigError, Console, Session, refuse
 
 # Quality lost because of the budget, and because of what was chosen to fill it: full less ideal, ideal less method.
 
@@ -173,7 +173,9 @@ def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> Non
         if ideal is not None:
             continue
         try:
-            settings = with_method(settings_at(folder.run), IDEAL)
+            settings = settings_at(folder.run)
+            refuse(settings, [WITH_ENGINE])
+            settings = with_method(settings, IDEAL)
             settings = with_limit_of(settings, 1 + max(row["index"] for row in folder.rows))
         except ConfigError as error:
             console.print(f"{short_title(folder.run)}: no ideal run: {error}", highlight=False, markup=False)

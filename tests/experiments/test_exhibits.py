@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
+from commands import config_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -35,8 +35,7 @@ def test_every_sweep_composes(name, scale):
     for experiment in sweeps(name, scale):
         swept = params(experiment)
         first = [f"{key}={value.split(',')[0]}" for key, value in swept.items() if "[" not in value]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose("config", [f"experiment={experiment}", *first], return_hydra_config=True)
+        config = config_of(f"experiment={experiment}", *first, return_hydra_config=True)
         assert config.hydra.mode.name == "MULTIRUN" and config.hydra.sweeper.params
         for group in [key for key in ("model", "task", "method") if key in swept]:
             assert set(swept[group].split(",")) <= set(options(group)), (experiment, group)

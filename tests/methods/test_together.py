@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from commands import settings as composed_settings
 from tiny import prompts_of, tiny
 
 import kvexp.retrieval.infllm as retrieval_infllm
@@ -59,7 +58,6 @@ from kvexp.methods import (
 )
 from kvexp.retrieval import InfLLM, Oracle, PQCache
 from kvexp.run.batches import can_share, evaluate_run, prefill_groups, run_group
-from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError, Session
 
 # One prefill for many methods: every cache ends as it would alone, token for token and byte for byte.
@@ -413,10 +411,7 @@ def rows(out, methods, words, launcher="basic"):
 
 
 def _settings(out, *words):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", [*words, "kv_ratio=0.3", f"outputs_dir={out}"])
-    plain = OmegaConf.to_container(config, resolve=True)
-    return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, {})
+    return composed_settings(*words, "kv_ratio=0.3", f"outputs_dir={out}")
 
 
 def _timeless(row):

@@ -10,14 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import settings as composed_settings
 from faults.stage import TWO_THREADS
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from small import small
 
 import kvexp.run.batches as together
 import kvexp.run.rows as memory
-from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
 from kvexp.run.workers import ForkPool
 from kvexp.util import Session
@@ -36,13 +34,8 @@ def command(stage, tmp_path):
 
 
 def settings(outputs, method, *overrides):
-    words = small("limit=3", *SHORT, f"outputs_dir={outputs}", f"method={method}", "divergence=false", *overrides)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", words)
-    plain = OmegaConf.to_container(config, resolve=True)
-    choices = {"method": method, "model": "tiny", "task": "sample", "budget": "ratio"}
-    plain["task"]["data_files"] = f"{ROOT}/conf/task/sample.jsonl"
-    return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices)
+    words = (f"task.data_files={ROOT}/conf/task/sample.jsonl", f"outputs_dir={outputs}", f"method={method}")
+    return composed_settings("limit=3", *SHORT, *words, "divergence=false", *overrides)
 
 
 def rounded(value):

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from commands import composed
 from conftest import SHARED
-from test_conf import composed
 
 from kvexp.hf.load import byte_tokenizer
 from kvexp.results.table import table

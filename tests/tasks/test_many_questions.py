@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_conf import composed
+from commands import composed
 
 import kvexp.run.store
 from kvexp.hf.load import byte_tokenizer
