@@ -29,13 +29,20 @@ class PromptSizes:
     """What is known of a batch of prompts before the model runs, for which budgets are resolved.
 
     lengths: real tokens of each; padded: columns, padding included; new_tokens: to come after them, None: not known;
-    layers: of the model.
+    layers: whose slots are evicted. windows: tokens of each layer's sliding window, of which its budget then is, None
+    for a layer without; empty: windows make no difference.
     """
 
     lengths: Sequence[int]
     padded: int
     new_tokens: int | None
     layers: int
+    windows: Sequence[int | None] = ()
+
+    def held(self, tokens: int, layer: int) -> int:
+        """How many of so many tokens a layer holds that evicts nothing."""
+        window = self.windows[layer] if self.windows else None
+        return tokens if window is None else min(tokens, window)
 
 
 @dataclass(frozen=True)
@@ -171,10 +178,10 @@ class Budget:
         if self.threshold is not None:
             return length + 1  # room for all, until the priorities are known
         if self.tokens is not None:
-            slots = self.tokens
+            slots = prompts.held(self.tokens, layer)
         else:
             assert self.kv_ratio is not None
-            slots = floor_share(self.kv_ratio, self._base(length, prompts))
+            slots = floor_share(self.kv_ratio, prompts.held(self._base(length, prompts), layer))
         if self.pyramid and prompts.layers > 1:
             slots = floor_share(self._share_of_depth(prompts, layer), slots)
         if slots < 1:
@@ -291,7 +298,7 @@ class BytesBudget(Budget):
         return SlotBytes(self.key_dim, self.value_dim, self.quantization)
 
     def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
-        tokens, share = self._base(length, prompts), self.bytes_ratio
+        tokens, share = prompts.held(self._base(length, prompts), layer), self.bytes_ratio
         if self.pyramid and prompts.layers > 1:
             share *= self._share_of_depth(prompts, layer)
         allowed = share * SlotBytes(self.key_dim, self.value_dim).of(tokens)

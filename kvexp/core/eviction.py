@@ -118,12 +118,15 @@ class CacheState:
     """What all `layers` of one cache have in common.
 
     memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None;
-    cross_layer_buffers: of fast decode steps; last_layer: evictions that wait until every layer has seen the prompt.
+    windows: as of `PromptSizes`; cross_layer_buffers: of fast decode steps; last_layer: evictions that wait until every
+    layer has seen the prompt.
     """
 
-    def __init__(self, config: CacheConfig, layers: int, sequence: SequenceState) -> None:
+    def __init__(
+        self, config: CacheConfig, layers: int, sequence: SequenceState, windows: Sequence[int | None] = ()
+    ) -> None:
         spec = config.method.score_spec
-        self.layers, self.sequence = layers, sequence
+        self.layers, self.sequence, self.windows = layers, sequence, windows
         self.memory_tracker = MemoryTracker(layers)
         self.cross_layer_score = CrossLayerScore(sequence) if spec is not None and spec.across_layers else None
         self.cross_layer_buffers = CrossLayerBuffers(layers)
@@ -580,7 +583,8 @@ class EvictionLayer:
             sequence = self.sequence
             assert sequence.prompt_columns is not None and self.slots is not None
             lengths = sequence.prompt_lengths_ahead()
-            prompts = PromptSizes(lengths, sequence.prompt_columns, sequence.max_new_tokens, self.layers)
+            sizes = (lengths, sequence.prompt_columns, sequence.max_new_tokens, self.layers)
+            prompts = PromptSizes(*sizes, self.common.windows)
             device = self.slots.positions.device
             self.layer_slots = resolve_layer_slots(self.config, prompts, self.index, device, preferences)
         return self.layer_slots

@@ -354,9 +354,9 @@ def kv_bytes_needed(runs: Sequence[Settings], model: Model, batch: Items) -> tup
     from kvexp.hf.traits import head_dim, num_kv_heads, num_layers
 
     config, lengths = model.config, [prompt.size for _, prompt in batch]
-    heads = num_layers(config) * num_kv_heads(config)
 
     def kept(settings: Settings) -> int:
+        heads = num_layers(config, settings.cache.evict_sliding) * num_kv_heads(config)
         held = head_slot_bytes(settings, head_dim(config), int(model.dtype.itemsize))
         return heads * sum(map(held.of, slots_held(settings, lengths)))
 

@@ -35,6 +35,7 @@ from kvexp.run.model_spec import (
     ModelSpec,
     calibrated,
     config_of_spec,
+    evicts_in_windows,
     generation_config_of,
     has_sinks,
     moving_rope,
@@ -394,6 +395,8 @@ class Settings:
                 identity["prefill"] = {"bounded_chunk": cache.bounded_chunk}
             if cache.keep is not None:
                 identity["keep"] = cache.keep
+            if evicts_in_windows(self.model, cache):
+                identity["evict_sliding"] = True
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):

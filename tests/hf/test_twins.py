@@ -153,17 +153,16 @@ class Truth:
     noted. Masks, softcaps, sinks and windows are the model's own.
     """
 
-    def __init__(self, name):
+    def __init__(self, name, sliding="auto"):
         self.model = copy.deepcopy(twin(name))
-        traits, kinds = traits_of(self.model.config), getattr(self.model.config, "layer_types", None)
+        traits, kinds = traits_of(self.model.config, sliding), getattr(self.model.config, "layer_types", None)
         self.held = traits.held
-        self.window = next((layer.size for layer in traits.layers if self.held and layer.kind == "window"), None)
-        self.window = self.window if traits.layers[self.held[0]].kind == "window" else None
+        self.windows = [traits.layers[layer].size for layer in self.held]
         # Layers that share keys see what the layer sees whose keys they are.
         self.source = {layer: layer for layer in self.held}
         for reader, layer in enumerate(traits.layers):
-            if layer.kind == "shared" and kinds[reader] == "full_attention":
-                self.source[reader] = next(each for each in traits.shared if kinds[each] == "full_attention")
+            if layer.kind == "shared" and (sliding is True or kinds[reader] == "full_attention"):
+                self.source[reader] = next(each for each in traits.shared if kinds[each] == kinds[reader])
         self.seen, self.probabilities, self.keys = {}, {}, {}
 
     def attention(self, module, query, key, value, mask, **more):
@@ -220,11 +219,29 @@ RULED = [name for name in KINDS if name not in ("mpt",)]  # whose own attention 
 @torch.no_grad()
 def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(name, method):
     """Every kept set follows from the truth's own attention and keys; every logit is what that mask gives."""
-    model, truth = kvexps(name), Truth(name)
-    prompt, following, budget = 40, 9, 15
+    follows_the_rules(name, method, Budget(tokens=15), "auto", lambda window: 15)
+
+
+# Layers with a sliding window that are evicted from, beside layers that keep every token.
+SLIDING = ("gemma3_text", "gemma2", "gpt_oss", "gemma3n_text")
+OTHER_HEADS = ("mimo_v2_flash", "gemma4_unified", "gemma4_unified_text", "gemma4_unified_assistant")
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("name", SLIDING)
+@torch.no_grad()
+def test_windows_are_evicted_from_where_it_is_asked(name, method):
+    """A window's budget is of what it holds: of 40 tokens half of 20, and no more than 20."""
+    follows_the_rules(name, method, Budget(kv_ratio=0.5), True, lambda window: 10 if window else 20)
+
+
+def follows_the_rules(name, method, given, sliding, budget_of):
+    """Compare a prompt of 40 tokens and 9 more; budget_of: slots of a layer of this window, None without."""
+    model, truth = kvexps(name), Truth(name, sliding)
+    prompt, following = 40, 9
     ids = ids_of(3, 1, prompt + following)
     sizes = {"prompt_tokens": prompt, "max_new_tokens": following}
-    cache = EvictionCache(model, method, Budget(tokens=budget), positions="original", **sizes)
+    cache = EvictionCache(model, method, given, positions="original", evict_sliding=sliding, **sizes)
     got, kept = [forward_logits(model, ids[:, :prompt], torch.ones(1, prompt, dtype=torch.long), cache, 1)[0, -1]], []
     for step in range(prompt, prompt + following):
         kept.append([state.kept_positions()[0] for state in cache.layer_states])
@@ -244,6 +261,7 @@ def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(n
     close(torch.stack(got), wanted, name)
     differs = False
     for number, layer in enumerate(truth.held):
+        budget = budget_of(truth.windows[number])
         for head in range(len(kept[0][number])):
             rows, keys = truth.probabilities[layer][0, head], truth.keys[layer][0, head]
             held = set(range(prompt))
@@ -251,11 +269,38 @@ def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(n
                 count = len(each[number][head])
                 assert count <= budget
                 recent = method.recent(budget) - (budget - count)
-                held = kept_after(method, rows[: prompt + step], keys, held, count, recent, truth.window)
+                held = kept_after(method, rows[: prompt + step], keys, held, count, recent, truth.windows[number])
                 assert set(each[number][head]) == held, (layer, head, step)
                 differs |= held != set(range(prompt + step - count, prompt + step))
                 held = held | {prompt + step}
     assert differs
+
+
+@pytest.mark.parametrize("name", quick(VERIFIED))
+@torch.no_grad()
+def test_windows_that_are_evicted_from_lose_nothing_with_room_for_all(name):
+    """Also beside caches that keep their windows: padded rows, one forward for the prompts, steps together."""
+    model, stock = kvexps(name), twin(name)
+    traits = traits_of(model.config, True)
+    if not traits.evicts_in_windows:
+        pytest.skip("no windows beside other layers")
+    windows = CacheConfig(H2O(), Budget(tokens=64), evict_sliding=True)
+    prompts = [ids_of(1, 1, 44)[0].tolist(), ids_of(2, 1, 31)[0].tolist()]
+    if name in OTHER_HEADS:
+        with pytest.raises(ConfigError, match="have other heads than those of its other layers"):
+            generate(model, prompts, windows, decoding=GREEDY)
+        return
+    tokens, logits = answers(generate(model, prompts, windows, decoding=GREEDY, keep_logits=True))
+    wanted = own_logits(stock, prompts, tokens[:, :-1])
+    close(logits, wanted, name)
+    caches = [CacheConfig(Full()), windows, CacheConfig(H2O(), Budget(kv_ratio=0.4))]
+    alone = generate(model, prompts, caches[2], decoding=GREEDY, keep_logits=True)
+    together = prefill_together(model, prompts, caches, max_new_tokens=NEW)
+    made = [answers(each)[1] for each in decode(model, together, GREEDY, [0, 0], None, start=0.0, keep_logits=True)]
+    for got, own in zip(made, (wanted, wanted, answers(alone)[1]), strict=True):
+        close(got, own, name)
+    slots = [state.slots.length for state in together[1].cache.layer_states]
+    assert all(count == window for count, window in zip(slots, traits.windows, strict=True) if window)
 
 
 # -- other number formats ----------------------------------------------------------------------------------------------
