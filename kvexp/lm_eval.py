@@ -477,7 +477,7 @@ class Bench:
                 prompts = prompt_sizes(self.model.config, cache, length, ahead)
                 check_budget(cache, prompts)
                 if may_evict(cache, prompts):
-                    check_second_pass(cache, self.tokenizer, length, self.holds)
+                    check_second_pass(cache, self.tokenizer, length, self.holds, MovingRope.of(self.model.config))
             except ConfigError as error:
                 return str(error)
         return None

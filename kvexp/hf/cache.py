@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 from unicodedata import east_asian_width
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvexp.core import Budget, CacheConfig, EvictionLayer, Method, SequenceState
+from kvexp.core import Budget, BytesBudget, CacheConfig, EvictionLayer, Method, SequenceState
 from kvexp.core.attention import AttentionParams
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
@@ -29,10 +29,10 @@ from kvexp.core.eviction import CacheState
 from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
-from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states, state_bytes
+from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states, state_bytes, state_numbers
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_factors
-from kvexp.hf.probe import check_heads, layer_ropes
+from kvexp.hf.probe import beside, check_heads, layer_ropes
 from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.hf.traits import (
     Traits,
@@ -123,10 +123,12 @@ def check_layers(traits: Traits, cache: CacheConfig) -> None:
     """ConfigError for a cache that cannot be put together with what the model's other layers keep."""
     if traits.evicts_in_windows:
         refuse(cache, [(when, f"{why}: leave cache.evict_sliding at auto") for when, why in NO_WINDOWS])
-    if traits.composed and cache.method.needs.second_pass is not None:
+    keep_states = [layer for layer in traits.layers if layer.kind in ("state", "hybrid", "shared")]
+    if keep_states and cache.method.needs.second_pass is not None:
         raise ConfigError(
             f"method {cache.method.name} reads the prompt a second time, which {traits.title} cannot: of its layers, "
-            f"{layers_in_words(traits.layers)}, some have gone on by then. Choose another method"
+            f"{layers_in_words(traits.layers)}, some keep a state that has gone on by then, or attend to keys that are "
+            "not stored again. Choose another method"
         )
     if traits.shared and (isinstance(cache.method, Retrieval) or cache.quantization is not None):
         raise ConfigError(
@@ -278,7 +280,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             config.calibration.check_shape(*query_shape(model.config))
         if config.head_scores is not None:
             config.head_scores.check_shape(*query_shape(model.config)[:2])
-        check_rope(MovingRope.of(model.config), config)
+        self.moving = MovingRope.of(model.config)
+        check_rope(self.moving, config)
         traits = traits_of(model.config, config.evict_sliding)
         check_layers(traits, config)
         if traits.evicts_in_windows:
@@ -291,6 +294,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
             num_beams=num_beams,
             seeds=seeds,
         )
+        if isinstance(config.budget, BytesBudget):
+            budget = replace(config.budget, beside=beside(model, traits))
+            self.config = config = replace(config, budget=budget)
         count = len(traits.held)
         common = CacheState(config, count, self.sequence, traits.windows)
         self.memory_tracker, self.cross_layer_score = common.memory_tracker, common.cross_layer_score
@@ -308,7 +314,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
             config.surrogate.check_shape(count, kv_heads, width)
         inputs = layer_input(model) if method.needs.surrogate else None
         super().__init__(layers=compose(model.config, states, self.sequence, ropes, inputs, config.evict_sliding))
-        self.held, self.budget_windows = traits.held, traits.windows
+        self.traits, self.held, self.budget_windows = traits, traits.held, traits.windows
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
         second = method.needs.second_pass
@@ -328,9 +334,25 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return [state for state in states if isinstance(state, WindowLayer)]
 
     @property
-    def other_bytes(self) -> int:
-        """Bytes of windows and states, which layers keep that kvexp does not evict from."""
-        return sum(window.kv_bytes for window in self.windows) + sum(map(state_bytes, self.layers))
+    def ledger(self) -> dict[str, tuple[int, int]]:
+        """Bytes now and at the peak, by what keeps them: slots that kvexp holds, windows, states, latents.
+
+        A window or a state never shrinks, so that its peak is now; what a window attends to within one forward is that
+        forward's, not the cache's.
+        """
+        tracker, windows = self.memory_tracker, sum(window.kv_bytes for window in self.windows)
+        states = sum(map(state_bytes, self.layers))
+        return {
+            "held": (tracker.bytes, tracker.peak_bytes),
+            "window": (windows, windows),
+            "state": (states, states),
+            "latent": (0, 0),  # `traits_of` refuses the models whose cache holds latents
+        }
+
+    @property
+    def other_bytes_at_16(self) -> int:
+        """Bytes of windows and states with their numbers as 16 bits each."""
+        return 2 * sum(window.numbers for window in self.windows) + 2 * sum(map(state_numbers, self.layers))
 
     def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
         """Allow forwards of several new tokens after the prompt, with one eviction after each; returns the cache."""
@@ -445,9 +467,10 @@ class EvictionCache(Cache):  # type: ignore[misc]
 
     def check_second_pass(self, prompt_lengths: Sequence[int]) -> None:
         """ConfigError where the method's second pass over prompts of so many tokens is too long for the model."""
-        if self.repeated_prompt is not None and self.sequence.max_positions is not None:
+        holds = self.sequence.max_positions
+        if self.repeated_prompt is not None and holds is not None:
             for length in prompt_lengths:
-                self.repeated_prompt.check_room(length, self.sequence.max_positions, self.config.method.name)
+                self.repeated_prompt.check_room(length, holds, self.config.method.name, self.moving)
 
     def logits_were_finite(self) -> bool:
         """Whether the logits of all forwards through this cache were finite. Waits for the device."""

@@ -25,6 +25,7 @@ from kvexp.core import RoPE, SequenceState
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
 from kvexp.core.config import Sliding
 from kvexp.core.eviction import LayerCache
+from kvexp.core.second_pass import RepeatedChunk
 from kvexp.hf.patch import LAYER_ATTR, LayerInput, check_patched
 from kvexp.hf.traits import Layer, text_config, traits_of
 from kvexp.util import CacheError
@@ -223,16 +224,26 @@ class WindowLayer:
             query_positions=new,
             params=params,
             in_column_order=True,
-            padded=self.sequence.padded or not self.sequence.prompt_complete,
+            padded=self.padded,
         )
         out = _attend_in_chunks(inputs, self.size) if self.kind.kind == "chunk" else compute_attention(inputs)
         return out.flatten(1, 2)
 
     @property
+    def padded(self) -> bool:
+        """Whether padding may be among what is attended to."""
+        return self.sequence.padded or not self.sequence.prompt_complete
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values held."""
-        held = [each for each in (self.window.keys, self.window.values) if isinstance(each, Tensor)]
-        return sum(each.numel() * each.element_size() for each in held)
+        return self.numbers * self.window.keys.element_size() if self.numbers else 0
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the keys and values held are."""
+        held = (self.window.keys, self.window.values)
+        return sum(each.numel() for each in held if isinstance(each, Tensor))
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows."""
@@ -246,6 +257,29 @@ class WindowLayer:
         """Tensors that copies of this layer may share: none of them is ever written to."""
         held = (self.positions, self.window.keys, self.window.values)
         return [each for each in held if isinstance(each, Tensor)]
+
+
+class RepeatedWindow(WindowLayer):
+    """A window as a second pass over the prompt sees it: at the prompt's end, in forwards that store nothing.
+
+    chunk: the forward in progress, as of `kvexp.core.second_pass`.
+    """
+
+    padded = True
+
+    def __init__(self, window: WindowLayer) -> None:
+        super().__init__(window.kind, window.sequence, window.layers)
+        self.window, self.positions, self.seq_len = window.window, window.positions, window.seq_len
+        self.chunk: RepeatedChunk | None = None
+
+    def store(self, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `WindowLayer.store`, of the rows of the chunk in progress; padding is known from its positions."""
+        assert self.chunk is not None and self.positions is not None
+        rows, fed = self.chunk.rows.to(key.device), self.chunk.positions.to(key.device)
+        keys, values = (
+            torch.cat([held[rows], new], dim=2) for held, new in ((self.window.keys, key), (self.window.values, value))
+        )
+        return keys, values, torch.cat([self.positions[rows], fed], dim=1), fed
 
 
 def _attend_in_chunks(inputs: AttentionInputs, size: int) -> Tensor:
@@ -494,9 +528,18 @@ def select_states(layer: Any, rows: Tensor) -> None:
                     states[index] = state.index_select(0, rows.to(state.device))
 
 
-def state_bytes(layer: Any) -> int:
-    """Bytes of a layer's states; 0 for a layer without."""
+def _states(layer: Any) -> list[Tensor]:
+    """A layer's states; none of a layer without."""
     if not isinstance(layer, LinearAttentionLayer):
-        return 0
-    held = [state for name in STATES for state in getattr(layer, name).values() if state is not None]
-    return sum(state.numel() * state.element_size() for state in held)
+        return []
+    return [state for name in STATES for state in getattr(layer, name).values() if state is not None]
+
+
+def state_bytes(layer: Any) -> int:
+    """Bytes of a layer's states."""
+    return sum(state.numel() * state.element_size() for state in _states(layer))
+
+
+def state_numbers(layer: Any) -> int:
+    """How many numbers a layer's states are."""
+    return sum(state.numel() for state in _states(layer))

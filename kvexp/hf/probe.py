@@ -1,4 +1,4 @@
-"""How each layer of a model turns its keys by their position, found by two short forwards.
+"""What only a short forward tells of a model: sizes of states, and how each layer turns its keys by their position.
 
 Some types turn keys in some layers and not in others, or by tables of their own for each kind of layer, and their
 configurations name it in as many ways. A key at position p + SHIFT is the key at p turned by SHIFT, unless it is the
@@ -16,8 +16,9 @@ from transformers.cache_utils import Cache
 
 from kvexp.core import RoPE
 from kvexp.core.attention import AttentionParams
+from kvexp.core.budget import Beside
 from kvexp.core.config import Sliding
-from kvexp.hf.layers import compose
+from kvexp.hf.layers import WindowLayer, compose, state_numbers
 from kvexp.hf.patch import forward_columns, takes_positions, uncached_attention
 from kvexp.hf.traits import Traits, rope_of, text_config, traits_of
 from kvexp.util import ConfigError
@@ -25,6 +26,7 @@ from kvexp.util import ConfigError
 TOKENS, SHIFT = 8, 3
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gptj")  # one RoPE in all layers
 _FOUND: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], list[RoPE | None]]] = WeakKeyDictionary()
+_BESIDE: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], Beside]] = WeakKeyDictionary()
 _ALIKE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -67,7 +69,7 @@ def layer_ropes(model: PreTrainedModel, sliding: Sliding = "auto") -> list[RoPE 
 def check_heads(model: PreTrainedModel, traits: Traits) -> None:
     """ConfigError where keys and values of the held layers differ in shape, so that no budget counts them alike."""
     if model not in _ALIKE:
-        shapes = [(noted.keys.shape, noted.values.shape) for noted in _forward(model, traits, 0)]
+        shapes = [(noted.keys.shape, noted.values.shape) for noted in _noted(model, traits, 0)]
         _ALIKE[model] = len(set(shapes)) == 1
     if not _ALIKE[model]:
         raise ConfigError(
@@ -76,9 +78,31 @@ def check_heads(model: PreTrainedModel, traits: Traits) -> None:
         )
 
 
-@torch.no_grad()
-def _forward(model: PreTrainedModel, traits: Traits, first: int) -> list[_Noting]:
+def beside(model: PreTrainedModel, traits: Traits) -> Beside | None:
+    """What the model's cache holds besides the slots that are evicted; None: every layer is evicted from.
+
+    Computed once per model.
+    """
+    if not traits.composed:
+        return None
+    known = _BESIDE.setdefault(model, {})
+    if traits.held not in known:
+        layers = _forward(model, traits, 0).layers
+        windows = [layer.state for layer in layers if isinstance(getattr(layer, "state", None), WindowLayer)]
+        each = tuple((window.numbers // window.window.keys.shape[2], window.size - 1) for window in windows)
+        known[traits.held] = Beside(traits.kv_heads, each, sum(map(state_numbers, layers)))
+    return known[traits.held]
+
+
+def _noted(model: PreTrainedModel, traits: Traits, first: int) -> list[_Noting]:
     """What the held layers note of a forward of random tokens, the first of them at position `first`."""
+    layers = _forward(model, traits, first).layers
+    return [layers[number].state for number in traits.held]
+
+
+@torch.no_grad()
+def _forward(model: PreTrainedModel, traits: Traits, first: int) -> Cache:
+    """The cache of a forward of random tokens, the first of them at position `first`."""
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, int(text_config(model.config).vocab_size), (1, TOKENS), generator=generator).to(device)
@@ -86,7 +110,7 @@ def _forward(model: PreTrainedModel, traits: Traits, first: int) -> list[_Noting
     places = torch.arange(first, first + TOKENS, device=device)[None]
     cache = Cache(layers=compose(model.config, states, sliding=traits.sliding))
     forward_columns(model, ids, torch.ones_like(ids), places, cache, keep=1)
-    return states
+    return cache
 
 
 @torch.no_grad()
@@ -94,7 +118,7 @@ def _probe(model: PreTrainedModel, traits: Traits) -> list[RoPE | None]:
     unknown = f"positions of keys cannot be changed in {traits.title}: set positions=original, or choose another method"
     if not takes_positions(model):
         raise ConfigError(f"{unknown} (its forward takes no position ids)")
-    by_place = [[noted.keys for noted in _forward(model, traits, first)] for first in (0, SHIFT)]
+    by_place = [[noted.keys for noted in _noted(model, traits, first)] for first in (0, SHIFT)]
     tables = [
         buffer
         for module in model.modules()

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, Quantization, RoPE, triton_ops
-from kvexp.core.budget import PromptSizes
+from kvexp.core.budget import Beside, PromptSizes
 from kvexp.core.config import Sliding
 from kvexp.util import ConfigError
 
@@ -307,6 +307,18 @@ def layers_in_words(layers: Sequence[Layer]) -> str:
     """Kinds of layers with their numbers, as "4 of full attention, 22 of a sliding window"."""
     counted = Counter(layer.kind for layer in layers)
     return ", ".join(f"{count} of {KIND_TITLES[kind]}" for kind, count in counted.items())
+
+
+def beside_of(traits: Traits) -> Beside | None:
+    """Windows beside the slots that are evicted, as a configuration has them; None: every layer is evicted from.
+
+    States, and heads that differ between layers, only the model tells (`kvexp.hf.probe`).
+    """
+    if not traits.composed:
+        return None
+    numbers = traits.kv_heads * (traits.key_dim + traits.value_dim)
+    sizes = [layer.size for number, layer in enumerate(traits.layers) if number not in traits.held]
+    return Beside(traits.kv_heads, tuple((numbers, size - 1) for size in sizes if size is not None))
 
 
 def prompt_sizes(config: Any, cache: CacheConfig, tokens: int, new: int | None) -> PromptSizes:

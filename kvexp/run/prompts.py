@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvexp.core import Budget
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.hf.chat_template import render
+from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.second_pass import check_second_pass
 from kvexp.hf.traits import check_positions, prompt_sizes
 from kvexp.hf.traits import max_positions as positions_of
@@ -351,11 +352,14 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
             fed.append(len(prompt.question_ids) + len(prompt.following))
         check_length(settings, settings.budget, config, size, fed)
         cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
+        chunk, moving = cache.bounded_chunk or settings.decoding.prefill_chunk, MovingRope.of(config)
+        if chunk is not None and moving is not None:
+            moving.check_prompts([size], 0, chunk=chunk)
         coming = [prompt_sizes(config, cache, size, new) for new in fed]
         for each in coming:
             check_spans(cache, each, [prompt.spans] if prompt.spans else None)
         if not cache.beyond_context and any(may_evict(cache, each) for each in coming):
-            check_second_pass(cache, tokenizer, size, positions_of(config))
+            check_second_pass(cache, tokenizer, size, positions_of(config), moving)
     except ConfigError as error:
         return str(error)
     return None

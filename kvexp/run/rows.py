@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp.core.budget import PromptSizes
+from kvexp.core.budget import BytesBudget, PromptSizes
 from kvexp.core.quantized import SlotBytes
 from kvexp.hf.load import one_row_per_forward
 from kvexp.run.answers import NO_TIMES, ItemAnswer, ModelOutput, continuation_logprobs
@@ -375,6 +375,8 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
     cache = settings.cache
     if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
         return [length + new for length in lengths]
+    if isinstance(budget, BytesBudget):
+        budget = dataclasses.replace(budget, beside=None)  # which leaves fewer slots
     held = budget.resolve(PromptSizes(lengths, max(lengths), new, 1), 0)
     return [min(slots + 1, length + new) for slots, length in zip(held, lengths, strict=True)]
 

@@ -12,17 +12,19 @@ import importlib
 import inspect
 import runpy
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tiny import LETTERS
 from transformers import AttentionInterface, AutoConfig, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 from twins import NOT_BUILT, ids_of, twin
 
-from kvexp.core import Budget, CacheConfig
+from kvexp.core import Budget, CacheConfig, Method, Needs, SecondPass
 from kvexp.generate import GenerationParams, generate
 from kvexp.generate.inputs import receipt_of
 from kvexp.generate.loop import decode
@@ -32,7 +34,7 @@ from kvexp.hf.patch import forward_columns, forward_logits
 from kvexp.hf.probe import layer_ropes
 from kvexp.hf.self_check import ATOL, RTOL, measure
 from kvexp.hf.traits import REFUSED, VERIFIED, check_type, traits_of
-from kvexp.methods import H2O, Full, KNorm, StreamingLLM
+from kvexp.methods import H2O, Full, KNorm, KVzip, StreamingLLM
 from kvexp.util import ConfigError
 
 NEW = 10
@@ -398,3 +400,61 @@ TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "model_types.py"
 
 def test_the_table_of_the_documentation_is_of_the_types():
     assert TABLE["table"]() in TABLE["PAGE"].read_text(), "run: python docs/model_types.py"
+
+
+# -- prompts that are read a second time -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watcher(Method):
+    """Keeps the newest, and writes down what the second pass saw, layer by layer."""
+
+    evicts_while_decoding = False
+    how: SecondPass = field(default_factory=SecondPass)
+    seen: tuple[list[torch.Tensor], ...] = ()
+
+    @property
+    def needs(self):
+        return Needs(second_pass=self.how)
+
+    def priority(self, ctx):
+        self.seen[0].append(ctx.second_pass_attention)
+        return ctx.positions.float()
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text"])
+@torch.no_grad()
+def test_a_second_pass_sees_windows_and_chunks_as_they_are_behind_the_prompt(name):
+    """Attention is the type's own model's over prompt and repetition in one forward; windows stay as they were."""
+    model, stock, held = kvexps(name), twin(name), traits_of(twin(name).config).held
+    prompts, notes = [ids_of(1, 1, 44)[0].tolist(), ids_of(2, 1, 31)[0].tolist()], []
+    how = SecondPass(2, 13, 3, "ab", "c", end_turn=True)
+    context = prefill(
+        model, prompts, Watcher(how, (notes,)), Budget(kv_ratio=0.5), max_new_tokens=NEW, chunk=17, tokenizer=LETTERS
+    )
+    assert len(notes) == len(held)
+    for row, prompt in enumerate(prompts):
+        n = len(prompt)
+        want = [torch.zeros(*notes[0].shape[1:3], n) for _ in held]
+        for start in range(2, n, 13):
+            ahead = [36, 37] if start == 2 else [38, *prompt[start - 3 : start]]
+            text = torch.tensor([[*prompt, *ahead, 10, *prompt[start : start + 13]]])
+            attentions = stock(text, output_attentions=True, use_cache=False).attentions
+            chunk = list(range(start, min(start + 13, n)))
+            near = [0, 1, *chunk, *range(n, text.shape[1])]
+            for number, layer in enumerate(held):
+                weights = attentions[layer][0, :, n:, : text.shape[1]]
+                sink = 1 - weights.sum(-1, keepdim=True)
+                share = weights / (weights[..., near].sum(-1, keepdim=True) + sink)
+                want[number][..., chunk] = share[..., chunk].amax(1).unflatten(0, want[number].shape[:2])
+        for number, note in enumerate(notes):
+            torch.testing.assert_close(note[row][..., 44 - n :], want[number], rtol=2e-4, atol=2e-6)
+    same = prefill(model, prompts, StreamingLLM(), Budget(kv_ratio=0.5), max_new_tokens=NEW, chunk=17)
+    for mine, other in zip(context.cache.windows, same.cache.windows, strict=True):
+        assert torch.equal(mine.window.keys, other.window.keys) and torch.equal(mine.positions, other.positions)
+
+
+def test_a_second_pass_is_refused_where_states_have_gone_on():
+    for name in ("qwen3_next", "falcon_h1", "lfm2", "gemma3n_text"):
+        with pytest.raises(ConfigError, match="some keep a state that has gone on by then, or attend to keys that are"):
+            EvictionCache(kvexps(name), KVzip(instruct=False), Budget(tokens=9))
