@@ -682,9 +682,9 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
 
 
 def _bytes(cache: EvictionCache, rows: int) -> tuple[int, int]:
-    """A sample's equal share, of `rows`, of all bytes now and at the peak: of all lines of the ledger."""
-    now, peak = (sum(line) for line in zip(*cache.ledger.values(), strict=True))
-    return now // rows, peak // rows
+    """A sample's equal share, of `rows`, of all bytes now and at the peak: slots, windows and states."""
+    tracker, other = cache.memory_tracker, cache.other_bytes
+    return (tracker.bytes + other) // rows, (tracker.peak_bytes + other) // rows
 
 
 def _ledger(cache: EvictionCache, rows: int) -> dict[str, Any] | None:
@@ -761,8 +761,8 @@ class Generation:
     def __repr__(self) -> str:
         shown = repr(self.texts[0] if self.texts else self.tokens[0])
         more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
-        method, ledger = self.cache.config.method.name, self.cache.ledger
-        peak = (self.memory_tracker.peak_bytes + sum(ledger[name][1] for name in ledger if name != "held")) / 2**20
+        method = self.cache.config.method.name
+        peak = (self.memory_tracker.peak_bytes + self.cache.other_bytes) / 2**20
         times = f"first token after {self.timing.ttft_s:.2f} s, then {1000 * self.timing.tpot_s:.0f} ms each"
         answer = f"Generation: {shown[:100]}{'…' * (len(shown) > 100)}{more}"
         return "\n".join((answer, f"  {method}, KV peak {peak:.1f} MiB", f"  {times}"))

@@ -335,19 +335,29 @@ class EvictionCache(Cache):  # type: ignore[misc]
 
     @property
     def ledger(self) -> dict[str, tuple[int, int]]:
-        """Bytes now and at the peak, by what keeps them: slots that kvexp holds, windows, states, latents.
+        """Bytes now and at the peak, by what keeps them: layers that keep every token, windows, states, latents.
 
-        A window or a state never shrinks, so that its peak is now; what a window attends to within one forward is that
-        forward's, not the cache's.
+        Where all layers with a window are evicted from because none keeps every token, they count as such. A window
+        that is not evicted from, or a state, never shrinks, so that its peak is now; what a window attends to within
+        one forward is that forward's, not the cache's.
         """
         tracker, windows = self.memory_tracker, sum(window.kv_bytes for window in self.windows)
+        held, sliding = (tracker.bytes, tracker.peak_bytes), (0, 0)
+        if tracker.groups:
+            now = [tracker.bytes_of(layers) for layers in tracker.groups]
+            held, sliding = zip(now, tracker.group_peaks, strict=True)
         states = sum(map(state_bytes, self.layers))
         return {
-            "held": (tracker.bytes, tracker.peak_bytes),
-            "window": (windows, windows),
+            "held": held,
+            "window": (sliding[0] + windows, sliding[1] + windows),
             "state": (states, states),
             "latent": (0, 0),  # `traits_of` refuses the models whose cache holds latents
         }
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of windows and states, which layers keep that kvexp does not evict from."""
+        return sum(window.kv_bytes for window in self.windows) + sum(map(state_bytes, self.layers))
 
     @property
     def other_bytes_at_16(self) -> int:

@@ -373,7 +373,8 @@ class SplitLayer(JoinedWindows):
     ) -> Tensor:
         """As `JoinedWindows.forward`; a prompt's output is the first part's, which the others' equal up to rounding."""
         if self.seq_len == 0:
-            first, *_ = (joined.forward(query, key, value, params, padding) for _, joined in self.parts)
+            outputs = [joined.forward(query, key, value, params, padding) for _, joined in self.parts]
+            first: Tensor = outputs[0]
             return first
         new = [each.split(self.rows) for each in (query, key, value)]
         masks = None if padding is None else padding.split(self.rows)

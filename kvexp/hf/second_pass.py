@@ -217,7 +217,8 @@ def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> N
     real = (torch.arange(columns) >= columns - lengths).long()
     cache = SecondPassCache(caches)
     for ids, chunk in prompt.chunks(sequence.prompt_lengths, pad=0):
-        for layer in (*cache.passes, *cache.windows):
+        seen: list[Any] = [*cache.passes, *cache.windows]
+        for layer in seen:
             layer.chunk = chunk
         mask = torch.cat([real[chunk.rows], (chunk.positions >= 0).long()], dim=1)
         with input_norms(model, chunk, wanted=prompt.how.over_input):

@@ -230,8 +230,8 @@ def layers_words(ledger: Mapping[str, Any]) -> str:
 
 
 LINE_TITLES = {  # of `LINES`
-    "held": "layers that are evicted from",
-    "window": "windows",
+    "held": "layers that keep every token",
+    "window": "sliding windows, chunks",
     "state": "states",
     "latent": "latents",
 }
@@ -244,8 +244,8 @@ BYTES_LEGEND = (
 def bytes_table(runs: Runs) -> pd.DataFrame:
     """Bytes of runs of models whose layers keep different things, a row for each line of the ledger that holds any.
 
-    Columns: labels, question, n, line, layers ("3 of 18", of the line "held"), now (mean bytes at the end), peak (the
-    most), of_full (percent of the baseline's now, NaN without a baseline), hash.
+    Columns: labels, question, n, line, layers (evicted from: "3 of 18"), now (mean bytes at the end), peak (the most),
+    of_full (percent of the baseline's now, NaN without a baseline), hash.
     """
     rows: list[Record] = []
     for folder in runs.ran:
@@ -257,7 +257,7 @@ def bytes_table(runs: Runs) -> pd.DataFrame:
                 continue
             whole = _over(np.mean, _of_line(full, line, 0))
             row = {**folder.labels, "question": folder.question, "n": len(ledgers), "line": LINE_TITLES[line]}
-            row |= {"layers": layers_words(ledgers[0]) if line == "held" else "", "now": now, "peak": peak}
+            row |= {"layers": layers_words(ledgers[0]), "now": now, "peak": peak}
             rows.append(row | {"of_full": 100 * now / whole if whole > 0 else math.nan, "hash": folder.run.hash})
     return pd.DataFrame(rows)
 
@@ -275,7 +275,7 @@ def _of_line(ledgers: Iterable[Mapping[str, Any]], line: str, place: int) -> lis
 def bytes_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
     return [METHOD_AND_SETTING, budget_column(rows), N], [
         plain("line", "bytes of", right=False),
-        plain("layers", "layers"),
+        plain("layers", "layers\nevicted"),
         Column("now", lambda row: size(row["now"])),
         Column("peak", lambda row: size(row["peak"])),
         numeric("% of\nfull", "of_full", 1),

@@ -426,7 +426,8 @@ class Watcher(Method):
 @torch.no_grad()
 def test_a_second_pass_sees_windows_and_chunks_as_they_are_behind_the_prompt(name):
     """Attention is the type's own model's over prompt and repetition in one forward; windows stay as they were."""
-    model, stock, held = kvexps(name), twin(name), traits_of(twin(name).config).held
+    stock = twin(name, 0.1)  # attention even enough for a part of it to be held against the whole
+    model, held = patch_model(copy.deepcopy(stock), check="never"), traits_of(stock.config).held
     prompts, notes = [ids_of(1, 1, 44)[0].tolist(), ids_of(2, 1, 31)[0].tolist()], []
     how = SecondPass(2, 13, 3, "ab", "c", end_turn=True)
     context = prefill(
