@@ -277,7 +277,7 @@ class Cadence:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherLayers:
     """What a cache holds besides the slots that are evicted, for budgets in bytes.
 
     heads: kv heads H of a layer whose slots are evicted. windows: of each layer that keeps one, how many numbers keys
@@ -304,7 +304,7 @@ class BytesBudget(Budget):
     has tokens: then nothing is evicted until they are used. The other fields are as in `Budget`, without kv_ratio,
     tokens and threshold; `pyramid` moves bytes between layers. `resolve` raises ConfigError where not one slot fits.
 
-    beside: windows and states of other layers, which count and are not evicted: `bytes_ratio` is of all bytes, and what
+    others: windows and states of other layers, which count and are not evicted: `bytes_ratio` is of all bytes, and what
     they take is taken from the slots. None: there are none. `EvictionCache` fills it in.
     """
 
@@ -312,7 +312,7 @@ class BytesBudget(Budget):
     key_dim: Annotated[int, AtLeast(1)] = 64
     value_dim: Annotated[int, AtLeast(1)] = 64
     quantization: Quantization | EngineQuantization | None = None
-    beside: Beside | None = None
+    others: OtherLayers | None = None
 
     @property
     def slot_bytes(self) -> SlotBytes:
@@ -327,7 +327,7 @@ class BytesBudget(Budget):
         allowed = share * SlotBytes(self.key_dim, self.value_dim).of(tokens)
         slots = self.slot_bytes.most_slots(allowed + 1e-9)
         if slots < 1:
-            if self.beside is not None:
+            if self.others is not None:
                 raise self._no_room(whole, prompts)
             raise ConfigError(
                 f"bytes_ratio={self.bytes_ratio:g} of a prompt of {length} tokens is {allowed:.0f} bytes per kv head "
@@ -336,23 +336,23 @@ class BytesBudget(Budget):
         return slots
 
     def _full_bytes(self, tokens: int, prompts: PromptSizes) -> tuple[int, int]:
-        """Bytes of a full cache of so many tokens: of the slots that may be evicted, and of what is beside them."""
-        assert self.beside is not None
+        """Bytes of a full cache of so many tokens: of the slots that may be evicted, and of the other layers."""
+        assert self.others is not None
         one = SlotBytes(self.key_dim, self.value_dim)
         slots = sum(one.of(prompts.held(tokens, layer)) for layer in range(prompts.layers))
-        return self.beside.heads * slots, self.beside.bytes_at(tokens)
+        return self.others.heads * slots, self.others.bytes_at(tokens)
 
     def _share_of_slots(self, tokens: int, prompts: PromptSizes) -> float:
         """The share of a full cache's slots that is left to them, of so many tokens."""
-        if self.beside is None:
+        if self.others is None:
             return self.bytes_ratio
-        slots, beside = self._full_bytes(tokens, prompts)
-        return self.bytes_ratio - (1 - self.bytes_ratio) * beside / slots
+        slots, rest = self._full_bytes(tokens, prompts)
+        return self.bytes_ratio - (1 - self.bytes_ratio) * rest / slots
 
     def _no_room(self, tokens: int, prompts: PromptSizes) -> ConfigError:
-        slots, beside = self._full_bytes(tokens, prompts)
+        slots, rest = self._full_bytes(tokens, prompts)
         return ConfigError(
-            f"bytes_ratio={self.bytes_ratio:g} of the {slots + beside} bytes of a full cache of {tokens} tokens is "
-            f"{self.bytes_ratio * (slots + beside):.0f}, and windows and states, which are not evicted, take {beside}: "
+            f"bytes_ratio={self.bytes_ratio:g} of the {slots + rest} bytes of a full cache of {tokens} tokens is "
+            f"{self.bytes_ratio * (slots + rest):.0f}, and windows and states, which are not evicted, take {rest}: "
             "raise bytes_ratio, or let windows be evicted from (cache.evict_sliding=true)"
         )

@@ -32,7 +32,7 @@ from kvexp.core.sequence import Span
 from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states, state_bytes, state_numbers
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_factors
-from kvexp.hf.probe import beside, check_heads, layer_ropes
+from kvexp.hf.probe import check_heads, layer_ropes, other_layers
 from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.hf.traits import (
     Traits,
@@ -90,7 +90,7 @@ def check_retrieval(config: Any, method: Retrieval) -> None:
         )
 
 
-# Reasons against evicting in sliding windows beside layers that keep every token.
+# Reasons against evicting in sliding windows of models with layers that keep every token.
 NO_WINDOWS: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: isinstance(c.method, Retrieval),
@@ -295,7 +295,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
             seeds=seeds,
         )
         if isinstance(config.budget, BytesBudget):
-            budget = replace(config.budget, beside=beside(model, traits))
+            budget = replace(config.budget, others=other_layers(model, traits))
             self.config = config = replace(config, budget=budget)
         count = len(traits.held)
         common = CacheState(config, count, self.sequence, traits.windows)

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from kvexp.core import RoPE
 from kvexp.core.attention import AttentionParams
-from kvexp.core.budget import Beside
+from kvexp.core.budget import OtherLayers
 from kvexp.core.config import Sliding
 from kvexp.hf.layers import WindowLayer, compose, state_numbers
 from kvexp.hf.patch import forward_columns, takes_positions, uncached_attention
@@ -26,7 +26,7 @@ from kvexp.util import ConfigError
 TOKENS, SHIFT = 8, 3
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gptj")  # one RoPE in all layers
 _FOUND: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], list[RoPE | None]]] = WeakKeyDictionary()
-_BESIDE: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], Beside]] = WeakKeyDictionary()
+_OTHERS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], OtherLayers]] = WeakKeyDictionary()
 _ALIKE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -78,19 +78,19 @@ def check_heads(model: PreTrainedModel, traits: Traits) -> None:
         )
 
 
-def beside(model: PreTrainedModel, traits: Traits) -> Beside | None:
+def other_layers(model: PreTrainedModel, traits: Traits) -> OtherLayers | None:
     """What the model's cache holds besides the slots that are evicted; None: every layer is evicted from.
 
     Computed once per model.
     """
     if not traits.composed:
         return None
-    known = _BESIDE.setdefault(model, {})
+    known = _OTHERS.setdefault(model, {})
     if traits.held not in known:
         layers = _forward(model, traits, 0).layers
         windows = [layer.state for layer in layers if isinstance(getattr(layer, "state", None), WindowLayer)]
         each = tuple((window.numbers // window.window.keys.shape[2], window.size - 1) for window in windows)
-        known[traits.held] = Beside(traits.kv_heads, each, sum(map(state_numbers, layers)))
+        known[traits.held] = OtherLayers(traits.kv_heads, each, sum(map(state_numbers, layers)))
     return known[traits.held]
 
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, Quantization, RoPE, triton_ops
-from kvexp.core.budget import Beside, PromptSizes
+from kvexp.core.budget import OtherLayers, PromptSizes
 from kvexp.core.config import Sliding
 from kvexp.util import ConfigError
 
@@ -169,7 +169,7 @@ class Traits:
 
     @property
     def evicts_in_windows(self) -> bool:
-        """Whether windows beside layers that keep every token are evicted from, which they are where it was asked."""
+        """Whether windows are evicted from though other layers keep every token, which they are where it was asked."""
         return self.held != held_layers(self.layers)
 
     @property
@@ -309,8 +309,8 @@ def layers_in_words(layers: Sequence[Layer]) -> str:
     return ", ".join(f"{count} of {KIND_TITLES[kind]}" for kind, count in counted.items())
 
 
-def beside_of(traits: Traits) -> Beside | None:
-    """Windows beside the slots that are evicted, as a configuration has them; None: every layer is evicted from.
+def other_layers_of(traits: Traits) -> OtherLayers | None:
+    """Windows that are not evicted from, as a configuration has them; None: every layer is evicted from.
 
     States, and heads that differ between layers, only the model tells (`kvexp.hf.probe`).
     """
@@ -318,7 +318,7 @@ def beside_of(traits: Traits) -> Beside | None:
         return None
     numbers = traits.kv_heads * (traits.key_dim + traits.value_dim)
     sizes = [layer.size for number, layer in enumerate(traits.layers) if number not in traits.held]
-    return Beside(traits.kv_heads, tuple((numbers, size - 1) for size in sizes if size is not None))
+    return OtherLayers(traits.kv_heads, tuple((numbers, size - 1) for size in sizes if size is not None))
 
 
 def prompt_sizes(config: Any, cache: CacheConfig, tokens: int, new: int | None) -> PromptSizes:

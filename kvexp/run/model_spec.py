@@ -359,7 +359,7 @@ def has_sinks(spec: ModelSpec) -> bool:
 
 
 def evicts_in_windows(spec: ModelSpec, cache: CacheConfig) -> bool:
-    """Whether the cache evicts from sliding windows beside layers that keep every token.
+    """Whether the cache evicts from sliding windows of a model with layers that keep every token.
 
     The model's configuration alone is read, and only where that was asked for. ConfigError where no layer is left to
     evict from, or the cache cannot be put together with the layers.

@@ -376,7 +376,7 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
     if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
         return [length + new for length in lengths]
     if isinstance(budget, BytesBudget):
-        budget = dataclasses.replace(budget, beside=None)  # which leaves fewer slots
+        budget = dataclasses.replace(budget, others=None)  # which leaves fewer slots
     held = budget.resolve(PromptSizes(lengths, max(lengths), new, 1), 0)
     return [min(slots + 1, length + new) for slots, length in zip(held, lengths, strict=True)]
 

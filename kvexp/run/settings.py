@@ -252,7 +252,7 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
     config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
     """
     from kvexp.core.config import Sliding
-    from kvexp.hf.traits import beside_of, traits_of
+    from kvexp.hf.traits import other_layers_of, traits_of
 
     share, node = config["bytes_ratio"], dict(config["budget"])
     for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
@@ -267,7 +267,7 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
         "bytes_ratio": share,
         "key_dim": width,
         "value_dim": traits.value_dim if traits.composed else width,
-        "beside": beside_of(traits),
+        "others": other_layers_of(traits),
         "quantization": quantization_of(config["cache"]),
     }
     budget: BytesBudget = made(BytesBudget, node, "budget", {"bytes_ratio": "bytes_ratio"})
@@ -501,7 +501,7 @@ def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
 def _budget_identity(budget: Any) -> dict[str, Any]:
     """Settings of a budget; newer ones only where they do something, so that older runs keep their hashes."""
     later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
-    plain = _plain(budget, without=(*later, "beside"))  # which the model says
+    plain = _plain(budget, without=(*later, "others"))  # which the model says
     if budget.threshold is not None:
         plain |= {"threshold": budget.threshold, "threshold_recent": budget.newest}
     if budget.heads != "uniform":

@@ -10,7 +10,7 @@ from test_conf import composed
 from twins import ids_of, twin
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Quantization
-from kvexp.core.budget import Beside, PromptSizes
+from kvexp.core.budget import OtherLayers, PromptSizes
 from kvexp.generate import receipts
 from kvexp.generate.prefill import prefill
 from kvexp.hf import EvictionCache, patch_model
@@ -140,12 +140,14 @@ def test_a_share_of_bytes_is_of_all_layers(name):
 
 
 def test_what_windows_and_states_take_may_be_more_than_the_share():
-    budget = BytesBudget(bytes_ratio=0.5, key_dim=4, value_dim=4, beside=Beside(2, ((16, 30), (16, 30)), states=100))
+    budget = BytesBudget(
+        bytes_ratio=0.5, key_dim=4, value_dim=4, others=OtherLayers(2, ((16, 30), (16, 30)), states=100)
+    )
     # 100 tokens: 2 layers of 2 heads take 2 * 2 * 100 * 8 * 2 = 6400 bytes, windows 2 * 2 * 16 * 30 = 1920, states 200.
     prompts = PromptSizes([100], 100, None, 2)
     (slots,) = budget.resolve(prompts, 0)
     assert slots == (0.5 * (6400 + 2120) - 2120) // (2 * 2 * 8 * 2) == 33
-    tight = BytesBudget(bytes_ratio=0.2, key_dim=4, value_dim=4, beside=budget.beside)
+    tight = BytesBudget(bytes_ratio=0.2, key_dim=4, value_dim=4, others=budget.others)
     with pytest.raises(ConfigError, match=r"0\.2 of the 8520 bytes of a full cache of 100 tokens is 1704, and wind"):
         tight.resolve(prompts, 1)
 
