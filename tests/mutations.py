@@ -143,12 +143,12 @@ results/read.py: results/test_results.py run/test_record.py
 + if False:
 
 verdicts are not corrected for their number
-results/stats.py: results/test_results.py results/test_intervals.py
+results/stats.py: results/test_results.py results/test_statistics.py
 - floor, _ = percent_interval(comparison, index, level)
 + floor, _ = percent_interval(comparison, index, LEVEL)
 
 an interval at the mark fails
-results/stats.py: results/test_results.py results/test_intervals.py
+results/stats.py: results/test_results.py results/test_statistics.py
 - if low >= mark:
 + if low > mark:
 
