@@ -1,4 +1,4 @@
-"""Tasks of long texts. RULER: rows equal to the official generator's, lengths met in a tokenizer's tokens, the official metric, refusals."""
+"""Tasks of long texts: RULER's rows equal to its generator's, lengths in tokens, facts, sessions, metrics, refusals."""
 
 from __future__ import annotations
 
