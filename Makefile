@@ -157,7 +157,7 @@ $(TRITON)/.stamp: $(VENV)/.stamp
 	@touch $@
 
 test-openvino: $(VENV)/.stamp $(OPENVINO)/.stamp ## OpenVINO GenAI against kvexp: weights, full cache, evictions (needs 200 MB of it)
-	@PYTHONPATH=$(OPENVINO) $(PYTEST) tests/generate/test_openvino.py $(ARGS)
+	@PYTHONPATH=$(OPENVINO) $(PYTEST) tests/generate/test_openvino.py tests/run/test_engine.py tests/experiments/test_engines_study.py $(ARGS)
 
 openvino: $(OPENVINO)/.stamp ## fetch the pinned OpenVINO GenAI into build/ (test-openvino does it by itself)
 

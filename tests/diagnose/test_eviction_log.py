@@ -288,6 +288,7 @@ def test_a_prompt_that_cannot_be_had_again_is_not_shown(tmp_path, command, capsy
         (["generation=sampling"], "generation.sample=true"),
         (["task=testbed_choice", "model=testbed_rope"], "task=testbed_choice"),
         (["task=perplexity"], "task=perplexity"),
+        (["engine=openvino", "model=testbed_gqa", "task=testbed_summary", "method=full"], "diagnose its twin"),
         (["diagnose.examples=0"], "examples must be at least 1"),
     ],
 )
