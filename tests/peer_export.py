@@ -29,7 +29,8 @@ class PeerExport:
             pytest.skip(f"no export at {path.relative_to(ROOT)}; run: make peers")
         self.file: Any = np.load(path)
         self.about: dict[str, Any] = json.loads(str(self.file["about"]))
-        if self.about["script"] != hashlib.sha256(script.read_bytes()).hexdigest():
+        both = script.read_bytes() + script.with_name("common.py").read_bytes()
+        if self.about["script"] != hashlib.sha256(both).hexdigest():
             pytest.skip(f"{path.relative_to(ROOT)} comes from another version of its script; run: make peers")
 
     def __getitem__(self, key: str) -> Tensor:

@@ -6,8 +6,8 @@ import functools
 
 import numpy as np
 import pytest
+from commands import composed
 from peer_export import PeerExport
-from test_conf import composed
 
 from kvexp import generate as generation
 from kvexp.run.settings import batch_cache, settings_of

@@ -54,11 +54,7 @@ from kvexp.methods import (
 pytestmark = pytest.mark.peers
 
 # Each way to drop slots once, with each way to observe the prompt.
-HOW: list[dict[str, Any]] = [
-    {"mode": "overwrite"},
-    {"mode": "compact"},
-    {"mode": "mask", "observe": "naive"},
-]
+HOW: list[dict[str, Any]] = [{"mode": "overwrite"}, {"mode": "compact"}, {"mode": "mask", "observe": "naive"}]
 CHUNKS, CRITICAL = SlotSelection(by="chunk", chunk=9), SlotSelection(values="critical")
 KEYDIFF, QFILTERS, AVG = KeyDiff(protect_recent=0), QFilters(protect_recent=0), SnapKV(window=7, kernel=5, pool="avg")
 MEAN = CUR(n_sinks=2, block=10, leverage="mean")
