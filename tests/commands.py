@@ -1,10 +1,18 @@
-"""run.py in this process, for tests of what a command says and leaves behind."""
+"""run.py in this process, and what is composed of its words: for tests of what a command says and leaves behind."""
 
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from composition import GROUPS
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+
+from kvexp.run.compose import defaults
+from kvexp.run.settings import settings_of
+from kvexp.util import CONF
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
@@ -17,3 +25,23 @@ def run_py(monkeypatch, capsys, *words):
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(RUN), run_name="__main__")
     return (stopped.value.code, *capsys.readouterr())
+
+
+def config_of(*words, **how):
+    """The configuration of these words, not resolved."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(words), **how)
+
+
+def composed(*words):
+    """(configuration, option taken of each group) of these words and `small.DEFAULTS`, as `settings_of` takes them."""
+    words = small(*words)
+    plain = OmegaConf.to_container(config_of(*words), resolve=True)
+    typed = dict(word.split("=", 1) for word in words if word.split("=")[0] in GROUPS)
+    choices = {group: option for group, option in (defaults() | typed).items() if option is not None}
+    return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}, choices
+
+
+def settings(*words, typed=()):
+    """The settings of a run. typed: words of these that count as set by hand, for its labels."""
+    return settings_of(*composed(*words), typed)

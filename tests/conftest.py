@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["KVEXP_OFFLINE"] = "1"  # tests fetch nothing; those of the fetching itself bring an index of their own
 if not torch.cuda.is_available():  # Triton's own library is interpreted or not from its first import on, by whomever
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.fsync = lambda fd: None  # no test cuts the power; that it is called, and when, test_record.py sees
 torch.set_num_threads(1)  # pytest's workers share the processors; and what a test replaces, no forked process would see
 
 USERS_CACHE = cache_folder()  # before the tests get one of their own

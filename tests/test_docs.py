@@ -20,31 +20,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import config_of, settings
 from golden.make import MADE as MADE_RECORDINGS
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from pages import (
-    DOCS,
-    LINK,
-    NEEDS,
-    PAGES,
-    ROOT,
-    Block,
-    anchors,
-    blocks,
-    files,
-    first_of,
-    mentioned,
-    scripts,
-    words_of,
-)
+from pages import DOCS, LINK, NEEDS, PAGES, ROOT, Block, anchors, blocks, files, first_of, mentioned, scripts, words_of
 
 import kvexp.retrieval
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build
-from kvexp.run.compose import listed, option, options
-from kvexp.run.settings import settings_of
+from kvexp.run.compose import listed, options
 from kvexp.util import ConfigError, typed
 
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
@@ -108,8 +93,7 @@ def composed(words: list[str]) -> None:
     given = [word for word in words[2:] if "=" in word and not word.startswith(("-", "hydra"))]
     overrides = [first_of(word) for word in given if "(" not in word]  # interval(0,1) is the sweeper's
     overrides = [word for word in overrides if not re.match(r"method=\w+\.", word)]  # the page's own file
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        compose("config", overrides)
+    config_of(*overrides)
 
 
 def check_named(words: list[str]) -> None:
@@ -267,13 +251,9 @@ def test_the_page_of_methods_is_current():
     assert PAGE["text"]() == METHODS, "run: python docs/methods.py"
 
 
-def test_the_options_of_methods_are_what_the_classes_say():
+def test_the_options_of_methods_are_current():
     written = (CONF / "methods.yaml").read_text("utf-8")
     assert written == PAGE["options"](PAGE["entries"]()), "run: python docs/methods.py"
-    for cls in CLASSES:
-        node = option("method", cls.name)
-        made = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"))
-        assert made == cls() and set(node) == {"_target_", *(field.name for field in dataclasses.fields(cls))}
 
 
 def test_what_methods_were_compared_with_is_what_the_recordings_hold():
@@ -302,29 +282,6 @@ def test_what_methods_were_compared_with_is_what_the_recordings_hold():
         assert claimed <= presses | ({"kvzip", "kvzip_plus"} if name.endswith("kvzip.py") else set()), name
         assert presses <= wrapped, name
     assert set(PAGE["KVPRESS"]) <= set(exported)
-
-
-def test_every_method_has_an_oracle_as_the_page_says():
-    """Methods that choose nothing, or are another's with other settings, need none."""
-    told = set(options("method"))
-    oracles = "".join(
-        (ROOT / "tests" / f"{name}.py").read_text("utf-8") for name in ("cases", "retrieval/test_retrieval_oracles")
-    )
-    for cls in CLASSES:
-        if cls.name in told and cls.name != "full":
-            assert re.search(rf"\b{cls.__name__}\b", oracles), cls.name
-
-
-@pytest.mark.parametrize("name", options("method"))
-def test_every_method_and_each_of_its_settings_is_told(name):
-    assert f"](#{name})" in METHODS
-    section = METHODS.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
-    assert section
-    said = section + METHODS.partition("## Methods that keep everything\n")[2].partition("\n### ")[0]
-    for link in re.findall(r"Also the settings of \[\w+\]\(#(\w+)\)", section):
-        said += METHODS.partition(f"\n### {link}\n")[2].partition("\n### ")[0]
-    for key in set(option("method", name)) - {"_target_"}:
-        assert f"- `method.{key}=" in said, key
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.name)
@@ -369,10 +326,7 @@ def row(tmp_path_factory):
     """A row of a retrieval method, whose receipt has everything, and of a task that chooses."""
     words = ["model=testbed_rope", "task=testbed_choice", "method=oracle", "limit=1"]
     words.append(f"outputs_dir={tmp_path_factory.mktemp('out')}")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", words), resolve=True)
-    given = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
-    (made,) = evaluate_run(settings_of(given, {"task": "testbed_choice", "model": "testbed_rope"})).rows()
+    (made,) = evaluate_run(settings(*words)).rows()
     return made
 
 

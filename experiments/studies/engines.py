@@ -1,31 +1,35 @@
-"""What a shipped engine's eviction costs: OpenVINO GenAI's settings at several sizes, and kvexp's twin of each.
+"""Cost of a shipped engine's settings: OpenVINO GenAI at several sizes, kvexp's twin of each, and kvexp's methods.
 
     python -m experiments.studies.engines plan
     python -m experiments.studies.engines record OUTPUTS --limit 6 --size 256
-    python -m experiments.studies.engines table OUTPUTS
+    python -m experiments.studies.engines table OUTPUTS --page docs/engines.md
 
 `plan` says how many runs there are and, by what this machine has recorded, how long they take. `record` makes those
-that OUTPUTS lacks: the engine's own answers with its full cache and under each setting, and the twin's, whose
-divergence from its own full cache is measured along that cache's answers. A twin stands for an engine as long as their
-answers are equal, token for token; where one is not, `table` leaves its KL out.
+that OUTPUTS lacks: the engine's own answers with its full cache and under each setting; its twin's, whose divergence
+from its own full cache is measured along that cache's answers; formats of llama.cpp and vLLM, and kvexp's methods with
+as many slots as the engine has in use. A twin stands for an engine as long as their answers are equal, token for token;
+where one is not, `table` leaves its KL out. Tables are of the examples that all recorded cells of a task have.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.lib.tables import between
 from experiments.studies import carried_out, composed_runs
+from kvexp.generate.openvino import BLOCK
 from kvexp.results import stats
 from kvexp.results.divergence import per_example, share_interval
-from kvexp.results.table import TOO_FEW
-from kvexp.run.batches import evaluate_run, prefill_groups, run_group
+from kvexp.run.batches import evaluate_run, measure_rest, prefill_groups, run_group
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
 from kvexp.util import ConfigError, Session, duration, say, watch_pipes
@@ -33,153 +37,332 @@ from kvexp.util import ConfigError, Session, duration, say, watch_pipes
 Row = dict[str, Any]
 
 TASKS = {
-    "news": ["task=news"],
+    "news": ["task=news", "task.max_new_tokens=48"],
     "news_qa": ["task=news_qa", "task.question=in_prompt"],
     "ruler": ["task=ruler", "task.subset=niah_single_2", "task.lengths=[1024]"],
-    "longbench": ["task=longbench", "task.subset=qasper"],  # rows of the hub, or task.data_files: only if asked for
+    "longbench": ["task=longbench", "task.subset=triviaqa", "task.extended=true", "task.max_prompt_tokens=1536"],
 }
-OWN_TASKS = ("news", "news_qa", "ruler")
+FROM_FILE = "longbench"  # recorded where its rows are named (--longbench), for the hub's file is large
 SIZES = (256, 384, 512)  # tokens: budget.tokens, the engine's max_cache_size
 SETTINGS = {
-    "NORM_SUM, window 8": ["method.aggregation=norm_sum"],  # the engine's defaults
-    "SUM, window 8": ["method.aggregation=sum"],
-    "H2O: SUM, all queries": ["method.aggregation=sum", "method.window=0"],
-    "NORM_SUM, KVCrush 2": ["method.aggregation=norm_sum", "method.crush=2"],
+    "NORM_SUM, window 8 (default)": ["method.aggregation=norm_sum"],
+    "NORM_SUM, window 8, KVCrush 2": ["method.aggregation=norm_sum", "method.crush=2"],
+    "NORM_SUM, all queries": ["method.aggregation=norm_sum", "method.window=0"],
+    "SUM, all queries (H2O)": ["method.aggregation=sum", "method.window=0"],
 }
-FULL, EIGHT = "full cache, f32", "full cache, u8"
+FULL, EIGHT = "full cache, f32", "full cache, u8 (default)"
+FORMATS = {  # of other engines, by their bytes: setting -> (engine, cache.codec)
+    "full cache, q8_0": ("llama.cpp", "q8_0"),
+    "full cache, q4_0": ("llama.cpp", "q4_0"),
+    "full cache, fp8": ("vLLM", "fp8"),
+}
+RIVALS = {  # with as many slots in each head as the engine has in use
+    "h2o": ["method=h2o"],
+    "snapkv, also while decoding": ["method=snapkv", "method.decoding=true"],
+    "keyformer": ["method=keyformer"],
+    "ideal": ["method=ideal"],
+}
+ADVICE: dict[str, str] = {}  # setting -> what its numbers bear
+BEGIN = "<!-- engines: made by python -m experiments.studies.engines table OUTPUTS --page docs/engines.md -->"
+CLOSE = 1e-3  # root mean square of differences of log-probabilities, up to which a twin stands for its engine
+END = "<!-- end of engines -->"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A line of the table: the engine's run and its twin's; size: None of a full cache."""
+    """A line of the table: the engine's run, and kvexp's, its twin where there is both; size: None of a full cache."""
 
     task: str
     setting: str
     size: int | None
-    engine: Settings
-    twin: Settings | None
+    engine: Settings | None
+    own: Settings | None
+
+    @property
+    def runs(self) -> list[Settings]:
+        return [run for run in (self.engine, self.own) if run is not None]
 
 
 def cells(
-    outputs: Path, tasks: Sequence[str], sizes: Sequence[int], limit: int | None, more: Sequence[str]
+    outputs: Path,
+    tasks: Sequence[str],
+    sizes: Sequence[int],
+    limit: int | None,
+    more: Sequence[str],
+    longbench: Path | None = None,
 ) -> list[Cell]:
-    """The study's cells, full caches first."""
+    """The study's cells, full caches first; longbench: the file of that task's rows, None for the hub's."""
     session, found = Session(), []
     for task in tasks:
         words = [*TASKS[task], "batch_size=1", f"outputs_dir={outputs}", *more]
         words += [] if limit is None else [f"limit={limit}"]
+        words += [] if longbench is None or task != FROM_FILE else [f"task.data_files={longbench}"]
 
-        def one(*own: str, words: list[str] = words) -> Settings:
-            (made,) = composed_runs([*words, *own], session)[1]
+        def engine(*asked: str, words: list[str] = words) -> Settings:
+            (made,) = composed_runs([*words, *asked, "engine=openvino"], session)[1]
             return made
 
-        twin = "model.weights=float16"
-        found.append(Cell(task, FULL, None, one("engine=openvino", "method=full"), one("method=full", twin)))
+        def own(*asked: str, words: list[str] = words) -> Settings:
+            measured = [] if asked == ("method=full",) else ["divergence=true"]
+            (made,) = composed_runs([*words, *asked, *measured, "model.weights=float16"], session)[1]
+            return made
+
+        found.append(Cell(task, FULL, None, engine("method=full"), own("method=full")))
+        eight = engine("engine.cache=u8", "method=full"), own("method=full", "cache.codec=u8")
+        found.append(Cell(task, EIGHT, None, *eight))
+        for name, (_, codec) in FORMATS.items():
+            found.append(Cell(task, name, None, None, own("method=full", f"cache.codec={codec}")))
         for size in sizes:
             for name, given in SETTINGS.items():
                 asked = ["method=openvino", "budget=tokens", f"budget.tokens={size}", *given]
-                twin_of = one(*asked, twin, "divergence=true")
-                found.append(Cell(task, name, size, one(*asked, "engine=openvino"), twin_of))
-        found.append(Cell(task, EIGHT, None, one("engine=openvino", "engine.cache=u8", "method=full"), None))
+                found.append(Cell(task, name, size, engine(*asked), own(*asked)))
+            for name, given in RIVALS.items():
+                asked = [*given, "budget=tokens", f"budget.tokens={size + BLOCK}"]
+                found.append(Cell(task, name, size, None, own(*asked)))
     return found
 
 
-def rows_of(settings: Settings) -> list[Row]:
-    """The rows that a run has, none where it was not begun."""
-    folder = settings.outputs_dir / run_hash(settings.identity)
-    return sorted(Run.load(folder).rows(), key=lambda row: row["index"]) if folder.is_dir() else []
+def rows_of(settings: Settings | None) -> dict[str, Row]:
+    """The answered rows of a run by example, none where it was not begun."""
+    folder = None if settings is None else settings.outputs_dir / run_hash(settings.identity)
+    if folder is None or not folder.is_dir():
+        return {}
+    rows = sorted(Run.load(folder).rows(), key=lambda row: row["index"])
+    return {row["example"]: row for row in rows if not row.get("skipped") and not row.get("failed")}
 
 
 def _record(args: argparse.Namespace) -> int:
     session, each = Session(), _cells(args)
-    for cell in each:
-        evaluate_run(cell.engine, session)
-    twins = [cell.twin for cell in each if cell.twin is not None]
-    for group in prefill_groups(twins):
-        run_group(group, session)
-    for twin in twins:
-        evaluate_run(twin, session)
-    say(table(each))
+    for task in dict.fromkeys(cell.task for cell in each):
+        here = [cell for cell in each if cell.task == task]
+        own = [cell.own for cell in here if cell.own is not None]
+        for group in prefill_groups(own):
+            run_group(group, session)
+        for run in [*(cell.engine for cell in here if cell.engine is not None), *own]:
+            evaluate_run(run, session)
+            if run.divergence.texts:  # a run that alone lacks something is no group's
+                measure_rest(run, session)
+    say(tables(each))
     return 0
 
 
 def _table(args: argparse.Namespace) -> int:
-    say(table(_cells(args)))
+    made = tables(_cells(args))
+    if args.page is None:
+        say(made)
+        return 0
+    args.page.write_text(between(args.page.read_text("utf-8"), BEGIN, END, made, args.page), encoding="utf-8")
+    say(f"wrote {args.page}")
     return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
     each = _cells(args)
-    runs = [run for cell in each for run in (cell.engine, cell.twin) if run is not None]
-    examples = [len(list(run.task.examples())) for run in runs]
+    engine, own = (
+        sum(len(list(run.task.examples())) for run in runs if run is not None)
+        for runs in ([cell.engine for cell in each], [cell.own for cell in each])
+    )
     known = [seconds for cell in each for seconds in _seconds(cell.engine)]
-    rows = sum(examples)
-    say(f"{len(runs)} runs, {rows} rows")
+    say(f"{sum(len(cell.runs) for cell in each)} runs, {engine + own} rows")
     if not known:
         raise ConfigError("nothing is recorded that says how long a row takes here: record some first (--limit 2)")
-    # A twin's row takes its answer and the forced text, about as long as an engine's row each.
-    say(f"about {duration(float(np.mean(known)) * rows * 1.5)}, by {len(known)} rows recorded here")
+    # kvexp's own rows share prefills and steps: answer and forced text together take about as long as an engine's row.
+    say(f"about {duration(float(np.mean(known)) * (engine + own))}, by {len(known)} rows recorded here")
     return 0
 
 
-def _seconds(settings: Settings) -> Iterator[float]:
-    for row in rows_of(settings):
+def _seconds(settings: Settings | None) -> Iterator[float]:
+    for row in rows_of(settings).values():
         times = row["seconds"]
         yield times["ttft"] + times["tpot"] * (row["new_tokens"] - 1)
 
 
-def table(each: Sequence[Cell]) -> str:
-    """The recorded cells as Markdown."""
-    lines = [
-        "| task | setting | size | n | cache, MB | KL of the twin (95 %) | same tokens | score | tokens/s (full) |",
-        "|---|---|---|---|---|---|---|---|---|",
+@dataclass(frozen=True)
+class Recorded:
+    """What a cell has of the examples of its task that all recorded cells have; engine: [] of kvexp's own."""
+
+    cell: Cell
+    engine: list[Row]
+    own: list[Row]
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.engine or self.own
+
+    @property
+    def equal(self) -> int:
+        """How many answers of the twin are the engine's."""
+        both = zip(self.engine, self.own, strict=True)
+        return sum(one["output_tokens"] == other["output_tokens"] for one, other in both)
+
+    @property
+    def score(self) -> float:
+        metric = next(iter(self.rows[0]["metrics"]))
+        return float(np.mean([row["metrics"][metric] for row in self.rows]))
+
+    @property
+    def kl(self) -> str:
+        """KL with its interval; how many answers are equal where the twin's are not all the engine's."""
+        if self.engine and self.equal < len(self.engine):
+            return f"({self.equal} of {len(self.engine)} answers equal)"
+        if self.cell.setting == FULL:
+            return "0"
+        found = per_example(self.own_run, OWN)
+        if found is None:
+            return ""
+        names = {row["example"] for row in self.own}
+        chosen = np.array([name in names for name in found.names])
+        kl, tokens = found.kl[chosen], found.tokens[chosen]
+        mean, (low, high) = kl.sum() / tokens.sum(), share_interval(kl, tokens, stats.LEVEL)
+        said = _digits(mean) if np.isnan(low) else f"{_digits(mean)} ({_digits(low)} to {_digits(high)})"
+        return said if self.stands else f"({said} by its format)"
+
+    @property
+    def own_run(self) -> Run:
+        assert self.cell.own is not None
+        return Run.load(self.cell.own.outputs_dir / run_hash(self.cell.own.identity))
+
+    @property
+    def stands(self) -> bool:
+        """Whether the twin's tokens and log-probabilities are the engine's; True of kvexp's own runs."""
+        engine, twin, _ = self.chosen
+        return not self.engine or (self.equal == len(self.engine) and _rms(engine - twin) < CLOSE)
+
+    @cached_property
+    def chosen(self) -> np.ndarray:
+        """Log-probabilities [3, N] of chosen tokens by the engine, its twin and the twin's full cache.
+
+        Of the places at which the answer still is the full cache's; none of a full cache that is the baseline.
+        """
+        lines, found = self.own_run.divergence(), [np.zeros((3, 0))]
+        for row in self.engine:
+            line = lines.get((row["example"], OWN))
+            if line is not None:
+                same = len(list(takewhile(bool, map(int.__eq__, row["output_tokens"], line["tokens"]))))
+                each = row["info"]["output_logprobs"], line["logprob"], line["full_logprob"]
+                found.append(np.array([numbers[:same] for numbers in each]))
+        return np.concatenate(found, axis=1)
+
+
+def _digits(number: float) -> str:
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.1g}" if number < 0.001 else f"{number:.4f}"
+
+
+def recorded(each: Sequence[Cell]) -> dict[str, list[Recorded]]:
+    """Task -> its recorded cells; a task without its full cache has none."""
+    found: dict[str, list[Recorded]] = {}
+    for task in dict.fromkeys(cell.task for cell in each):
+        rows = [(cell, [rows_of(run) for run in cell.runs]) for cell in each if cell.task == task]
+        begun = [(cell, parts) for cell, parts in rows if all(parts)]
+        if not any(cell.setting == FULL for cell, _ in begun):
+            continue
+        shared = set.intersection(*(set(part) for _, parts in begun for part in parts))
+        found[task] = []
+        for cell, parts in begun:
+            kept = [[row for name, row in part.items() if name in shared] for part in parts]
+            engine = kept[0] if cell.engine is not None else []
+            found[task].append(Recorded(cell, engine, kept[-1]))
+    return {task: lines for task, lines in found.items() if lines[0].rows}
+
+
+def tables(each: Sequence[Cell]) -> str:
+    """The recorded cells as Markdown: the first task by setting, and all tasks at equal bytes."""
+    found = recorded(each)
+    if not found:
+        raise ConfigError("nothing is recorded in this folder: record it first")
+    first = next(iter(found))
+    parts = [_opening(found[first]), _caption(first, found[first]), _of_task("KL, nats per token", found, _kl)]
+    return "\n\n".join([*parts, _of_task("Score", found, lambda one: f"{one.score:.1f}")])
+
+
+def _kl(one: Recorded) -> str:
+    return one.kl
+
+
+def _opening(lines: Sequence[Recorded]) -> str:
+    order = [FULL, EIGHT, *FORMATS, *SETTINGS]
+    full = {True: lines[0].engine, False: lines[0].own}
+    shown = sorted((one for one in lines if one.cell.setting in order), key=lambda one: order.index(one.cell.setting))
+    made, before = list[Sequence[str]](), ""
+    for one in shown:
+        setting, size = one.cell.setting, one.cell.size
+        base = full[bool(one.engine)]
+        same = np.mean([_share(a["output_tokens"], b["output_tokens"]) for a, b in zip(one.rows, base, strict=True)])
+        made.append(
+            [
+                FORMATS[setting][0] if setting in FORMATS else "OpenVINO",
+                setting,
+                "" if size is None else str(size),
+                f"{np.mean([row['receipt']['kv_bytes'] for row in one.rows]) / 1e6:.1f}",
+                one.kl,
+                f"{100 * same:.0f} %",
+                f"{one.score:.1f}",
+                f"{_speed(one.engine)} ({_speed(base)})" if one.engine else "",
+                ADVICE.get(setting, "") if setting != before else "",
+            ]
+        )
+        before = setting
+    metric = next(iter(lines[0].rows[0]["metrics"]))
+    heads = ["engine", "setting", "tokens", "cache, MB", "KL of the twin (95 %)", "same tokens", metric]
+    return _markdown([*heads, "tokens/s (full)", "advice"], made)
+
+
+def _caption(task: str, lines: Sequence[Recorded]) -> str:
+    rows = lines[0].rows
+    lengths = [row["prompt_tokens"] for row in rows]
+    twins = [one for one in lines if one.engine]
+    equal, answers = sum(one.equal for one in twins), sum(len(one.engine) for one in twins)
+    said = (
+        f"`task={task}`, n = {len(rows)}, prompts of {min(lengths)} to {max(lengths)} tokens, answers of at most "
+        f"{max(row['new_tokens'] for row in rows)}. The twin's answer is the engine's, token for token, in {equal} of "
+        f"{answers}."
+    )
+    return " ".join([said, *(_apart(one) for one in twins if not one.stands)])
+
+
+def _apart(one: Recorded) -> str:
+    """How far engine and twin move the log-probability of a chosen token, while the answer is the full cache's."""
+    engine, twin, full = one.chosen
+    moved = f"{_digits(_rms(engine - full))} in the engine and {_digits(_rms(twin - full))} in its twin"
+    return (
+        f"{one.cell.setting}: {one.equal} of {len(one.engine)} answers are equal; log-probabilities of chosen tokens "
+        f"are moved by {moved} (root mean square over {len(full)} tokens)."
+    )
+
+
+def _rms(gaps: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(gaps**2))) if len(gaps) else 0.0
+
+
+def _of_task(title: str, found: dict[str, list[Recorded]], shown: Callable[[Recorded], str]) -> str:
+    """A table with a column for each task; lines of one size hold equal bytes."""
+    values = {
+        task: {(one.cell.size, one.cell.setting): shown(one) for one in lines if one.cell.setting not in FORMATS}
+        for task, lines in found.items()
+    }
+    known = list(dict.fromkeys(key for lines in values.values() for key in lines))
+    made = [
+        ["" if size is None else str(size), name, *(lines.get((size, name), "") for lines in values.values())]
+        for size, name in known
     ]
-    full: dict[str, list[Row]] = {}
-    for cell in each:
-        rows = [row for row in rows_of(cell.engine) if not row.get("skipped") and not row.get("failed")]
-        if cell.setting == FULL:
-            full[cell.task] = rows
-        if rows:
-            lines.append(_line(cell, rows, {row["example"]: row for row in full[cell.task]}))
-    return "\n".join(lines)
+    return _markdown(["tokens", title, *(f"{task}, n = {len(found[task][0].rows)}" for task in values)], made)
 
 
-def _line(cell: Cell, rows: Sequence[Row], full: dict[str, Row]) -> str:
-    metric = next(iter(rows[0]["metrics"]))
-    score = np.mean([row["metrics"][metric] for row in rows])
-    both = [(row, full[row["example"]]) for row in rows if row["example"] in full]
-    same = np.mean([_share(a["output_tokens"], b["output_tokens"]) for a, b in both])
-    speed, own = (1 / np.mean([row["seconds"]["tpot"] for row in part]) for part in (rows, [b for _, b in both]))
-    mb = np.mean([row["receipt"]["kv_bytes"] for row in rows]) / 1e6
-    held = "" if cell.size is None else str(cell.size)
-    values = [cell.task, cell.setting, held, str(len(rows)), f"{mb:.1f}", _kl(cell, rows)]
-    return f"| {' | '.join([*values, f'{100 * same:.0f} %', f'{score:.1f} {metric}', f'{speed:.0f} ({own:.0f})'])} |"
+def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    return f"{1 / np.mean([row['seconds']['tpot'] for row in rows]):.0f}"
 
 
 def _share(one: Sequence[int], other: Sequence[int]) -> float:
     return sum(map(int.__eq__, one, other)) / max(len(one), len(other))
 
 
-def _kl(cell: Cell, rows: Sequence[Row]) -> str:
-    """The twin's KL with its interval; how many answers are equal where not all are, or nothing of a full cache."""
-    if cell.twin is None:
-        return ""
-    twins = {row["example"]: row.get("output_tokens") for row in rows_of(cell.twin)}
-    equal = sum(twins.get(row["example"]) == row["output_tokens"] for row in rows)
-    if equal < len(rows):
-        return f"({equal} of {len(rows)} answers equal)"
-    if cell.size is None:
-        return "0"
-    found = per_example(Run.load(cell.twin.outputs_dir / run_hash(cell.twin.identity)), OWN)
-    if found is None:
-        return ""
-    low, high = share_interval(found.kl, found.tokens, stats.LEVEL)
-    interval = TOO_FEW if np.isnan(low) else f"{low:.3f} to {high:.3f}"
-    return f"{found.kl.sum() / found.tokens.sum():.3f} ({interval})"
-
-
 def _cells(args: argparse.Namespace) -> list[Cell]:
-    return cells(args.outputs, args.task or OWN_TASKS, args.size or SIZES, args.limit, args.words)
+    tasks = args.task or [task for task in TASKS if task != FROM_FILE or args.longbench is not None]
+    return cells(args.outputs, tasks, args.size or SIZES, args.limit, args.words, args.longbench)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -192,7 +375,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sub.add_argument("--task", action="append", choices=list(TASKS))
         sub.add_argument("--size", action="append", type=int, help="tokens; may be given several times")
         sub.add_argument("--limit", type=int, help="examples of each task; without it all")
+        sub.add_argument("--longbench", type=Path, metavar="FILE", help="rows of LongBench-E's triviaqa, or data.zip")
         sub.add_argument("--words", nargs="*", default=[], help="further words of the command line, such as threads=2")
+        if name == "table":
+            sub.add_argument("--page", type=Path, help="put the tables into this page")
         sub.set_defaults(command=command)
     return carried_out(parser, words)
 

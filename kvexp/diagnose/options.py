@@ -26,7 +26,13 @@ from kvexp.tasks import LMEval, Task
 from kvexp.util import AtLeast, ConfigError, Progress, Rule, check_fields, refuse, say
 
 ELSE = "or diagnose=none"
+WITH_ENGINE: Rule[Settings] = (
+    lambda s: s.engine is not None,
+    "engine=openvino does not show what its cache holds: diagnose its twin, the same run without engine and with "
+    f"model.weights=float16, {ELSE}",
+)
 REFUSED: tuple[Rule[Settings], ...] = (
+    WITH_ENGINE,
     (
         lambda s: s.decoding.num_beams > 1,
         f"diagnose follows one path of tokens, generation.num_beams follows several: set generation=greedy, {ELSE}",

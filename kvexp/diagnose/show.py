@@ -15,13 +15,14 @@ from rich.text import Text
 
 from kvexp.diagnose import gap, replay, twin
 from kvexp.diagnose.case import chosen, fed_prompt, opened, rows_of, run_at, title_of
-from kvexp.diagnose.options import Twin, ensure_diagnosed
+from kvexp.diagnose.options import Twin, check_diagnosable, ensure_diagnosed
 from kvexp.hf.cache import STYLE, mark, section
 from kvexp.results.read import where as parse_where
 from kvexp.run import evictions
 from kvexp.run.batches import settings_at
 from kvexp.run.compose import with_user_methods, without_method_words
 from kvexp.run.evictions import View
+from kvexp.run.store import Run
 from kvexp.util import CacheError, ConfigError, Console, Session, active, keys_of, say, tells_errors, visible
 
 STYLES = ("dim", "cyan", "green", "yellow", "bold")  # none, a third, two thirds, nearly all, all
@@ -211,16 +212,23 @@ def _draw(args: argparse.Namespace, console: Console) -> None:
 
 def _replay(args: argparse.Namespace, console: Console) -> None:
     run = run_at(args.run)
-    replay.check_undoing(settings_at(run).cache)  # before a log is made, which loads the model
+    _check_undoing(run)
     row = chosen(rows_of(run), args.example)
     ensure_diagnosed(run, [row])
     replay.show_cause(run, row, replay.Options(args.until, args.trials, args.again), console)
 
 
+def _check_undoing(run: Run) -> None:
+    """ConfigError for a run of which no eviction can be undone, before a log is made, which loads the model."""
+    settings = settings_at(run)
+    check_diagnosable(settings)
+    replay.check_undoing(settings.cache)
+
+
 def _explain(args: argparse.Namespace, console: Console) -> None:
     runs, options = [run_at(path) for path in args.runs], replay.Options(args.until, args.trials, args.again)
     for run in runs:
-        replay.check_undoing(settings_at(run).cache)
+        _check_undoing(run)
     if not args.kl:
         replay.explain(runs, options, args.first, console)
         return

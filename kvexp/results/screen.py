@@ -92,7 +92,7 @@ def print_screen(
         console.print(_title(title, rows, known, "" if several else took))
         console.print()
         _print_rows(rows, console)
-        below |= dict.fromkeys(_below(rows, all(_is_greedy(known[row["hash"]]) for row in rows)))
+        below |= dict.fromkeys(_below(rows, all(_has_one_path(known[row["hash"]]) for row in rows)))
     troubles = _troubles(frame, several) if frame["n"].sum() or not far else []  # divergence=only makes no rows
     lines = [*below, *troubles, *quality.refused_line(frame)]
     if several and took:
@@ -139,6 +139,11 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 def _is_full(row: Row) -> bool:
     return bool(row["verdict99"] == "baseline")
+
+
+def _of_engine(row: Row) -> bool:
+    """Whether the answers are another engine's, whose full caches of several precisions are each a baseline."""
+    return any(word.startswith("engine=") for word in str(row.get("setting") or "").split())
 
 
 def _only_distance(row: Row) -> bool:
@@ -227,7 +232,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
         enough = any(not absent(row["kl_low"]) for row in ran)
         text = {str(row["text"]) for row in ran if not absent(row["kl"])}
         head = "KL over\nchoices" if text == {"choices"} else "KL to\nfull"
-        always.append(Column(head, lambda row: "0" if _is_full(row) else _nats(row["kl"])))
+        always.append(Column(head, lambda row: "0" if _is_full(row) and not _of_engine(row) else _nats(row["kl"])))
         always += [Column("95 %", _kl_interval, right=False)] if enough else []
         limits = {row["epsilon"] for row in ran if not absent(row["epsilon"])}
         limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
@@ -321,8 +326,8 @@ def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: st
     return Text(" · ".join(filter(None, words)), style="bold")
 
 
-def _below(rows: list[Record], greedy: bool) -> Iterator[str]:
-    """What the lines of one table leave open. greedy: KL can be measured along the answers of these runs."""
+def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
+    """What the lines of one table leave open. one_path: KL can be measured along the answers of these runs."""
     ran = [row for row in rows if not _is_full(row) and (row["status"] == "done" or _only_distance(row))]
     counts = [int(row["paired"]) for row in ran if not absent(row["paired"])]
     counts += [int(row["far_n"]) for row in ran if not row["n"] and row["far_n"]]
@@ -331,7 +336,7 @@ def _below(rows: list[Record], greedy: bool) -> Iterator[str]:
         least = min(few)
         few_words = f"{least} example{'s' * (least != 1)}: a first look"
         yield f"{few_words}, no verdicts, {stats.MIN_PAIRS} needed (limit={stats.MIN_PAIRS})."
-    if ran and all(absent(row["kl"]) for row in ran) and all(row["ended"] >= 0 for row in ran) and greedy:
+    if ran and all(absent(row["kl"]) for row in ran) and all(row["ended"] >= 0 for row in ran) and one_path:
         yield "KL to the full cache was not measured: divergence=true measures it."
     open_kl = any(_kl_verdict(row) == NO_VERDICT for row in ran)
     open_quality = [row for row in ran if row["verdict99"] == "undecided" and not quality.few(row)]
@@ -353,9 +358,10 @@ def _below(rows: list[Record], greedy: bool) -> Iterator[str]:
         )
 
 
-def _is_greedy(folder: Folder) -> bool:
+def _has_one_path(folder: Folder) -> bool:
+    """Whether KL can be measured along the answers: they are greedy, and kvexp's own."""
     options = folder.run.config.get("generation") or {}
-    return options.get("num_beams") == 1 and not options.get("sample")
+    return options.get("num_beams") == 1 and not options.get("sample") and not folder.run.config.get("engine")
 
 
 def _needed(rows: Sequence[Row]) -> str:

@@ -348,8 +348,18 @@ def absent(value: Any) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
-def fixed(value: Any, digits: int) -> str:
-    return "-" if absent(value) else f"{value:.{digits}f}"
+def fixed(value: Any, digits: int, sign: str = "") -> str:
+    """A number with so many digits behind the point; sign: "+" shows that of positive numbers too."""
+    return "-" if absent(value) else f"{value:{sign}.{digits}f}"
+
+
+def estimate(row: Row, name: str, digits: int, times: int = 1) -> str:
+    """A number of a row and its interval: "96.1 (93.0..98.9)", or "96.1 (too few)"; times: as of `numeric`."""
+    if absent(row.get(name)):
+        return "-"
+    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    ends = TOO_FEW if absent(low) else "..".join(fixed(times * end, digits) for end in (low, high))
+    return f"{fixed(times * value, digits)} ({ends})"
 
 
 def called(metric: str, task: Any) -> str:
@@ -421,18 +431,25 @@ def plain(name: str, head: str, right: bool = True) -> Column:
     return Column(head, cell, right)
 
 
-def numeric(head: str, name: str, digits: int, times: int = 1) -> Column:
-    """Column of a number with so many digits behind the point; times: 100 for a share that is shown in percent."""
+def numeric(head: str, name: str, digits: int, times: int = 1, sign: str = "") -> Column:
+    """Column of a number as of `fixed`; times: 100 for a share that is shown in percent."""
 
     def cell(row: Row) -> str:
         value: Any = row.get(name)
-        return fixed(value if absent(value) or times == 1 else times * value, digits)
+        return fixed(value if absent(value) or times == 1 else times * value, digits, sign)
 
     return Column(head, cell)
 
 
 def interval(
-    head: str, low: str, high: str, digits: int, times: int = 1, most: float = math.inf, of: str | None = None
+    head: str,
+    low: str,
+    high: str,
+    digits: int,
+    times: int = 1,
+    most: float = math.inf,
+    of: str | None = None,
+    sign: str = "",
 ) -> Column:
     """Column of both ends; TOO_FEW without. most: an upper end beyond is no number; of: a dash without this number."""
 
@@ -441,7 +458,7 @@ def interval(
             return "-"
         if absent(row.get(low)):
             return TOO_FEW
-        ends = [fixed(times * row[end], digits) for end in (low, high)]
+        ends = [fixed(times * row[end], digits, sign) for end in (low, high)]
         return f"{ends[0]}..{f'>{most:g}' if row[high] > most else ends[1]}"
 
     return Column(head, cell)

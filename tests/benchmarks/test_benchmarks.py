@@ -303,7 +303,7 @@ def test_peers_import_no_kvexp(stage, tmp_path) -> None:
         "print('held:', sorted(held), flush=True)\n"
         "sys.exit(0)"
     )
-    done, said = stage.run([], tmp_path / "log", code)
+    done, said = stage.run([], tmp_path / "log", code, bare=True)
     assert done == 0 and "held: []" in said, said
 
 

@@ -19,16 +19,7 @@ from benchmarks.machine_code import compiler
 from benchmarks.machine_code.__main__ import main
 from benchmarks.machine_code.cases import ALL, DEFAULT, DTYPES, HEAD_SIZES, METHODS, POSITIONS, Case
 from benchmarks.machine_code.launches import Specialisation, specialise
-from benchmarks.machine_code.sass import (
-    DEVICES,
-    Line,
-    MachineCode,
-    broken,
-    differences,
-    programs_at_once,
-    read,
-    table,
-)
+from benchmarks.machine_code.sass import DEVICES, Line, MachineCode, broken, differences, programs_at_once, read, table
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = """

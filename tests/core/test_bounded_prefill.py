@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import composed
 from reference import Reference, World
-from test_conf import composed
 from test_kept_sets import METHODS
 from test_reference import CASES, SCALE, SEEDS, births_of, compare, noise_of, streams_of
 from tiny import LAYERS, Streams, prompts_of, run_core, stock, tiny

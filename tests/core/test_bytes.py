@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_conf import composed
+from commands import composed
 from test_quantised import streams_of
 from tiny import prompts_of, run_core, tiny
 from turns import in_turn

@@ -41,10 +41,7 @@ def cases():
         yield [draw.randint(0, draw.choice([2, 5, 30, 1000])) for _ in range(size)], draw.randint(0, size)
 
 
-RECORDED = (
-    [19, 2, 17, 6, 14, 8, 12, 10, 18, 15, 11, 7, 3, 1, 0, 9, 13, 5, 16, 4],
-    [0, 1, 3, 4, 5, 7, 9, 11, 13, 16],
-)
+RECORDED = ([19, 2, 17, 6, 14, 8, 12, 10, 18, 15, 11, 7, 3, 1, 0, 9, 13, 5, 16, 4], [0, 1, 3, 4, 5, 7, 9, 11, 13, 16])
 
 
 def test_as_recorded():

@@ -454,10 +454,7 @@ def test_retrieval_stays_with_its_layer(method):
 
 def test_runs_that_share_prefills_do_so_over_two_devices():
     def answers(model):
-        variants = [
-            CacheConfig(H2O(), Budget(kv_ratio=0.6)),
-            CacheConfig(Keyformer(), Budget(tokens=9)),
-        ]
+        variants = [CacheConfig(H2O(), Budget(kv_ratio=0.6)), CacheConfig(Keyformer(), Budget(tokens=9))]
         each = prefill_together(model, PROMPTS, variants, max_new_tokens=5, seeds=[1, 2])
         return [result.tokens for result in decode(model, each, GenerationParams(5), [1, 2], None, start=0.0)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from test_conf import composed
+from commands import composed
 from test_head_budgets import KV_HEADS, RECENT, SCORES, SINKS, SLOTS, duo
 from test_kept_sets import CALIBRATION
 from tiny import CONFIGS, LAYERS, prompts_of, stock, tiny

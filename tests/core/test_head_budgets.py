@@ -14,8 +14,8 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from commands import composed
 from oracles import Past, Row
-from test_conf import composed
 from test_kept_sets import CONTINUATION, LENGTHS, NEW, PROMPTS, SEEDS, Truth, Witness
 from test_step import ROWS, alike, both
 from test_together import same

@@ -299,10 +299,7 @@ def test_a_cache_whose_prompt_was_never_repeated_takes_no_more_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [
-        ({"n_sinks": -1}, "n_sinks must be at least 0, got -1"),
-        ({"chunk": 0}, "chunk must be at least 1, got 0"),
-    ],
+    [({"n_sinks": -1}, "n_sinks must be at least 0, got -1"), ({"chunk": 0}, "chunk must be at least 1, got 0")],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
+from commands import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_conf import composed
 from test_layer_budgets import LENGTHS, PROMPTS, kept
 from test_method_scores import context
 from tiny import CONFIGS, LETTERS, feed, stock, tiny

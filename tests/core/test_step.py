@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_conf import composed
+from commands import composed
 from test_runner import settings
 from tiny import CONFIGS, VOCAB, prompts_of, tiny
 from turns import in_turn

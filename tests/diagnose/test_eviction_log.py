@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
+from commands import composed, config_of
 from omegaconf import OmegaConf
 from small import small
 from test_shared_prefill import SHORT, content
@@ -121,12 +121,8 @@ def job(outputs, *overrides, limit=3):
     short = SHORT[:1] if any(word.startswith("task=") for word in overrides) else SHORT
     words = small(f"limit={limit}", f"outputs_dir={outputs}", *short, *overrides)
     words = [*words, *(() if any("kv_ratio=" in word for word in words) else ("kv_ratio=0.3",))]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", words)
-    plain = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
-    choices = {"model": "tiny", "task": "sample", "budget": "ratio", "method": "h2o"}
-    choices |= dict(word.split("=", 1) for word in words if "." not in word.split("=")[0])
-    return HydraJob(plain, words, choices, None)
+    plain = OmegaConf.create(OmegaConf.to_container(config_of(*words), resolve=False))
+    return HydraJob(plain, words, composed(*words)[1], None)
 
 
 def run_job(one):
@@ -292,6 +288,7 @@ def test_a_prompt_that_cannot_be_had_again_is_not_shown(tmp_path, command, capsy
         (["generation=sampling"], "generation.sample=true"),
         (["task=testbed_choice", "model=testbed_rope"], "task=testbed_choice"),
         (["task=perplexity"], "task=perplexity"),
+        (["engine=openvino", "model=testbed_gqa", "task=testbed_summary", "method=full"], "diagnose its twin"),
         (["diagnose.examples=0"], "examples must be at least 1"),
     ],
 )

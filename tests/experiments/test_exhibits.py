@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
+from commands import config_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -35,8 +35,7 @@ def test_every_sweep_composes(name, scale):
     for experiment in sweeps(name, scale):
         swept = params(experiment)
         first = [f"{key}={value.split(',')[0]}" for key, value in swept.items() if "[" not in value]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose("config", [f"experiment={experiment}", *first], return_hydra_config=True)
+        config = config_of(f"experiment={experiment}", *first, return_hydra_config=True)
         assert config.hydra.mode.name == "MULTIRUN" and config.hydra.sweeper.params
         for group in [key for key in ("model", "task", "method") if key in swept]:
             assert set(swept[group].split(",")) <= set(options(group)), (experiment, group)
@@ -46,7 +45,7 @@ def test_names_carry_their_paper_and_fig7_is_short_for_keyformers():
     assert load("fig7") is load("keyformer_fig7") and full_name("fig7") == "keyformer_fig7"
     found = names()
     assert found.index("keyformer_fig7") < found.index("keyformer_fig10") < found.index("keyformer_table1")
-    assert not {"pq_recall", "window_nll", "long_texts"} & set(found)
+    assert not {"pq_recall", "long_texts"} & set(found)
 
 
 def test_the_index_is_current():

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import keyformer, pqcache
-from experiments.lib.exhibits import declared, load, names, sweeps
+from experiments.lib.exhibits import load
 from experiments.lib.tables import (
     ahead,
     mean_interval,
@@ -225,7 +225,6 @@ def test_pictures_of_settings_are_drawn(name, tmp_path):
 # The exhibits of A2SF and PQCache: verdicts on tables that are known.
 
 
-MINE = [name for name in names() if name.startswith(("a2sf_", "pqcache_"))]
 GOOD, FAIR, POOR = [100] * 40, [100, 0] * 20, [0] * 38 + [100] * 2
 
 
@@ -344,10 +343,3 @@ def test_a_tie_is_no_win_and_a_document_counts_once():
     assert pooled_difference(frame_of(*rows), of("a2sf"), of("h2o"), "acc") == once and once[0] == 50.0
     frame = pd.DataFrame({"prompt": [0, 1, 0, 1], "side": [1, 1, 0, 0], "v": [3.0, 5.0, 1.0, 2.0]})
     assert paired_gap(frame, "v", frame["side"] == 1, frame["side"] == 0, ("prompt",))[0] == 2.5
-
-
-@pytest.mark.parametrize("name", MINE)
-def test_both_scales_have_their_sweeps(name):
-    for scale in ("testbed", "paper"):
-        for experiment in sweeps(name, scale):
-            assert experiment in declared()

@@ -7,9 +7,9 @@ import json
 import re
 
 import pytest
-from hydra import compose, initialize_config_dir
+from commands import config_of
 from omegaconf import OmegaConf
-from test_sweep_divergence import QUESTIONS, ROOT, SUMMARY, group
+from test_sweep_divergence import QUESTIONS, SUMMARY, group
 
 from experiments.studies.league import (
     BEGIN,
@@ -43,8 +43,7 @@ def command(outputs, *words):
     """`kvexp run` of the testbed's model, in this process."""
     given = ["model=testbed_rope", "task=testbed_summary", "task.max_new_tokens=8", "limit=4", "kv_ratio=0.3"]
     given += [f"outputs_dir={outputs}", "divergence=true", *with_user_methods(words)]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", given, return_hydra_config=True)
+    config = config_of(*given, return_hydra_config=True)
     choices = {key: value for key, value in config.hydra.runtime.choices.items() if value is not None}
     plain = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     with active(Session(typed_keys=keys_of(given))) as session:

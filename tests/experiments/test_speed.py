@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import run_py
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from commands import settings as composed_settings
 from small import small
 from tiny import tiny
 
@@ -36,7 +35,6 @@ from kvexp.run import rows as limits
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.plan import Planned, Workload
 from kvexp.run.rows import environment
-from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,9 +49,7 @@ KEPT = KeptSpeed((SPEED,), "2026-11-22")
 
 @functools.cache
 def settings(*overrides: str):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", [*SMALL, *overrides]), resolve=True)
-    return settings_of({k: v for k, v in config.items() if k not in ("log", "experiment", "diagnose")}, {}, overrides)
+    return composed_settings(*SMALL, *overrides, typed=overrides)
 
 
 def lacking(settings, rows: int, texts: dict[str, int]) -> Planned:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from test_conf import composed
 from test_results import noisy, write
 from tiny import stock
 

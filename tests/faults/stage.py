@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -21,17 +20,18 @@ PACKAGES = ("torch", "pandas", "datasets", "evaluate", "hydra", "rich.progress",
 PACKAGES += ("platformdirs", "rouge_score.rouge_scorer", "xml.sax")
 CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerFast", "StopStringCriteria")
 CLASSES += ("GPT2LMHeadModel", "GPTJForCausalLM", "LlamaForCausalLM", "MptForCausalLM")
+OURS = ("main", "jobs", "batches", "plan", "answers", "prompts", "model_spec", "store")  # of kvexp.run
 TWO_THREADS = "import torch; torch.set_num_threads(2)\n"  # before a child begins
 
 
 class Child:
-    """One run of the command line. before: Python source that is executed in it first."""
+    """One run of the command line. before: Python source that is executed in it first; bare: and before kvexp loads."""
 
-    def __init__(self, stage, words, out, before="", env=None):
-        self.stage, self.out = stage, Path(out)
+    def __init__(self, stage, words, out, before="", bare=False, env=None):
+        self.stage, self.out, self.bare = stage, Path(out), bare
         self.out.touch()
         order = {"words": list(words), "out": str(self.out), "before": before, "env": env or {}}
-        self.pid = stage.ask({"start": order})
+        self.pid = stage.ask({"bare": bare, "start": order})
         self.status = None
 
     def send(self, number):
@@ -42,7 +42,7 @@ class Child:
     def poll(self):
         """Its exit code, minus the signal's number if one killed it; None while it runs."""
         if self.status is None:
-            self.status = self.stage.ask({"poll": self.pid})
+            self.status = self.stage.ask({"bare": self.bare, "poll": self.pid})
         return self.status
 
     def wait(self, timeout=240.0):
@@ -85,12 +85,12 @@ class Stage:
         self.process.wait(30)
         self.process.stdout.close()
 
-    def start(self, words, out, before="", **env):
-        return Child(self, words, out, before, env)
+    def start(self, words, out, before="", bare=False, **env):
+        return Child(self, words, out, before, bare, env)
 
-    def run(self, words, out, before="", **env):
+    def run(self, words, out, before="", bare=False, **env):
         """(exit code, what was said)."""
-        child = self.start(words, out, before, **env)
+        child = self.start(words, out, before, bare, **env)
         return child.wait(), child.said
 
     def ask(self, order):
@@ -99,23 +99,46 @@ class Stage:
         return json.loads(self.process.stdout.readline())
 
 
-def _serve():
-    """Orders on stdin, answers on stdout."""
-    import runpy
-
+def _main():
+    """Orders on stdin, answers on stdout. Bare children are forked here, the others off a fork that has kvexp too."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one what nohup started
     _load()
+    (orders, to_loaded), (from_loaded, told) = os.pipe(), os.pipe()
+    if not os.fork():
+        answers.close()
+        os.close(to_loaded)
+        _load_ours()
+        _serve(os.fdopen(orders), os.fdopen(told, "w"))
+        os._exit(0)
+    os.close(orders)
+    os.close(told)
+    with os.fdopen(to_loaded, "w", buffering=1) as to_loaded, os.fdopen(from_loaded) as from_loaded:
+
+        def elsewhere(line):
+            to_loaded.write(line)
+            return from_loaded.readline()
+
+        answers.write(elsewhere("{}\n"))  # once it has loaded
+        answers.flush()
+        _serve(sys.stdin, answers, elsewhere)
+
+
+def _serve(orders, answers, elsewhere=None):
+    """Answer each order, a line of JSON, until there are no more. elsewhere(line): answers where none is to be bare."""
+    import runpy
+
     gc.freeze()  # a child's collections would look through it, and copy it
-    answers.write('"loaded"\n')
-    answers.flush()
     children = {}
-    compiled = tempfile.TemporaryDirectory()  # what one child has compiled is there for the next, whatever the settings
-    sys.pycache_prefix, sys.dont_write_bytecode = compiled.name, False
-    for line in sys.stdin:
+    for line in orders:
         order = json.loads(line)
+        if elsewhere is not None and not order["bare"]:
+            answers.write(elsewhere(line))
+            answers.flush()
+            continue
+        answer = "loaded"
         if "start" in order:
             pid = os.fork()
             if not pid:
@@ -123,7 +146,7 @@ def _serve():
                 _become(runpy, **order["start"])
             children[pid] = None
             answer = pid
-        else:
+        elif "poll" in order:
             answer = _status(order["poll"])
             if answer is not None:
                 del children[order["poll"]]
@@ -132,16 +155,24 @@ def _serve():
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    compiled.cleanup()
 
 
 def _load():
-    """What other people wrote; nothing of kvexp, which `before` may change before it is imported."""
+    """Import what other people wrote."""
     for name in PACKAGES:
         importlib.import_module(name)
     transformers = importlib.import_module("transformers")
     for name in CLASSES:
         getattr(transformers, name)  # imports the module that defines it
+
+
+def _load_ours():
+    """Import kvexp as a sweep does."""
+    from hydra.core.plugins import Plugins
+
+    for name in (*(f"kvexp.run.{name}" for name in OURS), "kvexp.results.sweep_callback", "kvexp.results.screen"):
+        importlib.import_module(name)
+    Plugins.instance()  # registers them
 
 
 def _status(pid):
@@ -186,4 +217,4 @@ def run_as_program(out, argv, run):
 
 
 if __name__ == "__main__":
-    _serve()
+    _main()

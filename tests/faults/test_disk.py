@@ -191,7 +191,7 @@ datetime.datetime = Jumping
 
 def test_a_clock_that_jumps(stage, tmp_path, whole_rows):
     out = tmp_path / "out"
-    code, said = stage.run(sweep(out, *WORDS, "timeout_s=60"), tmp_path / "log", BACKWARDS)
+    code, said = stage.run(sweep(out, *WORDS, "timeout_s=60"), tmp_path / "log", BACKWARDS, bare=True)
     assert code == 0, said
     assert rows_of(out) == whole_rows
     assert {run.hash for run in runs(out)} == {run.path.name for run in runs(out)} and len(list(runs(out))) == 3

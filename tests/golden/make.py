@@ -35,11 +35,7 @@ def generated(forward: Callable[..., Array], prompts: Array, padding: int, rows:
         assert (best[:, -1] - best[:, -2] > 1e-3).all(), "two tokens are nearly level: take another seed"
         logits.append(np.stack(seen))
         tokens.append(np.stack(seen).argmax(-1))
-    return {
-        "input_ids": prompts,
-        "new_tokens": np.stack(tokens),
-        "logits": np.stack(logits, axis=1).astype(np.float32),
-    }
+    return {"input_ids": prompts, "new_tokens": np.stack(tokens), "logits": np.stack(logits, axis=1).astype(np.float32)}
 
 
 def prompts_of(rng: np.random.Generator, rows: int, padding: int) -> Array:

@@ -238,13 +238,7 @@ class Witness:
         return found
 
     def layer(
-        self,
-        layer: int,
-        fresh: range,
-        probabilities: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        repeats: list[list[Repeat]],
+        self, layer: int, fresh: range, probabilities: Tensor, keys: Tensor, values: Tensor, repeats: list[list[Repeat]]
     ) -> None:
         noise = self.noise(layer, fresh)
         for h in range(self.kv_heads):

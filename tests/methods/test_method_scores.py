@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from commands import composed
 from oracles import keydiff_scores, lag_scores, moved, redundancy
-from test_conf import composed
 from torch import Tensor
 
 from kvexp.core import EvictionContext

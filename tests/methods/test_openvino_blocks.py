@@ -91,8 +91,7 @@ def test_nothing_goes_before_a_block_is_too_many(count):
 
 
 @pytest.mark.parametrize(
-    ("steps", "lives"),
-    [(0, [4, 4, 4, 3, 2, 1]), (1, [5, 5, 5, 4, 3, 2, 1]), (2, [6, 6, 6, 5, 4, 3, 2, 1])],
+    ("steps", "lives"), [(0, [4, 4, 4, 3, 2, 1]), (1, [5, 5, 5, 4, 3, 2, 1]), (2, [6, 6, 6, 5, 4, 3, 2, 1])]
 )
 def test_lives_of_a_prompt_of_six_whose_last_four_queries_count(steps, lives):
     ctx = context([1.0] * len(lives), 192, steps=steps)

@@ -495,8 +495,7 @@ def test_repeated_rows_part_ways(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    in_turn(["h2o", "h2o_damping", "a2sf", "tova", "knorm", "rkv", "streaming_llm"], MODES, of=3),
+    ("name", "mode"), in_turn(["h2o", "h2o_damping", "a2sf", "tova", "knorm", "rkv", "streaming_llm"], MODES, of=3)
 )
 def test_reordered_beams_keep_their_history(name: str, mode: str) -> None:
     """Two samples of 3 beams; beams are exchanged and doubled after steps that set them apart."""

@@ -9,22 +9,13 @@ key must be there exactly once.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import kvpress
-import numpy as np
 import torch
+from common import BIASED, GROUPED, check_clear, draw, drawn_directions, held_of, keys_of, weights_of, write
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-OUT = Path(__file__).resolve().parents[2] / ".peers" / "kvpress.npz"
+from transformers import DynamicCache
 
 
 class DrawnQFilters(kvpress.QFilterPress):
@@ -57,15 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eager": {
         "seed": 37,
         "shape": (2, 97),
-        "config": {
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 2,
-            "num_attention_heads": 6,
-            "head_dim": 14,
-            "hidden_size": 66,
-            "intermediate_size": 37,
-            "vocab_size": 101,
-        },
+        "config": GROUPED | {"vocab_size": 101},
         "presses": {
             "streaming_llm": {},
             "knorm": {},
@@ -83,16 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sdpa": {
         "seed": 68,
         "shape": (1, 131),
-        "config": {
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 3,
-            "num_attention_heads": 15,
-            "head_dim": 10,
-            "hidden_size": 75,
-            "intermediate_size": 41,
-            "vocab_size": 137,
-            "attention_bias": True,
-        },
+        "config": BIASED | {"num_hidden_layers": 4},
         "presses": {
             "streaming_llm": {"n_sink": 3},
             "knorm": {},
@@ -110,99 +84,42 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(case: dict[str, Any], attention: str) -> tuple[LlamaForCausalLM, Tensor]:
-    """Model and prompt [B, T] from the seed alone. Weights are large, so that attention is far from flat.
+def checked(press: Any, where: str) -> Any:
+    """The press, which refuses a prompt for which it makes a choice within rounding error."""
+    original = press.score
 
-    No token occurs twice in a prompt: in layer 0 its keys would have the same norm wherever they stand.
-    """
-    dice = torch.Generator().manual_seed(case["seed"])
-    model = LlamaForCausalLM(LlamaConfig(**case["config"], attn_implementation=attention)).eval()
-    for name, weight in model.named_parameters():
-        centre, spread = (1.0, 0.1) if "norm" in name else (0.0, 0.3)
-        weight.copy_(centre + spread * torch.randn(weight.shape, generator=dice))
-    rows, columns = case["shape"]
-    words = [torch.randperm(case["config"]["vocab_size"], generator=dice)[:columns] for _ in range(rows)]
-    return model, torch.stack(words)
-
-
-def drawn_directions(case: dict[str, Any]) -> Tensor:
-    """Unit vectors [L, H, G, D], one for every query head, from the case's own seed for them."""
-    dice, config = torch.Generator().manual_seed(case["directions"]), case["config"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    shape = (config["num_hidden_layers"], kv_heads, heads // kv_heads, config["head_dim"])
-    return torch.nn.functional.normalize(torch.randn(*shape, generator=dice), dim=-1)
-
-
-def keys_of(cache: DynamicCache) -> Tensor:
-    """[L, B, H, N, D]"""
-    return torch.stack([layer.keys for layer in cache.layers])
-
-
-@contextmanager
-def clear_choices(press: Any, where: str) -> Iterator[None]:
-    """Refuse a prompt for which the press makes a choice within rounding error."""
-    score = press.score
-
-    def checked(*args: Any) -> Tensor:
-        scores: Tensor = score(*args)
+    def score(*args: Any) -> Tensor:
+        scores: Tensor = original(*args)
         ranked = scores.sort(dim=-1, descending=True).values
         kept = int(scores.shape[-1] * (1 - press.compression_ratio))
         worst, best = ranked[..., kept - 1], ranked[..., kept]
-        gap = ((worst - best) / torch.maximum(worst.abs(), best.abs())).min().item()
-        if not gap > CLEAR:
-            raise SystemExit(f"{where}: a choice hangs on a relative difference of {gap:.1e}; take another seed")
+        check_clear((worst - best) / torch.maximum(worst.abs(), best.abs()), CLEAR, where)
         return scores
 
-    press.score = checked
-    yield
-    del press.score
-
-
-def kept_positions(model: LlamaForCausalLM, ids: Tensor, press: Any, full: Tensor, where: str) -> Tensor:
-    """[L, B, H, T] bool: what the press leaves in the cache; full [L, B, H, T, D] are the keys it chose from."""
-    cache = DynamicCache()
-    with press(model), clear_choices(press, where):
-        model(ids, past_key_values=cache)
-    kept = keys_of(cache)
-    same = (kept[..., :, None, :] == full[..., None, :, :]).all(-1)  # [L, B, H, N, T]
-    if not (same.sum(-1) == 1).all() or same.sum(-2).max() > 1:
-        raise SystemExit(f"{where}: a kept key is not exactly one of the full cache's keys")
-    return same.any(-2)
+    press.score = score
+    return press
 
 
 @torch.inference_mode()
 def main() -> None:
-    start = time.perf_counter()
     torch.set_num_threads(1)
     arrays: dict[str, Any] = {}
     for name, case in CASES.items():
         model, ids = draw(case, attention=name)
-        cache = DynamicCache()
+        cache, directions = DynamicCache(), drawn_directions(case)
         arrays[f"{name}/logits"] = model(ids, past_key_values=cache).logits.numpy()
-        arrays[f"{name}/ids"] = ids.numpy()
-        for key, weight in model.state_dict().items():
-            arrays[f"{name}/weights/{key}"] = weight.numpy()
-        full = keys_of(cache)
-        directions = drawn_directions(case)
-        arrays[f"{name}/directions"] = directions.numpy()
+        arrays |= {f"{name}/ids": ids.numpy(), f"{name}/directions": directions.numpy()}
+        arrays |= weights_of(model, f"{name}/")
         for method, options in case["presses"].items():
             for ratio in case["ratios"].get(method, RATIOS):
                 press = PRESSES[method](compression_ratio=ratio, **options)
                 if method == "qfilters":
-                    press.q_filters = -directions.mean(
-                        2
-                    )  # it stores the filters of make_filters.py, which are negative
-                where = f"{name}/{method}/{ratio}"
-                arrays[where] = kept_positions(model, ids, press, full, where).numpy()
-    about = {
-        "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-        "versions": {package: version(package) for package in ("kvpress", "transformers", "torch")},
-        "ratios": RATIOS,
-        "cases": CASES,
-    }
-    OUT.parent.mkdir(exist_ok=True)
-    np.savez_compressed(OUT, about=json.dumps(about), **arrays)
-    print(f"{OUT}: {OUT.stat().st_size >> 10} KiB in {time.perf_counter() - start:.1f} s, {about['versions']}")
+                    press.q_filters = -directions.mean(2)  # it stores the filters of make_filters.py, negative
+                where, pressed = f"{name}/{method}/{ratio}", DynamicCache()
+                with checked(press, where)(model):
+                    model(ids, past_key_values=pressed)
+                arrays[where] = held_of(pressed, keys_of(cache), where).numpy()
+    write(__file__, arrays, ratios=RATIOS, cases=CASES)
 
 
 if __name__ == "__main__":

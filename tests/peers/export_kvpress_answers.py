@@ -1,4 +1,4 @@
-"""Answers of NVIDIA's kvpress by its own evaluation (its pipeline), for tests/methods/test_peer_answers.py. Run by
+"""Answers of NVIDIA's kvpress by its own evaluation (its pipeline), for tests/methods/test_peers.py. Run by
 `make peers`, in an environment of its own.
 
 Writes .peers/kvpress_answers.npz: a tiny Llama model drawn here, contexts and questions as token ids, and for each
@@ -8,29 +8,16 @@ each id, so that texts are ids: w7 is 7.
 
 from __future__ import annotations
 
-import json
-from hashlib import sha256
-from importlib.metadata import version
-from pathlib import Path
-
 import kvpress
 import numpy as np
 import torch
+from common import GROUPED, model_of, weights_of, write
 from kvpress.pipeline import KVPressTextGenerationPipeline
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-OUT = Path(__file__).resolve().parents[2] / ".peers" / "kvpress_answers.npz"
-CONFIG = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "num_attention_heads": 6,
-    "head_dim": 14,
-    "hidden_size": 66,
-    "intermediate_size": 37,
-    "vocab_size": 211,
-    "eos_token_id": 210,  # never drawn as a word of a prompt; answers go on to the limit unless it comes
-}
+# The end token is never drawn as a word of a prompt; answers go on to the limit unless it comes.
+CONFIG = GROUPED | {"vocab_size": 211, "eos_token_id": 210}
 PRESSES = {
     "knorm": kvpress.KnormPress,
     "streaming_llm": lambda ratio: kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=4),
@@ -44,11 +31,7 @@ SEED, CONTEXTS, WORDS, QUESTIONS, ASKED, NEW = 41, 3, 97, 2, 7, 16
 def drawn() -> tuple[LlamaForCausalLM, torch.Tensor, torch.Tensor]:
     """(model, contexts [C, T], questions [Q, A]) from the seed alone; no word comes twice in a context."""
     dice = torch.Generator().manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager")).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            centre, spread = (1.0, 0.1) if "norm" in name else (0.0, 0.3)
-            weight.copy_(centre + spread * torch.randn(weight.shape, generator=dice))
+    model = model_of(CONFIG, dice, attention="eager")
     words = [torch.randperm(CONFIG["vocab_size"] - 2, generator=dice)[:WORDS] + 1 for _ in range(CONTEXTS)]
     asked = torch.randint(1, CONFIG["vocab_size"] - 1, (QUESTIONS, ASKED), generator=dice)
     return model, torch.stack(words), asked
@@ -69,8 +52,7 @@ def main() -> None:
     model.generation_config.eos_token_id = CONFIG["eos_token_id"]
     tokenizer = tokenizer_of_words()
     pipeline = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
-    found = {f"weights/{name}": weight.numpy() for name, weight in model.state_dict().items()}
-    found |= {"contexts": contexts.numpy(), "questions": questions.numpy()}
+    found = weights_of(model) | {"contexts": contexts.numpy(), "questions": questions.numpy()}
     asked = [words_of(question) for question in questions]
     for name, press in PRESSES.items():
         for ratio in RATIOS:
@@ -82,14 +64,7 @@ def main() -> None:
                     ids = [int(word.removeprefix("w")) for word in text.split()]
                     answers[c, q, : len(ids)] = ids
             found[f"{name}/{ratio}"] = answers
-    about = {
-        "versions": {each: version(each) for each in ("kvpress", "torch", "transformers")},
-        "case": {"config": CONFIG},
-    }
-    about |= {"presses": list(PRESSES), "ratios": RATIOS, "script": sha256(Path(__file__).read_bytes()).hexdigest()}
-    OUT.parent.mkdir(exist_ok=True)
-    np.savez_compressed(OUT, about=json.dumps(about), **found)
-    print(f"wrote {OUT}")
+    write(__file__, found, case={"config": CONFIG}, presses=list(PRESSES), ratios=RATIOS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What kvpress's wrappers and Compactor keep of a prompt, for tests/methods/test_peers_wrappers.py. Run by `make
+"""What kvpress's wrappers and Compactor keep of a prompt, for tests/methods/test_peers.py. Run by `make
 peers`.
 
 Writes .peers/wrappers.npz: a tiny Llama model drawn here (weights, config, prompt, logits), the Gaussian draws that
@@ -9,38 +9,24 @@ than kvexp. Each set is computed in float32 and in float64; a prompt for which t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import kvpress
 import numpy as np
 import torch
-from export_kvpress import draw, keys_of
+from common import BIASED, draw, held_of, keys_of, weights_of, write
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache
 
-OUT = Path(__file__).resolve().parents[2] / ".peers" / "wrappers.npz"
 RATIOS = (0.25, 0.5, 0.75)
 CASE: dict[str, Any] = {
     "seed": 5,
     "shape": (1, 108),
-    "config": {
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 3,
-        "num_attention_heads": 15,
-        "head_dim": 10,
-        "hidden_size": 75,
-        "intermediate_size": 41,
-        "vocab_size": 137,
-    },
+    "config": BIASED | {"num_hidden_layers": 5, "attention_bias": False},
     "window": 7,
     "kernel": 5,
     "chunk": 9,
@@ -80,27 +66,11 @@ def given_draws(draws: Tensor) -> Iterator[None]:
         yield
 
 
-def kept_positions(model: LlamaForCausalLM, ids: Tensor, press: Any, full: Tensor, draws: Tensor) -> Tensor:
-    """[L, B, H, T] bool: what the press leaves in the cache; full [L, B, H, T, D] are the keys it chose from."""
-    cache = DynamicCache()
-    with given_draws(draws), press(model):
-        model(ids, past_key_values=cache)
-    found = []
-    for layer, keys in zip(cache.layers, full, strict=True):
-        same = (layer.keys[..., :, None, :] == keys[..., None, :, :]).all(-1)  # [B, H, N, T]
-        if not (same.sum(-1) == 1).all() or same.sum(-2).max() > 1:
-            raise SystemExit("a kept key is not exactly one of the full cache's keys")
-        found.append(same.any(-2))
-    return torch.stack(found)
-
-
 @torch.inference_mode()
 def main() -> None:
-    start = time.perf_counter()
     torch.set_num_threads(1)
-    model, ids = draw(CASE, attention="sdpa")
-    arrays: dict[str, Any] = {"ids": ids.numpy(), "logits": model(ids).logits.numpy()}
-    arrays |= {f"weights/{key}": weight.numpy() for key, weight in model.state_dict().items()}
+    model, ids = draw(CASE)
+    arrays: dict[str, Any] = {"ids": ids.numpy(), "logits": model(ids).logits.numpy(), **weights_of(model)}
     config, rows = CASE["config"], CASE["shape"][0]
     shape = (config["num_hidden_layers"], rows, config["num_key_value_heads"], config["head_dim"], CASE["sketch"])
     draws = torch.randn(*shape, generator=torch.Generator().manual_seed(CASE["draws"]))
@@ -112,18 +82,13 @@ def main() -> None:
         full = keys_of(cache)
         for ratio in RATIOS:
             for name, press in presses(ratio).items():
-                where, kept = f"{name}/{ratio}", kept_positions(model, ids, press, full, draws).numpy()
+                where, pressed = f"{name}/{ratio}", DynamicCache()
+                with given_draws(draws), press(model):
+                    model(ids, past_key_values=pressed)
+                kept = held_of(pressed, full, where).numpy()
                 if not np.array_equal(arrays.setdefault(where, kept), kept):
                     raise SystemExit(f"{where}: a choice hangs on rounding; take another seed")
-    about = {
-        "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-        "versions": {package: version(package) for package in ("kvpress", "transformers", "torch")},
-        "ratios": RATIOS,
-        "case": CASE,
-    }
-    OUT.parent.mkdir(exist_ok=True)
-    np.savez_compressed(OUT, about=json.dumps(about), **arrays)
-    print(f"{OUT}: {OUT.stat().st_size >> 10} KiB in {time.perf_counter() - start:.1f} s, {about['versions']}")
+    write(__file__, arrays, ratios=RATIOS, case=CASE)
 
 
 if __name__ == "__main__":

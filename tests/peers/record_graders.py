@@ -22,16 +22,10 @@ OUT = Path(__file__).resolve().parents[1] / "fixtures" / "graders.json"
 ROOMS = ["bathroom", "bedroom", "garden", "hallway", "kitchen", "office"]
 ANSWERS: dict[str, list[tuple[str, Any]]] = {
     "passkey": [
-        *(
-            (said, ["71432"])
-            for said in ("71432", " 71432.", "The key is 71432", "7143", "714321", "", "no", "1 71432")
-        ),
+        *((said, ["71432"]) for said in ("71432", " 71432.", "The key is 71432", "7143", "714321", "", "no", "1 71432"))
     ],
     "kv_retrieval": [
-        *(
-            (said, "ab-12")
-            for said in ("ab-12", '"ab-12"', "It is: ab-12.", "ab-123", "xab-12", "AB-12", "", "{ab-12}")
-        ),
+        *((said, "ab-12") for said in ("ab-12", '"ab-12"', "It is: ab-12.", "ab-123", "xab-12", "AB-12", "", "{ab-12}"))
     ],
     "longdialogue_qa_eng": [
         *((said, ["MARY"]) for said in ("Mary", "mary.", "Mary-Ann", '"MARY":', "John or Mary", ""))
@@ -90,10 +84,10 @@ ANSWERS: dict[str, list[tuple[str, Any]]] = {
         *(
             (said, ["The red house", "a hut"])
             for said in ("red house", "A hut!", "the house", "nothing", "", "hut, red")
-        ),
+        )
     ],
     "longbook_qa_chn": [
-        *((said, ["红色的房子", "小屋"]) for said in ("红色的房子", "房子。", "小 屋", "没有", "", "红，小屋")),  # noqa: RUF001
+        *((said, ["红色的房子", "小屋"]) for said in ("红色的房子", "房子。", "小 屋", "没有", "", "红，小屋"))  # noqa: RUF001
     ],
     "scbench_kv": [*((said, "ab-12") for said in ("ab-12", "xab-123", "AB-12", ""))],
     "scbench_vt": [*((said, ["ABC", "DEF", "GHI"]) for said in ("abc def ghi", "ABC", "ABCDEF", "", "no"))],

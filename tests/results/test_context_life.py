@@ -145,12 +145,5 @@ def test_runs_stand_in_the_order_of_their_labels_whatever_their_folders_are_call
     opened(tmp_path, "dialogue", {"method": "window", "kv_ratio": 0.2}, {}, base)
     found = folders(tmp_path)
     labels = [(one.labels["method"], one.labels["kv_ratio"]) for one in in_order(found)]
-    assert labels == [
-        ("window", 0.2),
-        ("full", None),
-        ("h2o", 0.125),
-        ("h2o", 0.5),
-        ("h2o", None),
-        ("tova", 0.2),
-    ]
+    assert labels == [("window", 0.2), ("full", None), ("h2o", 0.125), ("h2o", 0.5), ("h2o", None), ("tova", 0.2)]
     assert in_order(reversed(found)) == in_order(found)

@@ -198,8 +198,7 @@ SETTINGS = [("",), ("method.recent_ratio=0.2 method.impl=mask", "method.recent_r
 
 
 @pytest.mark.parametrize(
-    ("models", "methods", "settings"),
-    in_turn([WIDE, WIDE[:2], WIDE[:1]], [METHODS, METHODS[:1]], SETTINGS[::-1], of=2),
+    ("models", "methods", "settings"), in_turn([WIDE, WIDE[:2], WIDE[:1]], [METHODS, METHODS[:1]], SETTINGS[::-1], of=2)
 )
 def test_the_legend_covers_no_panel_and_lies_within_the_picture(models, methods, settings):
     figure = drawn(draw_quality(frame(models, methods, settings), None))

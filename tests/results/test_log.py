@@ -22,17 +22,7 @@ from kvexp.results.divergence import frame_of
 from kvexp.results.plots import color_of
 from kvexp.results.read import read_runs
 from kvexp.results.table import quality_table, table
-from kvexp.results.wandb_log import (
-    _points,
-    check,
-    check_reachable,
-    dashboards,
-    main,
-    publish,
-    report,
-    spec,
-    workspace,
-)
+from kvexp.results.wandb_log import _points, check, check_reachable, dashboards, main, publish, report, spec, workspace
 from kvexp.run.store import Run
 from kvexp.util import ConfigError
 

@@ -401,10 +401,7 @@ def test_points_of_one_budget_stand_side_by_side_and_none_is_cut(browser: Any, t
         assert len(bars) == len(methods) and len(points) == 15, section
         for place in range(3):
             ends = sorted((line[place][0], line[place][1]) for line in bars)
-            assert all(second[0] >= first[1] - 0.5 for first, second in itertools.pairwise(ends)), (
-                section,
-                ends,
-            )
+            assert all(second[0] >= first[1] - 0.5 for first, second in itertools.pairwise(ends)), (section, ends)
         for x0, x1, y0, y1, clipped in points:
             assert left <= x0 and x1 <= right and top <= y0 and y1 <= bottom and not clipped
 

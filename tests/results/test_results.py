@@ -54,12 +54,8 @@ def edit(run: Run, line: int, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"metrics": {"rouge1": "50"}}, "metrics.rouge1 must be a number, got '50'"),
-        ({"metrics": "none"}, "metrics must be a group of fields, got 'none'"),
+        ({"metrics": {"rouge1": "50"}}, "metrics.rouge1 must be a number, got '50'"),  # other fields: test_record.py
         ({"receipt": [1]}, "receipt must be a group of fields, got [1]"),
-        ({"receipt": {"slots": "all"}}, "receipt.slots must be a number, got 'all'"),
-        ({"seconds": {"ttft": {}}}, "seconds.ttft must be a number, got {}"),
-        ({"index": [0]}, "index must be a whole number, got [0]"),
     ],
 )
 def test_a_run_with_an_edited_row_is_shown_without_numbers(

@@ -29,6 +29,7 @@ def record(
     evicts=True,
     timed=False,
     load=0.0,
+    engine=None,
     **labels,
 ):
     """A run whose scores and divergences differ a little from example to example."""
@@ -37,7 +38,7 @@ def record(
     seconds = {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None}
     more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": "length"}
     scores = [{"rouge1": score + index % 5, "rouge2": score / 2} for index in range(n)]
-    generation = {"generation": {"max_new_tokens": 8, "num_beams": 1}}
+    generation = {"generation": {"max_new_tokens": 8, "num_beams": 1}} | ({"engine": engine} if engine else {})
     changes = {"receipt": receipt, "seconds": seconds, "load": load, **more}
     labels = {"kv_ratio": kv_ratio, "setting": "", **labels}
     run = write(folder, method, scores, baseline, changes=changes, config=generation, **labels)
@@ -82,6 +83,23 @@ def test_a_sweep_is_a_table_of_one_line_per_run_and_six_lines_around_it(sweep):
 
 METHODS = ("full", "keyformer", "a2sf", "h2o")
 NEAREST = ("keyformer", "a2sf", "h2o")
+
+
+def test_an_engines_full_caches_have_no_kl_and_nothing_asks_to_measure_it(tmp_path):
+    full = record(tmp_path, "full")
+    record(tmp_path, "h2o", 0.5, kl=0.3, baseline=full)
+    base = record(tmp_path, "full", setting="engine=openvino", engine={"name": "openvino"})
+    eight = {"name": "openvino", "cache": "u8"}
+    record(tmp_path, "full", setting="engine=openvino engine.cache=u8", engine=eight)
+    record(tmp_path, "openvino", 0.5, baseline=base, setting="engine=openvino", engine={"name": "openvino"})
+    lines = [
+        line.split(" full ")[1] for line in shown(tmp_path, 200).splitlines() if " full " in line and " 100 " in line
+    ]
+    found = {setting.strip(): rest.split()[0] for setting, _, rest in (line.strip().partition("  ") for line in lines)}
+    assert found == {"-": "0", "engine=openvino": "-", "engine=openvino engine.cache=u8": "-"}
+    for path in tmp_path.glob("*/divergence.jsonl"):
+        path.unlink()
+    assert "was not measured: divergence=true" not in shown(tmp_path, 200)
 
 
 def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_conf import composed
+from commands import composed
 
 from kvexp.core import EngineQuantization, Quantization
 from kvexp.run.labels import check_idle

@@ -160,16 +160,12 @@ def test_a_disk_that_fills_up_stops_the_run_and_keeps_its_rows(command, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("mode", "override", "message"),  # other values: test_log.py
     [
-        ("log.mode=sometimes", "log.mode must be one of auto, online, offline, disabled, got 'sometimes'"),
-        ("log.project=''", "log.project must be a name, got ''"),
-        ("log.project=7", "log.project must be a name, got 7"),
-        ("log.project=a/b", "log.project may have 128 characters and none of"),
-        ("log.wandb=perhaps", "log.wandb must be true or false, got 'perhaps'"),
+        ([], "log.project=7", "log.project must be a name, got 7"),
+        (["-m"], "log.wandb=perhaps", "log.wandb must be true or false, got 'perhaps'"),
     ],
 )
-@pytest.mark.parametrize("mode", [[], ["-m"]])
 def test_what_cannot_be_published_is_said_before_the_runs(command, tmp_path, mode, override, message):
     code, out, err = command(*mode, "log=wandb", override)
     assert code == 1 and message in err and "Traceback" not in err + out

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import composition
 import pytest
 import torch
 import yaml
-from commands import run_py
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from commands import composed, config_of, run_py
+from composition import GROUPS
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from safetensors.torch import save_file
 from small import small
 from tiny import tiny
@@ -23,7 +24,7 @@ from kvexp.generate import GenerationParams, generate
 from kvexp.hf.load import random_config, shape_of
 from kvexp.methods import H2O, Full, KVzip, KVzipPlus
 from kvexp.run.build import build
-from kvexp.run.compose import LISTED, listed, option, options
+from kvexp.run.compose import LISTED, listed, option
 from kvexp.run.plan import DATA, MODELS, scaled, second_passes
 from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
@@ -32,15 +33,24 @@ from kvexp.tasks.data import DataSource
 from kvexp.util import ConfigError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = {name: options(name) for name in (*LISTED, *(g.name for g in CONF.iterdir() if g.is_dir()))}
 
 
-def composed(*overrides):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", small(*overrides))
-    plain = OmegaConf.to_container(config, resolve=True)
-    choices = dict(o.split("=", 1) for o in small(*overrides) if o.split("=")[0] in GROUPS)
-    return {k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=tiny task=sample kv_ratio=0.3 +method.alpha=1 method.recent_ratio=null",
+        "protocol=keyformer task=cnn_dailymail seed=7 task.seed=3 generation.eos=[1,2] outputs_dir=a/b",
+        "~seed budget=tokens generation=beam4 experiment=keyformer_recent",
+    ],
+)
+def test_what_tests_compose_is_what_hydra_composes(words, monkeypatch):
+    words = words.split()
+    kept = [config_of(*words, return_hydra_config=True) for _ in range(2)]
+    monkeypatch.setattr(composition.loader, "create_defaults_list", composition.create_defaults_list)
+    monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composition.COMPOSE)
+    anew = config_of(*words, return_hydra_config=True)
+    assert kept == [anew, anew] and kept[0].hydra.runtime.choices == anew.hydra.runtime.choices
+    assert kept[0].hydra.overrides == anew.hydra.overrides
 
 
 def test_score_sink_identifies_runs_of_methods_that_see_sinks():
@@ -145,8 +155,7 @@ def not_of_exhibits():
 
 @pytest.mark.parametrize("experiment", not_of_exhibits())
 def test_experiments(experiment):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", [f"experiment={experiment}"], return_hydra_config=True)
+    config = config_of(f"experiment={experiment}", return_hydra_config=True)
     assert config.hydra.mode.name == "MULTIRUN"
     assert config.hydra.sweeper.params
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from experiments.studies import composed_runs
+from kvexp.diagnose.show import main
 from kvexp.generate.openvino import WHEEL
-from kvexp.run.batches import can_share, evaluate_run
+from kvexp.run.batches import can_share, evaluate_run, opened
 from kvexp.run.labels import refusal
 from kvexp.run.store import run_hash
 from kvexp.util import ConfigError, Session
@@ -56,6 +57,20 @@ def test_identity_has_the_engine_and_its_precisions_and_no_other_run_changes():
     assert ENGINE in engine.labels["setting"]
     assert not can_share(engine)
     assert "its twin" in refusal(engine)
+
+
+def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(tmp_path, monkeypatch, capsys):
+    where = f"outputs_dir={tmp_path}"
+    asked, plain = settings(*GQA, *BLOCKS, ENGINE, where), evaluate_run(settings(*GQA, *BLOCKS, where))
+    for _, run in opened([asked.baseline(), asked]):
+        run.append(*plain.rows())
+    monkeypatch.setattr("kvexp.diagnose.case.load", None)
+    for words in (["show", "0"], ["draw"], ["replay", "0"], ["explain"], ["explain", "--kl"]):
+        command, *more = words
+        assert main([command, str(run.path), *more]) == 2
+        assert "diagnose its twin, the same run without engine" in " ".join(capsys.readouterr().err.split())
+    assert main(["gap", str(tmp_path), "--where", f"setting={asked.labels['setting']}"]) == 2
+    assert "no ideal run: engine=openvino does not show" in " ".join(capsys.readouterr().out.split())
 
 
 def test_rows_are_the_twins_token_for_token(tmp_path, monkeypatch):

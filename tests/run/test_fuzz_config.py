@@ -12,11 +12,11 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 import pytest
-from hydra import compose, initialize_config_dir
+from commands import config_of
+from composition import GROUPS
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf, open_dict
-from test_conf import CONF, GROUPS
 
 from kvexp.run.jobs import HydraJob, run_job, runs_of
 from kvexp.run.store import runs
@@ -45,8 +45,7 @@ MILD = st.one_of(
 @cache
 def composed(method, task):
     few = ["limit=1", "task.max_new_tokens=3"] if task == "sample" else ["limit=1"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", ["model=tiny", f"method={method}", f"task={task}", "kv_ratio=0.5", *few])
+    return config_of("model=tiny", f"method={method}", f"task={task}", "kv_ratio=0.5", *few)
 
 
 def keys(node, place=""):

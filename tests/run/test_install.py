@@ -175,6 +175,5 @@ def test_tasks_and_models_are_listed_with_what_they_are(monkeypatch, capsys):
         assert code == 2 and f"did you mean {name}?" in err
 
 
-def test_there_are_few_commands_and_each_part_is_under_one():
-    assert len(cli.COMMANDS) <= 13
+def test_each_part_is_under_a_command():
     assert all(name.split()[0] in cli.COMMANDS for name in cli.PARTS)

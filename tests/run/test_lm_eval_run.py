@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run_py
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from small import small
+from commands import config_of, run_py
+from commands import settings as composed_settings
 
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
-from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
 from kvexp.tasks.lm_eval import SEVEN
 from kvexp.util import ConfigError
@@ -30,12 +27,7 @@ ROWS = ROOT / "tests" / "fixtures" / "lm_eval"
 def settings(outputs, *overrides, tasks="piqa"):
     """The runs of a command line, one per lm-eval task."""
     words = [f"task.tasks=[{tasks}]", f"task.data_dir={ROWS}", f"outputs_dir={outputs}", "task=lm_eval", *overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", small(*words)), resolve=True)
-    method = next((word.partition("=")[2] for word in overrides if word.startswith("method=")), "h2o")
-    choices = {"task": "lm_eval", "model": "tiny", "method": method}
-    plain = {k: v for k, v in config.items() if k not in ("log", "experiment")}
-    return settings_of(plain, choices, words).parts()
+    return composed_settings(*words, typed=words).parts()
 
 
 def one(outputs, *overrides, **options):
@@ -238,14 +230,12 @@ def test_a_papers_preset(paper, tmp_path):
     assert part.limit is None
     assert part.task.protocol == expected["protocol"]
     assert part.task.measured.mode == "row_mask"
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        task = compose("config", ["task=lm_eval", f"protocol={paper}"]).task
+    task = config_of("task=lm_eval", f"protocol={paper}").task
     assert {name: task[name] for name in expected} == expected
     evaluate_run(settings(tmp_path, f"protocol={paper}", f"method={paper}", "limit=1", "task.num_fewshot=1")[0])
 
 
 BAD = {
-    "task.protocol=row_mask method=tova": "protocol=row_mask has no mask for method tova",
     "generation=beam4": "generation.num_beams does not reach lm-eval's tasks",
     "generation.max_new_tokens=7": "generation.max_new_tokens does not reach lm-eval's tasks",
     "task.num_fewshot=9": "task.num_fewshot=9, but the split train of piqa holds 3 rows",
@@ -253,7 +243,6 @@ BAD = {
     "task.question=after_eviction": "without examples there is no context to evict",
     "task.protocol=row_mask budget.layers=cake": "takes kv_ratio (or tokens) and nothing else of a budget",
     "task.protocol=row_mask select.by=chunk": "masks by the method's own priorities: leave the group select alone",
-    "task.protocol=row_mask budget.pyramid=0.5": "takes kv_ratio (or tokens) and nothing else of a budget",
 }
 
 

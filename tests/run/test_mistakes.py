@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TYPED = [  # words, what stderr holds
     (["method=h20"], "there is no method=h20; did you mean h2o"),
     (["-m", "method=h2o,h20"], "there is no method=h20; did you mean h2o"),
+    (["task=cnn"], "there is no task=cnn"),
+    (["model=gpt5"], "there is no model=gpt5"),
     (["hydra/launcher=jolib"], "there is no hydra/launcher=jolib; did you mean joblib?"),
     (["experiment=keyformer_fig"], "did you mean keyformer_fig"),
     (["method="], "method= names no option"),

@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from commands import settings as composed_settings
 
 from kvexp.results.table import table
 from kvexp.results.views import grid
 from kvexp.run.batches import evaluate_run
-from kvexp.run.settings import settings_of
 from kvexp.tasks import ContextQA, Needle, Stories, Summarization
 from kvexp.tasks.articles import articles
 from kvexp.tasks.base import word_ends
@@ -31,7 +29,7 @@ from kvexp.tasks.metrics import (
     words_of,
 )
 from kvexp.tasks.needle import from_sentence, hide
-from kvexp.util import CONF, ConfigError
+from kvexp.util import ConfigError
 
 # ruff: noqa: RUF001  # letters that look like others are what is tested
 
@@ -232,13 +230,7 @@ def test_names_with_accents_in_english_are_not_refused():
 
 
 def settings(task, tmp_path, *words):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", [f"task={task}", "model=tiny", f"outputs_dir={tmp_path / 'out'}", *words])
-    given = OmegaConf.to_container(config, resolve=True)
-    return settings_of(
-        {key: value for key, value in given.items() if key not in ("log", "experiment", "diagnose")},
-        {"task": task, "model": "tiny"},
-    )
+    return composed_settings(f"task={task}", f"outputs_dir={tmp_path / 'out'}", *words)
 
 
 def rows_of(tmp_path, *summaries):

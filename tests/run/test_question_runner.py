@@ -7,14 +7,11 @@ import json
 import math
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from small import small
-from test_conf import composed
+from commands import composed
+from commands import settings as composed_settings
 
 import kvexp.generate
 from kvexp.core import Budget
@@ -40,7 +37,6 @@ from kvexp.tasks import (
 )
 from kvexp.util import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
 QUESTIONS = ("Who runs?", "Where to does it go?", "Who lies?", "Who steals?", "What does it eat now?")
 EXAMPLES = [(TEXTS[i > 2] * 2, "\nQ: " + asked + "\nA:") for i, asked in enumerate(QUESTIONS)]
@@ -80,10 +76,7 @@ class Reading(QuestionTask):
 
 
 def settings(outputs, task, *overrides, **changes):
-    words = ["kv_ratio=0.3", "generation.max_new_tokens=6", f"outputs_dir={outputs}", *overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", small(*words)), resolve=True)
-    made = settings_of({k: v for k, v in config.items() if k not in ("log", "experiment")}, {"method": "h2o"})
+    made = composed_settings("kv_ratio=0.3", "generation.max_new_tokens=6", f"outputs_dir={outputs}", *overrides)
     cache = dataclasses.replace(made.cache, **changes)
     return dataclasses.replace(made, task=task, cache=cache).identified(made.labels)
 

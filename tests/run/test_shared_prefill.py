@@ -10,16 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import settings as composed_settings
 from faults.stage import TWO_THREADS
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from small import small
 
 import kvexp.run.batches as together
 import kvexp.run.rows as memory
-from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
-from kvexp.run.workers import ForkPool
 from kvexp.util import Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,13 +33,8 @@ def command(stage, tmp_path):
 
 
 def settings(outputs, method, *overrides):
-    words = small("limit=3", *SHORT, f"outputs_dir={outputs}", f"method={method}", "divergence=false", *overrides)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", words)
-    plain = OmegaConf.to_container(config, resolve=True)
-    choices = {"method": method, "model": "tiny", "task": "sample", "budget": "ratio"}
-    plain["task"]["data_files"] = f"{ROOT}/conf/task/sample.jsonl"
-    return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices)
+    words = (f"task.data_files={ROOT}/conf/task/sample.jsonl", f"outputs_dir={outputs}", f"method={method}")
+    return composed_settings("limit=3", *SHORT, *words, "divergence=false", *overrides)
 
 
 def rounded(value):
@@ -146,11 +138,20 @@ def test_how_many_processes(tmp_path, monkeypatch):
     asked, found, needs = [], [], memory.kv_bytes_needed
     monkeypatch.setattr(memory, "kv_bytes_needed", lambda *call: found.append(needs(*call)) or found[-1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(together, "ForkPool", lambda size, make: asked.append(size) or ForkPool(1, make))
+
+    class Asked(BaseException):
+        """Ends the group before it works."""
+
+    def pool(size, _):
+        asked.append(size)
+        raise Asked
+
+    monkeypatch.setattr(together, "ForkPool", pool)
 
     def made(name, *overrides):
         members = [settings(tmp_path / name, m, *overrides) for m in ("h2o", "a2sf")]
-        together.run_group(together.prefill_groups(members)[0], Session())
+        with pytest.raises(Asked):
+            together.run_group(together.prefill_groups(members)[0], Session())
         return asked.pop()
 
     linux = sys.platform == "linux"

@@ -5,34 +5,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from commands import settings as composed_settings
 
 import kvexp.generate
 import kvexp.run.batches as batch
 from kvexp.run.batches import measure_claimed, measure_rest, prefill_groups, run_group
 from kvexp.run.labels import DivergenceOptions, decided
-from kvexp.run.settings import settings_of
 from kvexp.run.store import DIVERGENCE, NUMBERS, TEXTS, run_hash, runs
 from kvexp.util import ConfigError, Session
 
-ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = ("task=testbed_summary", "task.max_new_tokens=8", "limit=4")
 ONE_BY_ONE = (*SUMMARY, "batch_size=1")
 QUESTIONS = ("task=testbed_qa", "task.question=after_eviction", "task.max_new_tokens=5", "limit=4", "batch_size=3")
 
 
 def settings(outputs, method, *overrides):
-    words = ["model=testbed_rope", f"outputs_dir={outputs}", f"method={method}", "kv_ratio=0.3", *overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", words)
-    plain = OmegaConf.to_container(config, resolve=True)
-    chosen = dict(word.split("=") for word in words if word.split("=")[0] in ("model", "task", "method", "generation"))
-    left = ("log", "experiment", "diagnose")
-    return settings_of({k: v for k, v in plain.items() if k not in left}, {"budget": "ratio", **chosen}, words[3:])
+    typed = ["kv_ratio=0.3", *overrides]
+    return composed_settings("model=testbed_rope", f"outputs_dir={outputs}", f"method={method}", *typed, typed=typed)
 
 
 def group(outputs, *overrides, methods=("h2o", "keyformer", "window")):

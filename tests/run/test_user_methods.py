@@ -10,8 +10,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from commands import run_py
-from hydra import compose, initialize_config_dir
+from commands import run_py, settings
 from omegaconf import OmegaConf
 from small import small
 from test_shared_prefill import content
@@ -25,7 +24,6 @@ from kvexp.diagnose.show import parser
 from kvexp.generate import GenerationParams, generate
 from kvexp.results.views import main as results
 from kvexp.run.compose import without_method_words
-from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
 from kvexp.run.user_methods import admitted, class_method, code_digest, load_method
 from kvexp.run.workers import JobBatch, run_batch
@@ -527,11 +525,8 @@ def test_a_name_that_is_taken_is_an_error(command, folder, monkeypatch, capsys):
 
 
 def test_the_identity_of_kvexps_own_methods_has_no_source():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", ["method=h2o", *FEW]), resolve=True)
-    plain = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
     own = {"name": "h2o", "recent_ratio": 0.5, "impl": "real_drop", "score_batch": "per_beam"}
-    assert settings_of(plain, {"method": "h2o"}).identity["method"] == own
+    assert settings("method=h2o", *FEW).identity["method"] == own
 
 
 # -- kvexp.compare ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from test_conf import composed
+from commands import composed
 
 import kvexp.run.batches as runner
 from kvexp.results.table import table

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from commands import run_py
+from commands import composed, run_py
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_conf import composed
 
 from kvexp.run.build import build
 from kvexp.run.store import runs

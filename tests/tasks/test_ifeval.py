@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_conf import composed
+from commands import composed
 
 from kvexp.run.settings import settings_of
 from kvexp.tasks import IFEval, IFEvalArticles, ifeval

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_conf import composed
+from commands import composed
 
 from kvexp.run.settings import settings_of
 from kvexp.tasks import lm_eval as definition

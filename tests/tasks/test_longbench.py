@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from commands import composed
 from conftest import SHARED
-from test_conf import composed
 
 from kvexp.hf.load import byte_tokenizer
 from kvexp.results.table import table
@@ -68,7 +68,7 @@ PLAIN = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
 def test_official_prompts_lengths_and_treatment():
     assert {name: hashlib.sha256(s.prompt.encode()).hexdigest()[:12] for name, s in SUBSETS.items()} == PROMPTS
     for name, subset in SUBSETS.items():
-        assert subset.max_new_tokens == LENGTHS.get(name, 32), name
+        assert subset.new_tokens == LENGTHS.get(name, 32), name
         assert subset.chat == (name not in PLAIN), name
         assert subset.first_line == (name in {"trec", "triviaqa", "samsum", "lsht"}), name
     assert set(FOURTEEN) < set(SUBSETS)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_conf import composed
+from commands import composed
 
 from kvexp.run.batches import evaluate_run
 from kvexp.run.settings import settings_of

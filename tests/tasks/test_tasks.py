@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import composed
 from conftest import SHARED
 from rouge_score import rouge_scorer
-from test_conf import composed
 
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
