@@ -74,7 +74,7 @@ def check_heads(model: PreTrainedModel, traits: Traits) -> None:
     if not _ALIKE[model]:
         raise ConfigError(
             f"cache.evict_sliding=true cannot work on {traits.title}: keys and values of its layers with a sliding "
-            "window have other heads than those of its other layers. Leave cache.evict_sliding at auto"
+            "window have other heads than its other layers have. Leave cache.evict_sliding at auto"
         )
 
 
