@@ -94,7 +94,7 @@ def test_what_windows_cannot_be_evicted_by(words, why):
 
 def test_a_window_with_other_heads_is_refused_when_the_model_is_there():
     model = patch_model(copy.deepcopy(twin("mimo_v2_flash")), check="never")
-    with pytest.raises(ConfigError, match="sliding window have other heads than those of its other layers"):
+    with pytest.raises(ConfigError, match="sliding window have other heads than its other layers have"):
         EvictionCache(model, H2O(), Budget(tokens=9), evict_sliding=True)
 
 
@@ -161,7 +161,7 @@ def test_a_share_of_bytes_in_windows_that_are_evicted_from_is_each_layers_own():
 
 
 def test_bits_count_windows_and_states_too():
-    """Of quantised slots kv_bytes_at_16 is of the whole cache, as kv_bytes is."""
+    """kv_bytes_at_16 of quantised slots is of the whole cache, as kv_bytes is."""
     model = patch_model(copy.deepcopy(twin("gemma3_text")), check="never")
     config = CacheConfig(Full(), quantization=Quantization(4, 4, group=8, residual=4))
     (row,) = receipts(prefill(model, ids_of(1, 1, 60).tolist(), config, max_new_tokens=4).cache)

@@ -281,7 +281,7 @@ def follows_the_rules(name, method, given, sliding, budget_of):
 @pytest.mark.parametrize("name", quick(VERIFIED))
 @torch.no_grad()
 def test_windows_that_are_evicted_from_lose_nothing_with_room_for_all(name):
-    """Also beside caches that keep their windows: padded rows, one forward for the prompts, steps together."""
+    """Logits are transformers' own: padded rows, one prefill with caches that keep their windows, steps together."""
     model, stock = kvexps(name), twin(name)
     traits = traits_of(model.config, True)
     if not traits.evicts_in_windows:
@@ -289,7 +289,7 @@ def test_windows_that_are_evicted_from_lose_nothing_with_room_for_all(name):
     windows = CacheConfig(H2O(), Budget(tokens=64), evict_sliding=True)
     prompts = [ids_of(1, 1, 44)[0].tolist(), ids_of(2, 1, 31)[0].tolist()]
     if name in OTHER_HEADS:
-        with pytest.raises(ConfigError, match="have other heads than those of its other layers"):
+        with pytest.raises(ConfigError, match="have other heads than its other layers have"):
             generate(model, prompts, windows, decoding=GREEDY)
         return
     tokens, logits = answers(generate(model, prompts, windows, decoding=GREEDY, keep_logits=True))
