@@ -24,8 +24,9 @@ OPENVINO_VERSION := 2026.4.1
 OPENVINO := build/openvino-$(OPENVINO_VERSION)
 OLDEST := build/oldest
 
-# One thread per worker (two workers on two cores beat two workers fighting over them), and no waiting for an unreachable hub.
-TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One thread per worker (two workers on two cores beat two workers fighting over them), no waiting for an unreachable hub,
+# and what one process has compiled is there for the next: tests begin many.
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # worksteal: a worker takes neighbouring tests, so that what a module or a cache makes once is made by one of them.
 PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout=$(TIMEOUT)
 

@@ -1,11 +1,19 @@
 """Decode steps for tests of their capture: methods and budgets, contexts whose steps are taken one by one, a check."""
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from capture_checker import CaptureChecker, changes
+from host_reads import place_in_kvexp
+from pretend import INDEXING, READS, SHAPED_BY_NUMBERS, has_mask, inner
 from tiny import CONFIGS, prompts_of, tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvexp.core import Budget, QueryCalibration, Surrogate
 from kvexp.core.graph import ReplayableStep, capture_obstacle
@@ -107,3 +115,174 @@ def checked(stepped, steps=3):
     found = [why for checker in seen for why in checker.refusals]
     found += [why for one, other in itertools.pairwise(seen) for why in changes(one, other)]
     return found + [f"{name} moved" for name in moved]
+
+
+# Says of a decode step why it could not be captured as a CUDA graph; runs it on a CPU, under a dispatch mode.
+# Refused are reads by the host, shapes that depend on numbers, copies between host and device, numbers of the host that
+# are used as tensors, and, from one step to the next, other operators, other shapes, and tensors at another address.
+
+
+class CaptureChecker(TorchDispatchMode):
+    """While active, takes down one step. refusals: what could not be captured, and where kvexp did it.
+
+    operators: per operator of the step, its name, the shapes it was given, and the addresses of tensors among them that
+    the step has not made itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals: list[str] = []
+        self.operators: list[tuple[str, tuple[tuple[int, ...], ...], tuple[int, ...], str]] = []
+        self._made: dict[int, Tensor] = {}  # kept alive, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name, where = func.overloadpacket.__name__, place_in_kvexp("transformers")
+        why = _refusal(name, func, args, kwargs, given)
+        if why is not None:
+            self.refusals.append(f"{why}: {name} in {where}")
+        outside = tuple(_address(x) for x in given if _storage(x) not in self._made)
+        self.operators.append((name, tuple(tuple(x.shape) for x in given), outside, where))
+        known = {_storage(x) for x in given}
+        out = func(*args, **kwargs)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and _storage(x) not in known:
+                self._made[_storage(x)] = x
+        return out
+
+
+def changes(one: CaptureChecker, next_one: CaptureChecker) -> list[str]:
+    """How a step differed from the one before: in its operators, their shapes, or where it read and wrote."""
+    names = [[step[0] for step in each.operators] for each in (one, next_one)]
+    if names[0] != names[1]:
+        place = next((i for i, (a, b) in enumerate(zip(*names, strict=False)) if a != b), min(map(len, names)))
+        where = [each.operators[place][3] if place < len(each.operators) else "the end" for each in (one, next_one)]
+        return [f"other operators, from number {place} on, in {where[0]} and {where[1]}"]
+    found = []
+    for (name, shapes, addresses, where), (_, others, there, _) in zip(one.operators, next_one.operators, strict=True):
+        if shapes != others:
+            found.append(f"other shapes: {name} of {shapes} and of {others} in {where}")
+        elif addresses != there:
+            found.append(f"a tensor at another address: {name} in {where}")
+    return found
+
+
+def _refusal(name: str, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> str | None:
+    if name in READS or name == "_assert_async":
+        return "the host reads a number"
+    by_counts = name == "repeat_interleave" and "Tensor" in func._overloadname
+    shaped = name in SHAPED_BY_NUMBERS or name == "unique_consecutive" or by_counts
+    if shaped or (name in INDEXING and has_mask(args[1])):
+        return "a shape depends on numbers"
+    if name in ("lift_fresh", "lift_fresh_copy"):
+        return "a tensor is made of numbers of the host"
+    devices = {x.device.type for x in given}
+    target = kwargs.get("device")
+    if name == "_to_copy" and target is not None and devices and torch.device(target).type not in devices:
+        return "a copy between host and device"
+    if len(devices) > 1:
+        return "a copy between host and device" if name == "copy_" else "a tensor of the host is used on the device"
+    return None
+
+
+def _address(x: Tensor) -> int:
+    return inner(x).data_ptr()
+
+
+def _storage(x: Tensor) -> int:
+    return inner(x).untyped_storage().data_ptr()
+
+
+# A stand-in for CUDA graphs on a CPU: the operators of a step on the very tensors they had, again and again.
+# As `torch.cuda.CUDAGraph` it knows no Python and no host: numbers and addresses are those of the capture. A capture
+# leaves all memory as it was, and its outputs undefined until the first replay.
+
+
+class RecordedGraphs:
+    """`kvexp.generate.graph.GraphDevice`. calls: "warm_up", "capture" and "replay", in order.
+
+    forbidden: names of operators during which a capture fails, as it does on CUDA where the host would wait.
+    """
+
+    def __init__(self, forbidden: frozenset[str] = frozenset()) -> None:
+        self.calls: list[str] = []
+        self.forbidden = forbidden
+
+    def warm_up(self, step: Callable[[], Tensor]) -> Tensor:
+        self.calls.append("warm_up")
+        return step()
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        self.calls.append("capture")
+        recorder = _Recorder(self.forbidden)
+        try:
+            with recorder:
+                output = step()
+        finally:
+            recorder.undo()
+        recorder.poison()
+
+        def replay() -> None:
+            self.calls.append("replay")
+            recorder.replay()
+
+        return output, replay
+
+
+class _Recorder(TorchDispatchMode):
+    """The operators of a step with their arguments and results, all of which it keeps alive."""
+
+    def __init__(self, forbidden: frozenset[str]) -> None:
+        super().__init__()
+        self.forbidden = forbidden
+        self.operators: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._made: set[int] = set()  # storages that the step itself has allocated
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ in self.forbidden:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        old = {x.untyped_storage().data_ptr() for x in given}
+        for storage in (x.untyped_storage() for x in _written(func, args, kwargs)):
+            if storage.data_ptr() not in self._made:
+                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = func(*args, **kwargs)
+        fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in old]
+        self._made |= {x.untyped_storage().data_ptr() for x in fresh}
+        is_view = not fresh and not _written(func, args, kwargs)
+        # Views are kept alive, and need no computation: what they show is at its address.
+        self.operators.append((None if is_view else func, args, kwargs, tree_leaves(out) if is_view else fresh))
+        return out
+
+    def undo(self) -> None:
+        """Give memory that was there before the step the numbers it had."""
+        for storage, saved in self._before.values():
+            storage.copy_(saved)
+
+    def poison(self) -> None:
+        """Fill what the step has allocated with NaN, or with numbers that are no index."""
+        for func, _, _, fresh in self.operators:
+            for x in fresh if func is not None else ():
+                x.fill_(float("nan") if x.is_floating_point() else 1 if x.dtype == torch.bool else -(1 << 30))
+
+    def replay(self) -> None:
+        for func, args, kwargs, fresh in self.operators:
+            if func is None:
+                continue
+            again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+            if fresh:
+                for into, new in zip(fresh, again, strict=True):
+                    into.copy_(new)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes to."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return found

@@ -30,198 +30,156 @@ class Mutation:
     tests: str
 
 
-KEPT = "tests/methods/test_kept_sets.py"
-MUTATIONS = [
-    Mutation(
-        "sinks are not protected",
-        "core/ranking.py",
-        "(positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))",
-        "(positions >= 0) & recent",
-        KEPT,
-    ),
-    Mutation(
-        "the recent window is one token longer",
-        "core/ranking.py",
-        "positions > (ctx.newest[:, None] - allowed.recent_by_head)[..., None]",
-        "positions >= (ctx.newest[:, None] - allowed.recent_by_head)[..., None]",
-        KEPT,
-    ),
-    Mutation(
-        "among equals the newer goes",
-        "core/slot_order.py",
-        "(ordered.to(torch.int64) << 32) | positions",
-        "(ordered.to(torch.int64) << 32) | (INT32_MAX - positions)",
-        f"tests/core/test_layer.py {KEPT}",
-    ),
-    Mutation(
-        "a query of a tile sees the token behind its own",
-        "core/attention.py",
-        "torch.ones(q, q, dtype=torch.bool).triu(1)",
-        "torch.ones(q, q, dtype=torch.bool).triu(2)",
-        "tests/core/test_observe.py",
-    ),
-    Mutation(
-        "probabilities with noise are not divided by their sum",
-        "core/observe.py",
-        "weights = weights / x.sum(-1)",
-        "pass",
-        "tests/core/test_observe.py",
-    ),
-    Mutation(
-        "noise forgets the layer",
-        "core/noise.py",
-        "lowbias32(lowbias32(low) + layer * 97 + 1)",
-        "lowbias32(lowbias32(low) + 1)",
-        f"tests/core/test_observe.py {KEPT}",
-    ),
-    Mutation(
-        "noise forgets the query's position",
-        "core/noise.py",
-        "query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL_SIZE - 1)",
-        "query_positions.to(torch.int32)[:, None, :] * 0) & (POOL_SIZE - 1)",
-        f"tests/core/test_observe.py {KEPT}",
-    ),
-    Mutation(
-        "survivors are not renumbered",
-        "core/eviction.py",
-        "if config.renumbered and self.has_evicted:",
-        "if config.renumbered and self.has_evicted and False:",
-        "tests/core/test_layer.py tests/methods/test_reference.py tests/test_golden.py",
-    ),
-    Mutation(
-        "a query sees the next token",
-        "core/attention.py",
-        "ok = (key >= 0) & (key <= query)",
-        "ok = (key >= 0) & (key <= query + 1)",
-        "tests/core/test_observe.py tests/core/test_layer.py",
-    ),
-    Mutation(
-        "beams do not share a score",
-        "core/observe.py",
-        '"per_sample": sequence.num_beams',
-        '"per_sample": 1',
-        "tests/core/test_observe.py",
-    ),
-    Mutation(
-        "a budget rounds up",
-        "core/budget.py",
-        "return math.floor(ratio * count + 1e-9)",
-        "return math.ceil(ratio * count - 1e-9)",
-        f"tests/core/test_layer.py {KEPT}",
-    ),
-    Mutation(
-        "29 percent of 100 are 28",
-        "core/budget.py",
-        "return math.floor(ratio * count + 1e-9)",
-        "return math.floor(ratio * count)",
-        "tests/core/test_layer.py tests/core/test_bytes.py",
-    ),
-    Mutation(
-        "a marked span is not spared",
-        "core/ranking.py",
-        "return priority, protected | ((number >= 0) & held)",
-        "return priority, protected",
-        "tests/core/test_spans.py",
-    ),
-    Mutation(
-        "the newest tokens are quantised too",
-        "core/quantized.py",
-        "self._quantize(held, positions, (newest - self.codec.residual)[:, None, None])",
-        "self._quantize(held, positions, newest[:, None, None])",
-        "tests/core/test_quantised.py",
-    ),
-    Mutation(
-        "the cadence evicts one step late",
-        "core/eviction.py",
-        "(sequence.decode_steps + width) // every > sequence.decode_steps // every",
-        "(sequence.decode_steps + width - 1) // every > (sequence.decode_steps - 1) // every",
-        "tests/core/test_layer.py tests/methods/test_reference.py",
-    ),
-    Mutation(
-        "a slot must exceed the threshold",
-        "core/ranking.py",
-        "self.priority >= self.threshold",
-        "self.priority > self.threshold",
-        "tests/core/test_head_budgets.py",
-    ),
-    Mutation(
-        "a threshold takes sinks",
-        "core/ranking.py",
-        "((self.priority >= self.threshold) | self.protected)",
-        "(self.priority >= self.threshold)",
-        "tests/core/test_head_budgets.py",
-    ),
-    Mutation(
-        "PyramidKV's layers lose a slot",
-        "core/budget_shares.py",
-        "middle = [mean] * (layers % 2)",
-        "middle = [mean - 1] * (layers % 2)",
-        "tests/core/test_layer_budgets.py",
-    ),
-    Mutation(
-        "AdaKV forgets its floor",
-        "core/budget_shares.py",
-        "(rank < torch.maximum(sure, least))",
-        "(rank < sure)",
-        "tests/core/test_head_budgets.py",
-    ),
-    Mutation(
-        "KL counts the token before the eviction",
-        "results/divergence.py",
-        'skip = int(line["first_by_prefill"])',
-        "skip = 0",
-        "tests/results/test_divergence_table.py",
-    ),
-    Mutation(
-        "KL is taken the other way round",
-        "generate/kl.py",
-        "compare(full, self.logits[self.size :], token)",
-        "compare(self.logits[self.size :], full, token)",
-        "tests/generate/test_divergence.py",
-    ),
-    Mutation(
-        "rows of other prompts are paired",
-        "results/read.py",
-        "if one.run.numerics == other.run.numerics:  # else they are not paired",
-        "if False:",
-        "tests/results/test_results.py tests/run/test_record.py",
-    ),
-    Mutation(
-        "verdicts are not corrected for their number",
-        "results/stats.py",
-        "floor, _ = percent_interval(comparison, index, level)",
-        "floor, _ = percent_interval(comparison, index, LEVEL)",
-        "tests/results/test_results.py tests/results/test_intervals.py",
-    ),
-    Mutation(
-        "an interval at the mark fails",
-        "results/stats.py",
-        "if low >= mark:",
-        "if low > mark:",
-        "tests/results/test_results.py tests/results/test_intervals.py",
-    ),
-    Mutation(
-        "a command starts over",
-        "run/batches.py",
-        'answered = {row["example"] for row in rows if not (settings.retry and row.get("failed"))}',
-        "answered = set[str]()",
-        "tests/run/test_runner.py tests/run/test_command.py",
-    ),
-    Mutation(
-        "another code of a method is the same run",
-        "run/user_methods.py",
-        'hashlib.sha256(plain.encode(errors="backslashreplace"))',
-        'hashlib.sha256(plain[:20].encode(errors="backslashreplace"))',
-        "tests/run/test_user_methods.py",
-    ),
-    Mutation(
-        "each fetched token is a hit",
-        "retrieval/offload.py",
-        "row.hits += hit",
-        "row.hits += pairs",
-        "tests/retrieval/test_offload.py",
-    ),
-]
+# Name, file of kvexp: test files, - line, + what it becomes.
+TABLE = r"""
+sinks are not protected
+core/ranking.py: methods/test_kept_sets.py
+- (positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))
++ (positions >= 0) & recent
+
+the recent window is one token longer
+core/ranking.py: methods/test_kept_sets.py
+- positions > (ctx.newest[:, None] - allowed.recent_by_head)[..., None]
++ positions >= (ctx.newest[:, None] - allowed.recent_by_head)[..., None]
+
+among equals the newer goes
+core/slot_order.py: core/test_layer.py methods/test_kept_sets.py
+- (ordered.to(torch.int64) << 32) | positions
++ (ordered.to(torch.int64) << 32) | (INT32_MAX - positions)
+
+a query of a tile sees the token behind its own
+core/attention.py: core/test_observe.py
+- torch.ones(q, q, dtype=torch.bool).triu(1)
++ torch.ones(q, q, dtype=torch.bool).triu(2)
+
+probabilities with noise are not divided by their sum
+core/observe.py: core/test_observe.py
+- weights = weights / x.sum(-1)
++ pass
+
+noise forgets the layer
+core/noise.py: core/test_observe.py methods/test_kept_sets.py
+- lowbias32(lowbias32(low) + layer * 97 + 1)
++ lowbias32(lowbias32(low) + 1)
+
+noise forgets the query's position
+core/noise.py: core/test_observe.py methods/test_kept_sets.py
+- query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL_SIZE - 1)
++ query_positions.to(torch.int32)[:, None, :] * 0) & (POOL_SIZE - 1)
+
+survivors are not renumbered
+core/eviction.py: core/test_layer.py methods/test_reference.py test_golden.py
+- if config.renumbered and self.has_evicted:
++ if config.renumbered and self.has_evicted and False:
+
+a query sees the next token
+core/attention.py: core/test_observe.py core/test_layer.py
+- ok = (key >= 0) & (key <= query)
++ ok = (key >= 0) & (key <= query + 1)
+
+beams do not share a score
+core/observe.py: core/test_observe.py
+- "per_sample": sequence.num_beams
++ "per_sample": 1
+
+a budget rounds up
+core/budget.py: core/test_layer.py methods/test_kept_sets.py
+- return math.floor(ratio * count + 1e-9)
++ return math.ceil(ratio * count - 1e-9)
+
+29 percent of 100 are 28
+core/budget.py: core/test_layer.py core/test_bytes.py
+- return math.floor(ratio * count + 1e-9)
++ return math.floor(ratio * count)
+
+a marked span is not spared
+core/ranking.py: core/test_spans.py
+- return priority, protected | ((number >= 0) & held)
++ return priority, protected
+
+the newest tokens are quantised too
+core/quantized.py: core/test_quantised.py
+- self._quantize(held, positions, (newest - self.codec.residual)[:, None, None])
++ self._quantize(held, positions, newest[:, None, None])
+
+the cadence evicts one step late
+core/eviction.py: core/test_layer.py methods/test_reference.py
+- (sequence.decode_steps + width) // every > sequence.decode_steps // every
++ (sequence.decode_steps + width - 1) // every > (sequence.decode_steps - 1) // every
+
+a slot must exceed the threshold
+core/ranking.py: core/test_head_budgets.py
+- self.priority >= self.threshold
++ self.priority > self.threshold
+
+a threshold takes sinks
+core/ranking.py: core/test_head_budgets.py
+- ((self.priority >= self.threshold) | self.protected)
++ (self.priority >= self.threshold)
+
+PyramidKV's layers lose a slot
+core/budget_shares.py: core/test_layer_budgets.py
+- middle = [mean] * (layers % 2)
++ middle = [mean - 1] * (layers % 2)
+
+AdaKV forgets its floor
+core/budget_shares.py: core/test_head_budgets.py
+- (rank < torch.maximum(sure, least))
++ (rank < sure)
+
+KL counts the token before the eviction
+results/divergence.py: results/test_divergence_table.py
+- skip = int(line["first_by_prefill"])
++ skip = 0
+
+KL is taken the other way round
+generate/kl.py: generate/test_divergence.py
+- compare(full, self.logits[self.size :], token)
++ compare(self.logits[self.size :], full, token)
+
+rows of other prompts are paired
+results/read.py: results/test_results.py run/test_record.py
+- if one.run.numerics == other.run.numerics:  # else they are not paired
++ if False:
+
+verdicts are not corrected for their number
+results/stats.py: results/test_results.py results/test_statistics.py
+- floor, _ = percent_interval(comparison, index, level)
++ floor, _ = percent_interval(comparison, index, LEVEL)
+
+an interval at the mark fails
+results/stats.py: results/test_results.py results/test_statistics.py
+- if low >= mark:
++ if low > mark:
+
+a command starts over
+run/batches.py: run/test_runner.py run/test_command.py
+- answered = {row["example"] for row in rows if not (settings.retry and row.get("failed"))}
++ answered = set[str]()
+
+another code of a method is the same run
+run/user_methods.py: run/test_user_methods.py
+- hashlib.sha256(plain.encode(errors="backslashreplace"))
++ hashlib.sha256(plain[:20].encode(errors="backslashreplace"))
+
+each fetched token is a hit
+retrieval/offload.py: retrieval/test_offload.py
+- row.hits += hit
++ row.hits += pairs
+"""
+
+
+def mutations() -> list[Mutation]:
+    """Read `TABLE`."""
+    found = []
+    for entry in TABLE.strip().split("\n\n"):
+        name, where, old, new = entry.splitlines()
+        file, _, tests = where.partition(": ")
+        found.append(Mutation(name, file, old.removeprefix("- "), new.removeprefix("+ "), tests))
+    return found
+
+
+MUTATIONS = mutations()
 
 
 def main(words: list[str]) -> int:
@@ -259,7 +217,7 @@ def caught(tree: Path, mutation: Mutation) -> bool:
         return False
     file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
     try:
-        files = [name for name in mutation.tests.split() if (tree / name).exists()]
+        files = [f"tests/{name}" for name in mutation.tests.split() if (tree / "tests" / name).exists()]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--timeout=300"]
         chosen = ["-m", "not slow and not peers and not real and not gpu", *files]
         done = subprocess.run(

@@ -17,8 +17,7 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE
 from kvexp.results.divergence import share_interval
-from kvexp.results.stats import LEVEL, RESAMPLES, mean_moments, resampled_means
-from kvexp.results.stats import mean_interval as interval_of_mean
+from kvexp.results.stats import LEVEL, interval_of_mean
 from kvexp.results.table import TOO_FEW, table
 from kvexp.run.labels import override_label as setting_of
 from kvexp.run.store import Run, check_same_prompts
@@ -198,10 +197,7 @@ def paper_numbers_for(name: str, ours: pd.DataFrame) -> pd.DataFrame:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of a mean (`kvexp.results.stats`); NaN for fewer than two values."""
-    column = np.array(values, dtype=np.float64)
-    if len(column) < 2:
-        return math.nan, math.nan
-    return interval_of_mean(column, resampled_means(mean_moments(column), RESAMPLES), LEVEL)
+    return interval_of_mean(np.array(values, dtype=np.float64), least=2)
 
 
 def paired_difference(ours: Scores, theirs: Scores, metric: str) -> tuple[float, float, float, int]:

@@ -51,11 +51,11 @@ from kvexp.hf.patch import output_factors
 from kvexp.hf.traits import num_layers
 from kvexp.results import stats
 from kvexp.results.read import question_of, titled
-from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_columns
+from kvexp.results.table import Column, absent, estimate, fixed, plain, print_columns
 from kvexp.run.batches import Row as RunRow
 from kvexp.run.batches import settings_at, waiting_notice
 from kvexp.run.compose import options
-from kvexp.run.evictions import stem
+from kvexp.run.evictions import file_of, write_file
 from kvexp.run.settings import Settings, batch_cache
 from kvexp.run.store import Run
 from kvexp.util import (
@@ -65,9 +65,7 @@ from kvexp.util import (
     Console,
     Progress,
     check_fields,
-    explained,
     load,
-    replace,
     say,
     watch_pipes,
 )
@@ -103,21 +101,13 @@ class CausalExample:
     methods: list[str]
 
 
-def _file(run: Run, example: str, ending: str) -> Path:
-    start = stem(run, example)
-    return start.with_name(f"{start.name}.{ending}")
-
-
 def write(run: Run, example: str, ending: str, data: pd.DataFrame | CausalExample) -> None:
     """Write one file of an example's measurement, whole or not at all."""
     if isinstance(data, pd.DataFrame):
         content = data.to_parquet(None, index=False, compression="zstd")
     else:
         content = json.dumps(dataclasses.asdict(data)).encode()
-    file = _file(run, example, ending)
-    with explained(file):
-        file.parent.mkdir(exist_ok=True)
-        replace(file, content)
+    write_file(run, example, ending, content)
 
 
 def _read(file: Path, parse: Callable[[Path], T]) -> T | None:
@@ -133,12 +123,12 @@ def _read(file: Path, parse: Callable[[Path], T]) -> T | None:
 
 def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
     """A table of an example's measurement; None where it is missing."""
-    return _read(_file(run, example, ending), pd.read_parquet)
+    return _read(file_of(run, example, ending), pd.read_parquet)
 
 
 def read_measured(run: Run, example: str) -> CausalExample | None:
     """An example's measurement; None where it is not complete."""
-    return _read(_file(run, example, MEASURED), lambda file: CausalExample(**load(file)))
+    return _read(file_of(run, example, MEASURED), lambda file: CausalExample(**load(file)))
 
 
 # How well a score ranks tokens by the effect of removing them, from a weighted sample of tokens. Every sampled token
@@ -600,8 +590,7 @@ def mean_with_interval(values: Floats) -> tuple[float, float, float]:
     if n < stats.MIN_PAIRS:
         half = stats.t_quantile((1 + stats.LEVEL) / 2, n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
         return mean, mean - half, mean + half
-    means = stats.resampled_means(stats.mean_moments(values), stats.resamples_for(stats.LEVEL))
-    return mean, *stats.mean_interval(values, means, stats.LEVEL)
+    return mean, *stats.interval_of_mean(values)
 
 
 def pair_rows(quality: pd.DataFrame) -> list[dict[str, Any]]:
@@ -1271,7 +1260,7 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
         score_rows(tables),
         [
             name,
-            Column("rank\ncorrelation", lambda row: _with_interval(row, "rho")),
+            Column("rank\ncorrelation", lambda row: estimate(row, "rho", 3)),
             Column("sampling\nerror", lambda row: fixed(row["rho_error"], 3)),
             Column("of\nspans", lambda row: fixed(row["rho_span"], 2)),
             Column("in one\nlayer", lambda row: fixed(row["rho_layer"], 2)),
@@ -1280,7 +1269,7 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
             Column(f"top {TOP:.0%}\nkept", lambda row: _share(row["top"])),
             Column("effect\nkept", lambda row: _share(row["mass"])),
             Column("tokens\nkept", lambda row: _share(row["kept"])),
-            Column("KL of all\nevicted", lambda row: _with_interval(row, "joint_kl")),
+            Column("KL of all\nevicted", lambda row: estimate(row, "joint_kl", 3)),
             Column("gone in\nall heads", lambda row: _share(row["joint_gone"])),
         ],
     )
@@ -1289,10 +1278,10 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
         pair_rows(tables.quality),
         [
             name,
-            Column(f"rank correlation\nbehind {YARDSTICK}", lambda row: _with_interval(row, "behind")),
-            Column("effect kept less\ntokens kept", lambda row: _with_interval(row, "mass", 100, 1)),
-            Column("precision less\ntokens kept", lambda row: _with_interval(row, "precision", 100, 1)),
-            Column(f"top {TOP:.0%} kept less\ntokens kept", lambda row: _with_interval(row, "top", 100, 1)),
+            Column(f"rank correlation\nbehind {YARDSTICK}", lambda row: estimate(row, "behind", 3)),
+            Column("effect kept less\ntokens kept", lambda row: estimate(row, "mass", 1, 100)),
+            Column("precision less\ntokens kept", lambda row: estimate(row, "precision", 1, 100)),
+            Column(f"top {TOP:.0%} kept less\ntokens kept", lambda row: estimate(row, "top", 1, 100)),
         ],
     )
     for by, groups, words in (("class", CLASSES, "class of token"), ("fifth", FIFTHS, "position")):
@@ -1320,16 +1309,9 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
         [
             Column("", lambda row: COMPANY[row["what"]], right=False),
             plain("n", "examples"),
-            Column("rank correlation", lambda row: _with_interval(row, "rho")),
+            Column("rank correlation", lambda row: estimate(row, "rho", 3)),
         ],
     )
-
-
-def _with_interval(row: Mapping[str, Any], key: str, factor: float = 1, digits: int = 3) -> str:
-    if absent(row[key]):
-        return "-"
-    value, low, high = (factor * row[f"{key}{end}"] for end in ("", "_low", "_high"))
-    return f"{fixed(value, digits)} ({TOO_FEW if absent(low) else f'{low:.{digits}f}..{high:.{digits}f}'})"
 
 
 def _share(value: Any) -> str:

@@ -50,8 +50,8 @@ STEP = 64  # tokens between evictions, fed in one forward; and newest tokens tha
 SHARES = (2, 4, 8, 16)  # budgets: TOKENS over these, prompt and newest tokens included, the same for all arms
 LEAST = 64  # slots that prompt and window must leave free, else a cell is left out
 MARGIN = 1.25  # times as many slots: what scoring must be worth at least
-TEXTS = 64  # of each kind, unless `size` says otherwise after the first FIRST
-FIRST = 16
+FIRST, MOST = 16, 64  # texts of each kind, before and after `size` has said how many the spread asks for
+ROOM = 0.05  # of log KL, within which a mean is to be known
 PROMPT, SINKS = "prompt", "sinks"  # what is never evicted: the whole prompt, or its first four tokens
 LEVEL = 0.95  # one-sided
 
@@ -67,6 +67,7 @@ RULES: dict[str, Method] = {
 SCORED = ("snapkv", "rkv", "vase", "triattention")
 REDUCED = ("solution", "ledger")  # kinds of text of the reduced grid: that do not and that do need their prompt
 AGES = (4, 8, 16, 32, 57)  # ends of blocks between a code and its question
+ROWS = 4  # of logits compared at a time
 SECONDS = 31.0  # for an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core, rkv at 2,048 slots 109
 
 
@@ -326,12 +327,12 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
         follow = ids[0, stop - keep + 1 : stop + 1]
         truth = model(part, past_key_values=full, use_cache=True, logits_to_keep=keep).logits[0, : len(follow)]
         p = truth.float().log_softmax(-1)
+        exponentials = p.exp()
         own += p.gather(-1, follow[:, None])[:, 0].tolist()
         for place, other in enumerate(others):
             began = time.monotonic()
             made = model(part, past_key_values=other.cache, use_cache=True, logits_to_keep=keep).logits
-            q = made[0, : len(follow)].float().log_softmax(-1)
-            note(other, p, q, follow)
+            note(other, p, exponentials, made[0, : len(follow)], follow)
             seconds[place] += time.monotonic() - began
     made_rows = []
     for arm, other, took in zip(chosen, others, seconds, strict=True):
@@ -339,11 +340,17 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
     return made_rows
 
 
-def note(other: Compared, p: Tensor, q: Tensor, follow: Tensor) -> None:
-    """Add a block's numbers; p, q [n, V]: log-probabilities of the full cache and the arm; follow [n]: what came."""
-    other.kl += (p.exp() * (p - q)).sum(-1).clamp_min(0).tolist()
-    other.same += (p.argmax(-1) == q.argmax(-1)).int().tolist()
-    other.logprob += q.gather(-1, follow[:, None])[:, 0].tolist()
+def note(other: Compared, p: Tensor, full: Tensor, made: Tensor, follow: Tensor) -> None:
+    """Add a block's numbers; p, full [n, V]: log-probabilities of the full cache, and their exponentials.
+
+    made [n, V]: the arm's logits; follow [n]: what came. A few rows at a time, which stay in the processor's cache.
+    """
+    for start in range(0, len(p), ROWS):
+        rows = slice(start, start + ROWS)
+        q = made[rows].float().log_softmax(-1)
+        other.kl += (full[rows] * (p[rows] - q)).sum(-1).clamp_min(0).tolist()
+        other.same += (p[rows].argmax(-1) == q.argmax(-1)).int().tolist()
+        other.logprob += q.gather(-1, follow[rows, None])[:, 0].tolist()
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -435,15 +442,17 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray[A
 
 
 def size(args: argparse.Namespace) -> int:
-    """Print the spread of what the primary tests are of, and the texts that a room of 0.05 asks for; no mean."""
+    """Print the spread of what the primary tests are of, and the texts that ROOM asks for; no mean."""
+    asked = FIRST
     for (kind, slots), cell in sorted(logs(read_rows(Path(args.folder)), "kl_late").items()):
         for rule in SCORED:
             each = paired(cell[rule, PROMPT], cell["more", PROMPT])
             if len(each) > 1:
                 sd = float(each.std(ddof=1))
-                say(
-                    f"{kind} {slots} {rule}: {len(each)} texts, sd {sd:.3f}, needs {math.ceil((2.49 * sd / 0.05) ** 2)}"
-                )
+                needs = math.ceil((2.49 * sd / ROOM) ** 2)
+                asked = max(asked, needs)
+                say(f"{kind} {slots} {rule}: {len(each)} texts, sd {sd:.3f}, needs {needs}")
+    say(f"texts of each kind: {min(asked, MOST)}")
     return 0
 
 
@@ -515,7 +524,7 @@ def parser() -> argparse.ArgumentParser:
         part.set_defaults(command=command)
         if command is run:
             part.add_argument("--model", default="smollm2_135m", metavar="NAME")
-            part.add_argument("--texts", type=int, default=TEXTS, metavar="N", help=f"of each kind (default {TEXTS})")
+            part.add_argument("--texts", type=int, default=FIRST, metavar="N", help=f"of each kind (default {FIRST})")
             part.add_argument("--kinds", nargs="+", default=list(REDUCED), choices=list(KINDS))
             part.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="1/S budgets")
             part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))

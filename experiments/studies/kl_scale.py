@@ -55,7 +55,7 @@ from kvexp.results.divergence import (
 )
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number
 from kvexp.results.stats import Floats
-from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_columns, shared_settings, table
+from kvexp.results.table import Column, interval, numeric, plain, print_columns, shared_settings, table
 from kvexp.run.batches import examples_of, settings_at
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompt_of
@@ -187,9 +187,9 @@ def _scale(args: argparse.Namespace) -> int:
         plain("change", "change", right=False),
         plain("n", "n"),
         plain("tokens", "tokens"),
-        Column("KL", lambda row: fixed(row["kl"], 4)),
-        Column("95 %", lambda row: TOO_FEW if absent(row["kl_low"]) else f"{row['kl_low']:.4f}..{row['kl_high']:.4f}"),
-        Column("same\ntop-1 %", lambda row: fixed(100 * row["top1"], 1)),
+        numeric("KL", "kl", 4),
+        interval("95 %", "kl_low", "kl_high", 4),
+        numeric("same\ntop-1 %", "top1", 1, 100),
     ]
     print_columns(frame.to_dict("records"), columns, 1, console)  # type: ignore[arg-type]
     return 0
@@ -347,8 +347,8 @@ def _print(rows: list[dict[str, Any]], epsilon: float, by_hash: dict[str, Folder
         plain("metric", "metric", right=False),
         plain("n", "n"),
         plain("runs", "runs"),
-        Column("Kendall's\ntau", lambda row: f"{row['tau']:+.2f}"),
-        Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.2f}..{row['high']:+.2f}"),
+        numeric("Kendall's\ntau", "tau", 2, sign="+"),
+        interval("95 %", "low", "high", 2, sign="+"),
         *(Column(f"decided,\nKL {f * epsilon:g}", lambda row, f=f: f"{row[f'kl_{f:g}']}") for f in FACTORS),  # type: ignore[misc]
         Column("decided,\n99 %", lambda row: f"{row['mlperf']}"),
         plain("pairs", "pairs"),

@@ -36,7 +36,7 @@ from kvexp.diagnose.case import Case, cases, run_at
 from kvexp.generate.kl import divergence_from_full, read_questions
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import WORDS, Folder, folders
-from kvexp.results.table import absent, fixed, seconds, shared_settings, size, table
+from kvexp.results.table import absent, estimate, fixed, seconds, shared_settings, size, table
 from kvexp.run import compose as composing
 from kvexp.run.batches import with_limit_of
 from kvexp.run.compose import FILE_KEY, with_user_methods
@@ -165,14 +165,6 @@ td,th{padding:.2em .5em;border-bottom:1px solid #ccc;text-align:right;white-spac
 td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}code{background:#f3f3f3}"""
 
 
-def _interval(entry: Entry, name: str, digits: int) -> str:
-    low, high = entry.get(f"{name}_low"), entry.get(f"{name}_high")
-    if absent(entry.get(name)):
-        return "-"
-    ends = "too few" if absent(low) else f"{fixed(low, digits)}..{fixed(high, digits)}"
-    return f"{fixed(entry[name], digits)} ({ends})"
-
-
 def _budget(entry: Entry) -> str:
     return f"{entry['kv_ratio']:g}" if entry["kv_ratio"] is not None else f"{fixed(entry['tokens'], 0)} slots"
 
@@ -197,10 +189,10 @@ def _digests(entry: Entry) -> str:
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("method", lambda entry: " ".join(str(each) for each in (entry["method"], entry.get("setting")) if each)),
     ("budget", _budget),
-    ("KL (95 %)", lambda entry: _interval(entry, "kl", 3)),
+    ("KL (95 %)", lambda entry: estimate(entry, "kl", 3)),
     ("same top-1", lambda entry: "-" if absent(entry["top1"]) else f"{entry['top1']:.1%}"),
     ("score", lambda entry: f"{fixed(entry['score'], 1)} {entry.get('metric') or ''}".strip()),
-    ("% of full (95 %)", lambda entry: _interval(entry, "of_full", 1)),
+    ("% of full (95 %)", lambda entry: estimate(entry, "of_full", 1)),
     ("bytes", _bytes),
     ("TTFT, TPOT", _times),
     ("n", lambda entry: str(entry.get("n"))),

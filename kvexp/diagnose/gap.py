@@ -20,7 +20,7 @@ from kvexp.diagnose.options import WITH_ENGINE, ensure_diagnosed
 from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.results import stats
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
-from kvexp.results.table import TOO_FEW, absent
+from kvexp.results.table import TOO_FEW, estimate, fixed, records
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
 from kvexp.run.evictions import EVICTIONS, ExampleLog, has, read_table, require_example_log
 from kvexp.run.settings import Settings
@@ -99,14 +99,8 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
         "hash": folder.run.hash,
     }
     row |= dict(zip(("full", "ideal", "score"), scores.mean(0).tolist(), strict=True))
-    enough = len(shared) >= stats.MIN_PAIRS
     for place, part in enumerate(PARTS):
-        ends = (np.nan, np.nan)
-        if enough:
-            moments = stats.mean_moments(losses[:, place])
-            means = stats.resampled_means(moments, stats.resamples_for(stats.LEVEL))
-            ends = stats.mean_interval(losses[:, place], means, stats.LEVEL)
-        row |= {part: float(losses[:, place].mean()), f"{part}_low": ends[0], f"{part}_high": ends[1]}
+        row |= stats.mean_columns(part, losses[:, place])
     return row
 
 
@@ -118,10 +112,9 @@ def show(frame: pd.DataFrame, console: Console) -> None:
         console.print(title, style="bold", highlight=False, markup=False)
         lost = "lost to\nthe budget", "lost to\nselection"
         table = plain_table("method", "budget", "full", "ideal", "score", *lost)
-        each: Any
-        for each in part.itertuples():
-            means = (f"{value:.1f}" for value in (each.full, each.ideal, each.score))
-            table.add_row(each.method, _size(each), *means, *(_interval(each, name) for name in PARTS))
+        for row in records(part):
+            means = (fixed(row[name], 1) for name in ("full", "ideal", "score"))
+            table.add_row(row["method"], _size(row), *means, *(estimate(row, name, 1) for name in PARTS))
         console.print(table)
         console.print()
     console.print("lost to the budget: full less ideal (each query's exact top k); lost to selection: ideal less the")
@@ -133,16 +126,11 @@ def show(frame: pd.DataFrame, console: Console) -> None:
         console.print(f"no ideal run of the same budget: {missing}", highlight=False, markup=False)
 
 
-def _interval(row: Any, name: str) -> str:
-    at, low, high = (getattr(row, f"{name}{end}") for end in ("", "_low", "_high"))
-    return f"{at:.1f} ({TOO_FEW if absent(low) else f'{low:.1f}..{high:.1f}'})"
-
-
-def _size(row: Any) -> str:
-    for value, unit in ((row.kv_ratio, ""), (row.tokens, " slots")):
-        if value is not None and np.isfinite(value):
-            return f"{value:g}{unit}"
-    return str(row.setting)  # bytes_ratio=0.3
+def _size(row: Mapping[str, Any]) -> str:
+    for name, unit in (("kv_ratio", ""), ("tokens", " slots")):
+        if row[name] is not None and np.isfinite(row[name]):
+            return f"{row[name]:g}{unit}"
+    return str(row["setting"])  # bytes_ratio=0.3
 
 
 def draw(frame: pd.DataFrame) -> Figure:
@@ -172,7 +160,7 @@ def _bars(axis: Any, part: pd.DataFrame) -> None:
         axis.errorbar(places + shift, bottom + height, spread, fmt="none", ecolor="k", elinewidth=1, capsize=2)
         up, down = up + np.maximum(height, 0), down + np.minimum(height, 0)
     axis.axhline(0, color="k", lw=0.8)
-    names = [f"{each.method} {_size(each)}" for each in part.itertuples()]
+    names = [f"{row['method']} {_size(row)}" for row in records(part)]
     axis.set_xticks(places, names, rotation=60, ha="right", fontsize=8)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)

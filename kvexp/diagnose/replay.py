@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -36,11 +35,11 @@ from kvexp.generate.kl import compare, read_questions
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
 from kvexp.run.batches import Row, settings_at
-from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, stem
+from kvexp.run.evictions import EVICTIONS, file_of, has, read_table, require_example_log, write_file
 from kvexp.run.store import OWN, Line, Run, check_same_prompts
 from kvexp.tasks import Example, Task
 from kvexp.tasks.testbed import NAMES
-from kvexp.util import CacheError, ConfigError, Console, Progress, explained, replace
+from kvexp.util import CacheError, ConfigError, Console, Progress
 
 Place = tuple[int, int]  # layer, kv head
 
@@ -423,14 +422,12 @@ def evidence(run: Run, example: str, undone: UndoneEvictions) -> pd.DataFrame:
 
 def save(run: Run, found: FoundCause) -> None:
     """Write the cause into the run's folder."""
-    file = _file(run, found.example, found.until)
-    with explained(file):
-        replace(file, json.dumps(asdict(found)).encode())
+    write_file(run, found.example, f"replay-{found.until}.json", json.dumps(asdict(found)).encode())
 
 
 def saved(run: Run, example: str, until: str) -> FoundCause | None:
     """The cause that an earlier search of this example has written; None without one."""
-    file = _file(run, example, until)
+    file = file_of(run, example, f"replay-{until}.json")
     if not file.exists():
         return None
     known: Mapping[str, Any] = json.loads(file.read_bytes())
@@ -439,11 +436,6 @@ def saved(run: Run, example: str, until: str) -> FoundCause | None:
         places = tuple((layer, head) for layer, head in undone["places"])
         undone = UndoneEvictions(tuple(undone["positions"]), places, undone["first"], undone["last"])
     return dataclasses.replace(FoundCause(**known), cause=Cause(undone, of["trials"], of["whole"]))
-
-
-def _file(run: Run, example: str, until: str) -> Path:
-    start = stem(run, example)
-    return start.with_name(f"{start.name}.replay-{until}.json")
 
 
 def lost(run: Run) -> list[Row]:

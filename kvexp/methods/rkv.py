@@ -14,7 +14,7 @@ from kvexp.core.window_attention import defended, older, window_rows
 from kvexp.util import AtLeast, Odd, Range
 
 GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
-BLOCK = 256  # rows of the cosine matrix at a time
+BLOCK = 64  # rows of the cosine matrix at a time: they stay in the processor's cache
 LAST = torch.iinfo(torch.int64).max
 
 
@@ -83,13 +83,13 @@ class RKV(Method):
         units = normalize(keys.float(), dim=-1) * held[..., None]
         across = units.transpose(-1, -2) * GRID
         columns = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int32)
-        sums = torch.zeros(held.shape, dtype=torch.int64, device=keys.device)
+        sums = torch.zeros(held.shape, dtype=torch.float64, device=keys.device)
         for start in range(0, keys.shape[2], BLOCK):
             cosine = (units[:, :, start : start + BLOCK] @ across).round_()
             cosine.diagonal(start, -2, -1).zero_()
             spared = torch.where(cosine > self.similar * GRID, columns, -1).amax(-1, keepdim=True)
             index = spared.clamp_min(0).long()
             cosine.scatter_(-1, index, cosine.gather(-1, index).masked_fill(spared >= 0, 0.0))
-            sums += cosine.int().sum(2)
-        mean = sums.double() / GRID / held.sum(-1, keepdim=True).clamp_min(1)
+            sums += cosine.sum(2, dtype=torch.float64)
+        mean = sums / GRID / held.sum(-1, keepdim=True).clamp_min(1)
         return mean.masked_fill(~held, -torch.inf).softmax(-1)

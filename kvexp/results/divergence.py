@@ -28,7 +28,6 @@ from kvexp.results.table import (
     FEW_SLOTS_WORDS,
     METHOD,
     METHOD_AND_SETTING,
-    TOO_FEW,
     Block,
     Column,
     N,
@@ -255,10 +254,9 @@ def compared_means(
 
 def _difference(gaps: Floats) -> dict[str, float]:
     n, mean = len(gaps), _mean(gaps)
-    if n < stats.MIN_PAIRS:
-        return {"difference": mean, "low": math.nan, "high": math.nan, "p": math.nan}
-    moments = stats.resampled_means(stats.mean_moments(gaps), stats.RESAMPLES)
-    low, high = stats.mean_interval(gaps, moments, stats.LEVEL)
+    low, high = stats.interval_of_mean(gaps)
+    if math.isnan(low):
+        return {"difference": mean, "low": low, "high": high, "p": math.nan}
     error = gaps.std(ddof=1) / math.sqrt(n)
     p = stats.t_tail(abs(mean) / error, n - 1) if error > 0 else float(mean == 0)
     return {"difference": mean, "low": low, "high": high, "p": p}
@@ -450,8 +448,8 @@ def _columns_of_pairs(names: Mapping[str, str]) -> list[Column]:
         Column("one", lambda row: names[row["one"]], right=False),
         Column("other", lambda row: names[row["other"]], right=False),
         N,
-        Column("KL of one\nless other", lambda row: f"{row['difference']:+.4f}"),
-        Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"),
+        numeric("KL of one\nless other", "difference", 4, sign="+"),
+        interval("95 %", "low", "high", 4, sign="+"),
         Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),
         Column("less", less, right=False),
     ]

@@ -488,17 +488,14 @@ def _side(axes: Axes, side: Side, number: int, lines: Sequence[Line]) -> None:
     if side.level is not None:
         axes.axhline(side.level, color="black", linewidth=1.0)
     bars = any(math.isfinite(values[number][1]) for line in lines for _, _, values in line.points)
-    seen: dict[str, int] = {}
     for place, line in enumerate(lines):
-        dash = DASHES[seen.setdefault(line.method, 0) % len(DASHES)]
-        seen[line.method] += 1
         aside = 0.3 * ((place + 0.5) / len(lines) - 0.5)
         found = [(x + aside, *values[number]) for x, _, values in line.points if math.isfinite(values[number][0])]
         if found:
             frame = pd.DataFrame(found, columns=["x", "y", "low", "high"])
             few = frame["low"].isna() & bars
             points = points_of(frame, "x", "y", "low", "high", few, LEAST if side.log else -math.inf)
-            series(axes, line.method, points, line.label, dash, width=1.2)
+            series(axes, line.method, points, line.label, DASHES[line.before % len(DASHES)], width=1.2)
     axes.set_ylabel(side.title, fontsize=8)
     axes.set_yscale("log") if side.log else axes.set_ylim(bottom=0)
     _grid_lines(axes)

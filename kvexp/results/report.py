@@ -363,12 +363,11 @@ def _block(view: View, block: Block) -> dict[str, Any]:
     title, rows, columns, _ = block
     places, lines = chart_of(view, rows)
     sides = [{"title": side.title, "log": side.log, "level": side.level} for side in view.sides]
-    looks, seen = [], dict[str, int]()
-    for line in lines:
-        dash = DASHES[seen.setdefault(line.method, 0) % len(DASHES)]
-        seen[line.method] += 1
-        looks.append({"label": line.label, "points": line.points, **look(line.method, dash)})
-    return {**_cells_of(title, rows, columns), "x": view.x, "places": places, "sides": sides, "lines": looks}
+    drawn = [
+        {"label": line.label, "points": line.points, **look(line.method, DASHES[line.before % len(DASHES)])}
+        for line in lines
+    ]
+    return {**_cells_of(title, rows, columns), "x": view.x, "places": places, "sides": sides, "lines": drawn}
 
 
 def _cells_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:

@@ -21,13 +21,11 @@ import pandas as pd
 from kvexp.results import stats
 from kvexp.results.life import Columns
 from kvexp.results.read import Folder, Row, Runs, baseline_of, in_order, number
-from kvexp.results.stats import Floats, Interval, item_of
+from kvexp.results.stats import Floats, item_of
 from kvexp.results.table import (
     METHOD_AND_SETTING,
-    Column,
     absent,
     budget_column,
-    fixed,
     interval,
     numeric,
     plain,
@@ -96,7 +94,7 @@ def _sampled(folder: Folder, baseline: Folder | None) -> _Sampled:
             both, same = stats.by_item([item_of(row) for row in paired], columns), _same(paired, full)
     least = int(counts.min())
     row = {**folder.labels, "items": len(avg), "samples": least, "metric": metric, "numerics": folder.run.numerics}
-    row |= {**_with_interval("avg", avg), **_differences(both), **_passes(avg, counts, least // 2)}
+    row |= {**stats.mean_columns("avg", avg), **_differences(both), **_passes(avg, counts, least // 2)}
     grades = [(each.get("info") or {}).get("graded") for each in rows]
     if any(grades):
         row |= {column: 100 * grades.count(name) / len(grades) for name, column in GRADES.items()}
@@ -112,11 +110,11 @@ def _scores(metric: str, rows: Sequence[Row]) -> Floats:
 def _passes(avg: Floats, counts: Floats, most: int) -> dict[str, Any]:
     """Columns pass@2, pass@4, ... up to `most`; k, pass and its interval of `most`, where that is 2 or more."""
     if most < 2:
-        return {"k": None, **_with_interval("pass", np.array([]))}
+        return {"k": None, **stats.mean_columns("pass", np.array([]))}
     right = np.rint(avg / 100 * counts)
     powers = [2**power for power in range(1, most.bit_length())]
     found = {f"pass@{k}": float(100 * pass_at(k, right, counts).mean()) for k in powers}
-    return found | {"k": most, **_with_interval("pass", 100 * pass_at(most, right, counts))}
+    return found | {"k": most, **stats.mean_columns("pass", 100 * pass_at(most, right, counts))}
 
 
 def _same(rows: Sequence[Row], full: Sequence[Row]) -> float:
@@ -130,25 +128,11 @@ def _same(rows: Sequence[Row], full: Sequence[Row]) -> float:
     return 100 * alike / total if total else math.nan
 
 
-def _with_interval(name: str, values: Floats) -> dict[str, Any]:
-    """Columns of a mean over items, NaN of none, and its 95 % interval; NaN of fewer than MIN_PAIRS items."""
-    mean = float(values.mean()) if len(values) else math.nan
-    low, high = _interval(values)
-    return {name: mean, f"{name}_low": low, f"{name}_high": high}
-
-
-def _interval(values: Floats) -> Interval:
-    if len(values) < stats.MIN_PAIRS:
-        return stats.NONE
-    resampled = stats.resampled_means(stats.mean_moments(values), stats.RESAMPLES)
-    return stats.mean_interval(values, resampled, stats.LEVEL)
-
-
 def _differences(base: Floats | None) -> dict[str, Any]:
     """Columns full and difference. base: [items, 2], percent right of a run and of the full cache."""
     if base is None:
-        return {"full": math.nan, **_with_interval("difference", np.array([]))}
-    return {"full": float(base[:, 1].mean()), **_with_interval("difference", base[:, 0] - base[:, 1])}
+        return {"full": math.nan, **stats.mean_columns("difference", np.array([]))}
+    return {"full": float(base[:, 1].mean()), **stats.mean_columns("difference", base[:, 0] - base[:, 1])}
 
 
 def _exams(made: Sequence[_Sampled]) -> list[list[_Sampled]]:
@@ -172,14 +156,8 @@ def _pooled(group: Sequence[_Sampled]) -> dict[str, Any]:
     row = {**rows[0], "task": "+".join(str(each.get("task")) for each in rows), "hash": None}
     row |= {"items": sum(each["items"] for each in rows), "samples": min(each["samples"] for each in rows)}
     row["k"] = rows[0]["k"] if len({each["k"] for each in rows}) == 1 else None
-    means = (
-        "full",
-        "pass",
-        "new_tokens",
-        "same",
-        *GRADES.values(),
-        *(name for name in row if name.startswith("pass@")),
-    )
+    means = ("full", "pass", "new_tokens", "same", *GRADES.values())
+    means += tuple(name for name in row if name.startswith("pass@"))
     row |= {name: float(np.mean([number(each.get(name)) for each in rows])) for name in means if name in row}
     row |= _stratified("avg", [one.avg for one in group])
     gaps = [one.both[:, 0] - one.both[:, 1] for one in group if one.both is not None]
@@ -213,7 +191,7 @@ def samples_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
         *telling(
             rows,
             numeric("full", "full", 1),
-            _signed("difference", "difference"),
+            numeric("difference", "difference", 1, sign="+"),
             interval("95 %", "difference_low", "difference_high", 1, of="difference"),
             *(numeric(f"pass@{k}", f"pass@{k}", 1) for k in sorted(powers)),
         ),
@@ -222,11 +200,3 @@ def samples_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
         numeric("tokens", "new_tokens", 0),
         *telling(rows, numeric("same\n%", "same", 1)),
     ]
-
-
-def _signed(head: str, name: str) -> Column:
-    def cell(row: Mapping[str, Any]) -> str:
-        value = fixed(row.get(name), 1)
-        return value if value == "-" or value.startswith("-") else f"+{value}"
-
-    return Column(head, cell)

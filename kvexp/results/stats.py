@@ -217,6 +217,19 @@ def mean_intervals(values: Floats, resampled: Floats, levels: Sequence[Level]) -
     return [(float(at - above * error), float(at + below * error)) for below, above in reached]
 
 
+def interval_of_mean(values: Floats, least: int = MIN_PAIRS) -> Interval:
+    """95 % interval of the mean of values [n], resampled here; NaN of fewer than `least`."""
+    if len(values) < least:
+        return NONE
+    return mean_interval(values, resampled_means(mean_moments(values), RESAMPLES), LEVEL)
+
+
+def mean_columns(name: str, values: Floats) -> dict[str, float]:
+    """Columns NAME, NAME_low and NAME_high: a mean, NaN of none, and its `interval_of_mean`."""
+    low, high = interval_of_mean(values)
+    return {name: float(values.mean()) if len(values) else math.nan, f"{name}_low": low, f"{name}_high": high}
+
+
 def _mean_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
     """Mean and standard error from moments [..., 2]."""
     mean = moments[..., 0]

@@ -339,10 +339,13 @@ def _needle_columns(rows: Sequence[Row]) -> Columns:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: its words, method, and points in order: (place, hash of the run, a value for each side)."""
+    """One line of a chart: its words, method, how many lines of the method come before, and points in order: (place,
+    hash of the run, a value for each side).
+    """
 
     label: str
     method: str
+    before: int
     points: list[tuple[int, str, list[Value]]]
 
 
@@ -356,7 +359,9 @@ def chart_of(view: View, rows: Sequence[Row]) -> tuple[list[str], list[Line]]:
     for row, point in each:
         asked = f"({WORDS[row['question']]})" if several and row.get("question") in WORDS else ""
         label = f"{run_name(row)} {asked}".strip()
-        line = found.setdefault((label, *([] if view.one_line else [row["hash"]])), Line(label, row["method"], []))
+        before = sum(line.method == row["method"] for line in found.values())
+        key = (label, *([] if view.one_line else [row["hash"]]))
+        line = found.setdefault(key, Line(label, row["method"], before, []))
         line.points.append((places.index(point.place), point.hash, point.values))
     for line in found.values():
         line.points.sort(key=lambda point: point[0])
@@ -398,6 +403,7 @@ NAMED = (
     "turns",
     "distance",
     "chunks",
+    "ledger",
     "long",
     "instructions",
     "longbench",
@@ -485,6 +491,15 @@ VIEWS: dict[str, View] = {
         sides=(QUALITY, Side("peak KV bytes, % of full's", level=100.0)),
         points=life.chunk_points,
         one_line=True,
+    ),
+    "ledger": View(
+        "Bytes by what keeps them",
+        lambda folder: any((row.get("receipt") or {}).get("ledger") for row in folder.rows[:1]),
+        quality.bytes_table,
+        quality.bytes_columns,
+        lambda rows: "bytes of a prompt and its answer by what keeps them",
+        quality.BYTES_LEGEND,
+        "is of a model whose layers keep different things; run: kvexp run model=gemma3_270m",
     ),
     "long": View(
         "Long answers",

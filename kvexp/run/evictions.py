@@ -63,19 +63,27 @@ class ExampleLog:
         return self.same_output and self.same_kept
 
 
-def stem(run: Run, example: str) -> Path:
-    """NAME, with its folder; the digest keeps apart what a file system may not (case, length)."""
+def file_of(run: Run, example: str, ending: str) -> Path:
+    """NAME.ending; the digest in NAME keeps apart what a file system may not (case, length)."""
     digest = hashlib.sha256(example.encode()).hexdigest()[:8]
-    return run.path / FOLDER / f"{quote(example, safe='')[:80]}-{digest}"
+    return run.path / FOLDER / f"{quote(example, safe='')[:80]}-{digest}.{ending}"
+
+
+def write_file(run: Run, example: str, ending: str, data: bytes) -> None:
+    """Write a file of an example, whole or not at all; an OSError says what failed."""
+    file = file_of(run, example, ending)
+    with explained(file):
+        file.parent.mkdir(exist_ok=True)
+        replace(file, data)
 
 
 def write_example_log(run: Run, log: ExampleLog) -> None:
-    _write(_file(run, log.example, "json"), json.dumps(asdict(log)).encode())
+    write_file(run, log.example, "json", json.dumps(asdict(log)).encode())
 
 
 def read_example_log(run: Run, example: str) -> ExampleLog | None:
     """The log of an example; None where it has no diagnosis yet."""
-    file = _file(run, example, "json")
+    file = file_of(run, example, "json")
     if not file.exists():
         return None
     try:
@@ -121,12 +129,12 @@ def write_table(run: Run, example: str, ending: str, columns: dict[str, Any], te
         column_encoding={"position": "DELTA_BINARY_PACKED"} if "position" in arrays else None,
         use_byte_stream_split=floats,
     )
-    _write(_file(run, example, ending), sink.getvalue())
+    write_file(run, example, ending, sink.getvalue())
 
 
 def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
     """ConfigError where the example has none."""
-    file = _file(run, example, ending)
+    file = file_of(run, example, ending)
     if not file.exists():
         wanted = "twin" if ending == TWIN else "log"
         raise ConfigError(
@@ -143,18 +151,7 @@ def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
 
 def has(run: Run, example: str, ending: str) -> bool:
     """Whether this part of the example's diagnosis is complete."""
-    return read_example_log(run, example) is not None and _file(run, example, ending).exists()
-
-
-def _file(run: Run, example: str, ending: str) -> Path:
-    start = stem(run, example)
-    return start.with_name(f"{start.name}.{ending}")
-
-
-def _write(file: Path, data: bytes) -> None:
-    with explained(file):
-        file.parent.mkdir(exist_ok=True)
-        replace(file, data)
+    return read_example_log(run, example) is not None and file_of(run, example, ending).exists()
 
 
 # The tokens that are still there at a step: how many heads of each layer hold each of them.

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from kvexp.tasks import data
 from kvexp.tasks.metrics import check_references, check_rouge_installed, dropped_letters, is_unspaced, lines, rouge
 from kvexp.util import AtLeast, ConfigError, Range, Rule, Stamp, field_types, refuse, stamp, typed
 
+Item = TypeVar("Item")
 Positive = Annotated[int, AtLeast(1)]
 Rules = tuple[Rule[Any], ...]
 Truncation = Literal["middle", "halves", "right", "skip"]
@@ -249,7 +250,8 @@ class Task:
         A chat model's prompts are the user's turn of its chat template, and the end of that turn is where its answer
         begins: frames and beginnings of answers that tell a base model so are left out.
         """
-        return self
+        own: Any = self
+        return replace(own, answer_prefix="") if chat and hasattr(own, "answer_prefix") else self
 
     def not_identifying(self) -> tuple[str, ...]:
         """Options that a run's identity leaves out, so that older runs keep their hash: all later ones, or none."""
@@ -386,6 +388,9 @@ class RougeTask(Task):
         answer, wanted = (lines(text, join_lines, self.rouge_tokenizer) for text in (output, reference))
         return rouge(answer, wanted, self.rouge_tokenizer)
 
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        return self.rouge(output, reference)
+
     def check_examples(self, examples: Sequence[Example]) -> None:
         super().check_examples(examples)
         if self.rouge_tokenizer == "default":
@@ -398,6 +403,52 @@ class RougeTask(Task):
     def not_identifying(self) -> tuple[str, ...]:
         """Options left out as in every task, and the tokenizer at its default, whatever the later options are."""
         return (*super().not_identifying(), *(("rouge_tokenizer",) if self.rouge_tokenizer == "default" else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedTask(Task):
+    """A task of which all examples count or, with counted=answered, those whose answer of the full cache has the whole
+    score.
+    """
+
+    counted: Literal["all", "answered"] = "all"
+
+    @property
+    def only_answered(self) -> bool:  # type: ignore[override]
+        return self.counted == "answered"
+
+    def answered(self, output: str, example: Example) -> bool:
+        return self.score(output, example.reference, example)[self.metrics[0]] == 100
+
+
+class Subset(Protocol):
+    """What a `SubsetTask` knows of one of its subsets."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of an answer at most, where `max_new_tokens` says nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsetTask(Task):
+    """A task of several subsets, of which a run takes one; max_new_tokens null: the subset's own."""
+
+    subsets: ClassVar[Mapping[str, Subset]]
+
+    subset: str = ""
+    max_new_tokens: Positive | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.subset not in self.subsets:  # here, for the length of its answers is asked for before any check
+            raise ConfigError(self._other_subset())
+        if self.max_new_tokens is None:
+            object.__setattr__(self, "max_new_tokens", self.subsets[self.subset].new_tokens)
+
+    def _other_subset(self) -> str:
+        return f"task.subset must be one of {', '.join(self.subsets)}, got {self.subset!r}"
+
+    def label(self, choice: str) -> str:
+        return f"{choice}/{self.subset}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,9 +598,6 @@ def with_shared_context(task: Task, name: str) -> Task:
     return replace(task, shared_context=True)
 
 
-Own = TypeVar("Own", bound="FramedQuestions")
-
-
 @dataclass(frozen=True, kw_only=True)
 class FramedQuestions(SharedContextTask):
     """A task whose prompt template is `before`, the context, `after` (with {question} once) and `answer_prefix`.
@@ -563,13 +611,25 @@ class FramedQuestions(SharedContextTask):
     after: str = "\n\n{question}"
     answer_prefix: str = ""
 
-    def for_model(self: Own, *, chat: bool) -> Own:
-        return replace(self, answer_prefix="") if chat else self
-
     def about(self, name: str, context: str, question: str, answer: str) -> Example:
         """The example that asks `question` about `context`."""
         after = self.after.replace("{question}", question) + self.answer_prefix
         return self.ask(name, (self.before, context, ""), after, answer)
+
+
+def among(hidden: Sequence[Item], shares: Sequence[float], others: Sequence[Item]) -> list[Item]:
+    """The others, with each of those that are hidden behind its share of them."""
+    places = sorted(zip((int(share * (len(others) + 1)) for share in shares), range(len(hidden)), strict=True))
+    made, last = list[Item](), 0
+    for place, number in places:
+        made += [*others[last:place], hidden[number]]
+        last = place
+    return [*made, *others[last:]]
+
+
+def seed_of(words: str) -> int:
+    """A seed of 64 bits that stands for these words."""
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8])
 
 
 _WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")

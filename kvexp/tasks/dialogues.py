@@ -141,9 +141,6 @@ class SodaTurns(DialogueTask, RougeTask):
         first = f"{narrative}\n\nYou are {speakers[1]}. Answer {speakers[0]} in one or two sentences.\n\n"
         return _turn(f"{name} turn {row['turn']}", first + turns[0].message, turns, row["turn"])
 
-    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        return self.rouge(output, reference)
-
 
 def _turn(name: str, first: str, turns: tuple[Turn, ...], number: int) -> Example:
     """The example of turn `number`; first: the message of the first turn, with what stands before it."""

@@ -4,26 +4,28 @@ arXiv:2406.10149), which hides bAbI's facts (Weston et al., arXiv:1502.05698) in
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, product
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from kvexp.tasks.articles import articles, articles_digest
 from kvexp.tasks.base import (
+    CountedTask,
     Example,
     Positive,
     QuestionTask,
     Rules,
     Truncation,
+    among,
     depths_of,
     filled,
     most_units,
     quarter,
     row_id,
+    seed_of,
 )
 from kvexp.tasks.data import text
 from kvexp.tasks.ruler import sentences
@@ -156,7 +158,7 @@ def is_right(output: str, target: str, question: str, labels: Sequence[str]) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BABILong(QuestionTask):
+class BABILong(CountedTask, QuestionTask):
     """Questions of BABILong (arXiv:2406.10149) from `data_files`, in the columns of RMT-team/babilong: input, question,
     target. `subset`: qa1, qa2 or qa3 (where is somebody, something, and where was it before), qa6 (yes or no), qa7 (how
     many things).
@@ -174,16 +176,8 @@ class BABILong(QuestionTask):
 
     subset: str = "qa1"
     answer_prefix: str = "\nAnswer:"
-    counted: Literal["all", "answered"] = "all"
     max_new_tokens: Positive = 16
     truncate: Truncation = "skip"
-
-    @property
-    def only_answered(self) -> bool:  # type: ignore[override]
-        return self.counted == "answered"
-
-    def for_model(self, *, chat: bool) -> BABILong:
-        return replace(self, answer_prefix="") if chat else self
 
     def label(self, choice: str) -> str:
         return f"{choice}/{self.subset}"
@@ -209,9 +203,6 @@ class BABILong(QuestionTask):
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         right = is_right(output, example.reference, example.info["question"], KINDS[self.subset].labels)
         return {"accuracy": 100.0 * right}
-
-    def answered(self, output: str, example: Example) -> bool:
-        return self.score(output, "", example)["accuracy"] == 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,21 +236,12 @@ class Facts(BABILong):
     def _made(self, row: Mapping[str, Any], words: int) -> Example:
         """The row with so many words of the articles around its facts."""
         name = f"{self.seed} {self.subset} {row['length']} {row['number']}"
-        draws = random.Random(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+        draws = random.Random(seed_of(name))
         said, asked, answer, needed = story(self.subset, self.facts, draws)
         filler, shares = _filler(draws.randrange(len(articles()))), sorted(draws.random() for _ in said)
         each = sentences(" ".join((filler * (1 + words // len(filler)))[:words]))
-        parts, last = [], 0
-        for fact, share in zip(said, shares, strict=True):
-            place = int(share * (len(each) + 1))
-            parts += [*each[last:place], fact]
-            last = place
-        made = self.about(
-            f"{self.subset} length {row['length']} row {row['number']}",
-            " ".join(part for part in (*parts, *each[last:]) if part),
-            asked,
-            answer,
-        )
+        context = " ".join(filter(None, among(said, shares, each)))
+        made = self.about(f"{self.subset} length {row['length']} row {row['number']}", context, asked, answer)
         at, places = 0, []
         for fact in said:  # facts may be said twice: each is looked for behind the one before it
             at = made.prompt.index(fact, max(at, len(made.prefix)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from kvexp.tasks.base import Example, Positive, SharedContextTask, Truncation, row_id
+from kvexp.tasks.base import Example, SharedContextTask, SubsetTask, Truncation, row_id
 from kvexp.tasks.data import Members, misshapen, text, texts
 from kvexp.tasks.metrics import CHINESE_PUNCTUATION, check_rouge_installed, qa_f1, unimported
 from kvexp.util import ConfigError
@@ -212,7 +212,7 @@ SUBSETS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfiniteBench(SharedContextTask):
+class InfiniteBench(SubsetTask, SharedContextTask):
     """A task of InfiniteBench (arXiv:2402.13718), `subset`, in its columns: id, context, input, answer, options.
 
     `data_files`: {subset}.jsonl, or a folder that holds it; without it the file is fetched from the hub at the pinned
@@ -225,6 +225,7 @@ class InfiniteBench(SharedContextTask):
 
     name: ClassVar[str] = "infinitebench"
     metrics: ClassVar[tuple[str, ...]] = ("score",)
+    subsets: ClassVar[Mapping[str, Subset]] = SUBSETS
 
     hub_id: str = "xinrongzhang2022/InfiniteBench"
     revision: str | None = "90f0394333616266d9fe85824ceaf505093cbaa5"
@@ -232,13 +233,6 @@ class InfiniteBench(SharedContextTask):
     subset: str = "kv_retrieval"
     chat_wrap: bool = True
     truncate: Truncation = "halves"
-    max_new_tokens: Positive | None = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.subset not in SUBSETS:  # here, for the lengths of its answers are asked for before any check
-            raise ConfigError(f"task.subset must be one of {', '.join(SUBSETS)}, got {self.subset!r}")
-        if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", SUBSETS[self.subset].new_tokens)
 
     @property
     def uses_chat_template(self) -> bool:  # type: ignore[override]
@@ -247,9 +241,6 @@ class InfiniteBench(SharedContextTask):
     @property
     def source(self) -> Members:
         return Members(**vars(super().source), member=self.subset, hub_file=f"{self.subset}.jsonl")
-
-    def label(self, choice: str) -> str:
-        return f"{choice}/{self.subset}"
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         context = text(row, "context", where, "data_files")

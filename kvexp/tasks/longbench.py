@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Annotated, Any, ClassVar, Literal
 
-from kvexp.tasks.base import Example, Positive, Rules, SharedContextTask, Truncation, once, row_id
+from kvexp.tasks.base import Example, Rules, SharedContextTask, SubsetTask, Truncation, once, row_id
 from kvexp.tasks.data import Members, text, texts
 from kvexp.tasks.metrics import CHINESE_PUNCTUATION, f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
@@ -171,7 +171,7 @@ class Subset:
 
     prompt: str
     metric: Metric
-    max_new_tokens: int
+    new_tokens: int
     chat: bool = True
     first_line: bool = False
     extended: bool = True
@@ -298,7 +298,7 @@ CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongBench(SharedContextTask):
+class LongBench(SubsetTask, SharedContextTask):
     """One of the 21 data sets of LongBench (Bai et al., arXiv:2308.14508) or, `extended`, its LongBench-E version.
 
     Rows {"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}. `data_files`: the
@@ -319,6 +319,7 @@ class LongBench(SharedContextTask):
 
     name: ClassVar[str] = "longbench"
     metrics: ClassVar[tuple[str, ...]] = ("score",)
+    subsets: ClassVar[Mapping[str, Subset]] = SUBSETS
     rules: ClassVar[Rules] = (
         (
             lambda c: c.extended and not c.of.extended,
@@ -340,14 +341,10 @@ class LongBench(SharedContextTask):
     chat_wrap: Literal["official", "always", "never"] = "official"
     chat_frame: str | None = None
     truncate: Truncation = "halves"
-    max_new_tokens: Positive | None = None  # type: ignore[assignment]
     min_new_tokens: Annotated[int, AtLeast(0)] | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.subset not in SUBSETS:  # here, for the lengths of its answers are asked for before any check
-            raise ConfigError(f"task.subset must be one of {', '.join(SUBSETS)}, got {self.subset!r}")
-        if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", self.of.max_new_tokens)
+        super().__post_init__()
         if self.min_new_tokens is None:
             object.__setattr__(self, "min_new_tokens", 1 if self.subset == "samsum" else 0)
 

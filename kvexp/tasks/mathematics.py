@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kvexp.tasks.base import Example, Positive, Rules, SampledTask, Truncation, once, row_id
@@ -272,9 +272,6 @@ class Mathematics(SampledTask):
     answer_prefix: str = "\n\nSolution:"
     max_new_tokens: Positive = 32768
     truncate: Truncation = "skip"
-
-    def for_model(self, *, chat: bool) -> Mathematics:
-        return replace(self, answer_prefix="") if chat else self
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         columns = {name.lower(): name for name in row}

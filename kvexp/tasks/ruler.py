@@ -15,25 +15,29 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise, product
-from typing import Annotated, Any, ClassVar, Literal, overload
+from typing import Annotated, Any, ClassVar, Literal
 
 from kvexp.tasks.articles import articles, articles_digest, own_digest, own_words
 from kvexp.tasks.base import (
     IN_PROMPT,
+    CountedTask,
     Example,
     Positive,
     QuestionTask,
     Rules,
+    Subset,
+    SubsetTask,
     Truncation,
     depths_of,
     filled,
     longest_fit,
     most_units,
     quarter,
+    seed_of,
 )
 from kvexp.tasks.data import misshapen, random_state, text
 from kvexp.util import ConfigError, Range
@@ -52,24 +56,9 @@ class Draws:
         return "".join(self.python.choices(alphabet, k=size))
 
 
-class Pairs(Sequence[str]):
-    """All "adjective-noun" in alphabetical order, made when asked for; of words of small letters alone, none twice."""
-
-    def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
-        self.adjectives, self.nouns = sorted(adjectives), sorted(nouns)
-
-    def __len__(self) -> int:
-        return len(self.adjectives) * len(self.nouns)
-
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        first, second = divmod(range(len(self))[place], len(self.nouns))
-        return f"{self.adjectives[first]}-{self.nouns[second]}"
+def pairs_of(adjectives: Iterable[str], nouns: Iterable[str]) -> list[str]:
+    """Each "adjective-noun" once, in alphabetical order."""
+    return sorted({f"{adjective}-{noun}" for adjective, noun in product(adjectives, nouns)})
 
 
 @dataclass(frozen=True)
@@ -405,7 +394,7 @@ FROM_FILES = ("qa_1", "qa_2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ruler(QuestionTask):
+class Ruler(SubsetTask, CountedTask, QuestionTask):
     """A task of RULER (arXiv:2404.06654): `size` rows of each of `lengths`, in tokens of prompt, chat template and
     answer together. A row has the most filler with which it is no longer than that.
 
@@ -431,30 +420,17 @@ class Ruler(QuestionTask):
     uncut: ClassVar[str] = "a shortened text may have lost what is asked for; lower task.lengths instead"
     metrics: ClassVar[tuple[str, ...]] = ("score",)
     rules: ClassVar[Rules] = (filled("lengths"),)
-    subsets: ClassVar[tuple[str, ...]] = tuple(name for name in MAKERS if name not in FROM_FILES)
+    subsets: ClassVar[Mapping[str, Subset]] = {name: each for name, each in MAKERS.items() if name not in FROM_FILES}
 
     subset: str = "niah_single_1"
     lengths: tuple[Positive, ...] = (4096,)
     size: Positive = 20
     words: Literal["own", "wonderwords"] = "own"
-    counted: Literal["all", "answered"] = "all"
     seed: Seed = 42
     truncate: Truncation = "skip"
-    max_new_tokens: Positive | None = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.subset not in self.subsets:  # here, for the length of its answers is asked for before any check
-            raise ConfigError(self._other_subset())
-        if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", MAKERS[self.subset].new_tokens)
 
     def _other_subset(self) -> str:
-        way = "qa_1 and qa_2 are of task=ruler_qa, from files of SQuAD and HotpotQA"
-        return f"task.subset must be one of {', '.join(self.subsets)}, got {self.subset!r}; {way}"
-
-    @property
-    def only_answered(self) -> bool:  # type: ignore[override]
-        return self.counted == "answered"
+        return f"{super()._other_subset()}; qa_1 and qa_2 are of task=ruler_qa, from files of SQuAD and HotpotQA"
 
     def label(self, choice: str) -> str:
         return f"{choice.removesuffix('_qa')}/{self.subset}"
@@ -517,7 +493,7 @@ class Ruler(QuestionTask):
 
     def _made(self, maker: Maker, units: int, of: Material, number: int) -> Row:
         name = f"{self.seed} {self.subset} {of.length} {number}"
-        return maker.make(Draws(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])), units, of, number)
+        return maker.make(Draws(seed_of(name)), units, of, number)
 
     def _asked(self, row: Row, of: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> Example:
         name = f"{self.subset} length {of['length']} row {of['number']}"
@@ -532,9 +508,6 @@ class Ruler(QuestionTask):
         found = [answer.lower() in said for answer in example.info["answers"]]
         any_of = isinstance(MAKERS[self.subset], Documents)
         return {"score": 100.0 * (any(found) if any_of else sum(found) / len(found))}
-
-    def answered(self, output: str, example: Example) -> bool:
-        return self.score(output, "", example)["score"] == 100
 
     def fingerprint(self) -> str:
         own = f"ruler:{articles_digest()} words:{own_digest('words')}"
@@ -552,7 +525,7 @@ class RulerQA(Ruler):
     """
 
     generated: ClassVar[bool] = False
-    subsets: ClassVar[tuple[str, ...]] = FROM_FILES
+    subsets: ClassVar[Mapping[str, Subset]] = {name: MAKERS[name] for name in FROM_FILES}
 
     subset: str = "qa_1"
 
@@ -579,7 +552,7 @@ def _marked(row: Row) -> str:
 @lru_cache(maxsize=1)
 def _own() -> Material:
     lists, text = own_words(), "\n".join(each.text for each in articles())
-    pairs = Pairs(lists["adjectives"], lists["nouns"])
+    pairs = pairs_of(lists["adjectives"], lists["nouns"])
     read = re.findall(r"(?<![\w-])[a-z]{4,}(?![\w-])", text)
     words = sorted({*lists["adjectives"], *lists["nouns"], *read})
     return Material(pairs, words, pairs, text.split())
@@ -595,7 +568,7 @@ def _wonderwords() -> Material:
         )
     read = importlib.import_module("wonderwords.random_word")._get_words_from_text_file
     nouns, adjectives, verbs = (read(f"{kind}list.txt") for kind in ("noun", "adjective", "verb"))
-    pairs = sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
+    pairs = pairs_of(adjectives, nouns)
     return replace(_own(), pairs=pairs, words=sorted({*nouns, *adjectives, *verbs}), more_words=pairs)
 
 

@@ -6,7 +6,6 @@ Prompts and graders are of github.com/microsoft/MInference, folder scbench (MIT)
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -15,22 +14,25 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from kvexp.tasks.base import (
+    CountedTask,
     Example,
     Positive,
     Rules,
     SharedContextTask,
-    Task,
+    SubsetTask,
     Truncation,
     Turn,
     When,
+    among,
     depths_of,
     filled,
     most_units,
     quarter,
     row_id,
+    seed_of,
 )
 from kvexp.tasks.data import DataSource, Members, misshapen, text
 from kvexp.tasks.dialogues import DialogueTask
@@ -168,7 +170,7 @@ def keys_and_values(draws: random.Random, units: int, turns: int) -> Session:
         return str(uuid.UUID(int=draws.getrandbits(128), version=4))
 
     asked, shares = [(drawn(), drawn()) for _ in range(turns)], [draws.random() for _ in range(turns)]
-    pairs = _among(asked, shares, [(drawn(), drawn()) for _ in range(units)])
+    pairs = among(asked, shares, [(drawn(), drawn()) for _ in range(units)])
     context = f"{_KEY}JSON data:\n{json.dumps(dict(pairs))}"
     each = [Asked(f'Key: "{key}"\nThe value associated with the specified key is: ', [value]) for key, value in asked]
     return Session("", context, each, [context.index(key) for key, _ in asked])
@@ -182,7 +184,7 @@ def prefixes(draws: random.Random, units: int, turns: int) -> Session:
         like, drawn = asked[place % turns], _letters(draws, 20)
         others.append((like[:5] + drawn[5:], drawn[:15] + like[15:], drawn)[place // turns % 3])
     context = "Here is a list of strings. I will ask for some of them by how they begin and end.\n\n"
-    context += "\n".join(_among(asked, shares, others))
+    context += "\n".join(among(asked, shares, others))
     words = 'Which string begins with "{}" and ends with "{}"? The string is: '
     each = [Asked(words.format(one[:5], one[15:]), [one]) for one in asked]
     return Session("", context, each, [context.index(one) for one in asked])
@@ -202,20 +204,10 @@ def chains(draws: random.Random, units: int, turns: int) -> Session:
         lines += zip(sorted(draws.random() for _ in chain), chain, strict=True)
         message = f"Find all variables that are assigned the value {value} in the text above. They are: "
         turns_asked.append(Asked(message, [first, second, third]))
-    lines_of_text = _among([line for _, line in lines], [share for share, _ in lines], [NOISE] * units)
+    lines_of_text = among([line for _, line in lines], [share for share, _ in lines], [NOISE] * units)
     context = "Memorize and track the chains of variable assignment hidden in the following text.\n\n"
     context += "\n".join(lines_of_text)
     return Session("", context, turns_asked, [context.index(f"= {value}") for value in values])
-
-
-def _among(asked: Sequence[Any], shares: Sequence[float], others: Sequence[Any]) -> list[Any]:
-    """The others, with each of those asked for behind its share of them."""
-    places = sorted(zip((int(share * (len(others) + 1)) for share in shares), range(len(asked)), strict=True))
-    made, last = [], 0
-    for place, number in places:
-        made += [*others[last:place], asked[number]]
-        last = place
-    return [*made, *others[last:]]
 
 
 @dataclass(frozen=True)
@@ -235,18 +227,12 @@ MADE: Mapping[str, Made] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sessions(Task):
+class Sessions(SubsetTask):
     """Sessions as examples, one per question: of a task with turns a turn of their conversation, of any other a
     question about their text.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("score",)
-
-    subset: str = ""
-    max_new_tokens: Positive | None = None  # type: ignore[assignment]
-
-    def label(self, choice: str) -> str:
-        return f"{choice}/{self.subset}"
 
     def asked(self, session: Session, number: int) -> Example:
         """The example of one question."""
@@ -277,17 +263,16 @@ class Sessions(Task):
 class FromFiles(Sessions):
     """Sessions of SCBench's files: id, context, multi_turns."""
 
+    subsets: ClassVar[Mapping[str, Subset]] = SUBSETS
+
     hub_id: str = "microsoft/SCBench"
     split: str = "test"
     subset: str = "scbench_kv"
     max_turns: Positive | None = None
 
-    def __post_init__(self) -> None:
-        if self.subset not in SUBSETS:
-            why = f"; {self.subset}: {LEFT_OUT[self.subset]}" if self.subset in LEFT_OUT else ""
-            raise ConfigError(f"task.subset must be one of {', '.join(SUBSETS)}, got {self.subset!r}{why}")
-        if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", SUBSETS[self.subset].new_tokens)
+    def _other_subset(self) -> str:
+        why = f"; {self.subset}: {LEFT_OUT[self.subset]}" if self.subset in LEFT_OUT else ""
+        return super()._other_subset() + why
 
     @property
     def source(self) -> DataSource:
@@ -347,7 +332,7 @@ class SCBenchTurns(FromFiles, DialogueTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated(Sessions):
+class Generated(Sessions, CountedTask):
     """Sessions made here in the form of three tasks of SCBench, `size` of each of `lengths`, with `turns` questions
     each; nothing to download.
 
@@ -361,23 +346,13 @@ class Generated(Sessions):
     ordered: ClassVar[str] = "rows"
     uncut: ClassVar[str] = "a shortened text may have lost what is asked for; lower task.lengths instead"
     rules: ClassVar[Rules] = (filled("lengths"),)
+    subsets: ClassVar[Mapping[str, Made]] = MADE
 
     subset: str = "kv"
     lengths: tuple[Positive, ...] = (4096,)
     size: Positive = 20
     turns: Annotated[int, Range(1, 20)] = 5
-    counted: Literal["all", "answered"] = "all"
     truncate: Truncation = "skip"
-
-    def __post_init__(self) -> None:
-        if self.subset not in MADE:
-            raise ConfigError(f"task.subset must be one of {', '.join(MADE)}, got {self.subset!r}")
-        if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", MADE[self.subset].new_tokens)
-
-    @property
-    def only_answered(self) -> bool:  # type: ignore[override]
-        return self.counted == "answered"
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, length, turn in islice(product(range(self.size), self.lengths, range(self.turns)), self.limit):
@@ -390,8 +365,7 @@ class Generated(Sessions):
     def _made(self, row: Mapping[str, Any], units: int) -> tuple[Example, Session]:
         """The row with so many units of filler, and its session."""
         seed = f"{self.seed} {self.subset} {row['length']} {row['session']} {self.turns}"
-        draws = random.Random(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8]))
-        session = MADE[self.subset].make(draws, units, self.turns)
+        session = MADE[self.subset].make(random.Random(seed_of(seed)), units, self.turns)
         session = replace(session, name=f"{self.subset} length {row['length']} session {row['session']}")
         made = self.asked(session, row["turn"])
         return replace(made, info={"length": row["length"], "session": row["session"], **made.info}), session
@@ -421,9 +395,6 @@ class Generated(Sessions):
 
     def grader(self, task: str) -> Grader:
         return MADE[self.subset].grader
-
-    def answered(self, output: str, example: Example) -> bool:
-        return self.score(output, "", example)["score"] == 100
 
     def fingerprint(self) -> str:
         return "generated"

@@ -259,9 +259,6 @@ class GovReportSections(FramedQuestions, RougeTask):
         made = self.about(f"{row['id']} section {row['number']}", row["report"], asked, row["words"])
         return replace(made, info={"section": row["title"]})
 
-    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        return self.rouge(output, reference)
-
 
 def sections(row: Mapping[str, Any], field: str, where: str) -> list[tuple[str, str]]:
     """(title, text) of every section of a field, either of them perhaps empty."""
@@ -406,9 +403,6 @@ class Stories(RougeTask):
         name = row_id(row, self.id_field, prompt, continuation)
         return Example(name, prompt, continuation.strip(), continuation)
 
-    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        return self.rouge(output, reference)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(RougeTask):
@@ -427,9 +421,6 @@ class Prompts(RougeTask):
         prompt = text(row, "prompt", where, "data_files")
         answer = text(row, "answer", where, "data_files", empty=True) if row.get("answer") is not None else ""
         return Example(row_id(row, "id", prompt, answer), prompt, answer)
-
-    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        return self.rouge(output, reference)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from capture_steps import CASES, FAMILIES, NEW, NOT_LOOKED_AT, Stepped, checked, obstacles, prompts_for
+from capture_steps import CASES, FAMILIES, NEW, NOT_LOOKED_AT, RecordedGraphs, Stepped, checked, obstacles, prompts_for
 from commands import composed
 from device_runs import METHODS, config_of
 from host_reads import on_gpu, reads_of_decode_steps
-from recorded_graph import RecordedGraphs
 from test_retrieval import METHODS as RETRIEVAL
 from test_retrieval import SCARCE
 from tiny import tiny

@@ -14,14 +14,14 @@ from tiny import prompts_of, tiny
 from benchmarks.pq_selection import main as selection
 from experiments import needle_kept
 from experiments.lib import inside
-from experiments.lib.long_texts import long_text
+from experiments.lib.long_texts import long_text, windows
 from experiments.pq_recall import main as pq_recall
 from experiments.pq_recall import recall
-from experiments.window_nll import METHODS, interval, nll, table, windows
 from kvexp.core import Budget, CacheConfig
 from kvexp.generate import prefill
+from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.hf import load_model, load_tokenizer
-from kvexp.methods import Full, StreamingLLM
+from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.retrieval import PQCache
 from kvexp.util import ConfigError
 
@@ -142,28 +142,30 @@ def texts(stories260k):
     return load_model(stories260k), windows(load_tokenizer(stories260k), TEXT, 512, 32)
 
 
+def nll(model, texts, method, slots=None, **options):
+    """Mean nats per token of the last quarter of each text, less its first token, which the full prefill predicts."""
+    split, budget = len(texts[0]) * 3 // 4, None if slots is None else Budget(tokens=slots)
+    parts = [text[:split] for text in texts], [text[split:] for text in texts]
+    found = continuation_logprobs(model, *parts, method, budget, seeds=0, **options)
+    return torch.tensor([-sum(row[1:]) / (len(row) - 1) for row in found], dtype=torch.float64)
+
+
 @pytest.mark.slow
 def test_a_sliding_window_costs_what_is_known(texts):
-    model, stories = texts
-    result = table(model, stories, [16, 32, 64], 32, ["window"])
-    known = {("full", 0): 1.29, ("window", 64): 1.33, ("window", 32): 1.39, ("window", 16): 1.49}
-    assert {key: round(result[key][0], 2) for key in known} == pytest.approx(known, abs=0.0101)
+    known = {None: 1.29, 64: 1.33, 32: 1.39, 16: 1.49}
+    found = {slots: nll(*texts, Window() if slots else Full(), slots).mean().item() for slots in known}
+    assert {slots: round(value, 2) for slots, value in found.items()} == pytest.approx(known, abs=0.0101)
 
 
 def test_everything_kept_is_full_and_ideal_is_nearly(texts):
     model, stories = texts
     some = [story[:96] for story in stories[:3]]
-    full = nll(model, some, Full(), None, 3)
-    for name, (method, plan) in METHODS.items():
-        torch.testing.assert_close(nll(model, some, method, 96, 3, **plan), full, atol=1e-5, rtol=0, msg=name)
-    scarce = {name: nll(model, some, METHODS[name][0], 8, 3, **METHODS[name][1]).mean() for name in ("ideal", "random")}
-    assert abs(scarce["ideal"] - full.mean()) < 0.1
-    assert scarce["random"] > full.mean() + 0.5
-
-
-def test_interval_covers_the_mean():
-    low, high = interval(torch.arange(100, dtype=torch.float64))
-    assert 40 < low < 49.5 < high < 59
+    full = nll(model, some, Full())
+    for method in (Window(), StreamingLLM(), H2O(), Keyformer(), A2SF(alpha=0.1), TOVA(), KNorm(), Random()):
+        torch.testing.assert_close(nll(model, some, method, 96), full, atol=1e-5, rtol=0, msg=method.name)
+    torch.testing.assert_close(nll(model, some, Ideal(), 96, mode="mask"), full, atol=1e-5, rtol=0)
+    assert abs(nll(model, some, Ideal(), 8, mode="mask").mean() - full.mean()) < 0.1
+    assert nll(model, some, Random(), 8).mean() > full.mean() + 0.5
 
 
 def test_texts_that_do_not_fit(tmp_path, stories260k):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from commands import run_py
 
-from kvexp.core import Budget
-from kvexp.generate import GenerationParams, divergence_from_full, generate, prefill
+from kvexp.core import Budget, CacheConfig, Quantization
+from kvexp.generate import GenerationParams, divergence_from_full, generate, prefill, prefill_together
 from kvexp.hf import load_model, load_tokenizer
 from kvexp.methods import H2O, Full, Window
 from kvexp.results.views import main as results
@@ -128,3 +128,26 @@ def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, 
         code, said = stage.run(words(name), tmp_path / "log2", rows_of_a_step.format(most))
         assert code == 0, said
     assert rows("killed") == rows("whole") and len(rows("whole")[0]) == 10 and len(rows("whole")[1]) == 8
+
+
+# Quantised slots of a real language model, where `kvexp fetch` has put it: few bits beside the full cache.
+
+
+NEW = 12
+
+
+@pytest.mark.slow
+def test_fewer_bits_diverge_more_and_eight_hardly(smollm2):
+    """One article's first words; eight bits are nearer to the full cache than half of its tokens are."""
+    model, tokenizer = load_model(smollm2), load_tokenizer(smollm2)
+    words = in_template(tokenizer, f"Summarize the following news article:\n\n{articles()[0].text[:2000]}\n\n")
+    ids = tokenizer(words, add_special_tokens=False).input_ids
+    variants = {bits: CacheConfig(Full(), quantization=Quantization(bits, bits)) for bits in (8, 4, 2)}
+    variants["h2o"] = CacheConfig(H2O(), Budget(kv_ratio=0.5))
+    contexts = prefill_together(model, [ids], [CacheConfig(Full()), *variants.values()], max_new_tokens=NEW)
+    full = contexts[0].cache.memory_tracker.bytes
+    held = {name: each.cache.memory_tracker.bytes / full for name, each in zip(variants, contexts[1:], strict=True)}
+    found = divergence_from_full(model, contexts[0], contexts[1:], max_new_tokens=NEW)
+    kl = {name: sum(text.kl[1:]) / len(text.kl[1:]) for name, (text,) in zip(variants, found, strict=True)}
+    assert 0 < kl[8] < kl[4] < kl[2] and kl[8] < 0.001 and kl[8] < kl["h2o"]
+    assert held[2] < held[4] < held[8] < 0.6  # of float32, with the window in full precision

@@ -1,4 +1,4 @@
-"""Rows as RULER's own scripts make them, for tests/tasks/test_ruler.py: `python tests/peers/record_ruler.py FOLDER`.
+"""Rows as RULER's own scripts make them, for tests/tasks/test_long_tasks.py: `record_ruler.py FOLDER`.
 
 FOLDER: scripts/data/synthetic of github.com/NVIDIA/RULER (Apache-2.0), read at commit c3f5e3b. Writes
 tests/fixtures/ruler.json: the words, texts and documents given, and per row the seed, the units and the row. What the

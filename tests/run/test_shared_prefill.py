@@ -17,7 +17,6 @@ from small import small
 import kvexp.run.batches as together
 import kvexp.run.rows as memory
 from kvexp.run.store import runs
-from kvexp.run.workers import ForkPool
 from kvexp.util import Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,11 +138,20 @@ def test_how_many_processes(tmp_path, monkeypatch):
     asked, found, needs = [], [], memory.kv_bytes_needed
     monkeypatch.setattr(memory, "kv_bytes_needed", lambda *call: found.append(needs(*call)) or found[-1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(together, "ForkPool", lambda size, make: asked.append(size) or ForkPool(1, make))
+
+    class Asked(BaseException):
+        """Ends the group before it works."""
+
+    def pool(size, _):
+        asked.append(size)
+        raise Asked
+
+    monkeypatch.setattr(together, "ForkPool", pool)
 
     def made(name, *overrides):
         members = [settings(tmp_path / name, m, *overrides) for m in ("h2o", "a2sf")]
-        together.run_group(together.prefill_groups(members)[0], Session())
+        with pytest.raises(Asked):
+            together.run_group(together.prefill_groups(members)[0], Session())
         return asked.pop()
 
     linux = sys.platform == "linux"

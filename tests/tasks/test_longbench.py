@@ -68,7 +68,7 @@ PLAIN = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
 def test_official_prompts_lengths_and_treatment():
     assert {name: hashlib.sha256(s.prompt.encode()).hexdigest()[:12] for name, s in SUBSETS.items()} == PROMPTS
     for name, subset in SUBSETS.items():
-        assert subset.max_new_tokens == LENGTHS.get(name, 32), name
+        assert subset.new_tokens == LENGTHS.get(name, 32), name
         assert subset.chat == (name not in PLAIN), name
         assert subset.first_line == (name in {"trec", "triviaqa", "samsum", "lsht"}), name
     assert set(FOURTEEN) < set(SUBSETS)

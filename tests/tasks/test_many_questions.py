@@ -22,8 +22,8 @@ from kvexp.tasks.base import with_shared_context
 from kvexp.util import ConfigError, Console
 
 AFTER = "after_eviction"
-QA = ["model=testbed_rope", "task=testbed_qa", f"task.question={AFTER}", "task.per_document=10", "task.tokens=200"]
-QA += ["task.facts=10", "task.marked=0", "task.updated=0", "task.max_new_tokens=4", "kv_ratio=0.4", "limit=12"]
+QA = ["model=testbed_rope", "task=testbed_qa", f"task.question={AFTER}", "task.per_document=5", "task.tokens=200"]
+QA += ["task.facts=10", "task.marked=0", "task.updated=0", "task.max_new_tokens=4", "kv_ratio=0.4", "limit=7"]
 QA += ["batch_size=1"]
 
 
@@ -39,7 +39,7 @@ def rows_of(record, *without):
 
 
 @pytest.mark.parametrize("method", [pytest.param("h2o", marks=pytest.mark.slow), "keyformer"])
-def test_ten_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefills, monkeypatch, method) -> None:
+def test_five_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefills, monkeypatch, method) -> None:
     import kvexp.run.batches as module
 
     shared = evaluate_run(made(tmp_path / "all", f"method={method}", "questions=all"))
@@ -47,13 +47,13 @@ def test_ten_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefi
     prefills.clear()
     monkeypatch.setattr(module, "MAX_QUESTIONS_PER_CONTEXT", 1)
     alone = evaluate_run(made(tmp_path / "each", f"method={method}"))
-    assert prefills["contexts"] == 24
+    assert prefills["contexts"] == 14
     assert rows_of(shared) == rows_of(alone)
     assert any(row["receipt"]["first_eviction_step"] == 0 for row in shared.rows())
     contexts = [row["context"] for row in shared.rows()]
-    assert [(one["question"], one["questions"]) for one in contexts] == [(n % 10, 10) for n in range(12)]
-    first, second = contexts[0]["digest"], contexts[11]["digest"]
-    assert [one["digest"] for one in contexts] == [first] * 10 + [second] * 2 and first != second
+    assert [(one["question"], one["questions"]) for one in contexts] == [(n % 5, 5) for n in range(7)]
+    first, second = contexts[0]["digest"], contexts[6]["digest"]
+    assert [one["digest"] for one in contexts] == [first] * 5 + [second] * 2 and first != second
     for row in shared.rows():
         assert 0 < row["seconds"]["prefill"] < row["seconds"]["ttft"] and row["seconds"]["copy"] > 0
     assert not any("context" in row or "prefill" in row["seconds"] for row in alone.rows())
@@ -61,14 +61,14 @@ def test_ten_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefi
 
 
 def _check_table(outputs, record) -> None:
-    """The table of a run of twelve questions, two of them about a second document, against sums made here."""
+    """The table of a run of seven questions, two of them about a second document, against sums made here."""
     full = {run.hash: run for run in kvexp.run.store.runs(outputs)}[record.baseline]
     made, blocks, below = shown(read_runs(outputs), "questions")
     frame = made.set_index("asked")
-    assert list(frame.index) == list(range(1, 11)) and set(frame["question"]) == {AFTER}
+    assert list(frame.index) == list(range(1, 6)) and set(frame["question"]) == {AFTER}
     of_run = [run.rows() for run in (record, full)]
-    for asked, documents in ((1, 2), (2, 2), (3, 1), (10, 1)):
-        docs = [[row["index"] // 10 == n and row["index"] % 10 < asked for row in of_run[0]] for n in range(documents)]
+    for asked, documents in ((1, 2), (2, 2), (3, 1), (5, 1)):
+        docs = [[row["index"] // 5 == n and row["index"] % 5 < asked for row in of_run[0]] for n in range(documents)]
         pairs = [[(a, b) for a, b, in_it in zip(*of_run, doc, strict=True) if in_it] for doc in docs]
         each = [[(a["metrics"]["f1"], b["metrics"]["f1"]) for a, b in pair] for pair in pairs]
         assert frame.loc[asked, "contexts"] == documents and sum(map(len, each)) == asked * documents
@@ -76,7 +76,7 @@ def _check_table(outputs, record) -> None:
         assert frame.loc[asked, "full"] == pytest.approx(sum(b for one in each for _, b in one) / asked / documents)
         kept = [all(a >= b for a, b in one) for one in each]
         assert frame.loc[asked, "none_lost"] == 100 * sum(kept) / documents
-    last = frame.loc[10]
+    last = frame.loc[5]
     assert frame.loc[1, "shared_s"] > frame.loc[1, "one_by_one_s"]  # a copy that nobody else needs
     assert last["shared_s"] < last["one_by_one_s"]
     console = Console(markup=False, width=200, record=True)
@@ -90,7 +90,7 @@ def test_rows_do_not_depend_on_batches_or_on_a_limit_that_cuts_a_context(tmp_pat
     cut = evaluate_run(made(tmp_path / "cut", "questions=all", "limit=4"))
     padding = ("receipt",)  # padding is memory too
     assert rows_of(whole, *padding)[:4] == rows_of(cut, *padding)
-    assert {row["context"]["questions"] for row in cut.rows()} == {10}
+    assert {row["context"]["questions"] for row in cut.rows()} == {5}
 
 
 @pytest.mark.parametrize(
