@@ -52,9 +52,9 @@ SETTINGS = {
 }
 FULL, EIGHT = "full cache, f32", "full cache, u8 (default)"
 FORMATS = {  # of other engines, by their bytes: setting -> (engine, cache.codec)
-    "full cache, q8_0": ("llama.cpp", "q8_0"),
-    "full cache, q4_0": ("llama.cpp", "q4_0"),
-    "full cache, fp8": ("vLLM", "fp8"),
+    "full cache, q8_0": ("llama.cpp, format", "q8_0"),
+    "full cache, q4_0": ("llama.cpp, format", "q4_0"),
+    "full cache, fp8": ("vLLM, format", "fp8"),
 }
 RIVALS = {  # with as many slots in each head as the engine has in use
     "h2o": ["method=h2o"],
@@ -65,13 +65,13 @@ RIVALS = {  # with as many slots in each head as the engine has in use
 ADVICE = {  # setting -> what the recorded numbers bear
     FULL: "the baseline",
     EIGHT: "leave it on, and evict only where it is not enough",
-    "full cache, q8_0": "as near as u8",
-    "full cache, q4_0": "the fewest bytes; on news the KL of the best eviction at 512, on longbench more than any",
+    "full cache, q8_0": "as near as u8, by KL",
+    "full cache, q4_0": "the fewest bytes; KL on news is that of the best eviction at 512, on longbench more than of any",
     "full cache, fp8": "q8_0 has a few more bytes and far less KL",
-    "NORM_SUM, window 8 (default)": "for a short answer to a question at the prompt's end; a long one drifts away",
-    "NORM_SUM, window 8, KVCrush 2": "raise the size instead: its blocks come on top, and lower KL no more than that",
-    "NORM_SUM, all queries": "not for summaries: the most KL of the four",
-    "SUM, all queries (H2O)": "for summaries, the least KL of the four; not where one place has the answer (ruler)",
+    "NORM_SUM, window 8 (default)": "the window finds ruler's needle at every size; a longer answer drifts away",
+    "NORM_SUM, window 8, KVCrush 2": "its blocks come on top of the size, and on news the size raised by as much loses less",
+    "NORM_SUM, all queries": "not on news: the most KL of the four at every size",
+    "SUM, all queries (H2O)": "the least KL of the four on news; loses ruler's needle",
 }
 BEGIN = "<!-- engines: made by python -m experiments.studies.engines table OUTPUTS --page docs/engines.md -->"
 CLOSE = 1e-3  # root mean square of differences of log-probabilities, up to which a twin stands for its engine
