@@ -66,7 +66,7 @@ ADVICE = {  # setting -> what the recorded numbers bear
     FULL: "the baseline",
     EIGHT: "leave it on, and evict only where it is not enough",
     "full cache, q8_0": "as near as u8, by KL",
-    "full cache, q4_0": "the fewest bytes; on news the KL of the best eviction at 512, on longbench the most",
+    "full cache, q4_0": "the fewest bytes; on news the KL of the best eviction at 512 with a fifth of its bytes",
     "full cache, fp8": "q8_0 has a few more bytes and far less KL",
     "NORM_SUM, window 8 (default)": "the window finds ruler's needle at every size; a longer answer drifts away",
     "NORM_SUM, window 8, KVCrush 2": "its blocks come on top; on news the size raised by as much loses less",
