@@ -107,7 +107,7 @@ def _main():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one what nohup started
     _load()
     (orders, to_loaded), (from_loaded, told) = os.pipe(), os.pipe()
-    if not os.fork():
+    if not (loaded := os.fork()):
         answers.close()
         os.close(to_loaded)
         _load_ours()
@@ -124,6 +124,7 @@ def _main():
         answers.write(elsewhere("{}\n"))  # once it has loaded
         answers.flush()
         _serve(sys.stdin, answers, elsewhere)
+    os.waitpid(loaded, 0)
 
 
 def _serve(orders, answers, elsewhere=None):
