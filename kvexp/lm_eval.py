@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, CacheConfig, Method, Noise
-from kvexp.core.budget import PromptSizes, floor_share
+from kvexp.core.budget import floor_share
 from kvexp.core.budget_resolution import check_budget, may_evict
 from kvexp.core.row_mask import MaskedLayer, MaskFn, causal_probs, global_mask, ideal_mask, local_mask, window_mask
 from kvexp.generate import (
@@ -42,7 +42,7 @@ from kvexp.hf import RowMaskCache
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.second_pass import check_second_pass
-from kvexp.hf.traits import check_positions, max_positions, num_layers
+from kvexp.hf.traits import check_positions, max_positions, prompt_sizes
 from kvexp.methods import A2SF, H2O, Full, Ideal, KeyAttention, Keyformer, KeyformerA2SF, Window
 from kvexp.tasks.lm_eval import Protocol
 from kvexp.util import ConfigError
@@ -243,6 +243,8 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
         raise ConfigError("protocol=row_mask masks by the method's own priorities: leave the group select alone")
     if method.evicts and (not cache.cadence.at_prefill or cache.cadence.every != 1):
         raise ConfigError("protocol=row_mask masks every row: leave cache.evict_at_prefill and cache.evict_every alone")
+    if cache.evict_sliding != "auto":
+        raise ConfigError("protocol=row_mask masks layers that keep every token: leave cache.evict_sliding at auto")
     if cache.quantization is not None:
         raise ConfigError("protocol=row_mask is one forward of plain keys and values: set cache.bits=16")
     if cache.renumbered:
@@ -469,14 +471,13 @@ class Bench:
         if self.masked or self.cache.budget is None:
             return None
         check_positions(self.model.config, self.cache)
-        layers = num_layers(self.model.config)
         for length, ahead, whole in dict.fromkeys((len(ask.context), ask.ahead, ask.whole) for ask in asks):
             cache = of_whole(self.cache) if whole else self.cache
             try:
-                prompts = PromptSizes([length], length, ahead, layers)
+                prompts = prompt_sizes(self.model.config, cache, length, ahead)
                 check_budget(cache, prompts)
                 if may_evict(cache, prompts):
-                    check_second_pass(cache, self.tokenizer, length, self.holds)
+                    check_second_pass(cache, self.tokenizer, length, self.holds, MovingRope.of(self.model.config))
             except ConfigError as error:
                 return str(error)
         return None

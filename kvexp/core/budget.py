@@ -29,13 +29,20 @@ class PromptSizes:
     """What is known of a batch of prompts before the model runs, for which budgets are resolved.
 
     lengths: real tokens of each; padded: columns, padding included; new_tokens: to come after them, None: not known;
-    layers: of the model.
+    layers: whose slots are evicted. windows: tokens of each layer's sliding window, of which its budget then is, None
+    for a layer without; empty: windows make no difference.
     """
 
     lengths: Sequence[int]
     padded: int
     new_tokens: int | None
     layers: int
+    windows: Sequence[int | None] = ()
+
+    def held(self, tokens: int, layer: int) -> int:
+        """How many of so many tokens a layer holds that evicts nothing."""
+        window = self.windows[layer] if self.windows else None
+        return tokens if window is None else min(tokens, window)
 
 
 @dataclass(frozen=True)
@@ -171,10 +178,10 @@ class Budget:
         if self.threshold is not None:
             return length + 1  # room for all, until the priorities are known
         if self.tokens is not None:
-            slots = self.tokens
+            slots = prompts.held(self.tokens, layer)
         else:
             assert self.kv_ratio is not None
-            slots = floor_share(self.kv_ratio, self._base(length, prompts))
+            slots = floor_share(self.kv_ratio, prompts.held(self._base(length, prompts), layer))
         if self.pyramid and prompts.layers > 1:
             slots = floor_share(self._share_of_depth(prompts, layer), slots)
         if slots < 1:
@@ -270,6 +277,24 @@ class Cadence:
 
 
 @dataclass(frozen=True)
+class OtherLayers:
+    """What a cache holds besides the slots that are evicted, for budgets in bytes.
+
+    heads: kv heads H of a layer whose slots are evicted. windows: of each layer that keeps one, how many numbers keys
+    and values of a token are, and the most tokens it keeps. states: numbers of all states; 0 too where they are not
+    known before the model is loaded.
+    """
+
+    heads: int
+    windows: tuple[tuple[int, int], ...] = ()
+    states: int = 0
+
+    def bytes_at(self, tokens: int) -> int:
+        """Bytes after so many tokens, with 16 bits for each number."""
+        return 2 * (self.states + sum(numbers * min(tokens, most) for numbers, most in self.windows))
+
+
+@dataclass(frozen=True)
 class BytesBudget(Budget):
     """How many slots a kv head may hold, as a share of the bytes of the row's prompt in a full cache at 16 bits.
 
@@ -278,12 +303,16 @@ class BytesBudget(Budget):
     with numbers that are not quantised as 16 bits whatever dtype runs. With few bits more slots may fit than the prompt
     has tokens: then nothing is evicted until they are used. The other fields are as in `Budget`, without kv_ratio,
     tokens and threshold; `pyramid` moves bytes between layers. `resolve` raises ConfigError where not one slot fits.
+
+    others: windows and states of other layers, which count and are not evicted: `bytes_ratio` is of all bytes, and what
+    they take is taken from the slots. None: there are none. `EvictionCache` fills it in.
     """
 
     bytes_ratio: Annotated[float, Range(0, 1, above=True)] = 0.25
     key_dim: Annotated[int, AtLeast(1)] = 64
     value_dim: Annotated[int, AtLeast(1)] = 64
     quantization: Quantization | EngineQuantization | None = None
+    others: OtherLayers | None = None
 
     @property
     def slot_bytes(self) -> SlotBytes:
@@ -291,14 +320,39 @@ class BytesBudget(Budget):
         return SlotBytes(self.key_dim, self.value_dim, self.quantization)
 
     def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
-        tokens, share = self._base(length, prompts), self.bytes_ratio
+        whole = self._base(length, prompts)
+        tokens, share = prompts.held(whole, layer), self._share_of_slots(whole, prompts)
         if self.pyramid and prompts.layers > 1:
             share *= self._share_of_depth(prompts, layer)
         allowed = share * SlotBytes(self.key_dim, self.value_dim).of(tokens)
         slots = self.slot_bytes.most_slots(allowed + 1e-9)
         if slots < 1:
+            if self.others is not None:
+                raise self._no_room(whole, prompts)
             raise ConfigError(
                 f"bytes_ratio={self.bytes_ratio:g} of a prompt of {length} tokens is {allowed:.0f} bytes per kv head "
                 f"in layer {layer}, and one slot takes {self.slot_bytes.of(1)}: raise bytes_ratio"
             )
         return slots
+
+    def _full_bytes(self, tokens: int, prompts: PromptSizes) -> tuple[int, int]:
+        """Bytes of a full cache of so many tokens: of the slots that may be evicted, and of the other layers."""
+        assert self.others is not None
+        one = SlotBytes(self.key_dim, self.value_dim)
+        slots = sum(one.of(prompts.held(tokens, layer)) for layer in range(prompts.layers))
+        return self.others.heads * slots, self.others.bytes_at(tokens)
+
+    def _share_of_slots(self, tokens: int, prompts: PromptSizes) -> float:
+        """The share of a full cache's slots that is left to them, of so many tokens."""
+        if self.others is None:
+            return self.bytes_ratio
+        slots, rest = self._full_bytes(tokens, prompts)
+        return self.bytes_ratio - (1 - self.bytes_ratio) * rest / slots
+
+    def _no_room(self, tokens: int, prompts: PromptSizes) -> ConfigError:
+        slots, rest = self._full_bytes(tokens, prompts)
+        return ConfigError(
+            f"bytes_ratio={self.bytes_ratio:g} of the {slots + rest} bytes of a full cache of {tokens} tokens is "
+            f"{self.bytes_ratio * (slots + rest):.0f}, and windows and states, which are not evicted, take {rest}: "
+            "raise bytes_ratio, or let windows be evicted from (cache.evict_sliding=true)"
+        )

@@ -16,6 +16,7 @@ from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
 
 Keep = Literal["span", "fair", "prompt"]
+Sliding = Literal["auto"] | bool
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class CacheConfig:
     keep: Keep | None = None
     # What methods see of the attention of heads with sinks (gpt-oss): as it weighs the values, or over tokens alone.
     score_sink: SinkScore = "applied"
+    # Whether layers with a sliding window are evicted from; auto: where all attention of the model slides. Elsewhere
+    # such a layer's budget is of what its window holds.
+    evict_sliding: Sliding = "auto"
     # auto: decode steps are captured as a CUDA graph where they can be, which changes no number (`kvexp.core.graph`).
     graph: Literal["auto", "off"] = "off"
 

@@ -77,10 +77,11 @@ class MemoryTracker:
     """Key and value bytes of all layers, now and at the peak. Python integers only: no host sync.
 
     bytes, peak_bytes: of all layers together; layer_bytes, layer_peak_bytes, layer_offloaded_bytes: by layer.
+    groups: numbers of layers of which `group_peaks` are kept as well.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
+    def __init__(self, layers: int, groups: Sequence[Sequence[int]] = ()) -> None:
+        self.layers, self.groups = layers, groups
         self.reset()
 
     def reset(self) -> None:
@@ -90,6 +91,7 @@ class MemoryTracker:
         self.layer_peak_bytes = [0] * layers
         self.bytes = 0
         self.peak_bytes = 0
+        self.group_peaks = [0] * len(self.groups)
         self.layer_offloaded_bytes = [0] * layers
 
     def set_resident(self, layer: int, now: int, transient: int = 0) -> None:
@@ -99,6 +101,13 @@ class MemoryTracker:
         top = max(now, transient)
         self.layer_peak_bytes[layer] = max(self.layer_peak_bytes[layer], top)
         self.peak_bytes = max(self.peak_bytes, self.bytes - now + top)
+        for number, layers in enumerate(self.groups):
+            if layer in layers:
+                self.group_peaks[number] = max(self.group_peaks[number], self.bytes_of(layers) - now + top)
+
+    def bytes_of(self, layers: Sequence[int]) -> int:
+        """Bytes that these layers hold on the device."""
+        return sum(self.layer_bytes[layer] for layer in layers)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -112,19 +121,25 @@ class MemoryTracker:
         """
         self.layer_peak_bytes = [peak * samples // among for peak in other.layer_peak_bytes]
         self.peak_bytes = other.peak_bytes * samples // among
+        self.group_peaks = [peak * samples // among for peak in other.group_peaks]
 
 
 class CacheState:
     """What all `layers` of one cache have in common.
 
     memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None;
-    cross_layer_buffers: of fast decode steps; last_layer: evictions that wait until every layer has seen the prompt.
+    windows: as of `PromptSizes`; cross_layer_buffers: of fast decode steps; last_layer: evictions that wait until every
+    layer has seen the prompt.
     """
 
-    def __init__(self, config: CacheConfig, layers: int, sequence: SequenceState) -> None:
+    def __init__(
+        self, config: CacheConfig, layers: int, sequence: SequenceState, windows: Sequence[int | None] = ()
+    ) -> None:
         spec = config.method.score_spec
-        self.layers, self.sequence = layers, sequence
-        self.memory_tracker = MemoryTracker(layers)
+        self.layers, self.sequence, self.windows = layers, sequence, windows
+        sliding = [layer for layer, window in enumerate(windows) if window is not None]
+        rest = [layer for layer in range(layers) if layer not in sliding]
+        self.memory_tracker = MemoryTracker(layers, (rest, sliding) if sliding else ())
         self.cross_layer_score = CrossLayerScore(sequence) if spec is not None and spec.across_layers else None
         self.cross_layer_buffers = CrossLayerBuffers(layers)
         self.last_layer = LastLayer(layers)
@@ -580,7 +595,8 @@ class EvictionLayer:
             sequence = self.sequence
             assert sequence.prompt_columns is not None and self.slots is not None
             lengths = sequence.prompt_lengths_ahead()
-            prompts = PromptSizes(lengths, sequence.prompt_columns, sequence.max_new_tokens, self.layers)
+            sizes = (lengths, sequence.prompt_columns, sequence.max_new_tokens, self.layers)
+            prompts = PromptSizes(*sizes, self.common.windows)
             device = self.slots.positions.device
             self.layer_slots = resolve_layer_slots(self.config, prompts, self.index, device, preferences)
         return self.layer_slots

@@ -170,7 +170,8 @@ class Case:
 
     def full(self) -> Case:
         """This example under full attention."""
-        return dataclasses.replace(self, cache=CacheConfig(Full(), beyond_context=self.cache.beyond_context))
+        same = {name: getattr(self.cache, name) for name in ("beyond_context", "evict_sliding")}
+        return dataclasses.replace(self, cache=CacheConfig(Full(), **same))
 
     def generate_again(self, prepare: Callable[[EvictionCache], object] | None = None) -> Generation:
         """The generation of the run, alone in its batch; prepare: is called with the cache before anything is fed."""

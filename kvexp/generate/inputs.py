@@ -622,6 +622,9 @@ class EvictionStats:
 
     kv_bytes_at_16: of quantised caches and retrieval methods, kv_bytes with every floating-point number that is not
     quantised counted as 16 bits, whatever dtype ran; None elsewhere, where all numbers are of one dtype.
+
+    ledger: of a model whose layers keep different things: how many layers were evicted from ("evicted_layers"), of how
+    many ("layers"), and [bytes now, at the peak] of each line of `EvictionCache.ledger`, the row's share; else None.
     """
 
     slots: float
@@ -634,6 +637,7 @@ class EvictionStats:
     batch_size: int
     retrieval: dict[str, Any] | None = None
     kv_bytes_at_16: int | None = None
+    ledger: dict[str, Any] | None = None
 
 
 def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = None) -> list[EvictionStats]:
@@ -645,7 +649,8 @@ def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = No
     rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
     made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
     held, peak = _bytes(cache, rows)
-    return [replace(one, kv_bytes=held, peak_kv_bytes=peak, kv_bytes_at_16=_at_16(cache, rows)) for one in made]
+    at_16, ledger = _at_16(cache, rows), _ledger(cache, rows)
+    return [replace(one, kv_bytes=held, peak_kv_bytes=peak, kv_bytes_at_16=at_16, ledger=ledger) for one in made]
 
 
 def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
@@ -672,6 +677,7 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
         batch_size=rows,
         retrieval=retrieval_stats(cache.layer_states, range(row, row + beams)),
         kv_bytes_at_16=_at_16(cache, rows),
+        ledger=_ledger(cache, rows),
     )
 
 
@@ -681,11 +687,20 @@ def _bytes(cache: EvictionCache, rows: int) -> tuple[int, int]:
     return (tracker.bytes + other) // rows, (tracker.peak_bytes + other) // rows
 
 
+def _ledger(cache: EvictionCache, rows: int) -> dict[str, Any] | None:
+    """The ledger of `EvictionStats`: bytes are a sample's equal share, of `rows`."""
+    traits = cache.traits
+    if not (traits.composed or traits.evicts_in_windows):
+        return None
+    lines = {name: [now // rows, peak // rows] for name, (now, peak) in cache.ledger.items()}
+    return {"evicted_layers": len(traits.held), "layers": len(traits.layers), **lines}
+
+
 def _at_16(cache: EvictionCache, rows: int) -> int | None:
-    """A sample's equal share, of `rows`, of the layers' bytes_at_16; None where a layer has none."""
+    """A sample's share, of `rows`, of the layers' bytes_at_16, windows and states; None where a layer has none."""
     each = [state.bytes_at_16 for state in cache.layer_states]
     known = [held for held in each if held is not None]
-    return sum(known) // rows if len(known) == len(each) else None
+    return (sum(known) + cache.other_bytes_at_16) // rows if len(known) == len(each) else None
 
 
 @dataclass
@@ -746,7 +761,8 @@ class Generation:
     def __repr__(self) -> str:
         shown = repr(self.texts[0] if self.texts else self.tokens[0])
         more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
-        method, peak = self.cache.config.method.name, self.memory_tracker.peak_bytes / 2**20
+        method = self.cache.config.method.name
+        peak = (self.memory_tracker.peak_bytes + self.cache.other_bytes) / 2**20
         times = f"first token after {self.timing.ttft_s:.2f} s, then {1000 * self.timing.tpot_s:.0f} ms each"
         answer = f"Generation: {shown[:100]}{'…' * (len(shown) > 100)}{more}"
         return "\n".join((answer, f"  {method}, KV peak {peak:.1f} MiB", f"  {times}"))

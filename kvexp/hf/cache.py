@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 from unicodedata import east_asian_width
@@ -18,20 +18,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvexp.core import Budget, CacheConfig, EvictionLayer, Method, SequenceState
+from kvexp.core import Budget, BytesBudget, CacheConfig, EvictionLayer, Method, SequenceState
 from kvexp.core.attention import AttentionParams
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
+from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.decode import stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
 from kvexp.core.eviction import CacheState
 from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
-from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states, state_bytes
+from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states, state_bytes, state_numbers
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_factors
-from kvexp.hf.probe import layer_ropes
+from kvexp.hf.probe import check_heads, layer_ropes, other_layers
 from kvexp.hf.second_pass import RepeatedPrompt
 from kvexp.hf.traits import (
     Traits,
@@ -48,7 +49,7 @@ from kvexp.hf.traits import (
 )
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
 from kvexp.retrieval.method import Retrieval
-from kvexp.util import CacheError, ConfigError, visible
+from kvexp.util import CacheError, ConfigError, Rule, refuse, visible
 
 LONGEST = 4  # bytes of a character: more tokens than that end none
 
@@ -89,12 +90,45 @@ def check_retrieval(config: Any, method: Retrieval) -> None:
         )
 
 
+# Reasons against evicting in sliding windows of models with layers that keep every token.
+NO_WINDOWS: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: isinstance(c.method, Retrieval),
+        "method {c.method.name} evicts nothing, and windows need no index",
+    ),
+    (
+        lambda c: c.method.needs.second_pass is not None,
+        "method {c.method.name} reads the prompt a second time, of which a window sees the end alone",
+    ),
+    (
+        lambda c: c.method.needs.calibration or c.method.needs.surrogate or (c.budget and c.budget.heads == "duo"),
+        "what kvexp calibrate measures is of the layers that keep every token",
+    ),
+    (
+        lambda c: (
+            c.budget
+            and (
+                c.method.joins_layers
+                or not c.equal_layers
+                or type(layer_budgets_of(c.method, c.budget)) is not LayerBudgets
+            )
+        ),
+        "slots of all layers are shared out or chosen together ({c.layers_setting}), and windows hold other numbers of "
+        "tokens",
+    ),
+)
+
+
 def check_layers(traits: Traits, cache: CacheConfig) -> None:
     """ConfigError for a cache that cannot be put together with what the model's other layers keep."""
-    if traits.composed and cache.method.needs.second_pass is not None:
+    if traits.evicts_in_windows:
+        refuse(cache, [(when, f"{why}: leave cache.evict_sliding at auto") for when, why in NO_WINDOWS])
+    keep_states = [layer for layer in traits.layers if layer.kind in ("state", "hybrid", "shared")]
+    if keep_states and cache.method.needs.second_pass is not None:
         raise ConfigError(
             f"method {cache.method.name} reads the prompt a second time, which {traits.title} cannot: of its layers, "
-            f"{layers_in_words(traits.layers)}, some have gone on by then. Choose another method"
+            f"{layers_in_words(traits.layers)}, some keep a state that has gone on by then, or attend to keys that are "
+            "not stored again. Choose another method"
         )
     if traits.shared and (isinstance(cache.method, Retrieval) or cache.quantization is not None):
         raise ConfigError(
@@ -246,10 +280,13 @@ class EvictionCache(Cache):  # type: ignore[misc]
             config.calibration.check_shape(*query_shape(model.config))
         if config.head_scores is not None:
             config.head_scores.check_shape(*query_shape(model.config)[:2])
-        check_rope(MovingRope.of(model.config), config)
-        traits = traits_of(model.config)
+        self.moving = MovingRope.of(model.config)
+        check_rope(self.moving, config)
+        traits = traits_of(model.config, config.evict_sliding)
         check_layers(traits, config)
-        ropes = layer_ropes(model) if turned_by(config) is not None else None
+        if traits.evicts_in_windows:
+            check_heads(model, traits)
+        ropes = layer_ropes(model, config.evict_sliding) if turned_by(config) is not None else None
         self.sequence = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -257,24 +294,27 @@ class EvictionCache(Cache):  # type: ignore[misc]
             num_beams=num_beams,
             seeds=seeds,
         )
-        count = num_layers(model.config)
-        common = CacheState(config, count, self.sequence)
+        if isinstance(config.budget, BytesBudget):
+            budget = replace(config.budget, others=other_layers(model, traits))
+            self.config = config = replace(config, budget=budget)
+        count = len(traits.held)
+        common = CacheState(config, count, self.sequence, traits.windows)
         self.memory_tracker, self.cross_layer_score = common.memory_tracker, common.cross_layer_score
         states: list[EvictionLayer | RetrievalLayer]
         if isinstance(method, Retrieval):
             group = LayerGroup(calibration=calibrate(model, method))
             states = [RetrievalLayer(config, i, count, self.sequence, self.memory_tracker, group) for i in range(count)]
         else:
-            factors = output_factors(model) if method.needs.output_norms else [None] * count
+            factors = output_factors(model, traits.sliding) if method.needs.output_norms else [None] * count
             projected = config.select.values == "critical" or method.needs.output_projection
-            blocks = output_blocks(model) if projected else [None] * count
+            blocks = output_blocks(model, traits.sliding) if projected else [None] * count
             states = [EvictionLayer(config, i, common, factors[i], blocks[i]) for i in range(count)]
         if config.surrogate is not None and method.needs.surrogate:
             kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
             config.surrogate.check_shape(count, kv_heads, width)
         inputs = layer_input(model) if method.needs.surrogate else None
-        super().__init__(layers=compose(model.config, states, self.sequence, ropes, inputs))
-        self.held = traits.held
+        super().__init__(layers=compose(model.config, states, self.sequence, ropes, inputs, config.evict_sliding))
+        self.traits, self.held, self.budget_windows = traits, traits.held, traits.windows
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
         second = method.needs.second_pass
@@ -294,9 +334,35 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return [state for state in states if isinstance(state, WindowLayer)]
 
     @property
+    def ledger(self) -> dict[str, tuple[int, int]]:
+        """Bytes now and at the peak, by what keeps them: layers that keep every token, windows, states, latents.
+
+        Where all layers with a window are evicted from because none keeps every token, they count as such. A window
+        that is not evicted from, or a state, never shrinks, so that its peak is now; what a window attends to within
+        one forward is that forward's, not the cache's.
+        """
+        tracker, windows = self.memory_tracker, sum(window.kv_bytes for window in self.windows)
+        held, sliding = (tracker.bytes, tracker.peak_bytes), (0, 0)
+        if tracker.groups:
+            now = [tracker.bytes_of(layers) for layers in tracker.groups]
+            held, sliding = zip(now, tracker.group_peaks, strict=True)
+        states = sum(map(state_bytes, self.layers))
+        return {
+            "held": held,
+            "window": (sliding[0] + windows, sliding[1] + windows),
+            "state": (states, states),
+            "latent": (0, 0),  # `traits_of` refuses the models whose cache holds latents
+        }
+
+    @property
     def other_bytes(self) -> int:
         """Bytes of windows and states, which layers keep that kvexp does not evict from."""
         return sum(window.kv_bytes for window in self.windows) + sum(map(state_bytes, self.layers))
+
+    @property
+    def other_bytes_at_16(self) -> int:
+        """Bytes of windows and states with their numbers as 16 bits each."""
+        return 2 * sum(window.numbers for window in self.windows) + 2 * sum(map(state_numbers, self.layers))
 
     def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
         """Allow forwards of several new tokens after the prompt, with one eviction after each; returns the cache."""
@@ -380,6 +446,10 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if self.cross_layer_score is not None:
             self.cross_layer_score.select_rows(rows)
 
+    def _sizes(self, lengths: Sequence[int], padded: int) -> PromptSizes:
+        """Prompts of so many real tokens and padded columns, as budgets of this cache are resolved for them."""
+        return PromptSizes(lengths, padded, self.sequence.max_new_tokens, len(self.held), self.budget_windows)
+
     def check_budget(self, prompt_lengths: Sequence[int], padded: int) -> None:
         """ConfigError where a layer's budget cannot hold what the method protects, for prompts of these lengths.
 
@@ -389,7 +459,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         method = self.config.method
         if method.evicts and method.score_spec is not None:
             method.score_spec.check_lengths(prompt_lengths)
-        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.held))
+        prompts = self._sizes(prompt_lengths, padded)
         check_budget(self.config, prompts)
         if may_evict(self.config, prompts):
             self.check_second_pass(prompt_lengths)
@@ -400,16 +470,17 @@ class EvictionCache(Cache):  # type: ignore[misc]
         spans: per prompt, (first, behind the last) in its real tokens; None: none. ConfigError where they are needed
         and not given, or no budget holds them. To be called before the model runs.
         """
-        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.held))
+        prompts = self._sizes(prompt_lengths, padded)
         check_spans(self.config, prompts, spans)
         if self.config.keep in ("span", "fair") and spans is not None:
             self.sequence.mark_spans(spans, prompt_lengths)
 
     def check_second_pass(self, prompt_lengths: Sequence[int]) -> None:
         """ConfigError where the method's second pass over prompts of so many tokens is too long for the model."""
-        if self.repeated_prompt is not None and self.sequence.max_positions is not None:
+        holds = self.sequence.max_positions
+        if self.repeated_prompt is not None and holds is not None:
             for length in prompt_lengths:
-                self.repeated_prompt.check_room(length, self.sequence.max_positions, self.config.method.name)
+                self.repeated_prompt.check_room(length, holds, self.config.method.name, self.moving)
 
     def logits_were_finite(self) -> bool:
         """Whether the logits of all forwards through this cache were finite. Waits for the device."""
@@ -639,19 +710,29 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
             if cache.sequence.num_beams > 1:
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
         self.caches = caches
-        fast_group = FastStepGroup([cache.layer_states for cache in caches])
-        self.held = caches[0].held
+        alike: dict[tuple[int, ...], list[int]] = {}  # caches that hold the same layers
+        for member, cache in enumerate(caches):
+            alike.setdefault(cache.held, []).append(member)
+        together = {
+            numbers: (members, FastStepGroup([caches[member].layer_states for member in members]))
+            for numbers, members in alike.items()
+        }
+        self.held = min(alike, key=len)
         layers = []
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
-            joined = MultiLayer([layer.state for layer in each], sizes, fast_group) if index in self.held else None
-            layers.append(join(each, joined, sizes))
+            held = [
+                (members, MultiLayer([each[i].state for i in members], [sizes[i] for i in members], group))
+                for numbers, (members, group) in together.items()
+                if index in numbers
+            ]
+            layers.append(join(each, held, sizes))
         super().__init__(layers=layers)
         self._new = caches[0].get_seq_length() == 0
 
     @property
-    def layer_states(self) -> list[MultiLayer]:
-        """The layers that kvexp holds, in order, each of all caches."""
+    def layer_states(self) -> list[Any]:
+        """The layers that every cache holds, in order, each of all caches."""
         return [self.layers[number].state for number in self.held]
 
     def hand_out(self) -> None:

@@ -23,7 +23,9 @@ from transformers.cache_utils import (
 
 from kvexp.core import RoPE, SequenceState
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.config import Sliding
 from kvexp.core.eviction import LayerCache
+from kvexp.core.second_pass import RepeatedChunk
 from kvexp.hf.patch import LAYER_ATTR, LayerInput, check_patched
 from kvexp.hf.traits import Layer, text_config, traits_of
 from kvexp.util import CacheError
@@ -115,7 +117,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.shared:
             return self.state.forward(query, key, value, params, padding)
         states, before = states_of(self.state), self.state.seq_len
-        held = [_held(state) for state in states]
+        held = [_held(state) for state in states] if before else []
         out = self.state.forward(query, key, value, params, padding)
         if before == 0:  # a prompt comes once, to all caches
             self._reads = [_read(states[0], None, key, value)]
@@ -222,16 +224,26 @@ class WindowLayer:
             query_positions=new,
             params=params,
             in_column_order=True,
-            padded=self.sequence.padded or not self.sequence.prompt_complete,
+            padded=self.padded,
         )
         out = _attend_in_chunks(inputs, self.size) if self.kind.kind == "chunk" else compute_attention(inputs)
         return out.flatten(1, 2)
 
     @property
+    def padded(self) -> bool:
+        """Whether padding may be among what is attended to."""
+        return self.sequence.padded or not self.sequence.prompt_complete
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values held."""
-        held = [each for each in (self.window.keys, self.window.values) if isinstance(each, Tensor)]
-        return sum(each.numel() * each.element_size() for each in held)
+        return self.numbers * self.window.keys.element_size() if self.numbers else 0
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the keys and values held are."""
+        held = (self.window.keys, self.window.values)
+        return sum(each.numel() for each in held if isinstance(each, Tensor))
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows."""
@@ -245,6 +257,29 @@ class WindowLayer:
         """Tensors that copies of this layer may share: none of them is ever written to."""
         held = (self.positions, self.window.keys, self.window.values)
         return [each for each in held if isinstance(each, Tensor)]
+
+
+class RepeatedWindow(WindowLayer):
+    """A window as a second pass over the prompt sees it: at the prompt's end, in forwards that store nothing.
+
+    chunk: the forward in progress, as of `kvexp.core.second_pass`.
+    """
+
+    padded = True
+
+    def __init__(self, window: WindowLayer) -> None:
+        super().__init__(window.kind, window.sequence, window.layers)
+        self.window, self.positions, self.seq_len = window.window, window.positions, window.seq_len
+        self.chunk: RepeatedChunk | None = None
+
+    def store(self, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `WindowLayer.store`, of the rows of the chunk in progress; padding is known from its positions."""
+        assert self.chunk is not None and self.positions is not None
+        rows, fed = self.chunk.rows.to(key.device), self.chunk.positions.to(key.device)
+        keys, values = (
+            torch.cat([held[rows], new], dim=2) for held, new in ((self.window.keys, key), (self.window.values, value))
+        )
+        return keys, values, torch.cat([self.positions[rows], fed], dim=1), fed
 
 
 def _attend_in_chunks(inputs: AttentionInputs, size: int) -> Tensor:
@@ -286,7 +321,7 @@ class JoinedWindows:
     @property
     def seq_len(self) -> int:
         """Tokens seen so far, padding included."""
-        return self.states[0].seq_len
+        return int(self.states[0].seq_len)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
@@ -312,6 +347,46 @@ class JoinedWindows:
         raise CacheError("caches that decode together are reset one by one: call reset() of each")
 
 
+class SplitLayer(JoinedWindows):
+    """One layer of several caches, of which some evict in it and others keep its window, as one `LayerCache`.
+
+    parts: indices of caches, and what joins this layer of them: each cache in one part; states, rows: of `parts`, by
+    cache.
+    """
+
+    def __init__(self, parts: Sequence[tuple[list[int], Any]], rows: list[int]) -> None:
+        found = {
+            member: state for members, joined in parts for member, state in zip(members, joined.states, strict=True)
+        }
+        super().__init__([found[member] for member in range(len(rows))], rows)
+        self.parts = parts
+
+    def take_input(self, hidden: Tensor) -> None:
+        """Hand what this layer gets [rows, Q, n] to the parts that evict."""
+        each = None if self.seq_len == 0 else hidden.split(self.rows)
+        for members, joined in self.parts:
+            if hasattr(joined, "take_input"):
+                joined.take_input(hidden if each is None else torch.cat([each[member] for member in members]))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
+    ) -> Tensor:
+        """As `JoinedWindows.forward`; a prompt's output is the first part's, which the others' equal up to rounding."""
+        if self.seq_len == 0:
+            outputs = [joined.forward(query, key, value, params, padding) for _, joined in self.parts]
+            first: Tensor = outputs[0]
+            return first
+        new = [each.split(self.rows) for each in (query, key, value)]
+        masks = None if padding is None else padding.split(self.rows)
+        made: dict[int, Tensor] = {}
+        for members, joined in self.parts:
+            q, k, v = (torch.cat([part[member] for member in members]) for part in new)
+            mask = None if masks is None else torch.cat([masks[member] for member in members])
+            sizes = [self.rows[member] for member in members]
+            made |= zip(members, joined.forward(q, k, v, params, mask).split(sizes), strict=True)
+        return torch.cat([made[member] for member in range(len(self.rows))])
+
+
 def states_of(state: Any) -> list[Any]:
     """The layers that a joined one consists of; else the layer itself."""
     return list(getattr(state, "states", [state]))
@@ -333,7 +408,10 @@ def _held(state: Any) -> tuple[Tensor, Tensor, Tensor] | None:
 
 def _read(state: Any, held: tuple[Tensor, Tensor, Tensor] | None, key: Tensor, value: Tensor) -> _Read:
     """What the forward that has just ended saw of this layer: what was held before, and the new tokens."""
-    new = state.sequence.positions(key.device)
+    if hasattr(state, "sequence"):
+        new = state.sequence.positions(key.device)
+    else:  # layers of one forward, for calibration say, count no tokens
+        new = torch.arange(key.shape[2], device=key.device).expand(len(key), -1)
     if held is None:
         return _Read(key, value, new[:, None], new, in_order=True)
     keys, values, positions = held
@@ -353,12 +431,14 @@ def compose(
     sequence: SequenceState | None = None,
     ropes: Sequence[RoPE | None] | None = None,
     layer_input: LayerInput | None = None,
+    sliding: Sliding = "auto",
 ) -> list[Any]:
     """The layers of a cache for this model: `held` where kvexp holds keys, else windows and transformers' own states.
 
     sequence: of the cache, by which windows know positions; None: a new one. ropes: of each layer that is held.
+    sliding: as of `held_layers`.
     """
-    traits = traits_of(model_config)
+    traits = traits_of(model_config, sliding)
     stock = DynamicCache(config=text_config(model_config)).layers
     sequence = SequenceState() if sequence is None else sequence
     rest = dict(zip(traits.held, zip(held, ropes or [None] * len(held), strict=True), strict=True))
@@ -380,14 +460,21 @@ def compose(
     return made
 
 
-def join(parts: Sequence[Any], joined: LayerCache | None, rows: list[int]) -> Any:
-    """One layer of several caches as a layer of one. parts: this layer of each; joined: slots where kvexp holds it."""
+def join(parts: Sequence[Any], held: Sequence[tuple[list[int], LayerCache]], rows: list[int]) -> Any:
+    """One layer of several caches as a layer of one.
+
+    parts: this layer of each; held: indices of caches that hold it, and their slots joined; the others keep its window.
+    """
     first = parts[0]
     if not isinstance(first, EvictionCacheLayer):
         if not isinstance(first, LinearAttentionLayer):
             return first
         return _join_states(LinearAttentionLayer(first.number_of_states), parts)
-    state: LayerCache = JoinedWindows([part.state for part in parts], rows) if joined is None else joined
+    others = [member for member in range(len(parts)) if not any(member in members for members, _ in held)]
+    if others:
+        windows = JoinedWindows([parts[member].state for member in others], [rows[member] for member in others])
+        held = [(others, windows), *held]
+    state: LayerCache = held[0][1] if len(held) == 1 else SplitLayer(held, rows)
     rope = next((part.rope for part in parts if part.rope is not None), None)
     inputs = next((part.layer_input for part in parts if part.layer_input is not None), None)
     given = (state, rope, first.model_config, inputs, first.kind, first.shared)
@@ -442,9 +529,18 @@ def select_states(layer: Any, rows: Tensor) -> None:
                     states[index] = state.index_select(0, rows.to(state.device))
 
 
-def state_bytes(layer: Any) -> int:
-    """Bytes of a layer's states; 0 for a layer without."""
+def _states(layer: Any) -> list[Tensor]:
+    """A layer's states; none of a layer without."""
     if not isinstance(layer, LinearAttentionLayer):
-        return 0
-    held = [state for name in STATES for state in getattr(layer, name).values() if state is not None]
-    return sum(state.numel() * state.element_size() for state in held)
+        return []
+    return [state for name in STATES for state in getattr(layer, name).values() if state is not None]
+
+
+def state_bytes(layer: Any) -> int:
+    """Bytes of a layer's states."""
+    return sum(state.numel() * state.element_size() for state in _states(layer))
+
+
+def state_numbers(layer: Any) -> int:
+    """How many numbers a layer's states are."""
+    return sum(state.numel() for state in _states(layer))

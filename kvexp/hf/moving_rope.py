@@ -44,7 +44,12 @@ class MovingRope:
         least, most = min(lengths), max(lengths)
         if most <= self.limit or least == most:
             return True
-        return self.kind == "longrope" and least > self.limit
+        return self.has_sides and least > self.limit
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether forwards of different ends turn alike on one side of the limit, so that texts may come in parts."""
+        return self.kind == "longrope"
 
     @property
     def why(self) -> str:
@@ -63,6 +68,7 @@ class MovingRope:
             raise ConfigError(
                 f"{self.why}, and chunks of {chunk} tokens would be turned by others than the prompt of "
                 f"{max(lengths)}: feed prompts whole (no prefill_chunk, no bounded_chunk)"
+                + (f", or of at most {self.limit} tokens" if self.has_sides else "")
             )
         if len(set(lengths)) > 1 and not self.same([*lengths, max(lengths) + new]):
             raise ConfigError(
@@ -86,6 +92,8 @@ def check_rope(moving: MovingRope | None, cache: CacheConfig) -> None:
         return
     if (what := turned_by(cache)) is not None:
         check_turns(moving, what)
+    if moving.has_sides:
+        return  # `check_prompts` and `RepeatedPrompt.check_room` know on which side a prompt is
     if cache.bounded_chunk is not None:
         raise ConfigError(f"{moving.why}, so a prompt is read whole: set prefill=whole (bounded_chunk=None)")
     if cache.method.needs.second_pass is not None:

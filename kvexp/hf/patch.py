@@ -28,8 +28,9 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.config import Sliding
 from kvexp.core.sequence import SequenceState
-from kvexp.hf.traits import Layer, has_sinks, query_shape, softcap_of, traits_of
+from kvexp.hf.traits import Layer, has_sinks, softcap_of, traits_of
 from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
@@ -408,20 +409,20 @@ NAMES = ("o_proj", "out_proj", "c_proj", "dense")  # of the projection, in the a
 _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a model whose keys kvexp holds, in the order of its layers."""
-    held = traits_of(model.config).held
+def attention_modules(model: nn.Module, sliding: Sliding = "auto") -> list[nn.Module]:
+    """The attention modules of a model whose keys kvexp holds (`held_layers`), in the order of its layers."""
+    held = traits_of(model.config, sliding).held
     found = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     return [module for module in found if getattr(module, "layer_idx", held[0]) in held]
 
 
-def output_factors(model: PreTrainedModel) -> list[Tensor]:
+def output_factors(model: PreTrainedModel, sliding: Sliding = "auto") -> list[Tensor]:
     """R [H, G, n, Dv] float32 of every layer, with ||R v|| = ||W v|| for the block W of each query head's outputs.
 
     R is that of W = QR, so n is Dv where the model is wider than a head. Computed once per model and state of its
-    weights. ConfigError as of `output_blocks`.
+    weights. Arguments and ConfigError as of `output_blocks`.
     """
-    blocks = output_blocks(model)
+    blocks = output_blocks(model, sliding)
     state = [(block.data_ptr(), 0 if block.is_inference() else block._version) for block in blocks]
     known = _FACTORS.get(model)
     if known is None or known[0] != state:
@@ -430,15 +431,16 @@ def output_factors(model: PreTrainedModel) -> list[Tensor]:
     return known[1]
 
 
-def output_blocks(model: PreTrainedModel) -> list[Tensor]:
+def output_blocks(model: PreTrainedModel, sliding: Sliding = "auto") -> list[Tensor]:
     """W [H, G, n, Dv] of every layer, the block of the output projection behind each query head, n: the model's width.
 
-    Views of the weights, which stay as they are. ConfigError where a layer's projection is no matrix of floating-point
-    numbers in memory.
+    Views of the weights, which stay as they are. sliding: as of `held_layers`. ConfigError where a layer's projection
+    is no matrix of floating-point numbers in memory.
     """
-    kind, (layers, kv_heads, group, _) = model.config.model_type, query_shape(model.config)
+    kind, traits = model.config.model_type, traits_of(model.config, sliding)
+    layers, kv_heads, group = len(traits.held), traits.kv_heads, traits.group
     blocks: list[Tensor] = []
-    for attention in attention_modules(model):
+    for attention in attention_modules(model, sliding):
         projection = next((getattr(attention, name) for name in NAMES if hasattr(attention, name)), None)
         weight = getattr(projection, "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:

@@ -19,8 +19,8 @@ from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.method import SecondPass
 from kvexp.core.second_pass import RepeatedChunk, SecondPassLayer
 from kvexp.hf.chat_template import render
+from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.patch import attention_modules, forward_logits
-from kvexp.hf.traits import num_kv_heads
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
@@ -71,13 +71,21 @@ class RepeatedPrompt:
         behind = len(self.later) + min(self.how.overlap, self.how.chunk) if left > chunk else 0
         return max(len(self.first), behind) + len(self.turn) + chunk
 
-    def check_room(self, prompt: int, holds: int, method: str) -> None:
-        """ConfigError where a prompt of so many tokens and its longest forward are more than the model `holds`."""
+    def check_room(self, prompt: int, holds: int, method: str, moving: MovingRope | None = None) -> None:
+        """ConfigError where a prompt of so many tokens and its longest forward are more than the model `holds`.
+
+        Also where the prompt and what is fed behind it are on two sides of the limit of a moving RoPE.
+        """
         most = self.most_tokens(prompt)
         if prompt + most > holds:
             raise ConfigError(
                 f"method {method} feeds up to {most} tokens behind the prompt of {prompt} to repeat it, the model "
                 f"holds {holds}: lower method.chunk (now {self.how.chunk}), or shorten the prompt"
+            )
+        if most and moving is not None and not moving.same([prompt, prompt + most]):
+            raise ConfigError(
+                f"{moving.why}, and method {method} feeds up to {most} tokens behind the prompt of {prompt} to repeat "
+                f"it: lower method.chunk (now {self.how.chunk}), or shorten the prompt"
             )
 
     def chunks(self, lengths: Sequence[int], pad: int) -> list[tuple[Tensor, RepeatedChunk]]:
@@ -115,11 +123,16 @@ class RepeatedPrompt:
         )
 
 
-def check_second_pass(cache: CacheConfig, tokenizer: Any, prompt: int, holds: int) -> None:
-    """ConfigError where the method's second pass over a prompt of so many tokens needs more positions than `holds`."""
+def check_second_pass(
+    cache: CacheConfig, tokenizer: Any, prompt: int, holds: int, moving: MovingRope | None = None
+) -> None:
+    """ConfigError where the method cannot make a second pass over a prompt of so many tokens.
+
+    holds, moving: as of `RepeatedPrompt.check_room`.
+    """
     how = cache.method.needs.second_pass
     if how is not None:
-        RepeatedPrompt.of(how, tokenizer, cache.method.name).check_room(prompt, holds, cache.method.name)
+        RepeatedPrompt.of(how, tokenizer, cache.method.name).check_room(prompt, holds, cache.method.name, moving)
 
 
 def end_of_user_turn(tokenizer: Any) -> str:
@@ -144,14 +157,20 @@ class SecondPassCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, caches: Sequence[EvictionCache]) -> None:
-        from kvexp.hf.layers import EvictionCacheLayer  # late: it imports this module
+        from kvexp.hf.layers import EvictionCacheLayer, RepeatedWindow  # late: it imports this module
 
         self.passes: list[SecondPassLayer] = []
-        layers = []
-        config = caches[0].layers[0].model_config
-        group = config.num_attention_heads // num_kv_heads(config)
-        for index, layer in enumerate(caches[0].layers):
-            states = [cache.layer_states[index] for cache in caches]
+        self.windows: list[RepeatedWindow] = []
+        layers: list[Any] = []
+        group, held = caches[0].traits.group, caches[0].held
+        for number, layer in enumerate(caches[0].layers):
+            if number not in held:
+                if hasattr(layer, "state"):
+                    self.windows.append(RepeatedWindow(layer.state))
+                    layer = EvictionCacheLayer(self.windows[-1], None, layer.model_config, None, layer.kind)
+                layers.append(layer)
+                continue
+            states = [cache.layers[number].state for cache in caches]
             first = states[0]
             assert isinstance(first, EvictionLayer)
             observes = any(isinstance(state, EvictionLayer) and state.due_eviction is not None for state in states)
@@ -198,7 +217,8 @@ def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> N
     real = (torch.arange(columns) >= columns - lengths).long()
     cache = SecondPassCache(caches)
     for ids, chunk in prompt.chunks(sequence.prompt_lengths, pad=0):
-        for layer in cache.passes:
+        seen: list[Any] = [*cache.passes, *cache.windows]
+        for layer in seen:
             layer.chunk = chunk
         mask = torch.cat([real[chunk.rows], (chunk.positions >= 0).long()], dim=1)
         with input_norms(model, chunk, wanted=prompt.how.over_input):

@@ -16,6 +16,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, Quantization, RoPE, triton_ops
+from kvexp.core.budget import OtherLayers, PromptSizes
+from kvexp.core.config import Sliding
 from kvexp.util import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
@@ -124,6 +126,7 @@ class Traits:
     per kv head), key_dim D, value_dim Dv: of the layers whose keys kvexp holds. limit: the longest sequence in tokens
     that the configuration names, before a stretched RoPE; None: it names none. shared: numbers of layers whose keys
     later layers attend to as well. verified: whether tests hold a tiny model of this type against transformers.
+    sliding: as of `held_layers`.
     """
 
     type: str
@@ -136,6 +139,7 @@ class Traits:
     limit: int | None
     shared: frozenset[int] = frozenset()
     verified: bool = False
+    sliding: Sliding = "auto"
 
     @property
     def whole_prompts(self) -> bool:
@@ -161,13 +165,36 @@ class Traits:
     @property
     def held(self) -> tuple[int, ...]:
         """Numbers of the layers whose keys and values kvexp holds and evicts."""
-        return held_layers(self.layers)
+        return held_layers(self.layers, self.sliding)
+
+    @property
+    def evicts_in_windows(self) -> bool:
+        """Whether windows are evicted from though other layers keep every token, which they are where it was asked."""
+        return self.held != held_layers(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that the window of each held layer has, None for one that keeps every token.
+
+        Empty where all held layers are alike: a budget is then of the prompt, as it is without windows.
+        """
+        return tuple(self.layers[number].size for number in self.held) if self.evicts_in_windows else ()
+
+    @property
+    def of_layers(self) -> str:
+        """The held layers among all as text, such as "3 of 18 layers"."""
+        return f"{len(self.held)} of {len(self.layers)} layers"
 
 
-def held_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
-    """Numbers of the layers that kvexp evicts from: those that keep every token; all that slide, where none does."""
+def held_layers(layers: Sequence[Layer], sliding: Sliding = "auto") -> tuple[int, ...]:
+    """Numbers of the layers that kvexp evicts from, those that keep every token among them.
+
+    sliding: whether those with a sliding window are; auto: where no layer keeps every token.
+    """
     whole = tuple(number for number, layer in enumerate(layers) if layer.kind in ("full", "hybrid"))
-    return whole or tuple(number for number, layer in enumerate(layers) if layer.kind == "window")
+    if sliding is False or (sliding == "auto" and whole):
+        return whole
+    return tuple(number for number, layer in enumerate(layers) if layer.kind in ("full", "hybrid", "window"))
 
 
 def text_config(config: Any) -> Any:
@@ -185,8 +212,11 @@ def check_type(config: Any) -> None:
         raise _refused(str(_field(text, "model_type")), LATENTS)
 
 
-def traits_of(config: Any) -> Traits:
-    """The traits of a Hugging Face configuration; ConfigError for a model that kvexp cannot serve, with the reason."""
+def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
+    """The traits of a Hugging Face configuration; ConfigError for a model that kvexp cannot serve, with the reason.
+
+    sliding: `CacheConfig.evict_sliding`. ConfigError too where it leaves no layer to evict from.
+    """
     check_type(config)
     text = text_config(config)
     model_type = str(_field(text, "model_type"))
@@ -194,6 +224,11 @@ def traits_of(config: Any) -> Traits:
     held = held_layers(layers)
     if not held:
         raise _refused(model_type, _STATES)
+    if not held_layers(layers, sliding):
+        raise ConfigError(
+            f"cache.evict_sliding=false leaves nothing to evict in {TITLES.get(model_type, model_type)}, of whose "
+            f"layers none keeps every token ({layers_in_words(layers)}): leave cache.evict_sliding at auto"
+        )
     own = (_field(text, "per_layer_config") or [text] * len(layers))[held[0]]
     heads = _field(own, "num_attention_heads")
     kv_heads = _field(own, "num_key_value_heads") or _field(_field(own, "attn_config"), "kv_n_heads") or heads
@@ -211,6 +246,7 @@ def traits_of(config: Any) -> Traits:
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
         shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
         verified=not VERIFIED.isdisjoint((model_type, _field(config, "model_type"))),
+        sliding=sliding,
     )
 
 
@@ -246,9 +282,9 @@ def _layers(text: Any, model_type: str) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def num_layers(config: Any) -> int:
-    """Number of layers L whose keys and values kvexp holds."""
-    return len(traits_of(config).held)
+def num_layers(config: Any, sliding: Sliding = "auto") -> int:
+    """Number of layers L whose keys and values kvexp holds; sliding: as of `held_layers`."""
+    return len(traits_of(config, sliding).held)
 
 
 def num_kv_heads(config: Any) -> int:
@@ -271,6 +307,24 @@ def layers_in_words(layers: Sequence[Layer]) -> str:
     """Kinds of layers with their numbers, as "4 of full attention, 22 of a sliding window"."""
     counted = Counter(layer.kind for layer in layers)
     return ", ".join(f"{count} of {KIND_TITLES[kind]}" for kind, count in counted.items())
+
+
+def other_layers_of(traits: Traits) -> OtherLayers | None:
+    """Windows that are not evicted from, as a configuration has them; None: every layer is evicted from.
+
+    States, and heads that differ between layers, only the model tells (`kvexp.hf.probe`).
+    """
+    if not traits.composed:
+        return None
+    numbers = traits.kv_heads * (traits.key_dim + traits.value_dim)
+    sizes = [layer.size for number, layer in enumerate(traits.layers) if number not in traits.held]
+    return OtherLayers(traits.kv_heads, tuple((numbers, size - 1) for size in sizes if size is not None))
+
+
+def prompt_sizes(config: Any, cache: CacheConfig, tokens: int, new: int | None) -> PromptSizes:
+    """One prompt of so many tokens, and `new` to come, as budgets of a model of this configuration are resolved for."""
+    traits = traits_of(config, cache.evict_sliding)
+    return PromptSizes([tokens], tokens, new, len(traits.held), traits.windows)
 
 
 def check_positions(config: Any, cache: CacheConfig) -> None:

@@ -36,7 +36,7 @@ from kvexp.results.read import (
     read_runs,
 )
 from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
-from kvexp.run.store import run_name
+from kvexp.run.store import LINES, run_name
 from kvexp.util import ConfigError, Console, visible
 
 Row = Mapping[str, Any]
@@ -54,7 +54,7 @@ VERDICTS = (
     *("comparisons", "confidence", "length_of_full", "length_ok"),
 )
 COST = (
-    *("ended", "slots", "kv_ratio_reached", "kv_bytes", "bytes_share", "peak_kv_bytes"),
+    *("ended", "layers", "slots", "kv_ratio_reached", "kv_bytes", "bytes_share", "peak_kv_bytes"),
     *("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed", "busy"),
     *("batch_size", "smallest_batch", *MEANS, "fell_back"),
 )
@@ -205,6 +205,7 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     reasons = [row["finish_reason"] for row in rows if row.get("finish_reason")]
     return {
         "ended": 100 * reasons.count("stop") / len(reasons) if reasons else math.nan,
+        "layers": next((layers_words(receipt["ledger"]) for receipt in receipts if receipt.get("ledger")), None),
         "slots": _over(np.mean, (receipt.get("slots") for receipt in receipts)),
         "kv_ratio_reached": _over(np.mean, reached),
         "kv_bytes": _over(np.mean, (receipt.get("kv_bytes") for receipt in receipts)),
@@ -221,6 +222,64 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
         **{name: _over(lambda found: sum(found) / len(found), (of.get(name) for of in retrieval)) for name in MEANS},
         "fell_back": "; ".join(f"{count} of {len(rows)} rows: {note}" for note, count in fallen.items()),
     }
+
+
+def layers_words(ledger: Mapping[str, Any]) -> str:
+    """How many layers of a model whose layers keep different things are evicted from, such as "3 of 18"."""
+    return f"{ledger.get('evicted_layers')} of {ledger.get('layers')}"
+
+
+LINE_TITLES = {  # of `LINES`
+    "held": "layers that keep every token",
+    "window": "sliding windows, chunks",
+    "state": "states",
+    "latent": "latents",
+}
+BYTES_LEGEND = (
+    "now: bytes at the end of an answer, mean over examples; peak: the most at any time; % of full: now, of what the "
+    "full cache's run holds there"
+)
+
+
+def bytes_table(runs: Runs) -> pd.DataFrame:
+    """Bytes of runs of models whose layers keep different things, a row for each line of the ledger that holds any.
+
+    Columns: labels, question, n, line, layers (evicted from: "3 of 18"), now (mean bytes at the end), peak (the most),
+    of_full (percent of the baseline's now, NaN without a baseline), hash.
+    """
+    rows: list[Record] = []
+    for folder in runs.ran:
+        full = _ledgers(folder if folder.is_baseline else baseline_of(folder, runs.known))
+        ledgers = _ledgers(folder)
+        for line in LINES:
+            now, peak = (_over(np.mean, _of_line(ledgers, line, 0)), _over(np.max, _of_line(ledgers, line, 1)))
+            if not now > 0:
+                continue
+            whole = _over(np.mean, _of_line(full, line, 0))
+            row = {**folder.labels, "question": folder.question, "n": len(ledgers), "line": LINE_TITLES[line]}
+            row |= {"layers": layers_words(ledgers[0]), "now": now, "peak": peak}
+            rows.append(row | {"of_full": 100 * now / whole if whole > 0 else math.nan, "hash": folder.run.hash})
+    return pd.DataFrame(rows)
+
+
+def _ledgers(folder: Folder | None) -> list[Mapping[str, Any]]:
+    rows = [] if folder is None else folder.scored.values()
+    return [ledger for row in rows if (ledger := (row.get("receipt") or {}).get("ledger"))]
+
+
+def _of_line(ledgers: Iterable[Mapping[str, Any]], line: str, place: int) -> list[Any]:
+    """Bytes of one line: place 0, now; 1, at the peak."""
+    return [(ledger.get(line) or [None, None])[place] for ledger in ledgers]
+
+
+def bytes_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
+    return [METHOD_AND_SETTING, budget_column(rows), N], [
+        plain("line", "bytes of", right=False),
+        plain("layers", "layers\nevicted"),
+        Column("now", lambda row: size(row["now"])),
+        Column("peak", lambda row: size(row["peak"])),
+        numeric("% of\nfull", "of_full", 1),
+    ]
 
 
 def bytes_share(folder: Folder, baseline: Folder | None) -> float:
@@ -298,9 +357,9 @@ def estimate(row: Row, name: str, digits: int, times: int = 1) -> str:
     """A number of a row and its interval: "96.1 (93.0..98.9)", or "96.1 (too few)"; times: as of `numeric`."""
     if absent(row.get(name)):
         return "-"
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    ends = TOO_FEW if absent(low) else "..".join(fixed(times * end, digits) for end in (low, high))
-    return f"{fixed(times * value, digits)} ({ends})"
+    ends: list[Any] = [row.get(f"{name}{end}") for end in ("_low", "_high")]
+    words = TOO_FEW if absent(ends[0]) else "..".join(fixed(times * end, digits) for end in ends)
+    return f"{fixed(times * row[name], digits)} ({words})"
 
 
 def called(metric: str, task: Any) -> str:
@@ -487,7 +546,7 @@ def without(row: Row, *keys: str) -> Record:
 
 def marks_of(rows: Sequence[Row]) -> dict[str, str]:
     """Label -> what a title says of it where it is the same in all runs: a chat template, weights of a GGUF file,
-    whether eviction has seen the question.
+    whether eviction has seen the question, which part of the model's layers is evicted from.
     """
     ran = [row for row in rows if row["status"] != "refused"]
     found: dict[str, str] = {}
@@ -495,6 +554,9 @@ def marks_of(rows: Sequence[Row]) -> dict[str, str]:
         values = {None if absent(row.get(name)) else str(row[name]) for row in ran}
         if len(values) == 1 and (value := values.pop()) not in (None, "False"):
             found[name] = end.format(value)
+    layers = {str(row["layers"]): None for row in ran if row["verdict99"] != "baseline" and not absent(row["layers"])}
+    if layers:
+        found["layers"] = f"{' or '.join(layers)} layers evicted"
     asked = {row.get("question") for row in ran}
     return found | ({"question": question_words(asked)} if len(asked) == 1 and question_words(asked) else {})
 

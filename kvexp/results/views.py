@@ -403,6 +403,7 @@ NAMED = (
     "turns",
     "distance",
     "chunks",
+    "ledger",
     "long",
     "instructions",
     "longbench",
@@ -490,6 +491,15 @@ VIEWS: dict[str, View] = {
         sides=(QUALITY, Side("peak KV bytes, % of full's", level=100.0)),
         points=life.chunk_points,
         one_line=True,
+    ),
+    "ledger": View(
+        "Bytes by what keeps them",
+        lambda folder: any((row.get("receipt") or {}).get("ledger") for row in folder.rows[:1]),
+        quality.bytes_table,
+        quality.bytes_columns,
+        lambda rows: "bytes of a prompt and its answer by what keeps them",
+        quality.BYTES_LEGEND,
+        "is of a model whose layers keep different things; run: kvexp run model=gemma3_270m",
     ),
     "long": View(
         "Long answers",

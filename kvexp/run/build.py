@@ -34,7 +34,7 @@ CODEC_KEYS = {  # codec -> the keys of STORAGE that it reads, `codec` and `resid
 }
 KIVI_WINDOW, TURBO_BITS = 32, 4  # where cache.residual is null; where cache.bits is 16
 # Keys of the group `cache` that runs of older versions have not recorded.
-ADDED_LATER = (*STORAGE, "graph")
+ADDED_LATER = (*STORAGE, "graph", "evict_sliding")
 # The group `cache` as a user types it: fields of kvexp.core's CacheConfig and Cadence, and names its messages use.
 CACHE_KEYS = {
     **{name: f"cache.{name}" for name in CACHE if name != "beyond_context"},
@@ -121,6 +121,7 @@ def build_cache(
     further fields of CacheConfig.
     """
     from kvexp.core import CacheConfig, Cadence, SlotSelection
+    from kvexp.core.config import Sliding
     from kvexp.core.method import SinkScore
 
     for name in node:
@@ -135,8 +136,9 @@ def build_cache(
         if name != "sink":
             raise ConfigError(f"score.{name} is not a setting of score; it has: sink")
     sink = typed({**SCORE, **score}["sink"], SinkScore, "score.sink")
+    sliding = typed(known["evict_sliding"], Sliding, "cache.evict_sliding")
     if method.evicts:
-        given |= {"select": chosen, "score_sink": sink}
+        given |= {"select": chosen, "score_sink": sink, "evict_sliding": sliding}
     with keys_named(CACHE_KEYS):
         return CacheConfig(
             method, budget, Cadence(at_prefill, known["evict_every"]), quantization=quantization_of(known), **given

@@ -358,6 +358,22 @@ def has_sinks(spec: ModelSpec) -> bool:
         return False
 
 
+def evicts_in_windows(spec: ModelSpec, cache: CacheConfig) -> bool:
+    """Whether the cache evicts from sliding windows of a model with layers that keep every token.
+
+    The model's configuration alone is read, and only where that was asked for. ConfigError where no layer is left to
+    evict from, or the cache cannot be put together with the layers.
+    """
+    if cache.evict_sliding == "auto":
+        return False
+    from kvexp.hf.cache import check_layers
+    from kvexp.hf.traits import traits_of
+
+    traits = traits_of(config_of_spec(spec), cache.evict_sliding)
+    check_layers(traits, cache)
+    return traits.evicts_in_windows
+
+
 def rows_alone(spec: ModelSpec) -> bool:
     """Whether every prompt goes through the model by itself, because rows of a batch would change each other."""
     from kvexp.hf.load import one_row_per_forward
@@ -367,17 +383,19 @@ def rows_alone(spec: ModelSpec) -> bool:
 
 def check_cache_fits_model(spec: ModelSpec, cache: CacheConfig, config: Any = None) -> None:
     """ConfigError if the cache cannot work on the model, whose configuration alone is read (where it is not given)."""
-    from kvexp.hf.cache import check_retrieval
+    from kvexp.hf.cache import check_layers, check_retrieval
     from kvexp.hf.load import parse_dtype
-    from kvexp.hf.traits import check_logits, check_quantization
+    from kvexp.hf.traits import check_logits, check_quantization, traits_of
     from kvexp.retrieval.method import Retrieval
 
+    config = config or config_of_spec(spec)
     if isinstance(cache.method, Retrieval):
-        check_retrieval(config or config_of_spec(spec), cache.method)
-    check_logits(config or config_of_spec(spec), cache)
+        check_retrieval(config, cache.method)
+    check_logits(config, cache)
+    check_layers(traits_of(config, cache.evict_sliding), cache)
     if cache.quantization is not None:
         with keys_named(CACHE_KEYS):
-            check_quantization(config or config_of_spec(spec), cache.quantization, parse_dtype(spec.dtype))
+            check_quantization(config, cache.quantization, parse_dtype(spec.dtype))
 
 
 def config_of_spec(spec: ModelSpec) -> Any:

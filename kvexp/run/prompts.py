@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvexp.core import Budget
-from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.hf.chat_template import render
+from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.second_pass import check_second_pass
-from kvexp.hf.traits import check_positions, num_layers
+from kvexp.hf.traits import check_positions, prompt_sizes
 from kvexp.hf.traits import max_positions as positions_of
 from kvexp.run.model_spec import config_of_spec, max_positions, tokenizer_of
 from kvexp.run.settings import Settings, batch_budget
@@ -352,11 +352,14 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
             fed.append(len(prompt.question_ids) + len(prompt.following))
         check_length(settings, settings.budget, config, size, fed)
         cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
-        coming = [PromptSizes([size], size, new, num_layers(config)) for new in fed]
+        chunk, moving = cache.bounded_chunk or settings.decoding.prefill_chunk, MovingRope.of(config)
+        if chunk is not None and moving is not None:
+            moving.check_prompts([size], 0, chunk=chunk)
+        coming = [prompt_sizes(config, cache, size, new) for new in fed]
         for each in coming:
             check_spans(cache, each, [prompt.spans] if prompt.spans else None)
         if not cache.beyond_context and any(may_evict(cache, each) for each in coming):
-            check_second_pass(cache, tokenizer, size, positions_of(config))
+            check_second_pass(cache, tokenizer, size, positions_of(config), moving)
     except ConfigError as error:
         return str(error)
     return None
@@ -370,7 +373,7 @@ def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed
     budget = batch_budget(settings, [size]) or budget
     cache = dataclasses.replace(settings.cache, budget=budget)
     for new in fed:
-        check_budget(cache, PromptSizes([size], size, new, num_layers(config)))
+        check_budget(cache, prompt_sizes(config, cache, size, new))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp.core.budget import PromptSizes
+from kvexp.core.budget import BytesBudget, PromptSizes
 from kvexp.core.quantized import SlotBytes
 from kvexp.hf.load import one_row_per_forward
 from kvexp.run.answers import NO_TIMES, ItemAnswer, ModelOutput, continuation_logprobs
@@ -354,9 +354,9 @@ def kv_bytes_needed(runs: Sequence[Settings], model: Model, batch: Items) -> tup
     from kvexp.hf.traits import head_dim, num_kv_heads, num_layers
 
     config, lengths = model.config, [prompt.size for _, prompt in batch]
-    heads = num_layers(config) * num_kv_heads(config)
 
     def kept(settings: Settings) -> int:
+        heads = num_layers(config, settings.cache.evict_sliding) * num_kv_heads(config)
         held = head_slot_bytes(settings, head_dim(config), int(model.dtype.itemsize))
         return heads * sum(map(held.of, slots_held(settings, lengths)))
 
@@ -375,6 +375,8 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
     cache = settings.cache
     if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
         return [length + new for length in lengths]
+    if isinstance(budget, BytesBudget):
+        budget = dataclasses.replace(budget, others=None)  # which leaves fewer slots
     held = budget.resolve(PromptSizes(lengths, max(lengths), new, 1), 0)
     return [min(slots + 1, length + new) for slots, length in zip(held, lengths, strict=True)]
 

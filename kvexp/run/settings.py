@@ -35,6 +35,7 @@ from kvexp.run.model_spec import (
     ModelSpec,
     calibrated,
     config_of_spec,
+    evicts_in_windows,
     generation_config_of,
     has_sinks,
     moving_rope,
@@ -183,7 +184,7 @@ def check_together(settings: Settings) -> None:
     if writes_text(settings):
         check_generation_config(generation_config_of(settings.model))
     moving = moving_rope(settings.model)
-    if moving is not None and settings.decoding.prefill_chunk is not None:
+    if moving is not None and not moving.has_sides and settings.decoding.prefill_chunk is not None:
         raise ConfigError(f"{moving.why}, so a prompt is read whole: set generation.prefill_chunk=null")
     check_rope(moving, settings.cache)
     refuse(settings, REFUSED)
@@ -250,26 +251,23 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
 
     config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
     """
-    from kvexp.hf.traits import layers_in_words, traits_of
+    from kvexp.core.config import Sliding
+    from kvexp.hf.traits import other_layers_of, traits_of
 
     share, node = config["bytes_ratio"], dict(config["budget"])
     for name, words in (("threshold", "budget=threshold"), ("tokens", f"budget.tokens={node.get('tokens')}")):
         if node.get(name) is not None:
             raise ConfigError(f"bytes_ratio={share} and {words} are two budgets: leave out one")
-    traits = traits_of(config_of_spec(model))
-    if traits.composed:
-        raise ConfigError(
-            f"bytes_ratio={share} would be of {len(traits.held)} of {len(traits.layers)} layers of {traits.title} "
-            f"({layers_in_words(traits.layers)}), and not of the bytes of the whole cache: set kv_ratio or "
-            "budget=tokens, which count slots of the layers that keep every token"
-        )
+    sliding = typed(config["cache"].get("evict_sliding", "auto"), Sliding, "cache.evict_sliding")
+    traits = traits_of(config_of_spec(model), sliding)
     width = traits.key_dim
     for name in ("_target_", "kv_ratio", "tokens", "threshold", "threshold_recent"):  # of a budget of another kind
         node.pop(name, None)
     node |= {
         "bytes_ratio": share,
         "key_dim": width,
-        "value_dim": width,
+        "value_dim": traits.value_dim if traits.composed else width,
+        "others": other_layers_of(traits),
         "quantization": quantization_of(config["cache"]),
     }
     budget: BytesBudget = made(BytesBudget, node, "budget", {"bytes_ratio": "bytes_ratio"})
@@ -394,6 +392,8 @@ class Settings:
                 identity["prefill"] = {"bounded_chunk": cache.bounded_chunk}
             if cache.keep is not None:
                 identity["keep"] = cache.keep
+            if evicts_in_windows(self.model, cache):
+                identity["evict_sliding"] = True
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
@@ -501,7 +501,7 @@ def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
 def _budget_identity(budget: Any) -> dict[str, Any]:
     """Settings of a budget; newer ones only where they do something, so that older runs keep their hashes."""
     later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
-    plain = _plain(budget, without=later)
+    plain = _plain(budget, without=(*later, "others"))  # which the model says
     if budget.threshold is not None:
         plain |= {"threshold": budget.threshold, "threshold_recent": budget.newest}
     if budget.heads != "uniform":

@@ -65,6 +65,8 @@ NUMBERS = ("kl", "full_logprob", "logprob")  # of a line of divergence.jsonl: li
 
 Line = dict[str, Any]
 
+LINES = ("held", "window", "state", "latent")  # what bytes of a cache are of, as a row's ledger has them
+
 ROW: dict[str, Any] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens", "halved"), WHOLE),
     **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
@@ -77,6 +79,7 @@ ROW: dict[str, Any] = {
     **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
     "receipt": {
         **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "kv_bytes_at_16", "attention_kept"), NUMBER),
+        "ledger": {"evicted_layers": WHOLE, "layers": WHOLE, **{line: [NUMBER] for line in LINES}},
         **{"first_eviction_step": WHOLE, "batch_size": WHOLE, "kept_digest": TEXT, "slots_by_layer": [NUMBER]},
         "retrieval": {
             **dict.fromkeys(("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share"), NUMBER),

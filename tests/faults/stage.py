@@ -11,14 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TOKENIZERS_PARALLELISM": "false"}
-PACKAGES = ("torch", "pandas", "datasets", "evaluate", "hydra", "rich.progress", "rich.table", "safetensors.torch")
-PACKAGES += ("platformdirs", "rouge_score.rouge_scorer", "xml.sax")
+PACKAGES = ("torch", "pandas", "hydra", "rich.progress", "rich.table", "safetensors.torch", "platformdirs")
+PACKAGES += ("rouge_score.rouge_scorer", "xml.sax", "importlib.readers")
 CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerFast", "StopStringCriteria")
 CLASSES += ("GPT2LMHeadModel", "GPTJForCausalLM", "LlamaForCausalLM", "MptForCausalLM")
 OURS = ("main", "jobs", "batches", "plan", "answers", "prompts", "model_spec", "store")  # of kvexp.run
@@ -107,8 +106,6 @@ def _main():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one what nohup started
     _load()
-    compiled = tempfile.TemporaryDirectory()  # what one child has compiled is there for the next, whatever the settings
-    sys.pycache_prefix, sys.dont_write_bytecode = compiled.name, False
     (orders, to_loaded), (from_loaded, told) = os.pipe(), os.pipe()
     if not os.fork():
         answers.close()
@@ -127,7 +124,6 @@ def _main():
         answers.write(elsewhere("{}\n"))  # once it has loaded
         answers.flush()
         _serve(sys.stdin, answers, elsewhere)
-    compiled.cleanup()
 
 
 def _serve(orders, answers, elsewhere=None):
@@ -174,7 +170,7 @@ def _load_ours():
     """Import kvexp as a sweep does."""
     from hydra.core.plugins import Plugins
 
-    for name in (*(f"kvexp.run.{name}" for name in OURS), "kvexp.results.sweep_callback", "kvexp.results.table"):
+    for name in (*(f"kvexp.run.{name}" for name in OURS), "kvexp.results.sweep_callback", "kvexp.results.screen"):
         importlib.import_module(name)
     Plugins.instance()  # registers them
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_conf import composed
-from tiny import VOCAB, Hashable, stock
+from tiny import VOCAB, Hashable, prompts_of, stock
 from transformers import AutoModelForCausalLM
 
 from kvexp.core import Budget
@@ -32,7 +32,7 @@ from kvexp.methods import H2O, Full, KVzip, StreamingLLM, Window
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group
 from kvexp.run.lm_eval_model import KvexpLM
 from kvexp.run.model_spec import tokenizer_of
-from kvexp.run.prompts import Weightless, prompt_of
+from kvexp.run.prompts import Weightless, budget_obstacle, prompt_of
 from kvexp.run.settings import settings_of
 from kvexp.util import CacheError, ConfigError, Session
 
@@ -154,10 +154,40 @@ def test_prompts_in_parts_are_refused(kind):
 @KINDS
 def test_methods_that_turn_keys_or_read_the_prompt_twice_are_refused(kind):
     model = kvexp_model(kind)
-    with pytest.raises(ConfigError, match="method kvzip cannot read the prompt a second time"):
-        EvictionCache(model, KVzip(), Budget(tokens=8), **BEYOND)
+    if kind == "dynamic":
+        with pytest.raises(ConfigError, match="method kvzip cannot read the prompt a second time"):
+            EvictionCache(model, KVzip(instruct=False), Budget(tokens=8), **BEYOND)
     with pytest.raises(ConfigError, match=f"positions=renumbered cannot work with rope_type '{kind}'"):
         EvictionCache(model, StreamingLLM(), Budget(tokens=8), positions="renumbered", **BEYOND)
+
+
+def of_rope(limit, **rope):
+    parameters = Hashable({"rope_theta": 10000.0, **rope})
+    return patch_model(copy.deepcopy(stock("llama", rope_parameters=parameters, max_position_embeddings=limit)))
+
+
+@pytest.mark.parametrize("side", ["short", "long"])
+def test_on_one_side_of_longropes_limit_prompts_are_repeated_and_come_in_chunks(side):
+    """Below the limit its factors are those of a plain RoPE here, above it those of a linear one by 4."""
+    sides = of_rope(211, **rope_of("longrope", 14, 150 if side == "short" else 20))
+    other = {"rope_type": "default"} if side == "short" else {"rope_type": "linear", "factor": 4.0}
+    plain, (prompt,) = of_rope(211, **other), prompts_of(5, (57,))
+    runs = [(KVzip(instruct=False, chunk=20), {})]
+    if side == "short":
+        runs += [(H2O(), {"bounded_chunk": 16}), (H2O(), {"chunk": 13})]
+    for method, options in runs:
+        made = [
+            prefill(model, [prompt], method, Budget(tokens=24), max_new_tokens=4, **options) for model in (sides, plain)
+        ]
+        for layer in range(2):
+            assert made[0].cache.kept_positions(layer) == made[1].cache.kept_positions(layer)
+        torch.testing.assert_close(made[0].logits, made[1].logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompt_is_not_repeated_across_longropes_limit():
+    model, (prompt,) = of_rope(211, **rope_of("longrope", 14, 70)), prompts_of(5, (57,))
+    with pytest.raises(ConfigError, match="feeds up to 28 tokens behind the prompt of 57 to repeat it: lower"):
+        prefill(model, [prompt], KVzip(instruct=False, chunk=20), Budget(tokens=24), max_new_tokens=4)
 
 
 @KINDS
@@ -304,6 +334,15 @@ def test_runs_that_cannot_be_whole_are_refused_before_weights_load(moved, tmp_pa
         ("method=kvzip",): "method kvzip cannot read the prompt a second time",
         ("method=h2o", "cache.positions=renumbered"): "positions=renumbered cannot work with rope_type",
     }
+    if "longrope" in str(moved):  # whose prompts decide: only those on the other side of the limit are skipped
+        refused = dict(list(refused.items())[3:])
+        one = settings(moved, tmp_path, *TASK, "generation.prefill_chunk=64", "method=h2o")
+        config, tokenizer = load_config(str(moved)), tokenizer_of(one.model)
+        prompts = [prompt_of(one, Weightless(config), tokenizer, example) for example in one.task.examples()]
+        why = [budget_obstacle(one, config, tokenizer, prompt) for prompt in prompts]
+        assert [each is None for each in why] == [len(prompt.ids) <= LIMIT for prompt in prompts]
+        assert len(set(map(bool, why))) == 2
+        assert all("chunks of 64 tokens would be turned by others" in each for each in why if each)
     for words, message in refused.items():
         with pytest.raises(ConfigError, match=message):
             settings(moved, tmp_path, *TASK, *words)

@@ -12,17 +12,19 @@ import importlib
 import inspect
 import runpy
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tiny import LETTERS
 from transformers import AttentionInterface, AutoConfig, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 from twins import NOT_BUILT, ids_of, twin
 
-from kvexp.core import Budget, CacheConfig
+from kvexp.core import Budget, CacheConfig, Method, Needs, SecondPass
 from kvexp.generate import GenerationParams, generate
 from kvexp.generate.inputs import receipt_of
 from kvexp.generate.loop import decode
@@ -32,7 +34,7 @@ from kvexp.hf.patch import forward_columns, forward_logits
 from kvexp.hf.probe import layer_ropes
 from kvexp.hf.self_check import ATOL, RTOL, measure
 from kvexp.hf.traits import REFUSED, VERIFIED, check_type, traits_of
-from kvexp.methods import H2O, Full, KNorm, StreamingLLM
+from kvexp.methods import H2O, Full, KNorm, KVzip, StreamingLLM
 from kvexp.util import ConfigError
 
 NEW = 10
@@ -153,17 +155,16 @@ class Truth:
     noted. Masks, softcaps, sinks and windows are the model's own.
     """
 
-    def __init__(self, name):
+    def __init__(self, name, sliding="auto"):
         self.model = copy.deepcopy(twin(name))
-        traits, kinds = traits_of(self.model.config), getattr(self.model.config, "layer_types", None)
+        traits, kinds = traits_of(self.model.config, sliding), getattr(self.model.config, "layer_types", None)
         self.held = traits.held
-        self.window = next((layer.size for layer in traits.layers if self.held and layer.kind == "window"), None)
-        self.window = self.window if traits.layers[self.held[0]].kind == "window" else None
+        self.windows = [traits.layers[layer].size for layer in self.held]
         # Layers that share keys see what the layer sees whose keys they are.
         self.source = {layer: layer for layer in self.held}
         for reader, layer in enumerate(traits.layers):
-            if layer.kind == "shared" and kinds[reader] == "full_attention":
-                self.source[reader] = next(each for each in traits.shared if kinds[each] == "full_attention")
+            if layer.kind == "shared" and (sliding is True or kinds[reader] == "full_attention"):
+                self.source[reader] = next(each for each in traits.shared if kinds[each] == kinds[reader])
         self.seen, self.probabilities, self.keys = {}, {}, {}
 
     def attention(self, module, query, key, value, mask, **more):
@@ -220,11 +221,29 @@ RULED = [name for name in KINDS if name not in ("mpt",)]  # whose own attention 
 @torch.no_grad()
 def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(name, method):
     """Every kept set follows from the truth's own attention and keys; every logit is what that mask gives."""
-    model, truth = kvexps(name), Truth(name)
-    prompt, following, budget = 40, 9, 15
+    follows_the_rules(name, method, Budget(tokens=15), "auto", lambda window: 15)
+
+
+# Layers with a sliding window that are evicted from, beside layers that keep every token.
+SLIDING = ("gemma3_text", "gemma2", "gpt_oss", "gemma3n_text")
+OTHER_HEADS = ("mimo_v2_flash", "gemma4_unified", "gemma4_unified_text", "gemma4_unified_assistant")
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("name", SLIDING)
+@torch.no_grad()
+def test_windows_are_evicted_from_where_it_is_asked(name, method):
+    """A window's budget is of what it holds: of 40 tokens half of 20, and no more than 20."""
+    follows_the_rules(name, method, Budget(kv_ratio=0.5), True, lambda window: 10 if window else 20)
+
+
+def follows_the_rules(name, method, given, sliding, budget_of):
+    """Compare a prompt of 40 tokens and 9 more; budget_of: slots of a layer of this window, None without."""
+    model, truth = kvexps(name), Truth(name, sliding)
+    prompt, following = 40, 9
     ids = ids_of(3, 1, prompt + following)
     sizes = {"prompt_tokens": prompt, "max_new_tokens": following}
-    cache = EvictionCache(model, method, Budget(tokens=budget), positions="original", **sizes)
+    cache = EvictionCache(model, method, given, positions="original", evict_sliding=sliding, **sizes)
     got, kept = [forward_logits(model, ids[:, :prompt], torch.ones(1, prompt, dtype=torch.long), cache, 1)[0, -1]], []
     for step in range(prompt, prompt + following):
         kept.append([state.kept_positions()[0] for state in cache.layer_states])
@@ -244,6 +263,7 @@ def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(n
     close(torch.stack(got), wanted, name)
     differs = False
     for number, layer in enumerate(truth.held):
+        budget = budget_of(truth.windows[number])
         for head in range(len(kept[0][number])):
             rows, keys = truth.probabilities[layer][0, head], truth.keys[layer][0, head]
             held = set(range(prompt))
@@ -251,11 +271,38 @@ def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(n
                 count = len(each[number][head])
                 assert count <= budget
                 recent = method.recent(budget) - (budget - count)
-                held = kept_after(method, rows[: prompt + step], keys, held, count, recent, truth.window)
+                held = kept_after(method, rows[: prompt + step], keys, held, count, recent, truth.windows[number])
                 assert set(each[number][head]) == held, (layer, head, step)
                 differs |= held != set(range(prompt + step - count, prompt + step))
                 held = held | {prompt + step}
     assert differs
+
+
+@pytest.mark.parametrize("name", quick(VERIFIED))
+@torch.no_grad()
+def test_windows_that_are_evicted_from_lose_nothing_with_room_for_all(name):
+    """Logits are transformers' own: padded rows, one prefill with caches that keep their windows, steps together."""
+    model, stock = kvexps(name), twin(name)
+    traits = traits_of(model.config, True)
+    if not traits.evicts_in_windows:
+        pytest.skip("no windows beside other layers")
+    windows = CacheConfig(H2O(), Budget(tokens=64), evict_sliding=True)
+    prompts = [ids_of(1, 1, 44)[0].tolist(), ids_of(2, 1, 31)[0].tolist()]
+    if name in OTHER_HEADS:
+        with pytest.raises(ConfigError, match="have other heads than its other layers have"):
+            generate(model, prompts, windows, decoding=GREEDY)
+        return
+    tokens, logits = answers(generate(model, prompts, windows, decoding=GREEDY, keep_logits=True))
+    wanted = own_logits(stock, prompts, tokens[:, :-1])
+    close(logits, wanted, name)
+    caches = [CacheConfig(Full()), windows, CacheConfig(H2O(), Budget(kv_ratio=0.4))]
+    alone = generate(model, prompts, caches[2], decoding=GREEDY, keep_logits=True)
+    together = prefill_together(model, prompts, caches, max_new_tokens=NEW)
+    made = [answers(each)[1] for each in decode(model, together, GREEDY, [0, 0], None, start=0.0, keep_logits=True)]
+    for got, own in zip(made, (wanted, wanted, answers(alone)[1]), strict=True):
+        close(got, own, name)
+    slots = [state.slots.length for state in together[1].cache.layer_states]
+    assert all(count == window for count, window in zip(slots, traits.windows, strict=True) if window)
 
 
 # -- other number formats ----------------------------------------------------------------------------------------------
@@ -353,3 +400,62 @@ TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "model_types.py"
 
 def test_the_table_of_the_documentation_is_of_the_types():
     assert TABLE["table"]() in TABLE["PAGE"].read_text(), "run: python docs/model_types.py"
+
+
+# -- prompts that are read a second time -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watcher(Method):
+    """Keeps the newest, and writes down what the second pass saw, layer by layer."""
+
+    evicts_while_decoding = False
+    how: SecondPass = field(default_factory=SecondPass)
+    seen: tuple[list[torch.Tensor], ...] = ()
+
+    @property
+    def needs(self):
+        return Needs(second_pass=self.how)
+
+    def priority(self, ctx):
+        self.seen[0].append(ctx.second_pass_attention)
+        return ctx.positions.float()
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text"])
+@torch.no_grad()
+def test_a_second_pass_sees_windows_and_chunks_as_they_are_behind_the_prompt(name):
+    """Attention is the type's own model's over prompt and repetition in one forward; windows stay as they were."""
+    stock = twin(name, 0.1)  # attention even enough for a part of it to be held against the whole
+    model, held = patch_model(copy.deepcopy(stock), check="never"), traits_of(stock.config).held
+    prompts, notes = [ids_of(1, 1, 44)[0].tolist(), ids_of(2, 1, 31)[0].tolist()], []
+    how = SecondPass(2, 13, 3, "ab", "c", end_turn=True)
+    context = prefill(
+        model, prompts, Watcher(how, (notes,)), Budget(kv_ratio=0.5), max_new_tokens=NEW, chunk=17, tokenizer=LETTERS
+    )
+    assert len(notes) == len(held)
+    for row, prompt in enumerate(prompts):
+        n = len(prompt)
+        want = [torch.zeros(*notes[0].shape[1:3], n) for _ in held]
+        for start in range(2, n, 13):
+            ahead = [36, 37] if start == 2 else [38, *prompt[start - 3 : start]]
+            text = torch.tensor([[*prompt, *ahead, 10, *prompt[start : start + 13]]])
+            attentions = stock(text, output_attentions=True, use_cache=False).attentions
+            chunk = list(range(start, min(start + 13, n)))
+            near = [0, 1, *chunk, *range(n, text.shape[1])]
+            for number, layer in enumerate(held):
+                weights = attentions[layer][0, :, n:, : text.shape[1]]
+                sink = 1 - weights.sum(-1, keepdim=True)
+                share = weights / (weights[..., near].sum(-1, keepdim=True) + sink)
+                want[number][..., chunk] = share[..., chunk].amax(1).unflatten(0, want[number].shape[:2])
+        for number, note in enumerate(notes):
+            torch.testing.assert_close(note[row][..., 44 - n :], want[number], rtol=2e-4, atol=2e-6)
+    same = prefill(model, prompts, StreamingLLM(), Budget(kv_ratio=0.5), max_new_tokens=NEW, chunk=17)
+    for mine, other in zip(context.cache.windows, same.cache.windows, strict=True):
+        assert torch.equal(mine.window.keys, other.window.keys) and torch.equal(mine.positions, other.positions)
+
+
+def test_a_second_pass_is_refused_where_states_have_gone_on():
+    for name in ("qwen3_next", "falcon_h1", "lfm2", "gemma3n_text"):
+        with pytest.raises(ConfigError, match="some keep a state that has gone on by then, or attend to keys that are"):
+            EvictionCache(kvexps(name), KVzip(instruct=False), Budget(tokens=9))

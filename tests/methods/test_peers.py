@@ -24,34 +24,93 @@ What each parameter is called over there, and where the two differ on purpose:
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import hashlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peer_export import PeerExport, other_sets
+from commands import composed
 from torch import Tensor
 
 import kvexp.methods.compactor as compactor
-from kvexp.core import Budget, Method, QueryCalibration, SlotSelection
-from kvexp.hf import EvictionCache
+from kvexp import generate as generation
+from kvexp.core import Budget, EvictionContext, Method, QueryCalibration, SlotSelection
+from kvexp.hf import EvictionCache, calibrate_heads, random_model
 from kvexp.methods import (
     CUR,
+    H2O,
     TOVA,
     Compactor,
     ExpectedAttention,
     KeyDiff,
     KNorm,
+    KVzip,
+    KVzipPlus,
     LagKV,
     PyramidKV,
     QFilters,
     SnapKV,
     StreamingLLM,
 )
+from kvexp.run.settings import batch_cache, settings_of
 
 pytestmark = pytest.mark.peers
+
+# What `make peers` exported of kvpress, and its model with kvexp installed.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class PeerExport:
+    """The file .peers/NAME.npz of tests/peers/export_NAME.py; a test skips where it is not there or not of this script.
+
+    about: what the script says of it; key -> tensor.
+    """
+
+    def __init__(self, name: str) -> None:
+        path, script = ROOT / ".peers" / f"{name}.npz", ROOT / "tests" / "peers" / f"export_{name}.py"
+        if not path.exists():
+            pytest.skip(f"no export at {path.relative_to(ROOT)}; run: make peers")
+        self.file: Any = np.load(path)
+        self.about: dict[str, Any] = json.loads(str(self.file["about"]))
+        both = script.read_bytes() + script.with_name("common.py").read_bytes()
+        if self.about["script"] != hashlib.sha256(both).hexdigest():
+            pytest.skip(f"{path.relative_to(ROOT)} comes from another version of its script; run: make peers")
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.tensor(self.file[key])
+
+    def model(self, case: str | None = None) -> Any:
+        """The model of a case, or of the file where it has one."""
+        about, prefix = (
+            (self.about["case"], "weights/") if case is None else (self.about["cases"][case], f"{case}/weights/")
+        )
+        made = random_model("llama", **about["config"])
+        names = [key for key in self.file.files if key.startswith(prefix)]
+        made.load_state_dict({key.removeprefix(prefix): self[key] for key in names})
+        return made
+
+
+def other_sets(cache: EvictionCache, want: Tensor, where: object) -> list[str]:
+    """A line, which begins with `where`, for each head that keeps other positions than want [L, B, H, T] bool says."""
+    bad = []
+    for layer, rows in enumerate(want):
+        kept = cache.kept_positions(layer)
+        assert [len(per_head) for per_head in kept] == [want.shape[2]] * want.shape[1]
+        for row, head in np.ndindex(*want.shape[1:3]):
+            got, wanted = kept[row][head], rows[row, head].nonzero().flatten().tolist()
+            if got != wanted:
+                bad.append(f"{where} layer {layer} row {row} head {head}: {sorted(set(got) ^ set(wanted))}")
+    return bad
+
 
 # Each way to drop slots once, with each way to observe the prompt.
 HOW: list[dict[str, Any]] = [{"mode": "overwrite"}, {"mode": "compact"}, {"mode": "mask", "observe": "naive"}]
@@ -229,3 +288,225 @@ def test_heads_hold_different_numbers() -> None:
 def test_a_near_miss_is_seen(place: str, press: str, other: Method, changes: dict[str, Any]) -> None:
     """The comparison is sharp: one parameter off, and sets differ."""
     assert presses_of(place).differences(press, other, **changes)
+
+
+# Scores of heads and kept sets against NVIDIA's DuoAttentionPress with on-the-fly scoring (tests/peers/export_duo.py).
+#
+# DuoAttentionPress(head_compression_ratio) is the share of heads that stream; Budget(heads="duo") has as many retrieval
+# heads as the budget has room for, so the test takes the budget that leaves as many.
+
+
+@pytest.fixture(scope="module")
+def duo_export() -> PeerExport:
+    return PeerExport("duo")
+
+
+@pytest.fixture(scope="module")
+def duo_model(duo_export: PeerExport) -> Any:
+    return duo_export.model()
+
+
+def test_duo_has_the_same_scores(duo_export: PeerExport, duo_model: Any) -> None:
+    made = calibrate_heads(duo_model, duo_export.file["texts"].tolist())
+    torch.testing.assert_close(made.scores, duo_export["scores"], rtol=1e-4, atol=1e-6)
+    assert made.scores.flatten().argsort().tolist() == duo_export.file["scores"].flatten().argsort().tolist()
+    other = calibrate_heads(duo_model, duo_export.file["texts"][:2].tolist())
+    assert not torch.allclose(other.scores, made.scores, rtol=1e-4, atol=1e-6), "the comparison is sharp"
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
+@pytest.mark.parametrize("method", [H2O(), KNorm()], ids=repr)
+@torch.inference_mode()
+def test_duo_keeps_the_same_sets(duo_export: PeerExport, duo_model: Any, method: Any, mode: Any) -> None:
+    """Whatever the method: it has no say at the end of the prompt."""
+    about, scores = duo_export.about, calibrate_heads(duo_model, duo_export.file["texts"].tolist())
+    sinks, recent = about["stream"]
+    for ratio in about["ratios"]:
+        want = duo_export[str(ratio)]  # [L, B, H, T] bool
+        heads, length = scores.scores.numel(), want.shape[-1]
+        full = int((want.sum(-1) == length)[:, 0].sum())
+        assert full == heads - round(heads * ratio)
+        slots = sinks + recent + -(-full * (length - sinks - recent) // heads)
+        budget = Budget(tokens=slots, counts_self=False, heads="duo", stream_sinks=sinks, stream_recent=recent)
+        cache = EvictionCache(duo_model, method, budget, head_scores=scores, mode=mode, max_new_tokens=0)
+        duo_model(duo_export["ids"], past_key_values=cache)
+        assert other_sets(cache, want, ratio) == []
+
+
+# KVzip and KVzip+ against NVIDIA's KVzipPress, on the same weights (tests/peers/export_kvzip.py).
+#
+# kvpress 0.5.5                                  kvexp
+# KVzipPress(n_sink, chunk_size)                 KVzip(n_sinks, chunk): a template's prefix as long as the sinks
+# KVzipPress(kvzip_plus_normalization=True)      KVzipPlus
+# one cut for all layers, or one for each        each kv head keeps as many: the press's scores, cut like that here
+
+
+KVZIP_CASES = ("whole", "chunks", "plus_whole", "plus_chunks")
+KVZIP_MISSES: list[tuple[str, str, dict[str, Any]]] = [
+    ("whole", "kvzip", {"chunk": 96}),
+    ("whole", "kvzip", {"instruct": False}),
+    ("whole", "kvzip_plus", {}),
+    ("chunks", "kvzip", {"chunk": 51}),
+    ("chunks", "kvzip", {"end_turn": False}),
+    ("plus_whole", "kvzip", {}),
+    ("plus_chunks", "kvzip_plus", {"chunk": 41}),
+]
+KVZIPS: dict[str, type[KVzip]] = {"kvzip": KVzip, "kvzip_plus": KVzipPlus}
+
+
+class Letters:
+    """The script's tokenizer: one token per character, modulo the vocabulary."""
+
+    def __init__(self, vocabulary: int, template: bool) -> None:
+        self.vocabulary, self.chat_template = vocabulary, "[u]{}[]" if template else None
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return SimpleNamespace(input_ids=[ord(letter) % self.vocabulary for letter in text])
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> str:
+        return str(self.chat_template).format(turns[0]["content"])
+
+
+class KVzipExport(PeerExport):
+    """kvzip.npz, and its models with kvexp installed."""
+
+    def method(self, case: str, **changes: Any) -> KVzip:
+        """kvexp's method for the press of a case, from the press's own parameters."""
+        press = self.about["cases"][case]["press"]
+        cls = KVzipPlus if press.get("kvzip_plus_normalization") else KVzip
+        return cls(n_sinks=press["n_sink"], chunk=press.get("chunk_size", 2048), **changes)
+
+    @torch.inference_mode()
+    def cache(self, case: str, method: KVzip, kept: int, heads: Any = "uniform") -> EvictionCache:
+        """The prompt of a case, prefilled and cut to `kept` slots."""
+        what = self.about["cases"][case]
+        tokenizer = Letters(what["config"]["vocab_size"], what["template"])
+        model, budget = self.model(case), Budget(tokens=kept, counts_self=False, heads=heads)
+        cache = EvictionCache(model, method, budget, tokenizer=tokenizer)
+        model(self[f"{case}/ids"], past_key_values=cache)
+        return cache
+
+    def differences(self, case: str, method: KVzip) -> list[str]:
+        """At every ratio: where kept sets are not the best of the press's scores."""
+        bad, scores = [], self[f"{case}/scores"]
+        for ratio in self.about["ratios"]:
+            kept = int(scores.shape[-1] * (1 - ratio))
+            cache, want = self.cache(case, method, kept), scores.topk(kept).indices.sort().values
+            for layer, row, head in np.ndindex(*scores.shape[:3]):
+                got = cache.kept_positions(layer)[row][head]
+                if got != want[layer, row, head].tolist():
+                    bad.append(f"ratio {ratio} layer {layer} row {row} head {head}")
+        return bad
+
+
+@pytest.fixture(scope="module")
+def kvzip_export() -> KVzipExport:
+    return KVzipExport("kvzip")
+
+
+@pytest.mark.parametrize("case", KVZIP_CASES)
+def test_kvzip_keeps_the_same_sets(kvzip_export: KVzipExport, case: str) -> None:
+    assert kvzip_export.differences(case, kvzip_export.method(case)) == []
+
+
+@pytest.mark.parametrize("case", KVZIP_CASES)
+def test_kvzip_keeps_the_best_of_all_layers(kvzip_export: KVzipExport, case: str) -> None:
+    """KVzip's own budget, `budget.heads=global`: the best of all layers' heads together, sinks first."""
+    method, scores, compared = kvzip_export.method(case), kvzip_export[f"{case}/scores"], 0
+    for ratio in kvzip_export.about["ratios"]:
+        kept = int(scores.shape[-1] * (1 - ratio))
+        cache = kvzip_export.cache(case, method, kept, heads="global")
+        for row in range(scores.shape[1]):
+            values = scores[:, row].clone()
+            values[..., : method.n_sinks] = torch.inf
+            ranked = values.flatten().sort(descending=True)
+            last = kept * values.shape[0] * values.shape[1]
+            worst, best = ranked.values[last - 1 : last + 1].tolist()
+            if worst - best < 1e-4 * worst:
+                continue  # it hangs on rounding
+            want = torch.zeros(values.numel(), dtype=torch.bool)
+            want[ranked.indices[:last]] = True
+            for layer, heads in enumerate(want.view(values.shape)):
+                assert cache.kept_positions(layer)[row] == [head.nonzero().flatten().tolist() for head in heads]
+            compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("case", KVZIP_CASES)
+def test_kvzip_has_the_same_scores(kvzip_export: KVzipExport, case: str) -> None:
+    method, notes = kvzip_export.method(case), []
+
+    class Noting(type(method)):  # type: ignore[misc]
+        def priority(self, ctx: EvictionContext) -> Tensor:
+            notes.append(super().priority(ctx))
+            return notes[-1]
+
+    noting = Noting(**dataclasses.asdict(method))
+    kvzip_export.cache(case, noting, max(method.n_sinks, 5))
+    scores = kvzip_export[f"{case}/scores"][..., method.n_sinks :]
+    torch.testing.assert_close(torch.stack(notes)[..., method.n_sinks :], scores, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "name", "changes"), KVZIP_MISSES)
+def test_a_near_miss_of_kvzip_is_seen(kvzip_export: KVzipExport, case: str, name: str, changes: dict[str, Any]) -> None:
+    """The comparison is sharp: one parameter off, and sets differ."""
+    own = dataclasses.asdict(kvzip_export.method(case)) | changes
+    assert kvzip_export.differences(case, KVZIPS[name](**own))
+
+
+# kvpress's own evaluation and protocol=kvpress give the same answers; exported by `make peers`.
+
+
+ANSWERED = {
+    "knorm": ("method=knorm",),
+    "streaming_llm": ("method=streaming_llm", "method.n_sinks=4", "cache.positions=original"),
+    "snapkv": ("method=snapkv", "method.window=7", "method.kernel=5", "method.pool=avg"),
+    "expected_attention": ("method=expected_attention", "method.n_future=31"),
+}
+
+
+@functools.cache
+def exported() -> PeerExport:
+    return PeerExport("kvpress_answers")
+
+
+def theirs(method: str, ratio: float) -> list[object]:
+    found: list[object] = exported()[f"{method}/{ratio}"].tolist()
+    return found
+
+
+def answers(method: str, ratio: float, *changes: str) -> list[object]:
+    """Answers of kvexp to all questions, of copies of each context's cache; -1 behind an end."""
+    export = exported()
+    model = export.model()
+    model.generation_config.eos_token_id = end = export.about["case"]["config"]["eos_token_id"]
+    words = ("protocol=kvpress", "model=tiny", "task=news_qa", *ANSWERED[method], f"kv_ratio={1 - ratio}", *changes)
+    settings = settings_of(*composed(*words))
+    assert settings.task.question == "after_eviction"
+    made = np.full(np.shape(theirs(method, ratio)), -1)
+    for c, words_of in enumerate(export["contexts"].tolist()):
+        ids = [0, *words_of]  # the pipeline puts the start token in front
+        cache = batch_cache(settings, [len(ids)])
+        context = generation.prefill(model, [ids], cache, max_new_tokens=made.shape[2], seeds=[0])
+        for q, asked in enumerate(export["questions"].tolist()):
+            result = generation.generate_from_contexts(
+                model, [context.fork([0])], [asked], max_new_tokens=made.shape[2]
+            )[0]
+            words = [token for token in result.tokens[0] if token != end]  # kvpress's text leaves it out
+            made[c, q, : len(words)] = words
+    found: list[object] = made.tolist()
+    return found
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.875])
+@pytest.mark.parametrize("method", ANSWERED)
+def test_the_same_answers(method: str, ratio: float) -> None:
+    assert answers(method, ratio) == theirs(method, ratio)
+
+
+def test_the_protocol_is_what_makes_them_the_same() -> None:
+    """Half of a cache that goes on evicting while question and answer come gives others, and so does another press."""
+    assert answers("knorm", 0.5, "cache.evict_every=1") != theirs("knorm", 0.5)
+    assert answers("knorm", 0.5) != theirs("snapkv", 0.5)
+    assert len({str(theirs(name, 0.0)) for name in ANSWERED}) == 1, "nothing is dropped at 0"
+    assert theirs("knorm", 0.0) != theirs("knorm", 0.5)

@@ -1,4 +1,4 @@
-"""What NVIDIA's AdaKVPress keeps of a prompt, for tests/methods/test_peers_adakv.py. Run by `make peers`.
+"""What NVIDIA's AdaKVPress keeps of a prompt, for tests/methods/test_peers.py. Run by `make peers`.
 
 Writes .peers/adakv.npz: a tiny Llama model drawn here (weights, config, prompt, Compactor's draws, directions for
 Q-Filters) and, per press inside, share that every head is sure of and compression ratio, the kept positions as a bool

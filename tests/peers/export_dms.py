@@ -1,4 +1,4 @@
-"""What NVIDIA's DMSPress keeps of a prompt, for tests/methods/test_peers_dms.py. Run by `make peers`.
+"""What NVIDIA's DMSPress keeps of a prompt, for tests/methods/test_peers.py. Run by `make peers`.
 
 Writes .peers/dms.npz: a tiny Llama model drawn here (weights, config, prompt) and, per press inside and threshold, the
 kept positions as a bool mask [L, B, H, T]. The press leaves the cache whole and notes what attention is not to see.

@@ -1,4 +1,4 @@
-"""What NVIDIA's DuoAttentionPress scores heads by and keeps, for tests/methods/test_peers_duo.py. Run by `make peers`.
+"""What NVIDIA's DuoAttentionPress scores heads by and keeps, for tests/methods/test_peers.py. Run by `make peers`.
 
 Writes .peers/duo.npz: a tiny Llama model drawn here (weights, config, prompt, texts), the press's scores of its kv
 heads [L, H] on these texts, and, per share of heads that stream, the kept positions as a bool mask [L, B, H, T]. The

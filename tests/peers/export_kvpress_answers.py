@@ -1,4 +1,4 @@
-"""Answers of NVIDIA's kvpress by its own evaluation (its pipeline), for tests/methods/test_peer_answers.py. Run by
+"""Answers of NVIDIA's kvpress by its own evaluation (its pipeline), for tests/methods/test_peers.py. Run by
 `make peers`, in an environment of its own.
 
 Writes .peers/kvpress_answers.npz: a tiny Llama model drawn here, contexts and questions as token ids, and for each

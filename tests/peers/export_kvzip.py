@@ -1,4 +1,4 @@
-"""What NVIDIA's KVzipPress scores a prompt's tokens by, for tests/methods/test_peers_kvzip.py. Run by `make peers`.
+"""What NVIDIA's KVzipPress scores a prompt's tokens by, for tests/methods/test_peers.py. Run by `make peers`.
 
 Writes .peers/kvzip.npz: tiny Llama models drawn here (weights, config, prompt) and, per case, the press's scores
 [L, B, H, T]. The press itself leaves the cache whole and cuts by layer or over all layers; kvexp cuts each kv head

@@ -1,4 +1,4 @@
-"""What kvpress's wrappers and Compactor keep of a prompt, for tests/methods/test_peers_wrappers.py. Run by `make
+"""What kvpress's wrappers and Compactor keep of a prompt, for tests/methods/test_peers.py. Run by `make
 peers`.
 
 Writes .peers/wrappers.npz: a tiny Llama model drawn here (weights, config, prompt, logits), the Gaussian draws that
