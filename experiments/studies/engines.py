@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,17 @@ RIVALS = {  # with as many slots in each head as the engine has in use
     "keyformer": ["method=keyformer"],
     "ideal": ["method=ideal"],
 }
-ADVICE: dict[str, str] = {}  # setting -> what its numbers bear
+ADVICE = {  # setting -> what the recorded numbers bear
+    FULL: "the baseline",
+    EIGHT: "leave it on, and evict only where it is not enough",
+    "full cache, q8_0": "as near as u8",
+    "full cache, q4_0": "the fewest bytes; on news the KL of the best eviction at 512, on longbench more than any",
+    "full cache, fp8": "q8_0 has a few more bytes and far less KL",
+    "NORM_SUM, window 8 (default)": "for a short answer to a question at the prompt's end; a long one drifts away",
+    "NORM_SUM, window 8, KVCrush 2": "raise the size instead: its blocks come on top, and lower KL no more than that",
+    "NORM_SUM, all queries": "not for summaries: the most KL of the four",
+    "SUM, all queries (H2O)": "for summaries, the least KL of the four; not where one place has the answer (ruler)",
+}
 BEGIN = "<!-- engines: made by python -m experiments.studies.engines table OUTPUTS --page docs/engines.md -->"
 CLOSE = 1e-3  # root mean square of differences of log-probabilities, up to which a twin stands for its engine
 END = "<!-- end of engines -->"
@@ -207,15 +217,30 @@ class Recorded:
             return f"({self.equal} of {len(self.engine)} answers equal)"
         if self.cell.setting == FULL:
             return "0"
-        found = per_example(self.own_run, OWN)
-        if found is None:
+        if self.forced is None:
             return ""
-        names = {row["example"] for row in self.own}
-        chosen = np.array([name in names for name in found.names])
-        kl, tokens = found.kl[chosen], found.tokens[chosen]
+        kl, tokens, _, _ = self.forced
         mean, (low, high) = kl.sum() / tokens.sum(), share_interval(kl, tokens, stats.LEVEL)
         said = _digits(mean) if np.isnan(low) else f"{_digits(mean)} ({_digits(low)} to {_digits(high)})"
         return said if self.stands else f"({said} by its format)"
+
+    @cached_property
+    def forced(self) -> tuple[np.ndarray, ...] | None:
+        """KL and tokens of each example [n], KL and place of each token [tokens.sum()]; None where there is none."""
+        found, names = per_example(self.own_run, OWN), {row["example"] for row in self.own}
+        if found is None:
+            return None
+        chosen = np.array([name in names for name in found.names])
+        each = np.repeat(chosen, found.tokens.astype(int))
+        return found.kl[chosen], found.tokens[chosen], found.each_kl[each], found.each_place[each]
+
+    def kl_at(self, first: int, last: int) -> str:
+        """Mean KL of the tokens at places first to last of the answer, where the twin stands for the engine."""
+        if self.forced is None or not self.stands:
+            return ""
+        _, _, kl, place = self.forced
+        there = (first <= place) & (place <= last)
+        return _digits(float(kl[there].mean())) if there.any() else ""
 
     @property
     def own_run(self) -> Run:
@@ -245,7 +270,7 @@ class Recorded:
 
 
 def _digits(number: float) -> str:
-    return f"{number:.2f}" if number >= 0.1 else f"{number:.1g}" if number < 0.001 else f"{number:.4f}"
+    return f"{number:.{2 if number >= 0.1 else 3 if number >= 0.01 else 4 if number >= 0.0005 else 5}f}"
 
 
 def recorded(each: Sequence[Cell]) -> dict[str, list[Recorded]]:
@@ -271,12 +296,8 @@ def tables(each: Sequence[Cell]) -> str:
     if not found:
         raise ConfigError("nothing is recorded in this folder: record it first")
     first = next(iter(found))
-    parts = [_opening(found[first]), _caption(first, found[first]), _of_task("KL, nats per token", found, _kl)]
-    return "\n\n".join([*parts, _of_task("Score", found, lambda one: f"{one.score:.1f}")])
-
-
-def _kl(one: Recorded) -> str:
-    return one.kl
+    parts = [_opening(found[first]), _caption(first, found[first]), _of_tasks(found), _by_place(first, found[first])]
+    return "\n\n".join(parts)
 
 
 def _opening(lines: Sequence[Recorded]) -> str:
@@ -334,18 +355,29 @@ def _rms(gaps: np.ndarray) -> float:
     return float(np.sqrt(np.mean(gaps**2))) if len(gaps) else 0.0
 
 
-def _of_task(title: str, found: dict[str, list[Recorded]], shown: Callable[[Recorded], str]) -> str:
+def _of_tasks(found: dict[str, list[Recorded]]) -> str:
     """A table with a column for each task; lines of one size hold equal bytes."""
     values = {
-        task: {(one.cell.size, one.cell.setting): shown(one) for one in lines if one.cell.setting not in FORMATS}
+        task: {(one.cell.size, one.cell.setting): f"{one.kl}; {one.score:.0f}" for one in lines}
         for task, lines in found.items()
     }
+    heads = [f"{task}, n = {len(lines[0].rows)}" for task, lines in found.items()]
     known = list(dict.fromkeys(key for lines in values.values() for key in lines))
     made = [
         ["" if size is None else str(size), name, *(lines.get((size, name), "") for lines in values.values())]
         for size, name in known
     ]
-    return _markdown(["tokens", title, *(f"{task}, n = {len(found[task][0].rows)}" for task in values)], made)
+    return _markdown(["tokens", "KL, nats per token; score", *heads], made)
+
+
+def _by_place(task: str, lines: Sequence[Recorded]) -> str:
+    """A table of KL in each third of the longest answer, the first token left out, which nothing evicted precedes."""
+    longest = max(row["new_tokens"] for row in lines[0].rows)
+    ends = [round(longest * part / 3) for part in range(4)]
+    thirds = [(max(2, first + 1), last) for first, last in pairwise(ends)]
+    shown = [one for one in lines if one.cell.setting in SETTINGS]
+    made = [[str(one.cell.size), one.cell.setting, *(one.kl_at(*third) for third in thirds)] for one in shown]
+    return _markdown(["tokens", f"KL by place in the answer, {task}", *(f"{a} to {b}" for a, b in thirds)], made)
 
 
 def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

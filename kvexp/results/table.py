@@ -358,9 +358,9 @@ def estimate(row: Row, name: str, digits: int, times: int = 1) -> str:
     """A number of a row and its interval: "96.1 (93.0..98.9)", or "96.1 (too few)"; times: as of `numeric`."""
     if absent(row.get(name)):
         return "-"
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    ends = TOO_FEW if absent(low) else "..".join(fixed(times * end, digits) for end in (low, high))
-    return f"{fixed(times * value, digits)} ({ends})"
+    ends: list[Any] = [row.get(f"{name}{end}") for end in ("_low", "_high")]
+    words = TOO_FEW if absent(ends[0]) else "..".join(fixed(times * end, digits) for end in ends)
+    return f"{fixed(times * row[name], digits)} ({words})"
 
 
 def called(metric: str, task: Any) -> str:

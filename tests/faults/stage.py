@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TOKENIZERS_PARALLELISM": "false"}
-PACKAGES = ("torch", "pandas", "datasets", "evaluate", "hydra", "rich.progress", "rich.table", "safetensors.torch")
-PACKAGES += ("platformdirs", "rouge_score.rouge_scorer", "xml.sax")
+PACKAGES = ("torch", "pandas", "hydra", "rich.progress", "rich.table", "safetensors.torch", "platformdirs")
+PACKAGES += ("rouge_score.rouge_scorer", "xml.sax", "importlib.readers")
 CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerFast", "StopStringCriteria")
 CLASSES += ("GPT2LMHeadModel", "GPTJForCausalLM", "LlamaForCausalLM", "MptForCausalLM")
 OURS = ("main", "jobs", "batches", "plan", "answers", "prompts", "model_spec", "store")  # of kvexp.run

@@ -73,6 +73,14 @@ def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(tmp_path, monkeyp
     assert "no ideal run: engine=openvino does not show" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_twins_evictions_are_not_undone_and_what_else_can_be_asked_is_said(tmp_path, monkeypatch, capsys):
+    run = evaluate_run(settings(*GQA, *BLOCKS, f"outputs_dir={tmp_path}"))
+    monkeypatch.setattr("kvexp.diagnose.case.load", None)
+    for command, *more in (["replay", "0"], ["explain"], ["explain", "--kl"]):
+        assert main([command, str(run.path), *more]) == 2
+        assert "take kvexp diagnose show, draw, diff or gap" in " ".join(capsys.readouterr().err.split())
+
+
 def test_rows_are_the_twins_token_for_token(tmp_path, monkeypatch):
     pytest.importorskip("openvino_genai", reason=f"needs {WHEEL}: pip install 'kvexp[openvino]'")
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))

@@ -75,8 +75,7 @@ kvexp.section("cost", (root, data, page) => {
     const here = whole.filter((run) => !missing(run[key]));
     const others = here.filter((run) => !run.full);
     if (!others.length) {
-      box.classList.add("wordy");
-      box.append(el("p", { class: "small" }, none(whole, key)));
+      P.empty(box, none(whole, key));
       return null;
     }
     return () => chart(box, runs, key, { title, x, whole, here, others, kind });

@@ -10,7 +10,7 @@ kvexp.section("divergence", (root, data, page) => {
     position: ["place of the token in the text", null],
   };
   const TEXTS = { own: "the full cache's own answer", reference: "the reference answer" };
-  const LEAST = 1e-6; // nats: what float32 cannot tell from 0, and a log axis cannot hold
+  const at = (kl) => (missing(kl) ? kl : Math.max(kl, P.LEAST));
   const chosen = { axis: "kv_ratio", text: data.texts[0] };
   let last = [];
   const body = el("div");
@@ -37,26 +37,19 @@ kvexp.section("divergence", (root, data, page) => {
 
   /** One line of a method and setting, its runs by x. */
   function curve(runs, x) {
-    const at = [...runs].sort((a, b) => x(a, own(a)) - x(b, own(b)));
-    const kl = at.map((run) => Math.max(own(run).kl, LEAST));
-    const reach = (to, i) => (missing(to) ? 0 : Math.abs(Math.max(to, LEAST) - kl[i]));
-    const { color, symbol, dash } = at[0];
-    return {
-      type: "scatter", mode: "lines+markers", showlegend: false, hoverinfo: "text", text: at.map(said),
-      x: at.map((run) => x(run, own(run))), y: kl, line: { color, dash, width: 2 },
-      error_y: {
-        type: "data", symmetric: false, thickness: 1, width: 2, color,
-        array: at.map((run, i) => reach(own(run).kl_high, i)), arrayminus: at.map((run, i) => reach(own(run).kl_low, i)),
-      },
-      marker: { color: at.map((run) => (missing(own(run).kl_low) ? "#ffffff" : color)), symbol, size: 8, line: { color, width: 1.5 } },
-    };
+    const sorted = [...runs].sort((a, b) => x(a, own(a)) - x(b, own(b)));
+    const points = sorted.map((run) => {
+      const { kl, kl_low: low, kl_high: high } = own(run);
+      return { x: x(run, own(run)), y: at(kl), low: at(low), high: at(high), hollow: missing(low), text: said(run) };
+    });
+    return { ...P.series(points, sorted[0]), cliponaxis: true };
   }
 
   /** One run's KL at each place of the text. */
   function along(run) {
     const found = own(run);
     const { color, dash } = run;
-    const kl = found.along.map((value) => Math.max(value, LEAST));
+    const kl = found.along.map(at);
     return {
       type: "scatter", mode: "lines", showlegend: false, hoverinfo: "text", x: found.position, y: kl,
       text: kl.map((value, i) => `<b>${plain(name(run))}</b><br>token ${found.position[i]}: KL ${value.toPrecision(3)}`),
@@ -68,13 +61,10 @@ kvexp.section("divergence", (root, data, page) => {
     const { model, task } = runs[0];
     const marks = data.marks.find((each) => each.model === model && each.task === task)?.changes ?? [];
     const levels = [...new Set(runs.map((run) => own(run).epsilon))].map((value) => [`epsilon ${value}`, value, "#000", "dash"]);
-    levels.push(...marks.filter(([, kl]) => kl > LEAST).map(([change, kl]) => [change, kl, "#8a8a8a", "dot"]));
-    const kl = { type: "log", dtick: 1, exponentformat: "power", title: { text: "KL, nats per token", standoff: 4 } };
+    levels.push(...marks.filter(([, kl]) => kl > P.LEAST).map(([change, kl]) => [change, kl, "#8a8a8a", "dot"]));
     return {
-      ...P.frame(P.WIDE, { title: { text: plain(title), standoff: 6 }, rangemode: "tozero" }, kl),
-      shapes: levels.map(([, y, color, dash]) => ({
-        type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color, dash, width: 1.2 }, layer: "below",
-      })),
+      ...P.frame(P.WIDE, { title: { text: plain(title), standoff: 6 }, rangemode: "tozero" }, P.logAxis("KL, nats per token")),
+      shapes: levels.map(([, y, color, dash]) => P.level(y, { color, dash, width: 1.2 })),
       annotations: levels.map(([text, y, color]) => ({
         xref: "paper", x: 0, xanchor: "left", y: Math.log10(y), yanchor: "bottom", text: plain(text), showarrow: false,
         font: { color, size: 10 },
@@ -88,15 +78,13 @@ kvexp.section("divergence", (root, data, page) => {
     const measured = runs.filter(own);
     const here = x === null ? measured : measured.filter((run) => !missing(x(run, own(run))));
     if (!here.length) {
-      box.classList.add("wordy");
-      box.append(el("p", { class: "small" }, `Nothing to draw: no run shown here has a divergence along ${TEXTS[chosen.text]} and a place on this axis.`));
+      P.empty(box, `Nothing to draw: no run shown here has a divergence along ${TEXTS[chosen.text]} and a place on this axis.`);
       return;
     }
     const groups = P.lines(here);
     const traces = x === null ? here.map(along) : groups.map((group) => curve(group, x));
     P.chart(box, `KL divergence against ${title}: ${runs[0].panel}`, traces, layout(here, title));
-    box.append(el("div", { class: "legend" },
-      groups.map((group) => el("span", {}, P.swatch(group[0]), `${group[0].method} ${group[0].line}`))));
+    box.append(P.key(P.linesOf(groups)));
     if (x === null) box.append(el("p", { class: "small" }, "Thicker lines: a larger kv_ratio."));
     const rest = runs.filter((run) => !run.full && !here.includes(run));
     box.append(P.left(rest, (run) => (own(run) ? "it has no place on this axis" : "no divergence is measured")) ?? "");

@@ -3,7 +3,6 @@
 kvexp.section("life", (root, data) => {
   const { el, plain, missing, fixed } = kvexp;
   const P = kvexp.panels;
-  const LEAST = 1e-6; // on a log axis, which cannot hold 0
   const parts = data.map((part) => {
     const grid = el("div");
     const tables = el("div");
@@ -13,38 +12,24 @@ kvexp.section("life", (root, data) => {
   });
 
   function trace(line, side, number, places, bars) {
-    const { color, symbol, dash } = line;
-    const points = line.points.filter(([, , values]) => !missing(values[number][0]));
-    const at = (y) => (side.log ? Math.max(y, LEAST) : y);
-    const reach = ([, , values], end) => (missing(values[number][end]) ? 0 : Math.abs(at(values[number][end]) - at(values[number][0])));
-    const said = ([place, , values]) => {
+    const at = (y) => (side.log && !missing(y) ? Math.max(y, P.LEAST) : y);
+    const points = line.points.filter(([, , values]) => !missing(values[number][0])).map(([place, , values]) => {
       const [y, low, high] = values[number];
       const interval = missing(low) ? "" : ` (${fixed(low, 1)}..${fixed(high, 1)})`;
-      return `<b>${plain(line.label)}</b><br>${plain(places[place])}: ${side.log ? y.toPrecision(3) : fixed(y, 1)}${interval}`;
-    };
-    return {
-      type: "scatter", mode: "lines+markers", showlegend: false, hoverinfo: "text", text: points.map(said), cliponaxis: false,
-      x: points.map(([place]) => place), y: points.map(([, , values]) => at(values[number][0])), line: { color, dash, width: 2 },
-      error_y: {
-        type: "data", symmetric: false, thickness: 1, width: 2, color,
-        array: points.map((point) => reach(point, 2)), arrayminus: points.map((point) => reach(point, 1)),
-      },
-      marker: {
-        color: points.map(([, , values]) => (bars && missing(values[number][1]) ? "#ffffff" : color)), symbol, size: 8,
-        line: { color, width: 1.5 },
-      },
-    };
+      const text = `<b>${plain(line.label)}</b><br>${plain(places[place])}: ${side.log ? y.toPrecision(3) : fixed(y, 1)}${interval}`;
+      return { x: place, y: at(y), low: at(low), high: at(high), hollow: bars && missing(low), text };
+    });
+    return P.series(points, line);
   }
 
   function layout(block, side) {
-    const y = side.log ? { type: "log", dtick: 1, exponentformat: "power" } : { rangemode: "tozero" };
-    const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: side.level, y1: side.level, line: { color: "#000", width: 2 }, layer: "below" };
+    const y = side.log ? P.logAxis(side.title) : { rangemode: "tozero", title: { text: plain(side.title), standoff: 4 } };
     return {
       ...P.frame(P.WIDE, {
         title: { text: plain(block.x), standoff: 6 }, range: [-0.4, block.places.length - 0.6],
         tickvals: block.places.map((_, place) => place), ticktext: block.places.map(plain),
-      }, { ...y, title: { text: plain(side.title), standoff: 4 } }),
-      shapes: missing(side.level) ? [] : [level],
+      }, y),
+      shapes: missing(side.level) ? [] : [P.level(side.level, { color: "#000", width: 2 })],
     };
   }
 
@@ -52,14 +37,13 @@ kvexp.section("life", (root, data) => {
     box.append(el("h3", {}, block.title));
     const here = lines.filter((line) => line.points.some(([, , values]) => !missing(values[number][0])));
     if (!here.length) {
-      box.classList.add("wordy");
-      box.append(el("p", { class: "small" }, `Nothing to draw: no run shown here has a value of "${side.title}".`));
+      P.empty(box, `Nothing to draw: no run shown here has a value of "${side.title}".`);
       return;
     }
     const bars = here.some((line) => line.points.some(([, , values]) => !missing(values[number][1])));
     const traces = here.map((line) => trace(line, side, number, block.places, bars));
     P.chart(box, `${side.title} against ${block.x}: ${block.title}`, traces, layout(block, side));
-    box.append(el("div", { class: "legend" }, here.map((line) => el("span", {}, P.swatch(line), line.label))));
+    box.append(P.key(here.map((line) => [line, line.label])));
   }
 
   function table(block, kept) {

@@ -6,6 +6,7 @@ kvexp.panels = (() => {
   const MARK = "#c00000";
   const MARGIN = { l: 52, r: 34, t: 10, b: 44 };
   const WIDE = { ...MARGIN, l: 60, r: 20 }; // where the numbers of the y axis are long
+  const LEAST = 1e-6; // on a log axis, which cannot hold 0; nats: what float32 cannot tell from 0
   const PATHS = {
     circle: "M4 0A4 4 0 1 0 -4 0A4 4 0 1 0 4 0Z",
     square: "M-3.5-3.5H3.5V3.5H-3.5Z",
@@ -82,23 +83,29 @@ kvexp.panels = (() => {
     return places;
   }
 
-  /** One trace: points with intervals at their places; hollow where the run is not finished or has too few examples. */
-  function trace(runs, places, state, more = "") {
-    const at = [...runs].sort((a, b) => places.get(a) - places.get(b));
-    const found = at.map((run) => quality(run, state));
+  /** One trace of points {x, y, low, high, hollow, text} in their order, with intervals where low and high are known. */
+  function series(points, { color, symbol, dash }) {
     const reach = (from, to) => (missing(from) || missing(to) ? 0 : Math.max(0, to - from));
-    const { color, symbol, dash } = at[0];
     return {
-      type: "scatter", mode: "lines+markers", name: plain(`${at[0].method} ${at[0].line}`), showlegend: false,
-      x: at.map((run) => places.get(run)), y: found.map((q) => q[0]), cliponaxis: false,
+      type: "scatter", mode: "lines+markers", showlegend: false, hoverinfo: "text", cliponaxis: false,
+      x: points.map((p) => p.x), y: points.map((p) => p.y), text: points.map((p) => p.text), line: { color, dash, width: 2 },
       error_y: {
         type: "data", symmetric: false, thickness: 1, width: 2, color,
-        array: found.map((q) => reach(q[0], q[2])), arrayminus: found.map((q) => reach(q[1], q[0])),
+        array: points.map((p) => reach(p.y, p.high)), arrayminus: points.map((p) => reach(p.low, p.y)),
       },
-      line: { color, dash, width: 2 },
-      marker: { color: at.map((run) => (run.status === "done" && !run.few ? color : "#ffffff")), symbol, size: 8, line: { color, width: 1.5 } },
-      text: at.map((run, i) => said(run, found[i], state, more)), hoverinfo: "text",
+      marker: { color: points.map((p) => (p.hollow ? "#ffffff" : color)), symbol, size: 8, line: { color, width: 1.5 } },
     };
+  }
+
+  /** The trace of runs at their places; hollow where a run is not finished or has too few examples. */
+  function trace(runs, places, state, more = "") {
+    const at = [...runs].sort((a, b) => places.get(a) - places.get(b));
+    const points = at.map((run) => {
+      const found = quality(run, state);
+      const [y, low, high] = found;
+      return { x: places.get(run), y, low, high, hollow: run.status !== "done" || run.few, text: said(run, found, state, more) };
+    });
+    return { ...series(points, at[0]), name: plain(`${at[0].method} ${at[0].line}`) };
   }
 
   function said(run, [percent, low, high, mean], state, more) {
@@ -123,14 +130,19 @@ kvexp.panels = (() => {
     };
   }
 
+  /** Of `frame`, an axis by powers of ten; what it shows has to be at least LEAST. */
+  const logAxis = (title) => ({ type: "log", dtick: 1, exponentformat: "power", title: { text: plain(title), standoff: 4 } });
+
+  /** A line across the chart at y. */
+  const level = (y, line, layer = "below") => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer });
+
   /** Axes, the full cache's level in black and the 99 % mark in red. */
   function layout(traces, xTitle, yTitle, range) {
     const tops = traces.flatMap((t) => t.y.map((y, i) => y + (t.error_y ? t.error_y.array[i] : 0)));
-    const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer: "between" });
     return {
       ...frame(MARGIN, { title: { text: plain(xTitle), standoff: 6 }, range, rangemode: "tozero" },
         { title: { text: plain(yTitle), standoff: 4 }, range: [0, Math.max(104, ...tops) * 1.02] }),
-      shapes: [level(100, { color: "#000", width: 2 }), level(99, { color: MARK, width: 1.4, dash: "dash" })],
+      shapes: [level(100, { color: "#000", width: 2 }, "between"), level(99, { color: MARK, width: 1.4, dash: "dash" }, "between")],
       annotations: [{
         xref: "paper", x: 1, xanchor: "left", y: 99, yanchor: "top", text: "99 %", showarrow: false,
         font: { color: MARK, size: 11 },
@@ -148,11 +160,17 @@ kvexp.panels = (() => {
     return node;
   }
 
-  function legend(groups) {
-    const full = el("span", {}, swatch({ color: "#000", dash: "solid" }), "full cache");
-    const mark = el("span", {}, swatch({ color: MARK, dash: "5 3" }), "99 % of full");
-    const each = groups.map((runs) => el("span", {}, swatch(runs[0]), `${runs[0].method} ${runs[0].line}`));
-    return el("div", { class: "legend" }, full, mark, each);
+  /** Entries [look, words] below a chart. */
+  const key = (entries) => el("div", { class: "legend" }, entries.map(([look, words]) => el("span", {}, swatch(look), words)));
+
+  const linesOf = (groups) => groups.map((runs) => [runs[0], `${runs[0].method} ${runs[0].line}`]);
+  const MARKS = [[{ color: "#000", dash: "solid" }, "full cache"], [{ color: MARK, dash: "5 3" }, "99 % of full"]];
+  const legend = (groups) => key([...MARKS, ...linesOf(groups)]);
+
+  /** Words in place of a chart. */
+  function empty(box, words) {
+    box.classList.add("wordy");
+    box.append(el("p", { class: "small" }, words));
   }
 
   /** Runs without a place in a chart, each with the reason. */
@@ -186,5 +204,8 @@ kvexp.panels = (() => {
     return panels.slice(0, most);
   }
 
-  return { WIDE, swatch, metric, quality, byTask, lines, beside, trace, frame, layout, chart, legend, left, fresh, fill, cap };
+  return {
+    WIDE, LEAST, swatch, metric, quality, byTask, lines, beside, series, trace, frame, logAxis, level, layout, chart, key,
+    linesOf, legend, empty, left, fresh, fill, cap,
+  };
 })();
