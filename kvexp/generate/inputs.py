@@ -622,9 +622,6 @@ class EvictionStats:
 
     kv_bytes_at_16: of quantised caches and retrieval methods, kv_bytes with every floating-point number that is not
     quantised counted as 16 bits, whatever dtype ran; None elsewhere, where all numbers are of one dtype.
-
-    ledger: of a model whose layers keep different things: how many layers were evicted from ("evicted_layers"), of how
-    many ("layers"), and [bytes now, at the peak] of each line of `EvictionCache.ledger`, the row's share; else None.
     """
 
     slots: float
@@ -637,7 +634,17 @@ class EvictionStats:
     batch_size: int
     retrieval: dict[str, Any] | None = None
     kv_bytes_at_16: int | None = None
-    ledger: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class MixedStats(EvictionStats):
+    """What eviction did to one sample of a model whose layers keep different things.
+
+    ledger: how many layers were evicted from ("evicted_layers"), of how many ("layers"), and [bytes now, at the peak]
+    of each line of `EvictionCache.ledger`, the row's share.
+    """
+
+    ledger: dict[str, Any] = field(default_factory=dict)
 
 
 def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = None) -> list[EvictionStats]:
@@ -649,8 +656,8 @@ def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = No
     rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
     made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
     held, peak = _bytes(cache, rows)
-    at_16, ledger = _at_16(cache, rows), _ledger(cache, rows)
-    return [replace(one, kv_bytes=held, peak_kv_bytes=peak, kv_bytes_at_16=at_16, ledger=ledger) for one in made]
+    now = {"kv_bytes": held, "peak_kv_bytes": peak, "kv_bytes_at_16": _at_16(cache, rows), **_ledger(cache, rows)}
+    return [replace(one, **now) for one in made]
 
 
 def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
@@ -666,7 +673,8 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
     starts = [s.first_eviction[row] for s in cache.layer_states if s.first_eviction]
     steps = [step for step in starts if step is not None]
     kv_bytes, peak_kv_bytes = _bytes(cache, rows)
-    return EvictionStats(
+    ledger = _ledger(cache, rows)
+    return (MixedStats if ledger else EvictionStats)(
         slots=sum(by_layer) / len(by_layer),
         slots_by_layer=by_layer,
         kv_bytes=kv_bytes,
@@ -677,7 +685,7 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
         batch_size=rows,
         retrieval=retrieval_stats(cache.layer_states, range(row, row + beams)),
         kv_bytes_at_16=_at_16(cache, rows),
-        ledger=_ledger(cache, rows),
+        **ledger,
     )
 
 
@@ -687,13 +695,13 @@ def _bytes(cache: EvictionCache, rows: int) -> tuple[int, int]:
     return (tracker.bytes + other) // rows, (tracker.peak_bytes + other) // rows
 
 
-def _ledger(cache: EvictionCache, rows: int) -> dict[str, Any] | None:
-    """The ledger of `EvictionStats`: bytes are a sample's equal share, of `rows`."""
+def _ledger(cache: EvictionCache, rows: int) -> dict[str, Any]:
+    """The field of `MixedStats`, with a sample's equal share of bytes, of `rows`; empty for other models."""
     traits = cache.traits
     if not (traits.composed or traits.evicts_in_windows):
-        return None
+        return {}
     lines = {name: [now // rows, peak // rows] for name, (now, peak) in cache.ledger.items()}
-    return {"evicted_layers": len(traits.held), "layers": len(traits.layers), **lines}
+    return {"ledger": {"evicted_layers": len(traits.held), "layers": len(traits.layers), **lines}}
 
 
 def _at_16(cache: EvictionCache, rows: int) -> int | None:

@@ -192,13 +192,16 @@ class Asked:
         free = (m for m in range(FINALISTS, 1, -1) if promise.most_beyond(n, self.share, self.error / m) == alone)
         return next(free, 1)
 
+    @property
+    def needed(self) -> int:
+        """How many prompts make a promise if none of them is beyond the limit."""
+        return promise.prompts_needed(self.share, self.error / (self.finalists or 1))
+
     def check(self, n: int) -> None:
         """ConfigError where n prompts, half of them, cannot carry the promise even with none beyond the limit."""
-        half = n - n // 2
-        many = self.finalists or 1
-        needed = promise.prompts_needed(self.share, self.error / many)
+        half, needed = n - n // 2, self.needed
         if half < needed:
-            least = promise.largest_share(half, self.error / many)
+            least = promise.largest_share(half, self.error / (self.finalists or 1))
             lower = f"share={math.floor(1000 * least) / 1000:g}" if least >= 0.01 else "more prompts"
             raise ConfigError(
                 f"{n} prompts are too few: half of them chooses, and {half} can promise share={least:.3f} at "
@@ -411,10 +414,11 @@ class Recorded:
         return kept_plan(self.place)
 
     def question(self) -> Asked | None:
-        """The question that was last searched for, else the usual one at a share these prompts carry; None without."""
-        if known := self.plan.get("asked"):
-            return Asked(**known)
+        """The question last searched for, else the usual one; at a share that these prompts carry, else None."""
         _, promising = self.halves()
+        if known := self.plan.get("asked"):
+            asked = Asked(**known)
+            return asked if len(promising) >= asked.needed else None
         usual = Asked()
         shares = (share for share in SHARES if promise.prompts_needed(share, usual.error) <= len(promising))
         share = next(shares, None)
@@ -600,8 +604,16 @@ def of_folder(outputs: str, asked: Asked) -> Recorded:
             for titles, one in ((_twice(found), one) for one in found)
         )
         raise ConfigError(f"{outputs} has runs of several models, tasks or data: {each}; name one, as in task=news")
-    asked.check(len(found[0].prompts))
-    return found[0]
+    one = found[0]
+    asked.check(len(one.prompts))
+    there, needed = len(one.halves()[1]), asked.needed
+    if one.plan and there < needed:
+        raise ConfigError(
+            f"the search in {outputs} is not done: {there} of the prompts that make the promise have rows, and share="
+            f"{asked.share:g} at confidence={asked.confidence:g} needs {needed}; give the command again that began it "
+            f"(model=…, data=… or task=…, outputs_dir={outputs}), which goes on where it stopped"
+        )
+    return one
 
 
 def _twice(found: Sequence[Recorded]) -> set[str]:

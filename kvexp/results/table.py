@@ -314,7 +314,8 @@ def _tidy(rows: list[Record], labels: set[str], metrics: list[str]) -> pd.DataFr
     names = [name for name in FIRST if name in labels] + sorted(labels - own - set(FIRST) - set(metrics))
     each = ("", "_of_full", "_low", "_high", "_low_corrected", "_high_corrected", "_verdict99", "_verdict999")
     quality = [f"{metric}{ending}" for metric in metrics for ending in each]
-    frame = pd.DataFrame(rows, columns=[*names, *COUNTS, *quality, *VERDICTS, *COST, *LAST])
+    cost = [name for name in COST if name != "layers" or any(row.get(name) for row in rows)]
+    frame = pd.DataFrame(rows, columns=[*names, *COUNTS, *quality, *VERDICTS, *cost, *LAST])
     for name in names:
         frame[name] = _label(frame[name])
     for name in ("questions", "paired", "changed"):
@@ -554,7 +555,8 @@ def marks_of(rows: Sequence[Row]) -> dict[str, str]:
         values = {None if absent(row.get(name)) else str(row[name]) for row in ran}
         if len(values) == 1 and (value := values.pop()) not in (None, "False"):
             found[name] = end.format(value)
-    layers = {str(row["layers"]): None for row in ran if row["verdict99"] != "baseline" and not absent(row["layers"])}
+    evicting = [row for row in ran if row["verdict99"] != "baseline" and not absent(row.get("layers"))]
+    layers = {str(row["layers"]): None for row in evicting}
     if layers:
         found["layers"] = f"{' or '.join(layers)} layers evicted"
     asked = {row.get("question") for row in ran}

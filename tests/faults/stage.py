@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TOKENIZERS_PARALLELISM": "false"}
-PACKAGES = ("torch", "pandas", "datasets", "evaluate", "hydra", "rich.progress", "rich.table", "safetensors.torch")
-PACKAGES += ("platformdirs", "rouge_score.rouge_scorer", "xml.sax")
+PACKAGES = ("torch", "pandas", "hydra", "rich.progress", "rich.table", "safetensors.torch", "platformdirs")
+PACKAGES += ("rouge_score.rouge_scorer", "xml.sax", "importlib.readers")
 CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerFast", "StopStringCriteria")
 CLASSES += ("GPT2LMHeadModel", "GPTJForCausalLM", "LlamaForCausalLM", "MptForCausalLM")
 OURS = ("main", "jobs", "batches", "plan", "answers", "prompts", "model_spec", "store")  # of kvexp.run
@@ -107,7 +107,7 @@ def _main():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one what nohup started
     _load()
     (orders, to_loaded), (from_loaded, told) = os.pipe(), os.pipe()
-    if not os.fork():
+    if not (loaded := os.fork()):
         answers.close()
         os.close(to_loaded)
         _load_ours()
@@ -124,6 +124,7 @@ def _main():
         answers.write(elsewhere("{}\n"))  # once it has loaded
         answers.flush()
         _serve(sys.stdin, answers, elsewhere)
+    os.waitpid(loaded, 0)
 
 
 def _serve(orders, answers, elsewhere=None):

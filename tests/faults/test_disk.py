@@ -39,13 +39,9 @@ def mounted(tmp_path):
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.fixture(scope="module")
-def truth(stage, tmp_path_factory):
-    """The rows of an undisturbed sweep."""
-    place = tmp_path_factory.mktemp("truth")
-    code, said = stage.run(sweep(place / "out"), place / "log")
-    assert code == 0, said
-    return rows_of(place / "out")
+@pytest.fixture
+def truth(undisturbed):
+    return rows_of(undisturbed)
 
 
 @pytest.mark.parametrize("kind", ["disk", "file size"])

@@ -12,8 +12,9 @@ import pytest
 from report_runs import write
 
 from kvexp.results import advise_search
-from kvexp.results.advise import Asked, Candidate, judged, main
+from kvexp.results.advise import Asked, Candidate, judged, main, recorded
 from kvexp.results.advise_search import METHODS, Arm, Bracket, Search, target_bytes
+from kvexp.results.read import read_runs
 from kvexp.run.compose import options
 from kvexp.run.store import OWN, Run, runs
 from kvexp.util import ConfigError
@@ -438,6 +439,20 @@ def test_the_command_from_prompts_to_a_promise_and_again(prompts, capsys, monkey
     assert main([str(outputs), "kl=0.2", "share=0.6", "confidence=0.8", f"new={prompts}"]) == 0
     other = capsys.readouterr().out
     assert "have answered 1 other question(s)" in other and "No shift was found" in other
+
+
+def test_a_search_that_was_interrupted_promises_nothing(prompts, capsys, monkeypatch):
+    def stopped(self, chains):
+        raise ConfigError("stopped here")
+
+    monkeypatch.setattr(advise_search.Search, "test", stopped)
+    outputs = prompts.parent / "outputs"
+    assert main(words(prompts)) == 2
+    assert main([str(outputs), "kl=50", "share=0.6", "confidence=0.8"]) == 2
+    said = capsys.readouterr().err
+    assert "is not done: 0 of the prompts that make the promise have rows" in said and "needs 4" in said
+    (found,) = recorded(read_runs(outputs, {}), "kl")
+    assert found.question() is None, "the report shows no promise of it"
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ from kvexp.tasks import (
 from kvexp.util import ConfigError
 
 TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
-QUESTIONS = ("Who runs?", "Where to does it go?", "Who lies?", "Who steals?", "What does it eat now?")
-EXAMPLES = [(TEXTS[i > 2] * 2, "\nQ: " + asked + "\nA:") for i, asked in enumerate(QUESTIONS)]
+QUESTIONS = ("Runs?", "Where to?", "Lies?", "Steals?", "Eats what?")  # a forward per letter
+EXAMPLES = [(TEXTS[i > 2] * 2, f"\n{asked}\n") for i, asked in enumerate(QUESTIONS)]
 
 
 @dataclass(frozen=True, kw_only=True)
