@@ -28,8 +28,7 @@ class CAKE(Method):
     attention); layers are cut when the last one has seen the prompt, and fill the budget (theirs are cut on the way
     and can leave slots empty: its sets are then part of these); a prompt a little above the budget is cut too
     (theirs leaves `window` more). `budget.layers=uniform`: the same in every layer; `budget.layers=cake`: these
-    layer budgets for any other method (with
-    SnapKV and its option for DefensiveKV's worst case, that in place of mean and variance).
+    layer budgets for any other method (for SnapKV with DefensiveKV's worst case: that in place of mean and variance).
     """
 
     name: ClassVar[str] = "cake"
