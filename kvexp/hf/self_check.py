@@ -37,9 +37,10 @@ from kvexp.util import CacheError, ConfigError, cache_folder, replace
 Check = Literal["always", "once", "never"]
 TOKENS, STEPS = 48, 4  # columns of the prompt, of a model that holds so many; decode steps
 ATOL, RTOL = 1e-4, 2e-5  # of float32 logits; RTOL is of the largest one
-NOISE = 3  # times the model's own rounding, where that is more
-MOST = {torch.float32: 1e-3}  # of the largest logit: what rounding may come to
-MOST_IN_HALF = 0.05  # the same of bfloat16 and float16
+# In float32 and in half precision: times the model's own rounding, where that is more; and what rounding may come to,
+# of the logits' size (`_size`).
+NOISE, NOISE_IN_HALF = 3, 1.5
+MOST, MOST_IN_HALF = 1e-3, 0.2
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ def check_model(model: PreTrainedModel, check: Check) -> None:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel) -> float:
-    """The largest difference of logits between kvexp and the model's own attention; ConfigError as of `check_model`."""
+    """The difference of logits between kvexp and the model's own attention, as a `_size`.
+
+    ConfigError as of `check_model`.
+    """
     title = traits_of(model.config).title
     ids, mask = _tokens(model)
     with _own_attention(model) as swap:
@@ -94,12 +98,12 @@ def measure(model: PreTrainedModel) -> float:
         except CacheError as error:
             raise ConfigError(f"model family {title!r} is not supported: {error}") from error
         _check_shapes(model, cache)
-        largest = float(own.abs().max())
-        difference, allowed = float((got - own).abs().max()), max(ATOL, RTOL * largest)
-        if difference > allowed or model.dtype != torch.float32:
+        size, whole = _size(own, model.dtype), model.dtype == torch.float32
+        difference, allowed = _size(got - own, model.dtype), max(ATOL, RTOL * size)
+        if difference > allowed or not whole:
             swap(own=True)
-            most = MOST.get(model.dtype, MOST_IN_HALF) * largest
-            allowed = max(allowed, min(NOISE * _rounding(model, ids, mask, own), most))
+            noise, most = (NOISE, MOST) if whole else (NOISE_IN_HALF, MOST_IN_HALF)
+            allowed = max(allowed, min(noise * _rounding(model, ids, mask, own), most * size))
             swap(own=False)
         if not difference <= allowed:
             layer = _first_bad_layer(model, ids, mask, swap)
@@ -188,7 +192,16 @@ def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) ->
             model.set_attn_implementation("sdpa")
             others.append(_stock(model, ids, mask))
         model.set_attn_implementation(before)
-    return max(float((other - own).abs().max()) for other in others)
+    return max(_size(other - own, model.dtype) for other in others)
+
+
+def _size(logits: Tensor, dtype: torch.dtype) -> float:
+    """The largest absolute value; of a model in half precision the root mean square.
+
+    There one token for which rounding chooses another expert has differences of any size, and wrong attention differs
+    at all of them.
+    """
+    return float(logits.abs().max() if dtype == torch.float32 else logits.square().mean().sqrt())
 
 
 @contextmanager
@@ -231,12 +244,11 @@ def _first_bad_layer(model: PreTrainedModel, ids: Tensor, mask: Tensor, swap: An
             _stock(model, ids, mask) if own else _kvexp(model, ids, mask)
         seen.append(outputs)
     layers = traits_of(model.config).layers
-    real = mask.bool()
+    real, rounding = mask.bool(), max(1e-3, 4 * torch.finfo(model.dtype).eps)
     for number, (mine, others) in enumerate(zip(*seen, strict=False)):
         if mine.shape != others.shape or mine.shape[:2] != mask.shape:
             continue
-        gap, size = (mine - others).abs()[real].max(), mine.abs()[real].max()
-        if gap > 1e-3 * size:
+        if _size((mine - others)[real], model.dtype) > rounding * _size(mine[real], model.dtype):
             which = number % len(layers)
             kind = f", {KIND_TITLES[layers[which].kind]}" if len(layers) > which else ""
             return f"; first in the attention of layer {which}{kind}"

@@ -49,10 +49,11 @@ def wrong(monkeypatch):
     return put
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_another_scale_is_refused_with_the_first_bad_layer(layer, wrong):
+def test_another_scale_is_refused_with_the_first_bad_layer(layer, dtype, wrong):
     wrong(layer, scaling=0.2)
-    model = copy.deepcopy(stock("llama"))
+    model = copy.deepcopy(stock("llama")).to(dtype)
     with pytest.raises(ConfigError) as error:
         patch_model(model, check="always")
     assert f"first in the attention of layer {layer}, full attention" in str(error.value)

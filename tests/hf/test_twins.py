@@ -314,7 +314,7 @@ HALVES = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "llama4_text", "
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", HALVES)
 def test_half_precision(name, dtype):
-    """As near to the type's own logits as three times its own rounding."""
+    """As near to the type's own logits as one and a half times its own rounding, in the root mean square."""
     measure(kvexps(name, dtype))
 
 
