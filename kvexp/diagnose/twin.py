@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -254,7 +255,8 @@ def heatmaps(frame: pd.DataFrame, title: str) -> Figure:
     axes[-1].axis("off")
     examples, steps = frame["example"].nunique(), frame.groupby("example")["step"].nunique().mean()
     note = f"{title}\n\n{examples} example{'s' if examples > 1 else ''},\nmean of {steps:.1f} steps each"
-    axes[-1].text(0.02, 0.95, note.replace(", ", ",\n"), va="top", fontsize=11)
+    lines = [textwrap.fill(line, 34) for line in note.replace(", ", ",\n").split("\n")]
+    axes[-1].text(0.02, 0.95, "\n".join(lines), va="top", fontsize=10, in_layout=False)
     return figure
 
 
@@ -270,7 +272,7 @@ def _heatmap(axis: Axes, cells: pd.DataFrame, words: str, top: float, colors: st
             axis.text(column, row, f"{value:.2f}", ha="center", va="center", color="w" if dark else "k", fontsize=8)
     axis.set_xlabel("head")
     axis.set_ylabel("layer")
-    axis.set_title(words, fontsize=10)
+    axis.set_title(textwrap.fill(words, 22), fontsize=10)
     assert axis.figure is not None
     solids = axis.figure.colorbar(image, ax=axis).solids
     assert solids is not None
@@ -280,15 +282,23 @@ def _heatmap(axis: Axes, cells: pd.DataFrame, words: str, top: float, colors: st
 def curves(frame: pd.DataFrame, title: str) -> Figure:
     """One line per layer, mean over heads and examples; what ends earlier than the longest answer leaves the mean."""
     figure = Figure(figsize=(9, 6), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(textwrap.fill(title, 90), fontsize=11)
     layers = sorted(frame["layer"].unique())
+    named = layers if len(layers) <= 9 else [layers[0], layers[len(layers) // 2], layers[-1]]  # shades say the others
     for axis, measure in zip(figure.subplots(2, 2, sharex=True).flat, CURVES, strict=True):
         for layer in layers:
             line = frame[frame["layer"] == layer].groupby("step")[measure].mean()
             shade = 0.05 + 0.8 * layer / max(layers[-1], 1)
             color = matplotlib.colormaps["plasma"](shade)
             marker = "o" if len(line) == 1 else None
-            axis.plot(line.index, line.to_numpy(), color=color, label=f"layer {layer}", lw=1.4, marker=marker)
+            axis.plot(
+                line.index,
+                line.to_numpy(),
+                color=color,
+                lw=1.4,
+                marker=marker,
+                label=f"layer {layer}" if layer in named else None,
+            )
         if measure == "lost":
             ideal = frame.groupby("step")["lost_ideal"].mean()
             axis.plot(ideal.index, ideal.to_numpy(), "k--", lw=1, label="ideal set, all layers")
@@ -297,7 +307,7 @@ def curves(frame: pd.DataFrame, title: str) -> Figure:
         axis.grid(alpha=0.3)
         axis.set_xlabel("decode step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.axes[0].legend(fontsize=7, ncols=1 + len(layers) // 9)
+    figure.axes[0].legend(fontsize=7, ncols=1)
     return figure
 
 
