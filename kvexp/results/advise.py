@@ -44,6 +44,7 @@ from kvexp.util import (
 )
 
 FINALISTS = 3  # methods that get a promise at most, where nothing else is asked for: they share the error
+LEFT_OUT = 12  # methods that an answer names as left out
 BEFORE, BEHIND = 2, 1  # budgets tested before and behind the one that seems best
 SEED = 57
 SHARES = (0.9, 0.8, 0.7)  # that a report asks for, the largest that its prompts carry
@@ -745,7 +746,8 @@ def _not_tried(advice: Advice) -> str:
     tried = by_method(advice.candidates)
     names = {method.partition(" ")[0] for method in tried}
     rest = [name for name in options("method") if name not in names and name != "full"]
-    left = [f"left out on the first half: {', '.join(advice.left_out)}"] if advice.left_out else []
+    few, more = advice.left_out[:LEFT_OUT], len(advice.left_out) - LEFT_OUT
+    left = [f"left out on the first half: {', '.join(few)}{f' and {more} more' if more > 0 else ''}"] if few else []
     budgets = sorted({each.budget for each in advice.candidates}, key=size_or_words, reverse=True)
     return "; ".join(
         [*left, f"not tried: {len(rest)} other methods (kvexp methods), budgets but {', '.join(budgets)}."]
