@@ -14,7 +14,8 @@ import adapter
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 
-# Methods that came after the recording: in its sweeps they would be neighbours that its runs did not have.
+# Methods that came after the recording: more rows in a step move the seventh digit of testbed_gqa's KL (DECISIONS.md, "A row's
+# numbers do not depend on its neighbours").
 NEWER = ("capkv", "defensivekv", "vase")
 # openvino: these prompts have too few of its blocks of 32.
 METHODS = sorted(set(adapter.options("method")) - {"openvino", *NEWER})
