@@ -14,7 +14,7 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -179,7 +179,8 @@ class Variant:
     """hf: Hugging Face's own cache; hf_packed: the same with kvexp's linear layers; hf_static: preallocated.
 
     kvexp's else: a method, and the share of the prompt it may keep (None: all). short: full attention over a prompt of
-    the budget's length: the same slots, and no bookkeeping. heads: as budget.heads; bits: of keys and values.
+    the budget's length: the same slots, and no bookkeeping. heads: as budget.heads; bits: of keys and values; graph: as
+    cache.graph.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Variant:
     kv_ratio: float | None = None
     heads: str = "uniform"
     bits: int = 16
+    graph: Literal["off", "auto"] = "off"
 
     @property
     def theirs(self) -> bool:
@@ -239,10 +241,11 @@ def variant(name: str) -> Variant:
     if kind not in THEIRS:
         _method(kind)
     more = dict(setting.split("=") for setting in settings)
-    if (kind in THEIRS and more) or more.keys() - {"heads", "bits"}:
-        raise ValueError(f"{name!r}: kvexp's variants take heads=…, bits=…, as in h2o@0.5,bits=4")
+    if (kind in THEIRS and more) or more.keys() - {"heads", "bits", "graph"}:
+        raise ValueError(f"{name!r}: kvexp's variants take heads=…, bits=…, graph=auto, as in h2o@0.5,bits=4")
     bits = int(more.get("bits", 16))
-    return Variant(name, kind, float(share) if share else None, more.get("heads", "uniform"), bits)
+    graph: Any = more.get("graph", "off")
+    return Variant(name, kind, float(share) if share else None, more.get("heads", "uniform"), bits, graph)
 
 
 def _method(kind: str) -> Any:
@@ -339,7 +342,7 @@ def _kvexp(v: Variant, model: Any, prompts: list[list[int]], beams: int, new: in
     from kvexp.generate import GenerationParams, generate
 
     decoding = GenerationParams(new, num_beams=beams, eos=None)
-    return generate(model, prompts, *v.plan(budget_of), decoding=decoding, beyond_context=True)
+    return generate(model, prompts, *v.plan(budget_of), decoding=decoding, beyond_context=True, graph=v.graph)
 
 
 @torch.no_grad()

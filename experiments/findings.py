@@ -27,6 +27,7 @@ from experiments.lib.record import (
     VERDICT,
     WAITING,
     examples_of,
+    is_speed,
     real_status,
     recorded,
     status,
@@ -43,10 +44,10 @@ INTERVAL = r"[+-]?\d+(?:\.\d+)?(?: \([^()]* … [^()]*\))?"
 TABLE = """\
 ## Every exhibit
 
-Verdicts on SmolLM2-135M by the paper's metric and by divergence, the number behind them, examples, and the verdict on
+Verdicts on SmolLM2-135M by the paper's metric and by divergence, the number behind them, examples, the verdict on
 the testbed (models of under a million parameters). Where divergence is judged, numbers are KL in nats per token, and
 *nearer by* is a difference of KL; intervals are 95 %, not corrected. [findings.csv](findings.csv) has all numbers,
-full claims and reasons. `make reproduce-NAME` and the [notebooks](../notebooks/) draw each figure and its table.
+claims and reasons. `make reproduce-NAME` and the [notebooks](../notebooks/) draw each figure.
 
 """
 
@@ -64,13 +65,13 @@ def words(name: str) -> dict[str, str]:
 def text() -> str:
     """The page."""
     real, testbed = recorded("real"), recorded("testbed")
-    waiting = [name for name in names() if status(testbed.get(name)) == WAITING]
-    rows = [_row(name, real, testbed) for name in names() if name not in waiting]
+    rows = [_row(name, real, testbed) for name in names() if not is_speed(name)]
     head = ("exhibit", "the paper", "metric", "divergence", "found", "n", "testbed")
     counts = Counter(row[3] for row in rows)
     verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
-    wait = "; ".join(_short_title(name) for name in waiting)
-    return f"{summary()}{TABLE}{markdown(head, *rows)}\n\nBy divergence: {verdicts}. Waiting for a GPU: {wait}.\n"
+    times = "; ".join(f"{_short_title(name)} {_said(testbed.get(name))}" for name in names() if is_speed(name))
+    end = f"By divergence: {verdicts}. On an H200: {times}."
+    return f"{summary()}{TABLE}{markdown(head, *rows)}\n\n{end}\n"
 
 
 def summary() -> str:
@@ -80,10 +81,16 @@ def summary() -> str:
 
 def _row(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> tuple[str, ...]:
     entry = real.get(name)
-    verdicts = (*real_status(name, entry), status(testbed.get(name)))
-    metric, divergence, small = (CONTRADICTED if each == VERDICT[False] else each for each in verdicts)
+    metric, divergence = (CONTRADICTED if each == VERDICT[False] else each for each in real_status(name, entry))
     n = NONE if entry is None else re.sub(r"(\d+) of each of (\d+) tasks", r"\2 x \1", examples_of(entry))
+    small = _said(testbed.get(name))
     return _short_title(name), words(name)["short"], metric, divergence, _number(name, entry), n, small
+
+
+def _said(entry: dict[str, Any] | None) -> str:
+    """`status` as the page words it."""
+    found = status(entry)
+    return CONTRADICTED if found == VERDICT[False] else found
 
 
 def _short_title(name: str) -> str:
@@ -133,7 +140,8 @@ def _judgements(name: str) -> Iterator[tuple[str, ...]]:
     elif load(name).testbed_only:
         yield "SmolLM2-135M", "metric", NONE, "", load(name).testbed_only, "", ""
     sentence = f"make reproduce-{name} SCALE=testbed" if small is None else small["words"]
-    yield "testbed", "metric", status(small), "", sentence, said["why"], said.get("limits", "")
+    place = "GPU" if is_speed(name) else "testbed"
+    yield place, "metric", status(small), "", sentence, said["why"], said.get("limits", "")
 
 
 def outcomes(name: str) -> str:
@@ -141,7 +149,8 @@ def outcomes(name: str) -> str:
     testbed = status(recorded("testbed").get(name))
     metric, divergence = real_status(name, recorded("real").get(name))
     if metric == NONE:
-        return testbed if testbed == WAITING else f"{testbed} on the testbed"
+        place = "a GPU" if is_speed(name) else "the testbed"
+        return testbed if testbed == WAITING else f"{testbed} on {place}"
     also = "" if divergence == NONE else f" (by divergence {divergence})"
     return f"{metric} on SmolLM2-135M{also}, {testbed} on the testbed"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.lib.exhibits import DECLARED, HERE, PAPERS, Exhibit, declared_text, exhibits
-from experiments.lib.record import NONE, WAITING, real_status, recorded, status, write_or_check
+from experiments.lib.record import NONE, WAITING, is_speed, real_status, recorded, status, write_or_check
 from experiments.lib.tables import markdown
 from kvexp.util import watch_pipes
 
@@ -29,7 +29,8 @@ Each writes table and figure to `outputs/exhibits/NAME`. All on the testbed: {se
 
 **SmolLM2-135M**: verdict on real rows, by the paper's metric and by KL divergence. **Testbed**: models of less than a
 million parameters; is the mechanism seen there? **holds**: every part of the claim is supported; **contradicted**: one
-part is not; **undecided**: the 95 % intervals leave it open.
+part is not; **undecided**: the 95 % intervals leave it open; **(GPU)**: times of an NVIDIA H200, random weights in the
+paper's layout ([docs/gpu.md](../docs/gpu.md)).
 """
 COLUMNS = ("exhibit", "shows", "SmolLM2-135M", "testbed")
 SHORT = {"does not hold": "contradicted"}  # a verdict in one word
@@ -56,7 +57,8 @@ def _row(exhibit: Exhibit, entry: dict[str, Any] | None, real: dict[str, Any] | 
     if divergence != NONE:
         on_real += f", KL {SHORT.get(divergence, divergence)}"
     on_testbed = status(entry)
-    return f"`{exhibit.name}`", shown(exhibit.title), on_real, SHORT.get(on_testbed, on_testbed)
+    small = SHORT.get(on_testbed, on_testbed) + " (GPU)" * is_speed(exhibit.name)
+    return f"`{exhibit.name}`", shown(exhibit.title), on_real, small
 
 
 def shown(title: str) -> str:

@@ -169,10 +169,15 @@ def status(entry: dict[str, Any] | None) -> str:
     return WAITING if entry["words"].startswith(WAITS) else VERDICT[entry["holds"]]
 
 
+def is_speed(name: str) -> bool:
+    """Whether an exhibit is about speed: what is recorded of it is a GPU's, on random weights in the paper's layout."""
+    return not load(name).testbed_only and not sweeps(name, REAL)
+
+
 def real_status(name: str, entry: dict[str, Any] | None) -> tuple[str, str]:
     """(by the paper's metric, by divergence) of an exhibit on the real model; NONE where it is not judged so."""
     if entry is None:
-        return (NONE if load(name).testbed_only or not sweeps(name, REAL) else NOT_RUN), NONE
+        return (NONE if load(name).testbed_only or is_speed(name) else NOT_RUN), NONE
     again = entry.get("divergence")
     return status(entry), NONE if again is None else VERDICT[again["holds"]]
 
