@@ -1,0 +1,177 @@
+"""Which conclusions of published RULER boards hold on SmolLM2-135M: tables from the runs of `experiment=ruler_board`.
+
+    python -m experiments.studies.ruler_board OUTPUTS
+    python -m experiments.studies.ruler_board OUTPUTS --page docs/benchmarks.md
+
+Every number is KL from the full cache along its own answer, nats per token, mean over the tokens of an answer, then
+over examples; every task has the same number of examples. A conclusion is a difference of two means over the same
+examples, with a 95 % interval; where it is of several budgets, an example's mean over them counts once. The boards
+report scores of models of billions of parameters: what can agree is the order of methods, not a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.lib.tables import between, markdown
+from experiments.studies import carried_out
+from kvexp.results.divergence import example_means
+from kvexp.results.read import read_runs
+from kvexp.results.stats import interval_of_mean
+from kvexp.run.store import OWN
+from kvexp.util import ConfigError, watch_pipes
+
+SEEN, HIDDEN = "in_prompt", "after_eviction"
+BEGIN = "<!-- ruler: made by python -m experiments.studies.ruler_board OUTPUTS --page docs/benchmarks.md -->"
+END = "<!-- end of ruler -->"
+METHODS = ("random", "streaming_llm", "knorm", "keydiff", "lagkv", "h2o", "tova", "snapkv", "pyramidkv")
+METHODS += ("expected_attention",)
+RATIOS = (0.5, 0.25, 0.125)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side of a conclusion is the mean of: a method, where the question stands, budgets."""
+
+    method: str
+    question: str
+    ratios: tuple[float, ...] = RATIOS
+
+    def means(self, rows: pd.DataFrame) -> pd.Series:
+        """Mean KL of every example over the budgets."""
+        mine = rows["method"].eq(self.method) & rows["question"].eq(self.question) & rows["kv_ratio"].isin(self.ratios)
+        return rows[mine].groupby(["task", "example"])["kl"].mean()
+
+
+# (conclusion, source, the side that is nearer to the full cache, the other one)
+CONCLUSIONS = (
+    (
+        "SnapKV has to see the question",
+        "kvpress's board; KVzip, arXiv:2505.23416",
+        Side("snapkv", SEEN),
+        Side("snapkv", HIDDEN),
+    ),
+    ("question seen: SnapKV is ahead of H2O", "arXiv:2404.14469", Side("snapkv", SEEN), Side("h2o", SEEN)),
+    (
+        "question seen: SnapKV is ahead of sinks and a window",
+        "arXiv:2404.14469",
+        Side("snapkv", SEEN),
+        Side("streaming_llm", SEEN),
+    ),
+    (
+        "question seen, an eighth: PyramidKV is ahead of SnapKV",
+        "arXiv:2406.02069",
+        Side("pyramidkv", SEEN, (0.125,)),
+        Side("snapkv", SEEN, (0.125,)),
+    ),
+    ("question seen: TOVA is ahead of H2O", "arXiv:2401.06104", Side("tova", SEEN), Side("h2o", SEEN)),
+    (
+        "question hidden: Expected Attention is ahead of SnapKV",
+        "arXiv:2510.00636",
+        Side("expected_attention", HIDDEN),
+        Side("snapkv", HIDDEN),
+    ),
+    (
+        "question hidden: KeyDiff is ahead of SnapKV",
+        "arXiv:2504.15364",
+        Side("keydiff", HIDDEN),
+        Side("snapkv", HIDDEN),
+    ),
+    ("question hidden: LagKV is ahead of SnapKV", "arXiv:2504.04704", Side("lagkv", HIDDEN), Side("snapkv", HIDDEN)),
+    ("question hidden: small key norms beat chance", "arXiv:2406.11430", Side("knorm", HIDDEN), Side("random", HIDDEN)),
+)
+
+
+def rows_of(outputs: str) -> pd.DataFrame:
+    """Columns task, question, method, kv_ratio, example, kl of the examples that all runs of a task have.
+
+    A task counts where all methods, budgets and questions have run; ConfigError where no task does.
+    """
+    runs = read_runs(outputs, {"experiment": "ruler_board"})
+    found = [
+        {"task": str(run.labels["task"]).partition("/")[2], "question": run.question, "example": example, "kl": kl}
+        | {name: run.labels[name] for name in ("method", "kv_ratio")}
+        for run in runs.ran
+        if run.labels.get("kv_ratio") in RATIOS and run.labels["method"] in METHODS
+        for example, kl in example_means(run, OWN).items()
+    ]
+    rows = pd.DataFrame(found, columns=["task", "question", "method", "kv_ratio", "example", "kl"])
+    times = rows.groupby(["task", "example"])["kl"].transform("size")
+    rows = rows[times == 2 * len(METHODS) * len(RATIOS)]
+    if rows.empty:
+        raise ConfigError(
+            f"{outputs}: no task has all runs of experiment=ruler_board; run: kvexp run experiment=ruler_board"
+        )
+    least = rows.groupby("task")["example"].nunique().min()
+    first = rows.groupby("task")["example"].transform(lambda names: pd.factorize(names)[0])
+    return rows[first < least].reset_index(drop=True)
+
+
+def mean_of(values: pd.Series) -> str:
+    """A mean with its interval."""
+    low, high = interval_of_mean(values.to_numpy())
+    return f"{values.mean():.2f}" if low != low else f"{values.mean():.2f} ({low:.2f}..{high:.2f})"
+
+
+def verdict(rows: pd.DataFrame, nearer: Side, other: Side) -> tuple[str, str]:
+    """(holds, contradicted or open; how much more KL the other side has, with its interval)."""
+    gaps = (other.means(rows) - nearer.means(rows)).dropna()
+    low, high = interval_of_mean(gaps.to_numpy())
+    word = "holds" if low > 0 else "contradicted" if high < 0 else "open"
+    return word, f"{gaps.mean():+.2f} ({low:+.2f}..{high:+.2f})"
+
+
+def text(rows: pd.DataFrame) -> str:
+    """The tables as Markdown."""
+    tasks, n = list(dict.fromkeys(rows["task"])), rows.groupby("task")["example"].nunique().iloc[0]
+    said = [(claim, source, *verdict(rows, nearer, other)) for claim, source, nearer, other in CONCLUSIONS]
+    cells = {key: part["kl"] for key, part in rows.groupby(["method", "question", "kv_ratio"])}
+    table = [
+        (method, *(mean_of(cells[method, question, ratio]) for question in (SEEN, HIDDEN) for ratio in RATIOS))
+        for method in sorted(METHODS, key=lambda method: cells[method, HIDDEN, 0.25].mean())
+    ]
+    quarter = rows[rows["kv_ratio"].eq(0.25)].groupby(["task", "question", "method"])["kl"].mean()
+    columns = list(itertools.product((SEEN, HIDDEN), ("snapkv", "expected_attention")))
+    each = []
+    for task in tasks:
+        nearest = (quarter[task, question] for question in (SEEN, HIDDEN))
+        best = (f"{found.idxmin()} {found.min():.2f}" for found in nearest)
+        each.append((f"`{task}`", *(f"{quarter[(task, *column)]:.2f}" for column in columns), *best))
+    head = ("method", *(f"{name}, {ratio:g}" for name in ("seen", "hidden") for ratio in RATIOS))
+    heads = ("task", "SnapKV, seen", "Expected Attention, seen", "SnapKV, hidden", "Expected Attention, hidden")
+    return (
+        f"{len(tasks)} tasks, {n} examples of each, half of 1,024 and half of 2,048 tokens.\n\n"
+        f"{markdown(('conclusion', 'source', 'here', 'more KL of the other'), *said)}\n\n"
+        f"KL by method, question and share of the cache:\n\n{markdown(head, *table)}\n\n"
+        f"At a quarter, by task, with the nearest method:\n\n{markdown((*heads, 'nearest, seen', 'hidden'), *each)}\n"
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.studies.ruler_board", description=__doc__)
+    parser.add_argument("outputs", help="the folder of the sweep's runs")
+    parser.add_argument("--page", type=Path, help="write the tables into this page")
+    parser.set_defaults(command=_write)
+    return carried_out(parser, words)
+
+
+def _write(args: argparse.Namespace) -> int:
+    made = text(rows_of(args.outputs))
+    if args.page is None:
+        print(made)
+    else:
+        page = between(args.page.read_text("utf-8"), BEGIN, END, made, args.page)
+        args.page.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())

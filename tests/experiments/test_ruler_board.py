@@ -1,0 +1,60 @@
+"""The tables of experiments.studies.ruler_board, of rows whose answer is known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.studies import ruler_board
+from experiments.studies.ruler_board import HIDDEN, METHODS, RATIOS, SEEN, Side, text, verdict
+from kvexp.util import CONF, ConfigError
+
+
+def rows(kl) -> pd.DataFrame:
+    """Twelve examples of two tasks; kl: (method, question, share, number) -> KL."""
+    return pd.DataFrame(
+        {"task": task, "question": question, "method": method, "kv_ratio": ratio, "example": f"{task} {number}"}
+        | {"kl": kl(method, question, ratio, number)}
+        for task in ("vt", "cwe")
+        for question in (SEEN, HIDDEN)
+        for method in METHODS
+        for ratio in RATIOS
+        for number in range(12)
+    )
+
+
+def test_a_conclusion_holds_by_an_interval_off_zero():
+    dice = np.random.default_rng(0)
+    made = rows(lambda method, question, ratio, number: (method == "h2o") + dice.normal(0, 0.1))
+    tova, h2o = Side("tova", SEEN), Side("h2o", SEEN)
+    assert verdict(made, tova, h2o)[0] == "holds"
+    assert verdict(made, h2o, tova)[0] == "contradicted"
+    assert verdict(made, tova, Side("snapkv", SEEN))[0] == "open"
+    assert verdict(made, tova, h2o)[1].startswith("+1.0") or verdict(made, tova, h2o)[1].startswith("+0.9")
+
+
+def test_budgets_of_an_example_count_once():
+    """The interval of three equal budgets is that of one."""
+    made = rows(lambda method, question, ratio, number: number * (method == "h2o"))
+    one, three = (Side("h2o", SEEN, ratios) for ratios in (RATIOS[:1], RATIOS))
+    assert len(three.means(made)) == 24
+    assert verdict(made, Side("tova", SEEN), one) == verdict(made, Side("tova", SEEN), three)
+
+
+def test_the_tables_have_every_method_and_task():
+    made = text(rows(lambda method, question, ratio, number: ratio + (question == HIDDEN) + 0.5 * (method != "tova")))
+    assert made.startswith("2 tasks, 12 examples of each")
+    lines = made.splitlines()
+    assert sum(line.startswith("| tova | 0.50 ") for line in lines) == 1 and "tova 0.25" in made
+    assert all(any(line.startswith(f"| {method} |") for line in lines) for method in METHODS)
+    assert all(claim in made for claim, *_ in ruler_board.CONCLUSIONS)
+
+
+def test_the_sweep_is_the_one_that_is_declared():
+    declared = (CONF / "experiment" / "ruler_board.yaml").read_text("utf-8")
+    assert f"method: {','.join(METHODS)}\n" in declared
+    assert f"kv_ratio: {','.join(f'{ratio:g}' for ratio in sorted(RATIOS))}\n" in declared
+
+
+def test_a_folder_without_the_sweep_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="experiment"):
+        ruler_board.rows_of(str(tmp_path))
