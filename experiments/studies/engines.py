@@ -66,12 +66,12 @@ ADVICE = {  # setting -> what the recorded numbers bear
     FULL: "the baseline",
     EIGHT: "leave it on, and evict only where it is not enough",
     "full cache, q8_0": "as near as u8, by KL",
-    "full cache, q4_0": "the fewest bytes; on news the KL of the best eviction at 512 with a fifth of its bytes",
+    "full cache, q4_0": "less KL on news than any eviction at 512, with a quarter of its bytes",
     "full cache, fp8": "q8_0 has a few more bytes and far less KL",
-    "NORM_SUM, window 8 (default)": "the window finds ruler's needle at every size; a longer answer drifts away",
-    "NORM_SUM, window 8, KVCrush 2": "its blocks come on top; on news the size raised by as much loses less",
+    "NORM_SUM, window 8 (default)": "the most needles of the four, and not all; a longer answer drifts away",
+    "NORM_SUM, window 8, KVCrush 2": "its blocks come on top; no clear gain on the size raised by as much",
     "NORM_SUM, all queries": "not on news: the most KL of the four at every size",
-    "SUM, all queries (H2O)": "the least KL of the four on news; loses ruler's needle",
+    "SUM, all queries (H2O)": "the least KL of the four on news (intervals overlap); loses ruler's needle",
 }
 BEGIN = "<!-- engines: made by python -m experiments.studies.engines table OUTPUTS --page docs/engines.md -->"
 CLOSE = 1e-3  # root mean square of differences of log-probabilities, up to which a twin stands for its engine
