@@ -241,7 +241,8 @@ def variant(name: str) -> Variant:
     if kind not in THEIRS:
         _method(kind)
     more = dict(setting.split("=") for setting in settings)
-    if (kind in THEIRS and more) or more.keys() - {"heads", "bits", "graph"}:
+    known = more.keys() <= {"heads", "bits", "graph"} and more.get("graph", "off") in ("off", "auto")
+    if (kind in THEIRS and more) or not known:
         raise ValueError(f"{name!r}: kvexp's variants take heads=…, bits=…, graph=auto, as in h2o@0.5,bits=4")
     bits = int(more.get("bits", 16))
     graph: Any = more.get("graph", "off")

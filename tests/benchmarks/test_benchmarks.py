@@ -128,9 +128,12 @@ def test_slots_of_a_variant() -> None:
     method, budget = variant("a2sf@0.29").plan(100)
     assert (method.name, budget.tokens) == ("a2sf", 29)
     assert variant("short@0.2").plan(100)[1] is None
+    assert [variant(name).graph for name in ("h2o@0.2", "h2o@0.2,graph=auto")] == ["off", "auto"]
 
 
-@pytest.mark.parametrize("name", ["h2o", "full@0.5", "nosuch@0.5", "hf@0.2", "hf,bits=4", "h2o@0.5,nosuch=1"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "full@0.5", "nosuch@0.5", "hf@0.2", "hf,bits=4", "h2o@0.5,nosuch=1", "h2o@0.5,graph=on"]
+)
 def test_a_variant_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name.partition("@")[0]):
         variant(name)
