@@ -34,6 +34,7 @@ END = "<!-- end of ruler -->"
 METHODS = ("random", "streaming_llm", "knorm", "keydiff", "lagkv", "h2o", "tova", "snapkv", "pyramidkv")
 METHODS += ("expected_attention",)
 RATIOS = (0.5, 0.25, 0.125)
+LEAST = 8  # examples of a task
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ CONCLUSIONS = (
 def rows_of(outputs: str) -> pd.DataFrame:
     """Columns task, question, method, kv_ratio, example, kl of the examples that all runs of a task have.
 
-    A task counts where all methods, budgets and questions have run; ConfigError where no task does.
+    A task counts where all methods, budgets and questions have run on LEAST examples; ConfigError where none does. All
+    tasks have as many examples as the one with fewest.
     """
     runs = read_runs(outputs, {"experiment": "ruler_board"})
     found = [
@@ -105,6 +107,7 @@ def rows_of(outputs: str) -> pd.DataFrame:
     rows = pd.DataFrame(found, columns=["task", "question", "method", "kv_ratio", "example", "kl"])
     times = rows.groupby(["task", "example"])["kl"].transform("size")
     rows = rows[times == 2 * len(METHODS) * len(RATIOS)]
+    rows = rows[rows.groupby("task")["example"].transform("nunique") >= LEAST]
     if rows.empty:
         raise ConfigError(
             f"{outputs}: no task has all runs of experiment=ruler_board; run: kvexp run experiment=ruler_board"
