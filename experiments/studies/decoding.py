@@ -391,7 +391,7 @@ def run(args: argparse.Namespace) -> int:
                 wanted = [
                     arm for arm in (replace(each, every=args.every) for each in arms(share, text.prompt, args.tokens))
                     if key_of(named | vars(arm)) not in there and arm.rule in args.rules
-                    if kind != "codes" or arm.kept == PROMPT
+                    if arm.kept in args.kept and (kind != "codes" or arm.kept == PROMPT)
                 ]  # fmt: skip
                 if wanted and zlib.crc32(f"{kind} {number} {share}".encode()) % parts == part:
                     units.append((named, text, share, wanted))
@@ -528,6 +528,7 @@ def parser() -> argparse.ArgumentParser:
             part.add_argument("--kinds", nargs="+", default=list(REDUCED), choices=list(KINDS))
             part.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="1/S budgets")
             part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
+            part.add_argument("--kept", nargs="+", default=[PROMPT, SINKS], choices=(PROMPT, SINKS))
             part.add_argument("--every", type=int, default=STEP, metavar="N", help="tokens between evictions")
             part.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"of a text (default {TOKENS})")
             part.add_argument("--shard", default="0/1", metavar="i/n", help="the i-th of n parts, from 0")

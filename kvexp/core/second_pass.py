@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, attention_probs, compute_attention
+from kvexp.core.attention import (
+    MAX_TILE_LOGITS,
+    AttentionInputs,
+    AttentionParams,
+    attention_probs,
+    compute_attention,
+)
 from kvexp.core.method import SinkScore
 from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.slots import Slots
@@ -128,10 +134,11 @@ def largest_attention(inputs: AttentionInputs, first: int, number: int, norms: T
     """The largest attention [n, H, G, number] float32 of any query to slots `first` to `first + number` - 1.
 
     norms [n, Q]: what each query's attention is divided by; None: 1. Computed in blocks of query rows, so that memory
-    is O(block * slots); a maximum does not depend on them.
+    is O(block * slots), and on a CPU stays in its cache; a maximum does not depend on them.
     """
     n, h, g, count, _ = inputs.query.shape
-    block = max(16, BLOCK_ELEMENTS // (n * h * g * inputs.keys.shape[2]))
+    most = MAX_TILE_LOGITS if inputs.keys.device.type == "cpu" else BLOCK_ELEMENTS
+    block = max(16, most // (n * h * g * inputs.keys.shape[2]))
     largest = torch.zeros(n, h, g, number, device=inputs.keys.device)
     weights = (inputs.query_positions >= 0).float()
     if norms is not None:

@@ -1,8 +1,8 @@
 """Rows for `kvexp advise`, made of as few prompts as its question takes, and bytes that no row holds.
 
-The prompts are cut into PARTS. The first half chooses: one part, then two, then all four of them, with fewer methods
-each time (successive halving), and the budgets of a method bisected, as if less of a cache never lost less. What this
-half finds may be wrong and only costs bytes: the other half tests the chosen budgets as `kvexp.results.advise` does
+The first half of the prompts chooses: some of them, then half, then all, with fewer methods each time (successive
+halving), and the budgets of a method bisected, as if less of a cache never lost less. What this half finds may be wrong
+and only costs bytes: the other half tests the budgets around each method's last one, as `kvexp.results.advise` does
 with any rows. Runs share their prefills and answer nothing (divergence=only), but where scores are asked for.
 """
 
@@ -19,13 +19,10 @@ from typing import Any
 
 from kvexp.results import promise
 from kvexp.results.advise import (
-    BEFORE,
-    BEHIND,
     FOLDER,
     Asked,
     Candidate,
     Recorded,
-    chosen,
     hope,
     keep_plan,
     kept_plan,
@@ -52,8 +49,10 @@ METHODS = (
 )
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 BITS = (8, 4, 2)
-PARTS = 8  # of the prompts; half of them choose
-RUNGS = (1, 2, 4)  # parts that a method has been tried on when it is kept or not
+RUNGS = (16, 4, 2)  # a method has been tried on n / these prompts when it is kept or not; the last half chooses
+LEAST = 4  # prompts of the first rung, or it takes more of them
+EIGHTHS = 8  # of all prompts, tested one after the other
+BEFORE, BEHIND = 1, 1  # budgets tested before and behind the cheapest that the choosing half finds fine
 TASKS = {"prompt": "prompts", "context": "context_qa", "article": "cnn_dailymail", "document": "xsum"}  # by field
 
 
@@ -255,35 +254,34 @@ class Search:
         best = promise.chance(0, len(losses), n, self.may)
         return promise.chance(beyond, len(losses), n, self.may) >= best / 2
 
+    @property
+    def rungs(self) -> list[tuple[int, int]]:
+        """(n over the prompts, methods) of each round of the choosing half."""
+        n, many, left = len(self.examples), self.asked.many(len(self.promising)), len(self.arms)
+        first = next((each for each in (RUNGS[0], 8) if n // each >= LEAST), RUNGS[1])
+        half = min(left, max(many + 1, math.ceil(left / 2)))
+        return [(first, left), (RUNGS[1], half), (RUNGS[2], min(left, many))]
+
     def choose(self) -> list[list[str]]:
         """The chains to be tested, as hashes of runs, by the choosing half alone."""
-        many, arms = self.asked.many(len(self.promising)), list(self.arms)
-        brackets = {arm.name: Bracket(-1, len(arm.budgets)) for arm in arms}
-        for rung, parts in enumerate(RUNGS):
-            count = len(self.examples) * parts // PARTS
+        arms, brackets = list(self.arms), {arm.name: Bracket(-1, len(arm.budgets)) for arm in self.arms}
+        for rung, (parts, most) in enumerate(self.rungs):
+            arms, count = arms[:most], len(self.examples) // parts
             say(f"choosing by {count} prompts: {', '.join(arm.name for arm in arms)}", flush=True)
             if rung:  # more prompts: what seemed fine may not be, and what did not will not
                 brackets = {arm.name: Bracket(-1, brackets[arm.name].fine + 1) for arm in arms}
             while wanted := _next(arms, brackets, latest=rung > 0):
-                self.run(wanted, f"0/{PARTS // parts}")
+                self.run(wanted, f"0/{parts}")
                 losses = self.candidates()
                 for arm, at in wanted:
                     found = losses.get((arm.name, at))  # none of a run that failed, or whose answers have no loss
                     brackets[arm.name].learn(at, found is not None and self.is_fine(found, count))
             arms = self._best(arms, count)
-            if parts < RUNGS[-1]:
-                arms = arms[: max(many + 1, math.ceil(len(arms) / 2))]
-        window = []
-        for arm in arms[:many]:
-            if (fine := brackets[arm.name].fine) >= 0:
-                window += [(arm, at) for at in range(fine - BEFORE, fine + BEHIND + 1) if 0 <= at < len(arm.budgets)]
-        if not window:
-            return []
-        self.run(window, f"0/{PARTS // RUNGS[-1]}")
-        losses = self.candidates()
-        whole = [losses[arm.name, at] for arm, at in window if (arm.name, at) in losses]
-        chains = chosen(whole, self.choosing, len(self.promising), self.asked)
-        return [[each.name for each in chain] for chain in chains]
+        return [
+            [self.name(arm, at) for at in range(fine - BEFORE, fine + BEHIND + 1) if 0 <= at < len(arm.budgets)]
+            for arm in arms
+            if (fine := brackets[arm.name].fine) >= 0
+        ]
 
     def _best(self, arms: Sequence[Arm], count: int) -> list[Arm]:
         """Arms by the bytes that they are likely to save with a promise, by the first prompts; most first."""
@@ -303,13 +301,13 @@ class Search:
         }  # also what a command before has run
         left = [[places[name] for name in chain if name in places] for chain in chains]
         most = promise.most_beyond(len(self.promising), self.asked.share, self.asked.error)
-        for part in range(PARTS // 2, PARTS):
+        for part in range(EIGHTHS // 2, EIGHTHS):
             wanted = [key for chain in left for key in chain]
             if not wanted:
                 break
-            ends = (len(self.examples) * each // PARTS for each in (part, part + 1))
+            ends = (len(self.examples) * each // EIGHTHS for each in (part, part + 1))
             say(f"testing {len(wanted)} budgets with prompts {next(ends) + 1} to {next(ends)}")
-            self.run(wanted, f"{part}/{PARTS}")
+            self.run(wanted, f"{part}/{EIGHTHS}")
             losses = self.candidates()
             lost = {key for key in wanted if self._beyond(losses.get((key[0].name, key[1]))) > most}
             # Behind the first that cannot hold any more nothing is tested.
@@ -323,19 +321,16 @@ class Search:
 
     def seconds(self) -> list[tuple[str, float | None]]:
         """(stage, seconds) of the whole search at most, but for rows that are there: by the plan of `kvexp run`."""
-        n, many = len(self.examples), self.asked.many(len(self.promising))
+        n, first = len(self.examples), len(self.arms)
         steps = math.ceil(math.log2(max(len(arm.budgets) for arm in self.arms) + 1))
-        first = len(self.arms)
-        second = max(many + 1, math.ceil(first / 2))
-        third = max(many + 1, math.ceil(second / 2))
-        chain = BEFORE + BEHIND + 1
-        stages = [
-            (f"{first} methods by {n // 8} prompts", first, n // 8, steps),
-            (f"{second} methods by {n // 4} prompts", second, n // 4, 2),
-            (f"{third} methods by {n // 2} prompts", third, n // 2, 1),
-            (f"their budgets by {n // 2} prompts", min(third, many) * chain, n // 2, 1),
-            (f"{many} methods tested with {n - n // 2} prompts", many * chain, n - n // 2, 1),
-        ]
+        stages, seen = [], 0
+        for parts, methods in self.rungs:  # after the first: the budget that seemed fine, and one dearer
+            count = n // parts
+            each = (count, steps) if not seen else (2 * count - seen, 1)
+            stages.append((f"{methods} methods by {count} prompts", methods, *each))
+            seen = count
+        (_, many), left = self.rungs[-1], n - n // 2
+        stages.append((f"{many} methods tested with {left} prompts", many * (BEFORE + BEHIND + 1), left, 1))
         known: dict[Any, Workload] = {}
         found: list[tuple[str, float | None]] = []
         for name, runs, prompts, times in stages:

@@ -325,7 +325,7 @@ def test_it_finds_what_the_whole_grid_finds_with_a_part_of_the_texts():
         same += found.answers[0] is not None and found.answers[0].candidate.name == best.answers[0].candidate.name
         shares += search.texts / (len(losses) * 80) / 20
     assert same >= 18
-    assert shares < 0.5
+    assert shares < 0.35, shares
 
 
 def test_its_promises_are_not_wrong_too_often():
@@ -352,6 +352,16 @@ def test_it_stops_when_the_answer_cannot_change():
     )
     (row,) = [chain[0] for chain in advice.chains]
     assert (row.beyond, row.n) == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("n", "rungs"),
+    [(16, [(4, 10), (4, 5), (2, 2)]), (36, [(8, 10), (4, 5), (2, 2)]), (80, [(16, 10), (4, 5), (2, 2)])],
+)
+def test_each_round_tries_fewer_methods_on_more_prompts(n, rungs):
+    search = Known(Asked(finalists=2), {(f"m{i}", 0): np.zeros(n) for i in range(10)})
+    assert search.rungs == rungs
+    assert n // rungs[0][0] >= 4
 
 
 def test_none_is_worth_a_test():
@@ -403,7 +413,7 @@ def test_the_command_from_prompts_to_a_promise_and_again(prompts, capsys, monkey
     outputs = prompts.parent / "outputs"
     assert main(words(prompts, "--dry-run")) == 0
     out = capsys.readouterr().out
-    assert "16 prompts: 8 choose; 8 make the promise" in out and "2 methods by 2 prompts" in out
+    assert "16 prompts: 8 choose; 8 make the promise" in out and "2 methods by 4 prompts" in out
     assert not outputs.exists(), "a dry run leaves nothing"
 
     kept, seen = advise_search.keep_plan, []
