@@ -1,7 +1,9 @@
 """Which conclusions of published RULER boards hold on SmolLM2-135M: tables from the runs of `experiment=ruler_board`.
 
     python -m experiments.studies.ruler_board OUTPUTS
-    python -m experiments.studies.ruler_board OUTPUTS --page docs/benchmarks.md
+    python -m experiments.studies.ruler_board [OUTPUTS] --rows docs/ruler_board.csv --page docs/benchmarks.md
+
+The second adds the tasks of OUTPUTS to the rows of a file, so that the tasks need not be run on one day.
 
 Every number is KL from the full cache along its own answer, nats per token, mean over the tokens of an answer, then
 over examples; every task has the same number of examples. A conclusion is a difference of two means over the same
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import pandas as pd
 
+import kvexp
 from experiments.lib.tables import between, markdown
 from experiments.studies import carried_out
 from kvexp.results.divergence import example_means
@@ -30,6 +33,7 @@ from kvexp.util import ConfigError, watch_pipes
 
 SEEN, HIDDEN = "in_prompt", "after_eviction"
 BEGIN = "<!-- ruler: made by python -m experiments.studies.ruler_board OUTPUTS --page docs/benchmarks.md -->"
+COLUMNS = ["numerics", "task", "question", "method", "kv_ratio", "example", "kl"]
 END = "<!-- end of ruler -->"
 METHODS = ("random", "streaming_llm", "knorm", "keydiff", "lagkv", "h2o", "tova", "snapkv", "pyramidkv")
 METHODS += ("expected_attention",)
@@ -91,20 +95,20 @@ CONCLUSIONS = (
 
 
 def rows_of(outputs: str) -> pd.DataFrame:
-    """Columns task, question, method, kv_ratio, example, kl of the examples that all runs of a task have.
+    """COLUMNS of the examples that all runs of a task have; ConfigError where no task has LEAST of them.
 
-    A task counts where all methods, budgets and questions have run on LEAST examples; ConfigError where none does. All
-    tasks have as many examples as the one with fewest.
+    A task counts where all methods, budgets and questions have run on LEAST examples.
     """
     runs = read_runs(outputs, {"experiment": "ruler_board"})
     found = [
         {"task": str(run.labels["task"]).partition("/")[2], "question": run.question, "example": example, "kl": kl}
         | {name: run.labels[name] for name in ("method", "kv_ratio")}
+        | {"numerics": kvexp.NUMERICS}
         for run in runs.ran
         if run.labels.get("kv_ratio") in RATIOS and run.labels["method"] in METHODS
         for example, kl in example_means(run, OWN).items()
     ]
-    rows = pd.DataFrame(found, columns=["task", "question", "method", "kv_ratio", "example", "kl"])
+    rows = pd.DataFrame(found, columns=COLUMNS)
     times = rows.groupby(["task", "example"])["kl"].transform("size")
     rows = rows[times == 2 * len(METHODS) * len(RATIOS)]
     rows = rows[rows.groupby("task")["example"].transform("nunique") >= LEAST]
@@ -112,9 +116,36 @@ def rows_of(outputs: str) -> pd.DataFrame:
         raise ConfigError(
             f"{outputs}: no task has all runs of experiment=ruler_board; run: kvexp run experiment=ruler_board"
         )
+    return rows.reset_index(drop=True)
+
+
+def added(known: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Known rows with those of further tasks; a task that is in both is the new one. ConfigError: another NUMERICS."""
+    kept = known[~known["task"].isin(rows["task"])]
+    both = pd.concat([kept, rows], ignore_index=True)
+    if len(numerics := sorted(set(both["numerics"]))) > 1:
+        raise ConfigError(f"the rows are of NUMERICS {numerics}, which cannot be compared: begin a new file of rows")
+    return both
+
+
+def balanced(rows: pd.DataFrame) -> pd.DataFrame:
+    """The first examples of every task, as many as the task with fewest has."""
     least = rows.groupby("task")["example"].nunique().min()
     first = rows.groupby("task")["example"].transform(lambda names: pd.factorize(names)[0])
     return rows[first < least].reset_index(drop=True)
+
+
+def wide(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows as a table with a line for each example, and a column for each question, method and share."""
+    named = rows.assign(of=[f"{q} {m} {r:g}" for q, m, r in zip(*(rows[c] for c in COLUMNS[2:5]), strict=True)])
+    return named.pivot_table(index=["numerics", "task", "example"], columns="of", values="kl", sort=False).reset_index()
+
+
+def read_wide(file: Path) -> pd.DataFrame:
+    """The rows of a file of `wide`."""
+    long = pd.read_csv(file).melt(["numerics", "task", "example"], var_name="of", value_name="kl")
+    long[["question", "method", "kv_ratio"]] = long["of"].str.split(" ", expand=True)
+    return long.assign(kv_ratio=long["kv_ratio"].astype(float))[COLUMNS]
 
 
 def mean_of(values: pd.Series) -> str:
@@ -159,14 +190,22 @@ def text(rows: pd.DataFrame) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.ruler_board", description=__doc__)
-    parser.add_argument("outputs", help="the folder of the sweep's runs")
+    parser.add_argument("outputs", nargs="?", help="the folder of the sweep's runs")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="KL of earlier tasks, which those of OUTPUTS join")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.set_defaults(command=_write)
     return carried_out(parser, words)
 
 
 def _write(args: argparse.Namespace) -> int:
-    made = text(rows_of(args.outputs))
+    known = read_wide(args.rows) if args.rows and args.rows.exists() else None
+    if args.outputs is None and known is None:
+        raise ConfigError("name the folder of the sweep's runs, or --rows FILE of earlier ones")
+    rows = rows_of(args.outputs) if args.outputs else known
+    if args.outputs and args.rows:
+        rows = rows if known is None else added(known, rows)
+        wide(rows).to_csv(args.rows, index=False, float_format="%.5g")
+    made = text(balanced(rows))
     if args.page is None:
         print(made)
     else:

@@ -5,14 +5,21 @@ import pandas as pd
 import pytest
 
 from experiments.studies import ruler_board
-from experiments.studies.ruler_board import HIDDEN, METHODS, RATIOS, SEEN, Side, text, verdict
+from experiments.studies.ruler_board import HIDDEN, METHODS, RATIOS, SEEN, Side, added, read_wide, text, verdict, wide
 from kvexp.util import CONF, ConfigError
 
 
 def rows(kl) -> pd.DataFrame:
     """Twelve examples of two tasks; kl: (method, question, share, number) -> KL."""
     return pd.DataFrame(
-        {"task": task, "question": question, "method": method, "kv_ratio": ratio, "example": f"{task} {number}"}
+        {
+            "numerics": 11,
+            "task": task,
+            "question": question,
+            "method": method,
+            "kv_ratio": ratio,
+            "example": f"{task} {number}",
+        }
         | {"kl": kl(method, question, ratio, number)}
         for task in ("vt", "cwe")
         for question in (SEEN, HIDDEN)
@@ -58,3 +65,25 @@ def test_the_sweep_is_the_one_that_is_declared():
 def test_a_folder_without_the_sweep_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="experiment"):
         ruler_board.rows_of(str(tmp_path))
+
+
+def test_rows_of_a_file_are_joined_by_those_of_further_tasks(tmp_path):
+    made = rows(lambda method, question, ratio, number: number + ratio)
+    old, new = made[made["task"] == "vt"], made.assign(kl=made["kl"] + 1)
+    wide(old).to_csv(file := tmp_path / "rows.csv", index=False)
+    both = added(read_wide(file), new[new["task"] == "cwe"])
+    order = list(made.columns[:-1])
+    expected = made.assign(kl=made["kl"] + (made["task"] == "cwe"))
+    pd.testing.assert_frame_equal(
+        both.sort_values(order, ignore_index=True)[made.columns], expected.sort_values(order, ignore_index=True)
+    )
+    assert added(both, new)["kl"].sum() == new["kl"].sum()
+    with pytest.raises(ConfigError, match=r"NUMERICS \[11, 12\]"):
+        added(old, new[new["task"] == "cwe"].assign(numerics=12))
+
+
+def test_the_file_alone_makes_the_page(tmp_path, capsys):
+    wide(rows(lambda method, question, ratio, number: ratio)).to_csv(file := tmp_path / "rows.csv", index=False)
+    assert ruler_board.main(["--rows", str(file)]) == 0
+    assert "2 tasks, 12 examples of each" in capsys.readouterr().out
+    assert ruler_board.main([]) == 2
