@@ -2,7 +2,7 @@
 
     python -m experiments.studies.decoding run FOLDER [model=NAME] [--texts N] [--kinds KIND ...] [--dry-run]
     python -m experiments.studies.decoding size FOLDER
-    python -m experiments.studies.decoding report FOLDER
+    python -m experiments.studies.decoding report FOLDER [--page docs/decoding.md]
 
 `run` feeds texts of its own to the model, 64 tokens at a time, once with the full cache and once with each arm, an
 eviction after every 64, and appends one line for each text and arm to FOLDER/rows.jsonl; what is there already is not
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 import kvexp
+from experiments.lib.tables import between, markdown
 from experiments.studies import carried_out
 from kvexp.core import Budget, CacheConfig, Cadence, Method
 from kvexp.hf import EvictionCache
@@ -67,6 +68,8 @@ RULES: dict[str, Method] = {
 SCORED = ("snapkv", "rkv", "vase", "triattention")
 REDUCED = ("solution", "ledger")  # kinds of text of the reduced grid: that do not and that do need their prompt
 AGES = (4, 8, 16, 32, 57)  # ends of blocks between a code and its question
+BEGIN = "<!-- decoding: made by python -m experiments.studies.decoding report FOLDER --page docs/decoding.md -->"
+END = "<!-- end of decoding -->"
 ROWS = 4  # of logits compared at a time
 SECONDS = 31.0  # for an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core, rkv at 2,048 slots 109
 
@@ -353,6 +356,15 @@ def note(other: Compared, p: Tensor, full: Tensor, made: Tensor, follow: Tensor)
         other.logprob += q.gather(-1, follow[rows, None])[:, 0].tolist()
 
 
+def short(value: Any) -> Any:
+    """A row, or what is in it, with numbers of six digits."""
+    if isinstance(value, dict):
+        return {name: short(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [short(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a row is of."""
     return tuple(row[name] for name in ("model", "kind", "number", "rule", "kept", "slots", "every"))
@@ -409,7 +421,7 @@ def run(args: argparse.Namespace) -> int:
             seed = zlib.crc32(f"{named['kind']} {named['number']}".encode())
             made = compare(model, text, wanted, margin(share, args.tokens), seed, calibration)
             about = {"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS}
-            lines = [json.dumps(named | vars(arm) | row | about) for arm, row in zip(wanted, made, strict=True)]
+            lines = [json.dumps(named | vars(arm) | short(row) | about) for arm, row in zip(wanted, made, strict=True)]
             with locked(folder), (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
             progress.advance()
@@ -457,39 +469,70 @@ def size(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Print, for every cell, what scoring is worth against the margin, against recency, and with the prompt evicted."""
-    rows = read_rows(Path(args.folder))
-    cells, tests = logs(rows), []
-    for (kind, slots), cell in sorted(logs([row for row in rows if row["kind"] != "codes"], "kl_late").items()):
-        for rule in SCORED:
-            tests.append((kind, slots, rule, paired(cell[rule, PROMPT], cell["more", PROMPT])))
-    # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all of them.
-    p = np.array([[two_tails(each)] for *_, each in tests]).reshape(-1, 2)
-    corrected = [holm_corrected(column) for column in p.T] if len(p) else [p, p]
-    say("kind budget rule texts | e, 95 % | verdict | gain over redrawn | recency over redrawn | prompt's interaction")
-    for place, (kind, slots, rule, each) in enumerate(tests):
-        cell = cells[kind, slots]
-        less, more = corrected[0][place], corrected[1][place]
-        verdict = "scoring is worth more" if less < 1 - LEVEL else "chance holds" if more < 1 - LEVEL else "open"
-        gain = paired(cell[rule, PROMPT], cell["redrawn", PROMPT])
-        recency = paired(cell["recency", PROMPT], cell["redrawn", PROMPT])
-        lost = [paired(cell[one, SINKS], cell[one, PROMPT]) for one in ("redrawn", rule)]
-        both = lost[0] - lost[1] if len(lost[0]) == len(lost[1]) else np.array([])
-        say(f"{kind} {slots} {rule} {len(each)} | {shown(each)} | {verdict} | {shown(gain)} | {shown(recency)} | "
-            f"{shown(both)}")  # fmt: skip
-    show_codes([row for row in rows if row["kind"] == "codes"])
+    """Print the tables, or write them into a page."""
+    made = text_of(read_rows(Path(args.folder)))
+    if args.page is None:
+        say(made)
+    else:
+        args.page.write_text(between(args.page.read_text("utf-8"), BEGIN, END, made, args.page), encoding="utf-8")
     return 0
 
 
-def show_codes(rows: Sequence[Row]) -> None:
-    """Print how much likelier codes are under the full cache, in nats per token, by budget, rule and age."""
+def text_of(rows: Sequence[Row]) -> str:
+    """Markdown: what scoring is worth against the margin and against chance; KL of all rules; the prompt; codes."""
+    plain = [row for row in rows if row["kind"] != "codes"]
+    cells, tests = logs(plain), []
+    for (kind, slots), cell in sorted(logs(plain, "kl_late").items()):
+        for rule in SCORED:
+            if len(each := paired(cell[rule, PROMPT], cell["more", PROMPT])):
+                tests.append((kind, slots, rule, each))
+    # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all of them.
+    p = np.array([[two_tails(each)] for *_, each in tests]).reshape(-1, 2)
+    corrected = [holm_corrected(column) for column in p.T] if len(p) else [p, p]
+    judged, levels, prompts = [], [], []
+    for place, (kind, slots, rule, each) in enumerate(tests):
+        less, more = corrected[0][place], corrected[1][place]
+        verdict = "scoring is worth more" if less < 1 - LEVEL else "chance holds" if more < 1 - LEVEL else "open"
+        if len(each) < FIRST:
+            verdict = f"none before {FIRST} texts"
+        cell = cells[kind, slots]
+        gain = shown(paired(cell[rule, PROMPT], cell["redrawn", PROMPT]))
+        judged.append((kind, str(slots), f"`{rule}`", str(len(each)), shown(each), verdict, gain))
+    for (kind, slots), cell in sorted(cells.items()):
+        both = [shown(paired(cell[rule, SINKS], cell[rule, PROMPT])) for rule in RULES]
+        recency = shown(paired(cell["recency", PROMPT], cell["redrawn", PROMPT]))
+        prompts.append((kind, str(slots), recency, *both))
+        means = [np.exp(list(cell[rule, PROMPT].values())) for rule in (*RULES, "more")]
+        levels.append((kind, str(slots), *(f"{each.mean():.3g}" if len(each) else "-" for each in means)))
+    rules = [f"`{rule}`" for rule in RULES]
+    head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict", "against redrawn at K")
+    parts = [
+        ("Scoring against chance, prompt kept:", head, judged),
+        ("Mean D, nats per token, prompt kept:", ("kind", "slots", *rules, "redrawn at 1.25 K"), levels),
+        (
+            "What `recency` loses against `redrawn`, and each rule where only four tokens of the prompt are kept:",
+            ("kind", "slots", "recency", *rules),
+            [row for row in prompts if set(row[2:]) != {"-"}],
+        ),
+        (
+            "Codes: how much likelier the full cache finds them, nats per token, by blocks since they were said:",
+            ("slots", "rule", *map(str, AGES)),
+            codes_of([row for row in rows if row["kind"] == "codes"]),
+        ),
+    ]
+    return "\n\n".join(f"{title}\n\n{markdown(names, *lines)}" for title, names, lines in parts if lines)
+
+
+def codes_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Lines of the table of codes: (slots, rule, mean loss at each of AGES)."""
     found: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for age, nll in row["codes"].items():
             found[row["slots"], row["rule"]][age].append(nll - row["full_codes"][age])
-    for (slots, rule), ages in sorted(found.items()):
-        lost = ", ".join(f"{age} blocks {mean(each):+.2f} ({len(each)})" for age, each in ages.items())
-        say(f"codes {slots} {rule}: {lost}")
+    return [
+        (str(slots), f"`{rule}`", *(f"{mean(ages[str(age)]):+.2f}" if ages[str(age)] else "-" for age in AGES))
+        for (slots, rule), ages in sorted(found.items())
+    ]
 
 
 def two_tails(each: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
@@ -522,6 +565,8 @@ def parser() -> argparse.ArgumentParser:
         part = parts.add_parser(command.__name__, help=what, allow_abbrev=False)
         part.add_argument("folder", metavar="FOLDER")
         part.set_defaults(command=command)
+        if command is report:
+            part.add_argument("--page", type=Path, help="write the tables into this page")
         if command is run:
             part.add_argument("--model", default="smollm2_135m", metavar="NAME")
             part.add_argument("--texts", type=int, default=FIRST, metavar="N", help=f"of each kind (default {FIRST})")

@@ -7,12 +7,28 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import stock, tiny
 
 from experiments.studies import decoding
-from experiments.studies.decoding import AGES, PROMPT, SINKS, STEP, Arm, Tokens, arms, compare, main, tokens_of
+from experiments.studies.decoding import (
+    AGES,
+    BEGIN,
+    END,
+    PROMPT,
+    SINKS,
+    STEP,
+    Arm,
+    Tokens,
+    arms,
+    compare,
+    main,
+    read_rows,
+    text_of,
+    tokens_of,
+)
 from kvexp.hf.load import byte_tokenizer
 
 
@@ -120,8 +136,15 @@ def test_verdicts_of_made_up_rows(tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said.count("scoring is worth more") == 4 and said.count("chance holds") == 4
-    assert "solution 512 snapkv 20 | -37.5 %" in said
-    assert "codes 512 vase: 4 blocks +0.50 (1), 57 blocks +2.00 (1)" in said
+    assert "| solution | 512 | `snapkv` | 20 | -37.5 %" in said
+    assert "| 512 | `vase` | +0.50 | - | - | - | +2.00 |" in said
+    rows = [row for row in read_rows(tmp_path) if row["number"] < 15]
+    assert text_of(rows).count("none before 16") == 8
+    level = np.mean([row["kl"] for row in rows if row["kind"] == "solution" and row["rule"] == "vase"])
+    assert f"| {' | '.join([f'{level:.3g}'] * 4)} | {0.8 * 2 * level:.3g} |" in text_of(rows)
+    (page := tmp_path / "page.md").write_text(f"before\n{BEGIN}\nearlier\n{END}\nafter\n")
+    assert main(["report", str(tmp_path), "--page", str(page)]) == 0
+    assert text_of(read_rows(tmp_path)) in page.read_text() and "earlier" not in page.read_text()
     assert main(["size", str(tmp_path)]) == 0
     sizes = capsys.readouterr().out
     assert "solution 512 vase: 20 texts, sd 0.0" in sizes and "-37" not in sizes
