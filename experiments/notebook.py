@@ -7,9 +7,9 @@ from pathlib import Path
 
 from IPython.display import Image, Markdown, display
 
-from experiments.lib.exhibits import REAL, load, sweeps
+from experiments.lib.exhibits import REAL, load
 from experiments.lib.real_scale import scale_of
-from experiments.lib.record import VERDICT
+from experiments.lib.record import VERDICT, is_speed
 from experiments.lib.runner import Asked, make
 
 # transformers' progress bars ask for ipywidgets where there is a notebook; what they would show goes to sweep.log.
@@ -24,7 +24,7 @@ def show(
     scale, data: as of `python -m experiments.reproduce`. An exhibit without a real scale says so and shows nothing.
     """
     scale, exhibit = scale_of(scale, data), load(name)
-    if scale == REAL and (exhibit.testbed_only or not sweeps(name, REAL)):
+    if scale == REAL and (exhibit.testbed_only or is_speed(name)):
         why = exhibit.testbed_only or "it is about speed on a GPU"
         display(Markdown(f"**no real scale**: {why}"))
         return
