@@ -120,7 +120,7 @@ def rows_of(outputs: str) -> pd.DataFrame:
 
 
 def added(known: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Known rows with those of further tasks; a task that is in both is the new one. ConfigError: another NUMERICS."""
+    """Known rows with the rows of further tasks, which replace a task of the same name; ConfigError: NUMERICS differ."""
     kept = known[~known["task"].isin(rows["task"])]
     both = pd.concat([kept, rows], ignore_index=True)
     if len(numerics := sorted(set(both["numerics"]))) > 1:
@@ -191,7 +191,7 @@ def text(rows: pd.DataFrame) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.ruler_board", description=__doc__)
     parser.add_argument("outputs", nargs="?", help="the folder of the sweep's runs")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="KL of earlier tasks, which those of OUTPUTS join")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="KL of earlier tasks, which OUTPUTS are added to")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.set_defaults(command=_write)
     return carried_out(parser, words)
