@@ -120,7 +120,7 @@ def rows_of(outputs: str) -> pd.DataFrame:
 
 
 def added(known: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Known rows with the rows of further tasks, which replace a task of the same name; ConfigError: NUMERICS differ."""
+    """Known rows with further tasks, which replace a task of the same name; ConfigError: NUMERICS differs."""
     kept = known[~known["task"].isin(rows["task"])]
     both = pd.concat([kept, rows], ignore_index=True)
     if len(numerics := sorted(set(both["numerics"]))) > 1:
