@@ -393,7 +393,7 @@ def run(args: argparse.Namespace) -> int:
     from kvexp.run.model_spec import tokenizer_of
 
     tokenizer, rows = tokenizer_of(spec), read_rows(folder)
-    there = {key_of(row) for row in rows}
+    there = {key_of(row) for row in rows if row["numerics"] == kvexp.NUMERICS}
     units = []
     for number in range(args.texts):  # texts of all kinds side by side, so that the first are of every kind
         for kind in args.kinds:

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pandas as pd
 
-import kvexp
 from experiments.lib.tables import between, markdown
 from experiments.studies import carried_out
 from kvexp.results.divergence import example_means
@@ -102,8 +101,7 @@ def rows_of(outputs: str) -> pd.DataFrame:
     runs = read_runs(outputs, {"experiment": "ruler_board"})
     found = [
         {"task": str(run.labels["task"]).partition("/")[2], "question": run.question, "example": example, "kl": kl}
-        | {name: run.labels[name] for name in ("method", "kv_ratio")}
-        | {"numerics": kvexp.NUMERICS}
+        | {name: run.labels[name] for name in ("method", "kv_ratio", "numerics")}
         for run in runs.ran
         if run.labels.get("kv_ratio") in RATIOS and run.labels["method"] in METHODS
         for example, kl in example_means(run, OWN).items()

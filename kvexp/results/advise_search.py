@@ -49,8 +49,7 @@ METHODS = (
 )
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 BITS = (8, 4, 2)
-RUNGS = (16, 4, 2)  # a method has been tried on n / these prompts when it is kept or not; the last half chooses
-LEAST = 4  # prompts of the first rung, or it takes more of them
+LEAST = 4  # prompts of the first round, if a quarter of all has as many
 EIGHTHS = 8  # of all prompts, tested one after the other
 BEFORE, BEHIND = 1, 1  # budgets tested before and behind the cheapest that the choosing half finds fine
 TASKS = {"prompt": "prompts", "context": "context_qa", "article": "cnn_dailymail", "document": "xsum"}  # by field
@@ -258,9 +257,9 @@ class Search:
     def rungs(self) -> list[tuple[int, int]]:
         """(n over the prompts, methods) of each round of the choosing half."""
         n, many, left = len(self.examples), self.asked.many(len(self.promising)), len(self.arms)
-        first = next((each for each in (RUNGS[0], 8) if n // each >= LEAST), RUNGS[1])
+        first = next((each for each in (16, 8) if n // each >= LEAST), 4)
         half = min(left, max(many + 1, math.ceil(left / 2)))
-        return [(first, left), (RUNGS[1], half), (RUNGS[2], min(left, many))]
+        return [(first, left), (4, half), (2, min(left, many))]
 
     def choose(self) -> list[list[str]]:
         """The chains to be tested, as hashes of runs, by the choosing half alone."""
