@@ -29,7 +29,11 @@ VARIANTS = ("method=h2o,keyformer,a2sf,window,tova", "kv_ratio=0.2,0.5,0.7,0.9")
 INSTRUCTION = "Summarize the following news article in three sentences:"  # as conf/task/news.yaml
 BASIC = "hydra/launcher=basic"
 SWEEPS = {"sweep": "false", "sweep with divergence": "true"}
-TARGETS = {"sweep": Target(1.5, "<="), "basic, batch 1": Target(10, ">=")}  # of the real model
+TARGETS = {  # of the real model
+    "sweep": Target(1.8, "<="),
+    "sweep with divergence": Target(3.0, "<="),
+    "basic, batch 1": Target(10, ">="),
+}
 
 
 def sweep(options: Any, divergence: str, *more: str) -> Sample:

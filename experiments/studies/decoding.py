@@ -408,7 +408,7 @@ def run(args: argparse.Namespace) -> int:
                 if wanted and zlib.crc32(f"{kind} {number} {share}".encode()) % parts == part:
                     units.append((named, text, share, wanted))
     count = sum(len(wanted) for *_, wanted in units)
-    each = np.mean([row["seconds"] for row in rows]) if rows else SECONDS
+    each = np.median([row["seconds"] for row in rows]) if rows else SECONDS  # the mean holds pauses
     hours = each * (count + len(units)) / 3600
     said = "measured in this folder" if rows else "of SmolLM2-135M on one core"
     say(f"{len(units)} texts and budgets, {count} arms to compute: {hours:.1f} h at {each:.0f} s each, {said}")
@@ -481,8 +481,8 @@ def report(args: argparse.Namespace) -> int:
 def text_of(rows: Sequence[Row]) -> str:
     """Markdown: what scoring is worth against the margin and against chance; KL of all rules; the prompt; codes."""
     plain = [row for row in rows if row["kind"] != "codes"]
-    cells, tests = logs(plain), []
-    for (kind, slots), cell in sorted(logs(plain, "kl_late").items()):
+    cells, late, tests = logs(plain), logs(plain, "kl_late"), []
+    for (kind, slots), cell in sorted(late.items()):
         for rule in SCORED:
             if len(each := paired(cell[rule, PROMPT], cell["more", PROMPT])):
                 tests.append((kind, slots, rule, each))
@@ -502,13 +502,13 @@ def text_of(rows: Sequence[Row]) -> str:
         both = [shown(paired(cell[rule, SINKS], cell[rule, PROMPT])) for rule in RULES]
         recency = shown(paired(cell["recency", PROMPT], cell["redrawn", PROMPT]))
         prompts.append((kind, str(slots), recency, *both))
-        means = [np.exp(list(cell[rule, PROMPT].values())) for rule in (*RULES, "more")]
+        means = [np.exp(list(late[kind, slots][rule, PROMPT].values())) for rule in (*RULES, "more")]
         levels.append((kind, str(slots), *(f"{each.mean():.3g}" if len(each) else "-" for each in means)))
     rules = [f"`{rule}`" for rule in RULES]
-    head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict", "against redrawn at K")
+    head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict", "all tokens, against redrawn at K")
     parts = [
         ("Scoring against chance, prompt kept:", head, judged),
-        ("Mean D, nats per token, prompt kept:", ("kind", "slots", *rules, "redrawn at 1.25 K"), levels),
+        ("Mean D over the tokens of that margin, nats per token, prompt kept:", ("kind", "slots", *rules, "redrawn at 1.25 K"), levels),
         (
             "What `recency` loses against `redrawn`, and each rule where only four tokens of the prompt are kept:",
             ("kind", "slots", "recency", *rules),

@@ -65,11 +65,11 @@ RIVALS = {  # with as many slots in each head as the engine has in use
 ADVICE = {  # setting -> what the recorded numbers bear
     FULL: "the baseline",
     EIGHT: "leave it on, and evict only where it is not enough",
-    "full cache, q8_0": "as near as u8, by KL",
-    "full cache, q4_0": "less KL on news than any eviction at 512, with a quarter of its bytes",
+    "full cache, q8_0": "the least KL of the three formats",
+    "full cache, q4_0": "about the least KL of what is smaller than u8, on news; not on the other tasks",
     "full cache, fp8": "q8_0 has a few more bytes and far less KL",
-    "NORM_SUM, window 8 (default)": "the most needles of the four, and not all; a longer answer drifts away",
-    "NORM_SUM, window 8, KVCrush 2": "its blocks come on top; no clear gain on the size raised by as much",
+    "NORM_SUM, window 8 (default)": "with KVCrush the most needles, and not all; a longer answer drifts away",
+    "NORM_SUM, window 8, KVCrush 2": "its blocks come on top; the size raised by as much was not run",
     "NORM_SUM, all queries": "not on news: the most KL of the four at every size",
     "SUM, all queries (H2O)": "the least KL of the four on news (intervals overlap); loses ruler's needle",
 }
