@@ -136,7 +136,8 @@ def balanced(rows: pd.DataFrame) -> pd.DataFrame:
 def wide(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows as a table with a line for each example, and a column for each question, method and share."""
     named = rows.assign(of=[f"{q} {m} {r:g}" for q, m, r in zip(*(rows[c] for c in COLUMNS[2:5]), strict=True)])
-    return named.pivot_table(index=["numerics", "task", "example"], columns="of", values="kl", sort=False).reset_index()
+    made = named.pivot_table(index=["numerics", "task", "example"], columns="of", values="kl", sort=False)
+    return made.sort_index(axis=1).reset_index().sort_values("task", kind="stable", ignore_index=True)
 
 
 def read_wide(file: Path) -> pd.DataFrame:
@@ -162,7 +163,7 @@ def verdict(rows: pd.DataFrame, nearer: Side, other: Side) -> tuple[str, str]:
 
 def text(rows: pd.DataFrame) -> str:
     """The tables as Markdown."""
-    tasks, n = list(dict.fromkeys(rows["task"])), rows.groupby("task")["example"].nunique().iloc[0]
+    tasks, n = sorted(set(rows["task"])), rows.groupby("task")["example"].nunique().iloc[0]
     said = [(claim, source, *verdict(rows, nearer, other)) for claim, source, nearer, other in CONCLUSIONS]
     cells = {key: part["kl"] for key, part in rows.groupby(["method", "question", "kv_ratio"])}
     table = [

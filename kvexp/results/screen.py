@@ -349,7 +349,8 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
         )
     if len({quality.batch_of(row) for row in rows if row["n"]}) > 1:
         yield "Batch sizes differ between runs (--full): compare bytes and times only where they are equal."
-    untimed = [row for row in rows if row["n"] and absent(row["ttft_s"]) and row["text"] != "choices"]
+    untimed = [row for row in rows if row["n"] and row["text"] != "choices"]
+    untimed = [row for row in untimed if absent(row["ttft_s"]) and absent(row["tpot_s"])]
     if any(not row["busy"] for row in untimed):
         yield (
             "Speed was not measured: these runs read each prompt together. With times: hydra/launcher=basic."
@@ -359,7 +360,9 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
 
 
 def _has_one_path(folder: Folder) -> bool:
-    """Whether KL can be measured along the answers: they are greedy, and kvexp's own."""
+    """Whether KL can be measured along the answers: they are greedy, kvexp's own, and no conversation's (--view turns)."""
+    if "history" in folder.run.config.get("task", {}):
+        return False
     options = folder.run.config.get("generation") or {}
     return options.get("num_beams") == 1 and not options.get("sample") and not folder.run.config.get("engine")
 

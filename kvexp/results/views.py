@@ -409,6 +409,7 @@ NAMED = (
     "longbench",
     "ruler",
     "needle",
+    "samples",
 )  # by `more_views`
 
 

@@ -575,16 +575,17 @@ def conversation_outputs(
 ) -> dict[int, ModelOutput]:
     """Index -> answer, of prompts that are turns of conversations: every conversation is held from its beginning.
 
-    Its turns up to the last one in the batch are taken, one conversation after the other.
+    Its turns up to the last one in the batch are taken, one conversation after the other. Conversations are the same
+    where all their turns are: two may begin alike.
     """
     conversations = defaultdict(list)
     for index, prompt in batch:
-        conversations[prompt.example.prompt].append((index, prompt))
+        conversations[prompt.example.prompt, prompt.example.turns].append((index, prompt))
     made: dict[int, ModelOutput] = {}
     for items in conversations.values():
-        wanted = {prompt.example.number: index for index, prompt in items}
-        answers = _Conversation.begin(settings, model, tokenizer, items[0][1], max(wanted)).hold()
-        made |= {index: answers[number] for number, index in wanted.items()}
+        last = max(prompt.example.number for _, prompt in items)
+        answers = _Conversation.begin(settings, model, tokenizer, items[0][1], last).hold()
+        made |= {index: answers[prompt.example.number] for index, prompt in items}
     return made
 
 

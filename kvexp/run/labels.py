@@ -139,6 +139,11 @@ def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     for name, kind in ROOT.items():
         if name in config:
             typed(config[name], kind, name)
+    protocol, chosen = config.get("protocol"), choices.get("task", "")
+    if protocol is not None and chosen not in protocol["tasks"]:  # it would be half a preset
+        raise ConfigError(
+            f"protocol={protocol['paper']} has no settings for task={chosen}; it has for {', '.join(protocol['tasks'])}"
+        )
     budget = config.get("budget")
     if isinstance(budget, Mapping):
         _check_budget(budget, config.get("kv_ratio"), choices.get("budget"))

@@ -20,7 +20,7 @@ from kvexp.run.batches import prefill_groups
 from kvexp.run.jobs import HydraJob, report_failure, runs_of
 from kvexp.run.labels import refusal
 from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_spec, tokenizer_of
-from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, tokenize
+from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, no_room, tokenize
 from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, run_hash, runs
@@ -135,8 +135,9 @@ def _size(settings: Settings, example: Example, tokenizer: Tokenizer | None) -> 
         given = ()
     new = 0 if settings.task.only_nll or example.choices else settings.decoding.max_new_tokens
     room = _room(settings, new)
-    if tokenizer is None and type(settings.task).fit is not Task.fit:  # its prompts have the length it says, in tokens
-        return min(float(example.info.get("length", room)), room), float(new)
+    fitted = type(settings.task).fit is not Task.fit and "length" in example.info
+    if tokenizer is None and fitted:  # its prompts have the length it says, in tokens
+        return min(float(example.info["length"]), room), float(new)
     if tokenizer is None:
         prompt = len(example.prompt + example.question) / LETTERS
         return min(prompt, room), new + sum(map(len, given)) / LETTERS
@@ -149,6 +150,8 @@ def _room(settings: Settings, new: int) -> float:
     """Tokens that a prompt may have."""
     shape = model_shape(settings.model)
     holds = float("inf") if settings.cache.beyond_context or shape is None else shape.positions - new
+    if holds < 1:
+        raise no_room(new, shape.positions)
     return max(1, min(holds, settings.task.max_prompt_tokens or float("inf")))
 
 

@@ -282,11 +282,16 @@ def check_max_new_tokens(settings: Settings, todo: list[tuple[int, Example]]) ->
     if settings.cache.beyond_context or not generates or all(example.choices for _, example in todo):
         return
     if longest > room:
-        raise ConfigError(
-            f"max_new_tokens={longest} leaves no room for a prompt, the model holds {room} positions for both: lower "
-            "task.max_new_tokens (or generation.max_new_tokens), or go beyond them with cache.beyond_context=true (not "
-            "for learned positions)"
-        )
+        raise no_room(longest, room)
+
+
+def no_room(longest: int, room: int) -> ConfigError:
+    """The error of answers that take all `room` positions of a model."""
+    return ConfigError(
+        f"max_new_tokens={longest} leaves no room for a prompt, the model holds {room} positions for both: lower "
+        "task.max_new_tokens (or generation.max_new_tokens), or go beyond them with cache.beyond_context=true (not "
+        "for learned positions)"
+    )
 
 
 def fit_examples(
@@ -610,9 +615,12 @@ def _check_runnable(settings: Settings, prompts: Prompts) -> None:
         if prompt.size > longest:  # what even the longest prompt lacks says most
             longest, why = prompt.size, reason
     if why.startswith("too long"):
+        holds, limit = max_positions(settings.model), settings.task.max_prompt_tokens
         why += (
-            f"; the model holds {max_positions(settings.model)} positions: see task.truncate and "
-            "task.max_prompt_tokens, or go beyond them with cache.beyond_context=true (not for learned positions)"
+            f"; task.max_prompt_tokens={limit} allows no more: raise it, or see task.truncate"
+            if limit is not None and limit < holds
+            else f"; the model holds {holds} positions: see task.truncate and task.max_prompt_tokens, or go beyond them "
+            "with cache.beyond_context=true (not for learned positions)"
         )
     total = len(prompts.examples)
     raise ConfigError(why if total == 1 else f"none of the {total} examples can be run: {why}")

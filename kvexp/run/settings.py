@@ -412,11 +412,6 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     for group in (*groups, *(group for group in ("select", "score") if group in config)):  # older rows have neither
         typed(config.get(group), dict, group)
     check_values(config, choices)
-    protocol, chosen = config.get("protocol"), choices.get("task", "")
-    if protocol is not None and chosen not in protocol["tasks"]:  # it would be half a preset
-        raise ConfigError(
-            f"protocol={protocol['paper']} has no settings for task={chosen}; it has for {', '.join(protocol['tasks'])}"
-        )
     for name, words in OF_THE_RUN.items():
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")

@@ -493,6 +493,9 @@ def written_after(name: str) -> tuple[str, list[str]] | None:
     return end, [stop for stop in stops if isinstance(stop, str)]
 
 
+READ = ("max_seq_lengths", "tokenizer", "pretrained")  # metadata that lm-eval's own functions read
+
+
 @dataclass(frozen=True)
 class Making:
     """What the rows depend on of a task that makes them itself: JSON of lm-eval's `--metadata`, the folder of the
@@ -505,8 +508,11 @@ class Making:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The metadata as the task's function is called with them."""
+        """The metadata as the task's function is called with them. ConfigError for a name that nearly is one of READ."""
         given: dict[str, Any] = json.loads(self.metadata)
+        for name in given:
+            if name not in READ and (near := difflib.get_close_matches(name, READ, 1, 0.8)):
+                raise ConfigError(f"lm-eval reads no metadata {name}, it would be left out: write {near[0]}")
         return given if self.tokenizer is None else given | {"tokenizer": self.tokenizer}
 
     def digest(self) -> str:

@@ -25,6 +25,7 @@ from kvexp.hf.load import random_config, shape_of
 from kvexp.methods import H2O, Full, KVzip, KVzipPlus
 from kvexp.run.build import build
 from kvexp.run.compose import LISTED, listed, option
+from kvexp.run.labels import check_values
 from kvexp.run.plan import DATA, MODELS, scaled, second_passes
 from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
@@ -287,6 +288,11 @@ def test_a_preset_for_another_task_is_refused(paper, task):
     listed = ", ".join(PAPERS[paper]["tasks"])
     with pytest.raises(ConfigError, match=f"protocol={paper} has no settings for task={task}; it has for {listed}"):
         settings_of(*composed(f"protocol={paper}", f"task={task}", LOCAL[task]))
+
+
+def test_a_preset_for_another_task_is_refused_before_its_options_are():
+    with pytest.raises(ConfigError, match=r"protocol=kvpress has no settings for task=aime25; it has for"):
+        check_values(*composed("protocol=kvpress", "task=aime25"))
 
 
 def test_without_a_protocol_nothing_is_set():

@@ -235,3 +235,21 @@ def test_a_conversation_that_does_not_fit_is_skipped() -> None:
             for example in each]  # fmt: skip
     fitted = [task.fit(example, len, need[1]) for example in each[:3]]
     assert [one.skipped for one in fitted] == ["", "", "too long with its turns"]
+
+
+
+def test_conversations_that_begin_alike_stay_apart(tmp_path: Any) -> None:
+    one = talk(tmp_path, "method=h2o", "kv_ratio=0.5")
+    model, tokenizer = load(one.model)
+    other = (*TURNS[:2], replace(TURNS[2], message="For how many years, and why there of all places?"))
+    talks = {"a": TURNS, "b": other, "b again": other}
+    batch = []
+    for name, turns in talks.items():
+        for number, turn in enumerate(turns):
+            example = Example(f"{name} {number}", turns[0].message, turn.reference, number=number, turns=turns)
+            batch.append((len(batch), prompt_of(one, model, tokenizer, example)))
+    made = conversation_outputs(one, model, tokenizer, batch)
+    assert sorted(made) == list(range(9))  # a row of each turn of each
+    fed = [made[place].info["fed"] for place in range(9)]
+    assert fed[:2] == fed[3:5] and fed[2] < fed[5] and fed[3:6] == fed[6:]
+    assert [made[place].tokens for place in (3, 4, 5)] == [made[place].tokens for place in (6, 7, 8)]

@@ -18,6 +18,7 @@ from experiments.lib.exhibits import params
 from experiments.real_tasks import FULL, PREFIX, main, run_task, task_names
 from kvexp.results.table import notes, table, to_markdown
 from kvexp.run.batches import evaluate_run
+from kvexp.run.plan import workload_of
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import runs
 from kvexp.util import ConfigError
@@ -128,6 +129,9 @@ def test_answers_that_leave_no_room_are_said_before_the_model_loads(tmp_path, mo
     with pytest.raises(ConfigError, match=r"max_new_tokens=65 leaves no room .* holds 64 positions .* lower task\.max"):
         rows(tmp_path, *TALE, holds, "task.max_new_tokens=65")
     text = ["task=perplexity", f"task.data_files={FIXTURES}/perplexity.jsonl", "task.max_new_tokens=65"]
+    hub = settings(tmp_path, "model=tiny", "task=aime25", holds, "task.max_new_tokens=65")
+    with pytest.raises(ConfigError, match=r"max_new_tokens=65 leaves no room .* holds 64 positions"):
+        workload_of(hub, {})
     with pytest.raises(pytest.fail.Exception, match="a model was loaded"):  # nothing is generated there
         rows(tmp_path, *text, holds, "task.prefill_tokens=16", "task.total_tokens=48")
 

@@ -159,6 +159,7 @@ def test_a_split_of_the_tasks_own_name(tmp_path):
     [
         ({"data_dir": "."}, "makes its rows in Python .making.rows., and reads no files"),
         ({"metadata": {"max_seq_lengths": [24, 48]}}, "one length a run, .* got max_seq_lengths=.24, 48."),
+        ({"metadata": {"max_seq_length": [24]}}, "no metadata max_seq_length, .* write max_seq_lengths"),
         ({"tokenizer": None}, "cannot make lm-eval's task made: .*task.metadata={max_seq_lengths"),
         ({"tasks": ("piqa",)}, "task.metadata and task.data_seed are for tasks that make their rows"),
         ({"metadata": {"no_such": 1}, "tasks": ("piqa",)}, "piqa reads them: leave both out"),
