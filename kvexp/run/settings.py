@@ -172,7 +172,7 @@ REFUSED: tuple[Rule[Settings], ...] = (
     (
         lambda c: getattr(c.task, "chat_wrap", None) in (True, "always") and not c.model.chat,
         "task.chat_wrap={c.task.chat_wrap} puts a chat template around prompts, and model.chat=false: set "
-        "model.chat=true or leave task.chat_wrap out",
+        "model.chat=true or task.chat_wrap=false (longbench: never)",
     ),
 )
 
