@@ -505,10 +505,15 @@ def text_of(rows: Sequence[Row]) -> str:
         means = [np.exp(list(late[kind, slots][rule, PROMPT].values())) for rule in (*RULES, "more")]
         levels.append((kind, str(slots), *(f"{each.mean():.3g}" if len(each) else "-" for each in means)))
     rules = [f"`{rule}`" for rule in RULES]
-    head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict", "all tokens, against redrawn at K")
+    head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict")
+    head += ("all tokens, against redrawn at K",)
     parts = [
         ("Scoring against chance, prompt kept:", head, judged),
-        ("Mean D over the tokens of that margin, nats per token, prompt kept:", ("kind", "slots", *rules, "redrawn at 1.25 K"), levels),
+        (
+            "Mean D over the tokens of that margin, nats per token, prompt kept:",
+            ("kind", "slots", *rules, "redrawn at 1.25 K"),
+            levels,
+        ),
         (
             "What `recency` loses against `redrawn`, and each rule where only four tokens of the prompt are kept:",
             ("kind", "slots", "recency", *rules),

@@ -360,7 +360,7 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
 
 
 def _has_one_path(folder: Folder) -> bool:
-    """Whether KL can be measured along the answers: they are greedy, kvexp's own, and no conversation's (--view turns)."""
+    """Whether KL can be measured along the answers: greedy, kvexp's own, and no conversation's (--view turns)."""
     if "history" in folder.run.config.get("task", {}):
         return False
     options = folder.run.config.get("generation") or {}

@@ -619,8 +619,8 @@ def _check_runnable(settings: Settings, prompts: Prompts) -> None:
         why += (
             f"; task.max_prompt_tokens={limit} allows no more: raise it, or see task.truncate"
             if limit is not None and limit < holds
-            else f"; the model holds {holds} positions: see task.truncate and task.max_prompt_tokens, or go beyond them "
-            "with cache.beyond_context=true (not for learned positions)"
+            else f"; the model holds {holds} positions: see task.truncate and task.max_prompt_tokens, or go beyond "
+            "them with cache.beyond_context=true (not for learned positions)"
         )
     total = len(prompts.examples)
     raise ConfigError(why if total == 1 else f"none of the {total} examples can be run: {why}")

@@ -191,7 +191,8 @@ def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> 
         has = ", ".join(key for key, other in row.items() if other is not None) or "nothing"
         way = "take a file whose rows have it" if option == "data_files" else "name the field that holds it"
         raise ConfigError(
-            f"{where} has no field {field!r} (or null there), it has: {has}; correct the row, or {way} with task.{option}"
+            f"{where} has no field {field!r} (or null there), it has: {has}; "
+            f"correct the row, or {way} with task.{option}"
         )
     if not isinstance(value, str):
         raise ConfigError(f"{where}: field {field!r} must be a text, got {type(value).__name__} {str(value)[:60]!r}")

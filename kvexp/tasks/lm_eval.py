@@ -508,7 +508,7 @@ class Making:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The metadata as the task's function is called with them. ConfigError for a name that nearly is one of READ."""
+        """The metadata as the task's function is called with them. ConfigError: a name is nearly one of READ."""
         given: dict[str, Any] = json.loads(self.metadata)
         for name in given:
             if name not in READ and (near := difflib.get_close_matches(name, READ, 1, 0.8)):

@@ -237,7 +237,6 @@ def test_a_conversation_that_does_not_fit_is_skipped() -> None:
     assert [one.skipped for one in fitted] == ["", "", "too long with its turns"]
 
 
-
 def test_conversations_that_begin_alike_stay_apart(tmp_path: Any) -> None:
     one = talk(tmp_path, "method=h2o", "kv_ratio=0.5")
     model, tokenizer = load(one.model)
