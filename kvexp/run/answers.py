@@ -580,7 +580,7 @@ def conversation_outputs(
     """
     conversations = defaultdict(list)
     for index, prompt in batch:
-        conversations[prompt.example.prompt, prompt.example.turns].append((index, prompt))
+        conversations[prompt.example.turns].append((index, prompt))
     made: dict[int, ModelOutput] = {}
     for items in conversations.values():
         last = max(prompt.example.number for _, prompt in items)

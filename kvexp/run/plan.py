@@ -165,7 +165,7 @@ def _published(settings: Settings) -> Workload:
         name = f"longbench {task.subset}"
     elif isinstance(task, Mathematics):
         name = task.hub_id
-    room = _room(settings, int(new))
+    room = _room(settings, 0 if task.only_nll else int(new))
     if name not in DATA:
         count = settings.limit or 1000
         return Workload((None,) * count, min(room, 2048), new, f"guessed: {count} rows, full prompts")

@@ -132,6 +132,7 @@ def test_answers_that_leave_no_room_are_said_before_the_model_loads(tmp_path, mo
     hub = settings(tmp_path, "model=tiny", "task=aime25", holds, "task.max_new_tokens=65")
     with pytest.raises(ConfigError, match=r"max_new_tokens=65 leaves no room .* holds 64 positions"):
         workload_of(hub, {})
+    workload_of(settings(tmp_path, "model=tiny", "task=perplexity", holds, "task.max_new_tokens=65"), {})
     with pytest.raises(pytest.fail.Exception, match="a model was loaded"):  # nothing is generated there
         rows(tmp_path, *text, holds, "task.prefill_tokens=16", "task.total_tokens=48")
 
