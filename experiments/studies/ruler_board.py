@@ -3,7 +3,7 @@
     python -m experiments.studies.ruler_board OUTPUTS
     python -m experiments.studies.ruler_board [OUTPUTS] --rows docs/ruler_board.csv --page docs/benchmarks.md
 
-The second adds the tasks of OUTPUTS to the rows of a file, so that the tasks need not be run on one day.
+The second adds the tasks and lengths of OUTPUTS to the rows of a file, so that they need not be run on one day.
 
 Every number is KL from the full cache along its own answer, nats per token, mean over the tokens of an answer, then
 over examples; every task has the same number of examples. A conclusion is a difference of two means over the same
@@ -37,7 +37,8 @@ END = "<!-- end of ruler -->"
 METHODS = ("random", "streaming_llm", "knorm", "keydiff", "lagkv", "h2o", "tova", "snapkv", "pyramidkv")
 METHODS += ("expected_attention",)
 RATIOS = (0.5, 0.25, 0.125)
-LEAST = 8  # examples of a task
+LONG, AT_LONG = 4096, ("random", "streaming_llm", "tova", "snapkv", "expected_attention")  # half of the methods
+LEAST, LEAST_LONG = 8, 4  # examples of a task below LONG, and there
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,15 @@ CONCLUSIONS = (
 )
 
 
-def rows_of(outputs: str) -> pd.DataFrame:
-    """COLUMNS of the examples that all runs of a task have; ConfigError where no task has LEAST of them.
+def length_of(rows: pd.DataFrame) -> pd.Series:
+    """Tokens that every row's prompt was made for."""
+    return rows["example"].str.extract(r"length (\d+)")[0].astype(int)
 
-    A task counts where all methods, budgets and questions have run on LEAST examples.
+
+def rows_of(outputs: str) -> pd.DataFrame:
+    """COLUMNS of the examples that all runs of a task and length have; ConfigError where no task has enough of them.
+
+    All runs: every method (AT_LONG at LONG), budget and question; enough: LEAST below LONG, or LEAST_LONG there.
     """
     runs = read_runs(outputs, {"experiment": "ruler_board"})
     found = [
@@ -107,9 +113,14 @@ def rows_of(outputs: str) -> pd.DataFrame:
         for example, kl in example_means(run, OWN).items()
     ]
     rows = pd.DataFrame(found, columns=COLUMNS)
-    times = rows.groupby(["task", "example"])["kl"].transform("size")
-    rows = rows[times == 2 * len(METHODS) * len(RATIOS)]
-    rows = rows[rows.groupby("task")["example"].transform("nunique") >= LEAST]
+    long = length_of(rows) >= LONG
+    parts = []
+    for part, methods, least in ((rows[~long], METHODS, LEAST), (rows[long], AT_LONG, LEAST_LONG)):
+        part = part[part["method"].isin(methods)]
+        times = part.groupby(["task", "example"])["kl"].transform("size")
+        part = part[times == 2 * len(methods) * len(RATIOS)]
+        parts.append(part[part.groupby("task")["example"].transform("nunique") >= least])
+    rows = pd.concat(parts)
     if rows.empty:
         raise ConfigError(
             f"{outputs}: no task has all runs of experiment=ruler_board; run: kvexp run experiment=ruler_board"
@@ -118,9 +129,12 @@ def rows_of(outputs: str) -> pd.DataFrame:
 
 
 def added(known: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Known rows with further tasks, which replace a task of the same name; ConfigError: NUMERICS differs."""
-    kept = known[~known["task"].isin(rows["task"])]
-    both = pd.concat([kept, rows], ignore_index=True)
+    """Known rows with further ones, which replace those of their task, below or at LONG.
+
+    Raises ConfigError where NUMERICS differs.
+    """
+    known_of, of = (table["task"] + (length_of(table) >= LONG).astype(str) for table in (known, rows))
+    both = pd.concat([known[~known_of.isin(of)], rows], ignore_index=True)
     if len(numerics := sorted(set(both["numerics"]))) > 1:
         raise ConfigError(f"the rows are of NUMERICS {numerics}, which cannot be compared: begin a new file of rows")
     return both
@@ -137,12 +151,14 @@ def wide(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows as a table with a line for each example, and a column for each question, method and share."""
     named = rows.assign(of=[f"{q} {m} {r:g}" for q, m, r in zip(*(rows[c] for c in COLUMNS[2:5]), strict=True)])
     made = named.pivot_table(index=["numerics", "task", "example"], columns="of", values="kl", sort=False)
-    return made.sort_index(axis=1).reset_index().sort_values("task", kind="stable", ignore_index=True)
+    made = made.sort_index(axis=1).reset_index()
+    order = made.assign(long=length_of(made) >= LONG).sort_values(["task", "long"], kind="stable").index
+    return made.loc[order].reset_index(drop=True)
 
 
 def read_wide(file: Path) -> pd.DataFrame:
     """The rows of a file of `wide`."""
-    long = pd.read_csv(file).melt(["numerics", "task", "example"], var_name="of", value_name="kl")
+    long = pd.read_csv(file).melt(["numerics", "task", "example"], var_name="of", value_name="kl").dropna()
     long[["question", "method", "kv_ratio"]] = long["of"].str.split(" ", expand=True)
     return long.assign(kv_ratio=long["kv_ratio"].astype(float))[COLUMNS]
 
@@ -161,8 +177,43 @@ def verdict(rows: pd.DataFrame, nearer: Side, other: Side) -> tuple[str, str]:
     return word, f"{gaps.mean():+.2f} ({low:+.2f}..{high:+.2f})"
 
 
+def by_length(rows: pd.DataFrame) -> str:
+    """The conclusions about methods that ran at LONG, length by length; empty where nothing ran there."""
+    lengths = length_of(rows)
+    if lengths.max() < LONG:
+        return ""
+    columns = sorted(set(lengths))
+    table = [
+        (claim, *(": ".join(verdict(rows[lengths == length], nearer, other)) for length in columns))
+        for claim, _, nearer, other in CONCLUSIONS
+        if {nearer.method, other.method} <= set(AT_LONG)
+    ]
+    cells = {key: part for key, part in rows[rows["kv_ratio"].eq(0.25)].groupby(["method", "question", lengths])["kl"]}
+    kl = [
+        (method, *(mean_of(cells[method, question, length]) for question in (SEEN, HIDDEN) for length in columns))
+        for method in sorted(AT_LONG, key=lambda method: cells[method, HIDDEN, LONG].mean())
+    ]
+    rows = rows.assign(length=lengths)
+    counts = rows.groupby(["length", "task"])["example"].nunique().groupby("length")
+    assert (counts.min() == counts.max()).all(), "tasks of one length have as many examples"
+    said = ", ".join(f"{n} at {length:,}" for length, n in counts.min().items())
+    named = [f"{length:,}" for length in columns]
+    head = ("method", *(f"{name}, {length}" for name in ("seen", "hidden") for length in named))
+    return (
+        f"By length, {counts.size().iloc[-1]} tasks, examples of each: {said}; half of the methods ran at {LONG:,}.\n\n"
+        f"{markdown(('conclusion', *named), *table)}\n\n"
+        f"KL at a quarter, by length:\n\n{markdown(head, *kl)}\n"
+    )
+
+
 def text(rows: pd.DataFrame) -> str:
     """The tables as Markdown."""
+    rows = rows.sort_values(COLUMNS[:-1], ignore_index=True)  # so that a file of rows gives the same intervals
+    short = length_of(rows) < LONG
+    long, rows = (balanced(part) if len(part) else part for part in (rows[~short], rows[short]))
+    further = by_length(pd.concat([rows, long], ignore_index=True))
+    if rows.empty:
+        return further
     tasks, n = sorted(set(rows["task"])), rows.groupby("task")["example"].nunique().iloc[0]
     said = [(claim, source, *verdict(rows, nearer, other)) for claim, source, nearer, other in CONCLUSIONS]
     cells = {key: part["kl"] for key, part in rows.groupby(["method", "question", "kv_ratio"])}
@@ -184,7 +235,7 @@ def text(rows: pd.DataFrame) -> str:
         f"{markdown(('conclusion', 'source', 'here', 'more KL of the other'), *said)}\n\n"
         f"KL by method, question and share of the cache:\n\n{markdown(head, *table)}\n\n"
         f"At a quarter, by task, with the nearest method:\n\n{markdown((*heads, 'nearest, seen', 'hidden'), *each)}\n"
-    )
+    ) + (further and f"\n{further}")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -204,7 +255,8 @@ def _write(args: argparse.Namespace) -> int:
     if args.outputs and args.rows:
         rows = rows if known is None else added(known, rows)
         wide(rows).to_csv(args.rows, index=False, float_format="%.5g")
-    made = text(balanced(rows))
+        rows = read_wide(args.rows)
+    made = text(rows)
     if args.page is None:
         print(made)
     else:

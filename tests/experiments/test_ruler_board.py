@@ -9,8 +9,8 @@ from experiments.studies.ruler_board import HIDDEN, METHODS, RATIOS, SEEN, Side,
 from kvexp.util import CONF, ConfigError
 
 
-def rows(kl) -> pd.DataFrame:
-    """Twelve examples of two tasks; kl: (method, question, share, number) -> KL."""
+def rows(kl, count=12) -> pd.DataFrame:
+    """Twelve examples, or `count`, of two tasks; kl: (method, question, share, number) -> KL."""
     return pd.DataFrame(
         {
             "numerics": 11,
@@ -18,14 +18,14 @@ def rows(kl) -> pd.DataFrame:
             "question": question,
             "method": method,
             "kv_ratio": ratio,
-            "example": f"{task} {number}",
+            "example": f"{task} length {1024 * (1 + number % 2)} row {number // 2}",
         }
         | {"kl": kl(method, question, ratio, number)}
         for task in ("vt", "cwe")
         for question in (SEEN, HIDDEN)
         for method in METHODS
         for ratio in RATIOS
-        for number in range(12)
+        for number in range(count)
     )
 
 
@@ -54,6 +54,22 @@ def test_the_tables_have_every_method_and_task():
     assert sum(line.startswith("| tova | 0.50 ") for line in lines) == 1 and "tova 0.25" in made
     assert all(any(line.startswith(f"| {method} |") for line in lines) for method in METHODS)
     assert all(claim in made for claim, *_ in ruler_board.CONCLUSIONS)
+
+
+def test_lengths_stand_side_by_side_where_half_of_the_methods_ran_at_4k(tmp_path):
+    """Each length's own difference; the tables of all methods are of the short lengths alone."""
+    short = rows(lambda method, question, ratio, number: (question == HIDDEN) * (1 + number % 2 + number / 100), 40)
+    long = short[short["method"].isin(ruler_board.AT_LONG) & short["example"].str.contains("1024 row [0-9]$")]
+    long = long.assign(example=long["example"].str.replace("1024", "4096"), kl=long["kl"] * 3)
+    wide(pd.concat([short, long])).to_csv(file := tmp_path / "rows.csv", index=False)
+    made = text(read_wide(file))
+    assert made.startswith(text(short))
+    assert "2 tasks, examples of each: 20 at 1,024, 20 at 2,048, 10 at 4,096; half" in made
+    (line,) = (each for each in made.splitlines() if each.startswith("| SnapKV has to see the question | holds: "))
+    assert [cell.split()[1] for cell in line.split("|")[2:5]] == ["+1.19", "+2.20", "+3.27"]
+    assert text(long).startswith("By length, 2 tasks, examples of each: 10 at 4,096")
+    replaced = added(read_wide(file), long.assign(kl=5.0))
+    assert replaced["kl"].eq(5).sum() == len(long) and len(replaced) == len(short) + len(long)
 
 
 def test_the_sweep_is_the_one_that_is_declared():
