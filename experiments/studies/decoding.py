@@ -5,9 +5,10 @@
     python -m experiments.studies.decoding report FOLDER [--page docs/decoding.md]
 
 `run` feeds texts of its own to the model, 64 tokens at a time, once with the full cache and once with each arm, an
-eviction after every 64, and appends one line for each text and arm to FOLDER/rows.jsonl; what is there already is not
-computed again, and several processes may share the work (`--shard i/n`). `--dry-run` says what it would compute, and
-hours. `size` says how many texts the spread of the first ones asks for, and no mean. `report` prints the tables.
+eviction after every 64; with `--every 1` token by token, several texts and all arms in one forward. It appends one line
+for each text and arm to FOLDER/rows.jsonl; what is there already is not computed again, and several processes may share
+the work (`--shard i/n`). `--dry-run` says what it would compute, and hours. `size` says how many texts the spread of
+the first ones asks for, and no mean. `report` prints the tables.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import kvexp
 from experiments.lib.tables import between, markdown
 from experiments.studies import carried_out
 from kvexp.core import Budget, CacheConfig, Cadence, Method
+from kvexp.generate import divergence_from_full, prefill_together
 from kvexp.hf import EvictionCache
 from kvexp.hf.calibrate import QUERIES
 from kvexp.methods import RKV, Full, SnapKV, TriAttention, VaSE, Window
@@ -71,6 +73,7 @@ AGES = (4, 8, 16, 32, 57)  # ends of blocks between a code and its question
 BEGIN = "<!-- decoding: made by python -m experiments.studies.decoding report FOLDER --page docs/decoding.md -->"
 END = "<!-- end of decoding -->"
 ROWS = 4  # of logits compared at a time
+TOGETHER = 8  # texts that are fed token by token in one forward
 SECONDS = 31.0  # for an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core, rkv at 2,048 slots 109
 
 
@@ -275,9 +278,8 @@ def evicted_from(text: Tokens, slots: int, every: int) -> int:
 class Compared:
     """One arm's numbers along a text, token by token from the first one after the prompt; lists of equal length."""
 
-    cache: EvictionCache
     kl: list[float]
-    same: list[int]
+    same: Sequence[int]  # 1 where both rank the same token first
     logprob: list[float]
 
     def row(self, text: Tokens, arm: Arm, more: int, full: Sequence[float]) -> Row:
@@ -320,7 +322,8 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
 
     ids = torch.tensor([text.ids])
     full = cache(CacheConfig(Full()))
-    others = [Compared(cache(arm.cache(calibration)), [], [], []) for arm in chosen]
+    caches = [cache(arm.cache(calibration)) for arm in chosen]
+    others = [Compared([], [], []) for _ in chosen]
     seconds = [0.0] * len(chosen)
     own: list[float] = []
     for start in [0, *range(text.prompt, len(text.ids) - 1, every)]:
@@ -332,15 +335,41 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
         p = truth.float().log_softmax(-1)
         exponentials = p.exp()
         own += p.gather(-1, follow[:, None])[:, 0].tolist()
-        for place, other in enumerate(others):
+        for place, (held, other) in enumerate(zip(caches, others, strict=True)):
             began = time.monotonic()
-            made = model(part, past_key_values=other.cache, use_cache=True, logits_to_keep=keep).logits
+            made = model(part, past_key_values=held, use_cache=True, logits_to_keep=keep).logits
             note(other, p, exponentials, made[0, : len(follow)], follow)
             seconds[place] += time.monotonic() - began
     made_rows = []
     for arm, other, took in zip(chosen, others, seconds, strict=True):
         made_rows.append(other.row(text, arm, more, own) | {"seconds": round(took, 2)})
     return made_rows
+
+
+def compare_each(
+    model: Any, texts: Sequence[Tokens], chosen: Sequence[tuple[Arm, int]], seeds: Sequence[int], calibration: Any
+) -> list[list[Row]]:
+    """As `compare`, for arms that evict after every token: all arms and texts take a token in one forward.
+
+    texts: of one kind; chosen: arms, each with the slots of its margin's arm. A list for each text, a row for each arm.
+    """
+    began = time.monotonic()
+    prompts = [text.ids[: text.prompt] for text in texts]
+    configs = [CacheConfig(Full()), *(arm.cache(calibration) for arm, _ in chosen)]
+    new = max(len(text.ids) - text.prompt for text in texts)
+    spans = [[(0, min(4, text.prompt))] for text in texts]
+    full, *others = prefill_together(model, prompts, configs, max_new_tokens=new, seeds=seeds, spans=spans)
+    found = divergence_from_full(model, full, others, [text.ids[text.prompt :] for text in texts])
+    seconds = round((time.monotonic() - began) / (len(texts) * len(chosen)), 2)
+    made = []
+    for place, text in enumerate(texts):
+        rows = []
+        for (arm, more), kl in zip(chosen, found, strict=True):
+            one = kl[place]
+            numbers = Compared([max(0.0, each) for each in one.kl], one.same_top1, one.logprob)
+            rows.append(numbers.row(text, arm, more, one.full_logprob) | {"seconds": seconds})
+        made.append(rows)
+    return made
 
 
 def note(other: Compared, p: Tensor, full: Tensor, made: Tensor, follow: Tensor) -> None:
@@ -394,37 +423,55 @@ def run(args: argparse.Namespace) -> int:
 
     tokenizer, rows = tokenizer_of(spec), read_rows(folder)
     there = {key_of(row) for row in rows if row["numerics"] == kvexp.NUMERICS}
+    rows = [row for row in rows if (row["every"] == 1) == (args.every == 1)]
+
+    def key(kind: str, number: int, arm: Arm) -> tuple[Any, ...]:
+        return key_of({"model": name, "kind": kind, "number": number} | vars(arm))
+
     units = []
-    for number in range(args.texts):  # texts of all kinds side by side, so that the first are of every kind
+    together, shares = (TOGETHER, [args.shares]) if args.every == 1 else (1, [[share] for share in args.shares])
+    for first in range(0, args.texts, together):  # texts of all kinds side by side, so that the first are of every kind
         for kind in args.kinds:
-            text = tokens_of(kind, number, tokenizer, args.tokens)
-            for share in args.shares:
-                named = {"model": name, "kind": kind, "number": number}
+            numbers = range(first, min(first + together, args.texts))
+            texts = {number: tokens_of(kind, number, tokenizer, args.tokens) for number in numbers}
+            longest = max(text.prompt for text in texts.values())
+            for some in shares:
                 wanted = [
-                    arm for arm in (replace(each, every=args.every) for each in arms(share, text.prompt, args.tokens))
-                    if key_of(named | vars(arm)) not in there and arm.rule in args.rules
-                    if arm.kept in args.kept and (kind != "codes" or arm.kept == PROMPT)
+                    (replace(arm, every=args.every), margin(share, args.tokens))
+                    for share in some for arm in arms(share, longest, args.tokens)
+                    if arm.rule in args.rules and arm.kept in args.kept and (kind != "codes" or arm.kept == PROMPT)
                 ]  # fmt: skip
-                if wanted and zlib.crc32(f"{kind} {number} {share}".encode()) % parts == part:
-                    units.append((named, text, share, wanted))
-    count = sum(len(wanted) for *_, wanted in units)
+                missing = {(of, arm) for of in numbers for arm, _ in wanted if key(kind, of, arm) not in there}
+                wanted = [(arm, more) for arm, more in wanted if any((of, arm) in missing for of in numbers)]
+                if wanted and zlib.crc32(f"{kind} {first} {some[0]}".encode()) % parts == part:
+                    units.append((kind, texts, wanted, missing))
+    count = sum(len(texts) * len(wanted) for _, texts, wanted, _ in units)
     each = np.median([row["seconds"] for row in rows]) if rows else SECONDS  # the mean holds pauses
-    hours = each * (count + len(units)) / 3600
+    full = sum(len(texts) for _, texts, *_ in units)
     said = "measured in this folder" if rows else "of SmolLM2-135M on one core"
-    say(f"{len(units)} texts and budgets, {count} arms to compute: {hours:.1f} h at {each:.0f} s each, {said}")
+    say(f"{full} texts and budgets, {count} arms: {each * (count + full) / 3600:.1f} h at {each:.0f} s each, {said}")
     if args.dry_run or not units:
         return 0
     model, _ = load(spec)
     folder.mkdir(parents=True, exist_ok=True)
-    with Progress("decoding", len(units), 0, "texts and budgets") as progress:
-        for named, text, share, wanted in units:
-            seed = zlib.crc32(f"{named['kind']} {named['number']}".encode())
-            made = compare(model, text, wanted, margin(share, args.tokens), seed, calibration)
-            about = {"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS}
-            lines = [json.dumps(named | vars(arm) | short(row) | about) for arm, row in zip(wanted, made, strict=True)]
+    with Progress("decoding", full, 0, "texts and budgets") as progress:
+        for kind, texts, wanted, missing in units:
+            seeds = [zlib.crc32(f"{kind} {number}".encode()) for number in texts]
+            if args.every == 1:
+                made = compare_each(model, list(texts.values()), wanted, seeds, calibration)
+            else:
+                chosen, (more,) = [arm for arm, _ in wanted], {more for _, more in wanted}
+                made = [compare(model, next(iter(texts.values())), chosen, more, seeds[0], calibration)]
+            lines = [
+                json.dumps({"model": name, "kind": kind, "number": number} | vars(arm) | short(row) | about)
+                for (number, text), of_text in zip(texts.items(), made, strict=True)
+                for about in [{"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS}]
+                for (arm, _), row in zip(wanted, of_text, strict=True)
+                if (number, arm) in missing
+            ]
             with locked(folder), (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
-            progress.advance()
+            progress.advance(len(texts))
     return 0
 
 

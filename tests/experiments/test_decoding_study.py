@@ -24,6 +24,7 @@ from experiments.studies.decoding import (
     Tokens,
     arms,
     compare,
+    compare_each,
     main,
     read_rows,
     text_of,
@@ -108,6 +109,24 @@ def test_every_rule_runs_with_prompt_and_with_sinks_kept(monkeypatch: pytest.Mon
     chosen = [Arm(rule, kept, 142) for rule in decoding.RULES for kept in (PROMPT, SINKS)]
     rows = compare(tiny("llama"), text, chosen, 150, 1, None)
     assert all(row["kl"] > 0 for row in rows) and len({row["kl"] for row in rows}) == len(rows)
+
+
+def test_texts_and_arms_fed_in_one_forward_have_the_numbers_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {name: rule for name, rule in decoding.RULES.items() if not rule.needs.calibration}
+    monkeypatch.setattr(decoding, "RULES", rules)
+    dice = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, 61, (2, 190), generator=dice).tolist()
+    texts = [Tokens(ids[0], 12, {4: range(170, 176)}), Tokens(ids[1], 15, {4: range(171, 177)})]
+    kinds = ((PROMPT, 142), (SINKS, 130))
+    chosen = [(Arm(rule, kept, slots, 1), slots + 20) for rule in rules for kept, slots in kinds]
+    made = compare_each(tiny("llama"), texts, chosen, [1, 2], None)
+    for text, seed, rows in zip(texts, (1, 2), made, strict=True):
+        for (arm, more), row in zip(chosen, rows, strict=True):
+            (alone,) = compare(tiny("llama"), text, [arm], more, seed, None)
+            assert row.keys() == alone.keys() and row["tokens"] == alone["tokens"] and row["kl"] > 0
+            for name in ("kl", "kl_late", "nll", "full_nll", "top1", "quarters"):
+                np.testing.assert_allclose(row[name], alone[name], rtol=1e-3, atol=1e-6, err_msg=f"{arm} {name}")
+            assert math.isclose(row["codes"]["4"], alone["codes"]["4"], rel_tol=1e-4)
 
 
 def test_cells_without_room_are_left_out() -> None:
