@@ -1,0 +1,212 @@
+"""Is the order of methods a property of the methods or of the model? Tables from the runs of `experiment=two_models`.
+
+    python -m experiments.studies.two_models OUTPUTS --rows docs/two_models.csv --page docs/two_models.md
+    python -m experiments.studies.two_models --rows docs/two_models.csv
+
+Every number is KL from the full cache along its own answer, nats per token, mean over the tokens of an answer, then
+over examples. Both models answer the same prompts, and are resampled together. A block is a task, where its question
+stands, and a budget; what is compared is the order of the methods by their means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from experiments.lib.tables import between, markdown
+from experiments.studies import carried_out
+from kvexp.results.divergence import compared_means, example_means
+from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, read_runs
+from kvexp.results.stats import LEVEL, Floats, resampled_means
+from kvexp.run.store import OWN
+from kvexp.util import ConfigError, watch_pipes
+
+BEGIN = "<!-- two models: made by python -m experiments.studies.two_models --rows FILE --page PAGE -->"
+END = "<!-- end of two models -->"
+PLACE = ["model", "task", "question", "kv_ratio"]
+COLUMNS = ["numerics", *PLACE, "method", "example", "kl"]
+RESAMPLES = 2000
+HALVES = 200  # random halves of the examples, whose orders are compared
+SHOWN = {IN_PROMPT: "seen", AFTER_EVICTION: "hidden"}
+
+Block = tuple[str, str, float]  # task, question, share of the cache
+
+
+def rows_of(outputs: str) -> pd.DataFrame:
+    """COLUMNS of every example of the sweep's runs; ConfigError where there are none."""
+    runs = read_runs(outputs, {"experiment": "two_models"})
+    found = [
+        {"question": run.question, "example": example, "kl": kl}
+        | {name: run.labels[name] for name in ("numerics", "model", "task", "method", "kv_ratio")}
+        for run in runs.ran
+        if run.labels["method"] != "full"
+        for example, kl in example_means(run, OWN).items()
+    ]
+    if not found:
+        raise ConfigError(f"{outputs} has no run with a divergence; run: kvexp run experiment=two_models")
+    return pd.DataFrame(found, columns=COLUMNS)
+
+
+def wide(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows as a table with a line for each block and example, and a column for each method."""
+    index = [name for name in COLUMNS if name not in ("method", "kl")]
+    return rows.pivot_table(index=index, columns="method", values="kl", sort=False).sort_index(axis=1).reset_index()
+
+
+def read_wide(file: Path) -> pd.DataFrame:
+    """The rows of a file of `wide`."""
+    index = [name for name in COLUMNS if name not in ("method", "kl")]
+    return pd.read_csv(file).melt(index, var_name="method", value_name="kl").dropna()[COLUMNS]
+
+
+def blocks_of(rows: pd.DataFrame) -> tuple[list[str], list[str], dict[Block, list[Floats]]]:
+    """(The two models, the methods that all blocks have, block -> each model's KL [examples, methods]).
+
+    Of a block, the examples and models that all methods have; blocks that only one model has are left out. ConfigError
+    where there are not two models, or no block of both, or several NUMERICS.
+    """
+    if len(numerics := sorted(set(rows["numerics"]))) > 1:
+        raise ConfigError(f"the rows are of NUMERICS {numerics}, which cannot be compared")
+    models = sorted(set(rows["model"]), reverse=True)  # the smaller one of the sweep first
+    if len(models) != 2:
+        raise ConfigError(f"the rows are of {', '.join(models)}: the study compares two models")
+    places = rows.groupby(PLACE)["method"].unique()
+    methods = sorted(set.intersection(*(set(each) for each in places)))
+    made: dict[Block, list[Floats]] = {}
+    for (task, question, ratio), part in rows[rows["method"].isin(methods)].groupby(PLACE[1:]):
+        table = part.pivot_table(index="example", columns=["model", "method"], values="kl").dropna()
+        if all(model in table.columns.get_level_values(0) for model in models) and len(table) > 1:
+            made[str(task), str(question), float(str(ratio))] = [table[model][methods].to_numpy() for model in models]
+    if not made:
+        raise ConfigError("no task, question and budget has examples of both models")
+    return models, methods, made
+
+
+def places(kl: Floats) -> Floats:
+    """Places from 1 along the last axis, the least KL first."""
+    found: Floats = kl.argsort(axis=-1).argsort(axis=-1).astype(np.float64) + 1
+    return found
+
+
+def agreement(one: Floats, other: Floats) -> Floats:
+    """Spearman's correlation of two orders by KL [..., methods], along the last axis."""
+    count = one.shape[-1]
+    found: Floats = 1 - 6 * ((places(one) - places(other)) ** 2).sum(-1) / (count * (count**2 - 1))
+    return found
+
+
+def resampled(block: Sequence[Floats]) -> list[Floats]:
+    """Each model's means under resampling of the examples, drawn for both alike: [RESAMPLES, methods]."""
+    together = resampled_means(np.concatenate(block, axis=1), RESAMPLES)
+    return np.split(together, 2, axis=1)
+
+
+def interval(values: Floats) -> str:
+    """The middle 95 % of resampled values."""
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return f"({low:.2f}..{high:.2f})"
+
+
+def halves(kl: Floats) -> float:
+    """Mean agreement of two random halves of a model's examples [n, methods]: what chance alone leaves of 1."""
+    dice = np.random.default_rng(0)
+    found = []
+    for _ in range(HALVES):
+        order = dice.permutation(len(kl))
+        cut = len(kl) // 2
+        found.append(agreement(kl[order[:cut]].mean(0), kl[order[cut:]].mean(0)))
+    return float(np.mean(found))
+
+
+def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Pair of methods -> the one that is nearer by more than chance (Holm over all pairs); other pairs are left out."""
+    means = {name: {str(row): float(x) for row, x in enumerate(kl[:, place])} for place, name in enumerate(methods)}
+    pairs = compared_means(means)
+    return {(one, other): better for one, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
+
+
+def text(rows: pd.DataFrame) -> str:
+    """The tables as Markdown."""
+    models, methods, blocks = blocks_of(rows)
+    table: list[tuple[str, ...]] = []
+    reversed_in: dict[tuple[str, str], list[str]] = {}
+    for (task, question, ratio), block in blocks.items():
+        means = [kl.mean(0) for kl in block]
+        again = agreement(*resampled(block))
+        one, other = (decided(kl, methods) for kl in block)
+        both = one.keys() & other.keys()
+        turned = sorted(pair for pair in both if one[pair] != other[pair])
+        name = f"{task}, {SHOWN[question]}, {ratio:g}"
+        for pair in turned:
+            reversed_in.setdefault((one[pair], other[pair]), []).append(name)
+        nearest = (f"{methods[int(mean.argmin())]} {mean.min():.2f}" for mean in means)
+        agreed = f"{agreement(*means):.2f} {interval(again)}"
+        alike = f"{len(both) - len(turned)} : {len(turned)}"
+        table.append((name, str(len(block[0])), agreed, *(f"{halves(kl):.2f}" for kl in block), alike, *nearest))
+    count = len(methods) * (len(methods) - 1) // 2
+    head = ("block", "n", "agreement", *(f"halves of {model}" for model in models), "decided alike : reversed")
+    heads = (*head, *(f"nearest, {model}" for model in models))
+    parts = [
+        f"{len(methods)} methods, {count} pairs, by block (task, question seen by the eviction or hidden, share):",
+        markdown(heads, *table),
+        f"Mean place of {len(methods)} over the {len(blocks)} blocks:",
+        markdown(("method", *models, "moves"), *moved(methods, blocks)),
+    ]
+    if reversed_in:
+        pairs = sorted(reversed_in.items(), key=lambda each: (-len(each[1]), each[0]))
+        said = [(f"{a} before {b}", str(len(where)), "; ".join(where)) for (a, b), where in pairs]
+        parts += [f"Pairs of this order with {models[0]}, and of the other with {models[1]}:"]
+        parts += [markdown(("pair", "blocks", "where"), *said)]
+    return "\n\n".join(parts) + "\n"
+
+
+def moved(methods: Sequence[str], blocks: dict[Block, list[Floats]]) -> Iterator[tuple[str, ...]]:
+    """Of every method its mean place with each model, and by how many places it falls with the second.
+
+    Bold: the 95 % interval leaves zero out. Blocks share the draws of examples.
+    """
+    means = [np.mean([places(block[model].mean(0)) for block in blocks.values()], axis=0) for model in (0, 1)]
+    again = [resampled(block) for block in blocks.values()]
+    draws = [np.mean([places(each[model]) for each in again], axis=0) for model in (0, 1)]
+    low, high = np.quantile(draws[1] - draws[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    for place in np.argsort(means[0], kind="stable"):
+        gap = f"{means[1][place] - means[0][place]:+.1f} ({low[place]:+.1f}..{high[place]:+.1f})"
+        sure = low[place] > 0 or high[place] < 0
+        yield methods[place], *(f"{mean[place]:.1f}" for mean in means), f"**{gap}**" if sure else gap
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.studies.two_models", description=__doc__)
+    parser.add_argument("outputs", nargs="*", help="folders of the sweep's runs")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="KL by example: written from OUTPUTS, else read")
+    parser.add_argument("--page", type=Path, help="write the tables into this page")
+    parser.set_defaults(command=_write)
+    return carried_out(parser, words)
+
+
+def _write(args: argparse.Namespace) -> int:
+    if args.outputs:
+        rows = pd.concat([rows_of(each) for each in args.outputs], ignore_index=True)
+        if args.rows:
+            wide(rows).to_csv(args.rows, index=False, float_format="%.5g")
+            rows = read_wide(args.rows)
+    elif args.rows and args.rows.exists():
+        rows = read_wide(args.rows)
+    else:
+        raise ConfigError("name the folder of the sweep's runs, or --rows FILE of earlier ones")
+    made = text(rows)
+    if args.page is None:
+        print(made)
+    else:
+        args.page.write_text(between(args.page.read_text("utf-8"), BEGIN, END, made, args.page), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())
