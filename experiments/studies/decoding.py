@@ -74,8 +74,8 @@ BEGIN = "<!-- decoding: made by python -m experiments.studies.decoding report FO
 END = "<!-- end of decoding -->"
 ROWS = 4  # of logits compared at a time
 TOGETHER = 8  # texts that are fed token by token in one forward
-# For an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core; in blocks, rkv at 2,048 slots 109. Token by
-# token recency and redrawn take 30, triattention about 100, snapkv 300 at 512 slots.
+# Seconds for an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core. In blocks, rkv at 2,048 slots takes
+# 109; token by token, recency and redrawn take 30, triattention about 100, snapkv 300 at 512 slots.
 SECONDS, SECONDS_EACH = 31.0, 120.0
 
 
@@ -448,7 +448,8 @@ def run(args: argparse.Namespace) -> int:
                 if wanted and zlib.crc32(f"{kind} {first} {some[0]}".encode()) % parts == part:
                     units.append((kind, texts, wanted, missing))
     count = sum(len(texts) * len(wanted) for _, texts, wanted, _ in units)
-    each = np.median([row["seconds"] for row in rows]) if rows else SECONDS_EACH if args.every == 1 else SECONDS  # no mean: it holds pauses
+    known = [row["seconds"] for row in rows] or [SECONDS_EACH if args.every == 1 else SECONDS]
+    each = np.median(known)  # the mean holds pauses
     full = sum(len(texts) for _, texts, *_ in units)
     said = "measured in this folder" if rows else "of SmolLM2-135M on one core"
     say(f"{full} texts and budgets, {count} arms: {each * (count + full) / 3600:.1f} h at {each:.0f} s each, {said}")
