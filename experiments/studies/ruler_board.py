@@ -129,7 +129,7 @@ def rows_of(outputs: str) -> pd.DataFrame:
 
 
 def added(known: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Known rows with further ones, which replace those of their task, below or at LONG.
+    """Known rows and further ones, which replace the known of the same task, below or at LONG.
 
     Raises ConfigError where NUMERICS differs.
     """

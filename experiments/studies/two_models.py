@@ -166,7 +166,7 @@ def text(rows: pd.DataFrame) -> str:
 
 
 def moved(methods: Sequence[str], blocks: dict[Block, list[Floats]]) -> Iterator[tuple[str, ...]]:
-    """Of every method its mean place with each model, and by how many places it falls with the second.
+    """Mean place of every method with each model, and how many places it falls with the second.
 
     Bold: the 95 % interval leaves zero out. Blocks share the draws of examples.
     """
