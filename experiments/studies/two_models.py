@@ -168,16 +168,17 @@ def text(rows: pd.DataFrame) -> str:
 def moved(methods: Sequence[str], blocks: dict[Block, list[Floats]]) -> Iterator[tuple[str, ...]]:
     """Mean place of every method with each model, and how many places it falls with the second.
 
-    Bold: the 95 % interval leaves zero out. Blocks share the draws of examples.
+    Bold: by a place at least, and the 95 % interval leaves zero out. Blocks share the draws of examples.
     """
     means = [np.mean([places(block[model].mean(0)) for block in blocks.values()], axis=0) for model in (0, 1)]
     again = [resampled(block) for block in blocks.values()]
     draws = [np.mean([places(each[model]) for each in again], axis=0) for model in (0, 1)]
     low, high = np.quantile(draws[1] - draws[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     for place in np.argsort(means[0], kind="stable"):
-        gap = f"{means[1][place] - means[0][place]:+.1f} ({low[place]:+.1f}..{high[place]:+.1f})"
-        sure = low[place] > 0 or high[place] < 0
-        yield methods[place], *(f"{mean[place]:.1f}" for mean in means), f"**{gap}**" if sure else gap
+        gap = means[1][place] - means[0][place]
+        said = f"{gap:+.1f} ({low[place]:+.1f}..{high[place]:+.1f})"
+        sure = abs(gap) >= 1 and (low[place] > 0 or high[place] < 0)
+        yield methods[place], *(f"{mean[place]:.1f}" for mean in means), f"**{said}**" if sure else said
 
 
 def main(words: Sequence[str] | None = None) -> int:
