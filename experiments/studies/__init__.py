@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import pandas as pd
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from experiments.lib.tables import between
+from kvexp.results.divergence import example_means
+from kvexp.results.read import read_runs
 from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.settings import Settings
-from kvexp.util import CONF, CacheError, ConfigError, Session, active, tells_errors
+from kvexp.run.store import OWN
+from kvexp.util import CONF, CacheError, ConfigError, Session, active, say, tells_errors
 
 
 def composed_runs(words: Sequence[str], session: Session) -> tuple[dict[str, str], list[Settings]]:
@@ -30,3 +36,48 @@ def carried_out(parser: argparse.ArgumentParser, words: Sequence[str] | None) ->
     args = parser.parse_args(words)
     command: Callable[[argparse.Namespace], int] = args.command
     return command(args)
+
+
+def write_tables(text: str, page: Path | None, begin: str, end: str) -> None:
+    """Print a study's tables, or write them into a page between its marks; ConfigError where it has no such marks."""
+    if page is None:
+        say(text)
+    else:
+        page.write_text(between(page.read_text("utf-8"), begin, end, text, page), encoding="utf-8")
+
+
+KL_COLUMNS = ["numerics", "model", "task", "question", "method", "kv_ratio", "example", "kl"]
+
+
+def kl_of_runs(outputs: str, experiment: str) -> pd.DataFrame:
+    """KL_COLUMNS of every example of an experiment's runs: mean KL of the full cache's own answer, nats per token."""
+    found = [
+        {"question": run.question, "example": example, "kl": kl}
+        | {name: run.labels.get(name) for name in ("numerics", "model", "task", "method", "kv_ratio")}
+        for run in read_runs(outputs, {"experiment": experiment}).ran
+        for example, kl in example_means(run, OWN).items()
+    ]
+    return pd.DataFrame(found, columns=KL_COLUMNS)
+
+
+def wide(rows: pd.DataFrame, across: Sequence[str]) -> pd.DataFrame:
+    """A table with a column of `kl` for each value of the columns `across` (joined by spaces), and a line for the rest."""
+    index = [name for name in rows.columns if name not in (*across, "kl")]
+    each = ([f"{x:g}" if isinstance(x, float) else x for x in rows[name]] for name in across)
+    named = rows.assign(of=[" ".join(words) for words in zip(*each, strict=True)])
+    return named.pivot_table(index=index, columns="of", values="kl", sort=False).sort_index(axis=1).reset_index()
+
+
+def read_wide(file: Path, columns: Sequence[str], across: Sequence[str]) -> pd.DataFrame:
+    """The rows, with these columns, of a file that holds a table of `wide`."""
+    index = [name for name in columns if name not in (*across, "kl")]
+    long = pd.read_csv(file).melt(index, var_name="of", value_name="kl").dropna()
+    long[list(across)] = long["of"].str.split(" ", expand=True)
+    return long.astype({"kv_ratio": float})[list(columns)]
+
+
+def check_numerics(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows; ConfigError where they are of several NUMERICS."""
+    if len(numerics := sorted(set(rows["numerics"]))) > 1:
+        raise ConfigError(f"the rows are of NUMERICS {numerics}, which cannot be compared: begin a new file of rows")
+    return rows

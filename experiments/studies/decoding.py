@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 import kvexp
-from experiments.lib.tables import between, markdown
-from experiments.studies import carried_out
+from experiments.lib.tables import markdown
+from experiments.studies import carried_out, write_tables
 from kvexp.core import Budget, CacheConfig, Cadence, Method
 from kvexp.generate import divergence_from_full, prefill_together
 from kvexp.hf import EvictionCache
@@ -520,11 +520,7 @@ def size(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Print the tables, or write them into a page."""
-    made = text_of(read_rows(Path(args.folder)))
-    if args.page is None:
-        say(made)
-    else:
-        args.page.write_text(between(args.page.read_text("utf-8"), BEGIN, END, made, args.page), encoding="utf-8")
+    write_tables(text_of(read_rows(Path(args.folder))), args.page, BEGIN, END)
     return 0
 
 

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.tables import between
-from experiments.studies import carried_out, composed_runs
+from experiments.studies import carried_out, composed_runs, write_tables
 from kvexp.generate.openvino import BLOCK
 from kvexp.results import stats
 from kvexp.results.divergence import per_example, share_interval
@@ -157,12 +156,9 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
-    made = tables(_cells(args))
-    if args.page is None:
-        say(made)
-        return 0
-    args.page.write_text(between(args.page.read_text("utf-8"), BEGIN, END, made, args.page), encoding="utf-8")
-    say(f"wrote {args.page}")
+    write_tables(tables(_cells(args)), args.page, BEGIN, END)
+    if args.page is not None:
+        say(f"wrote {args.page}")
     return 0
 
 

@@ -22,12 +22,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.lib.tables import between, markdown
-from experiments.studies import carried_out
-from kvexp.results.divergence import example_means
-from kvexp.results.read import read_runs
+from experiments.lib.tables import markdown
+from experiments.studies import carried_out, check_numerics, kl_of_runs, write_tables
+from experiments.studies import read_wide as read_rows
+from experiments.studies import wide as widened
 from kvexp.results.stats import interval_of_mean
-from kvexp.run.store import OWN
 from kvexp.util import ConfigError, watch_pipes
 
 SEEN, HIDDEN = "in_prompt", "after_eviction"
@@ -104,15 +103,9 @@ def rows_of(outputs: str) -> pd.DataFrame:
 
     All runs: every method (AT_LONG at LONG), budget and question; enough: LEAST below LONG, or LEAST_LONG there.
     """
-    runs = read_runs(outputs, {"experiment": "ruler_board"})
-    found = [
-        {"task": str(run.labels["task"]).partition("/")[2], "question": run.question, "example": example, "kl": kl}
-        | {name: run.labels[name] for name in ("method", "kv_ratio", "numerics")}
-        for run in runs.ran
-        if run.labels.get("kv_ratio") in RATIOS and run.labels["method"] in METHODS
-        for example, kl in example_means(run, OWN).items()
-    ]
-    rows = pd.DataFrame(found, columns=COLUMNS)
+    rows = kl_of_runs(outputs, "ruler_board")
+    rows = rows[rows["kv_ratio"].isin(RATIOS) & rows["method"].isin(METHODS)][COLUMNS]
+    rows["task"] = [str(task).partition("/")[2] for task in rows["task"]]
     long = length_of(rows) >= LONG
     parts = []
     for part, methods, least in ((rows[~long], METHODS, LEAST), (rows[long], AT_LONG, LEAST_LONG)):
@@ -134,10 +127,7 @@ def added(known: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     Raises ConfigError where NUMERICS differs.
     """
     known_of, of = (table["task"] + (length_of(table) >= LONG).astype(str) for table in (known, rows))
-    both = pd.concat([known[~known_of.isin(of)], rows], ignore_index=True)
-    if len(numerics := sorted(set(both["numerics"]))) > 1:
-        raise ConfigError(f"the rows are of NUMERICS {numerics}, which cannot be compared: begin a new file of rows")
-    return both
+    return check_numerics(pd.concat([known[~known_of.isin(of)], rows], ignore_index=True))
 
 
 def balanced(rows: pd.DataFrame) -> pd.DataFrame:
@@ -149,18 +139,14 @@ def balanced(rows: pd.DataFrame) -> pd.DataFrame:
 
 def wide(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows as a table with a line for each example, and a column for each question, method and share."""
-    named = rows.assign(of=[f"{q} {m} {r:g}" for q, m, r in zip(*(rows[c] for c in COLUMNS[2:5]), strict=True)])
-    made = named.pivot_table(index=["numerics", "task", "example"], columns="of", values="kl", sort=False)
-    made = made.sort_index(axis=1).reset_index()
+    made = widened(rows, COLUMNS[2:5])
     order = made.assign(long=length_of(made) >= LONG).sort_values(["task", "long"], kind="stable").index
     return made.loc[order].reset_index(drop=True)
 
 
 def read_wide(file: Path) -> pd.DataFrame:
     """The rows of a file of `wide`."""
-    long = pd.read_csv(file).melt(["numerics", "task", "example"], var_name="of", value_name="kl").dropna()
-    long[["question", "method", "kv_ratio"]] = long["of"].str.split(" ", expand=True)
-    return long.assign(kv_ratio=long["kv_ratio"].astype(float))[COLUMNS]
+    return read_rows(file, COLUMNS, COLUMNS[2:5])
 
 
 def mean_of(values: pd.Series) -> str:
@@ -256,12 +242,7 @@ def _write(args: argparse.Namespace) -> int:
         rows = rows if known is None else added(known, rows)
         wide(rows).to_csv(args.rows, index=False, float_format="%.5g")
         rows = read_wide(args.rows)
-    made = text(rows)
-    if args.page is None:
-        print(made)
-    else:
-        page = between(args.page.read_text("utf-8"), BEGIN, END, made, args.page)
-        args.page.write_text(page, encoding="utf-8")
+    write_tables(text(rows), args.page, BEGIN, END)
     return 0
 
 

@@ -18,18 +18,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.lib.tables import between, markdown
-from experiments.studies import carried_out
-from kvexp.results.divergence import compared_means, example_means
-from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, read_runs
+from experiments.lib.tables import markdown
+from experiments.studies import KL_COLUMNS, carried_out, check_numerics, kl_of_runs, read_wide, wide, write_tables
+from kvexp.results.divergence import compared_means
+from kvexp.results.read import AFTER_EVICTION, IN_PROMPT
 from kvexp.results.stats import LEVEL, Floats, resampled_means
-from kvexp.run.store import OWN
 from kvexp.util import ConfigError, watch_pipes
 
 BEGIN = "<!-- two models: made by python -m experiments.studies.two_models --rows FILE --page PAGE -->"
 END = "<!-- end of two models -->"
 PLACE = ["model", "task", "question", "kv_ratio"]
-COLUMNS = ["numerics", *PLACE, "method", "example", "kl"]
 RESAMPLES = 2000
 HALVES = 200  # random halves of the examples, whose orders are compared
 SHOWN = {IN_PROMPT: "seen", AFTER_EVICTION: "hidden"}
@@ -38,30 +36,12 @@ Block = tuple[str, str, float]  # task, question, share of the cache
 
 
 def rows_of(outputs: str) -> pd.DataFrame:
-    """COLUMNS of every example of the sweep's runs; ConfigError where there are none."""
-    runs = read_runs(outputs, {"experiment": "two_models"})
-    found = [
-        {"question": run.question, "example": example, "kl": kl}
-        | {name: run.labels[name] for name in ("numerics", "model", "task", "method", "kv_ratio")}
-        for run in runs.ran
-        if run.labels["method"] != "full"
-        for example, kl in example_means(run, OWN).items()
-    ]
-    if not found:
+    """KL_COLUMNS of every example of the sweep's runs; ConfigError where there are none."""
+    rows = kl_of_runs(outputs, "two_models")
+    rows = rows[rows["method"].ne("full")]
+    if rows.empty:
         raise ConfigError(f"{outputs} has no run with a divergence; run: kvexp run experiment=two_models")
-    return pd.DataFrame(found, columns=COLUMNS)
-
-
-def wide(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows as a table with a line for each block and example, and a column for each method."""
-    index = [name for name in COLUMNS if name not in ("method", "kl")]
-    return rows.pivot_table(index=index, columns="method", values="kl", sort=False).sort_index(axis=1).reset_index()
-
-
-def read_wide(file: Path) -> pd.DataFrame:
-    """The rows of a file of `wide`."""
-    index = [name for name in COLUMNS if name not in ("method", "kl")]
-    return pd.read_csv(file).melt(index, var_name="method", value_name="kl").dropna()[COLUMNS]
+    return rows
 
 
 def blocks_of(rows: pd.DataFrame) -> tuple[list[str], list[str], dict[Block, list[Floats]]]:
@@ -70,9 +50,7 @@ def blocks_of(rows: pd.DataFrame) -> tuple[list[str], list[str], dict[Block, lis
     Of a block, the examples and models that all methods have; blocks that only one model has are left out. ConfigError
     where there are not two models, or no block of both, or several NUMERICS.
     """
-    if len(numerics := sorted(set(rows["numerics"]))) > 1:
-        raise ConfigError(f"the rows are of NUMERICS {numerics}, which cannot be compared")
-    models = sorted(set(rows["model"]), reverse=True)  # the smaller one of the sweep first
+    models = sorted(set(check_numerics(rows)["model"]), reverse=True)  # so SmolLM2 stands before Gemma
     if len(models) != 2:
         raise ConfigError(f"the rows are of {', '.join(models)}: the study compares two models")
     places = rows.groupby(PLACE)["method"].unique()
@@ -133,11 +111,12 @@ def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
 def text(rows: pd.DataFrame) -> str:
     """The tables as Markdown."""
     models, methods, blocks = blocks_of(rows)
+    draws = {key: resampled(block) for key, block in blocks.items()}
     table: list[tuple[str, ...]] = []
     reversed_in: dict[tuple[str, str], list[str]] = {}
     for (task, question, ratio), block in blocks.items():
         means = [kl.mean(0) for kl in block]
-        again = agreement(*resampled(block))
+        again = agreement(*draws[task, question, ratio])
         one, other = (decided(kl, methods) for kl in block)
         both = one.keys() & other.keys()
         turned = sorted(pair for pair in both if one[pair] != other[pair])
@@ -155,7 +134,7 @@ def text(rows: pd.DataFrame) -> str:
         f"{len(methods)} methods, {count} pairs, by block (task, question seen by the eviction or hidden, share):",
         markdown(heads, *table),
         f"Mean place of {len(methods)} over the {len(blocks)} blocks:",
-        markdown(("method", *models, "moves"), *moved(methods, blocks)),
+        markdown(("method", *models, "moves"), *moved(methods, list(blocks.values()), list(draws.values()))),
     ]
     if reversed_in:
         pairs = sorted(reversed_in.items(), key=lambda each: (-len(each[1]), each[0]))
@@ -165,15 +144,17 @@ def text(rows: pd.DataFrame) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def moved(methods: Sequence[str], blocks: dict[Block, list[Floats]]) -> Iterator[tuple[str, ...]]:
+def moved(
+    methods: Sequence[str], blocks: Sequence[list[Floats]], draws: Sequence[list[Floats]]
+) -> Iterator[tuple[str, ...]]:
     """Mean place of every method with each model, and how many places it falls with the second.
 
-    Bold: by a place at least, and the 95 % interval leaves zero out. Blocks share the draws of examples.
+    draws: `resampled` of each block, which share the draws of examples. Bold: by a place at least, and the 95 %
+    interval leaves zero out.
     """
-    means = [np.mean([places(block[model].mean(0)) for block in blocks.values()], axis=0) for model in (0, 1)]
-    again = [resampled(block) for block in blocks.values()]
-    draws = [np.mean([places(each[model]) for each in again], axis=0) for model in (0, 1)]
-    low, high = np.quantile(draws[1] - draws[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    means = [np.mean([places(block[model].mean(0)) for block in blocks], axis=0) for model in (0, 1)]
+    again = [np.mean([places(each[model]) for each in draws], axis=0) for model in (0, 1)]
+    low, high = np.quantile(again[1] - again[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     for place in np.argsort(means[0], kind="stable"):
         gap = means[1][place] - means[0][place]
         said = f"{gap:+.1f} ({low[place]:+.1f}..{high[place]:+.1f})"
@@ -194,17 +175,13 @@ def _write(args: argparse.Namespace) -> int:
     if args.outputs:
         rows = pd.concat([rows_of(each) for each in args.outputs], ignore_index=True)
         if args.rows:
-            wide(rows).to_csv(args.rows, index=False, float_format="%.5g")
-            rows = read_wide(args.rows)
+            wide(rows, ["method"]).to_csv(args.rows, index=False, float_format="%.5g")
+            rows = read_wide(args.rows, KL_COLUMNS, ["method"])
     elif args.rows and args.rows.exists():
-        rows = read_wide(args.rows)
+        rows = read_wide(args.rows, KL_COLUMNS, ["method"])
     else:
         raise ConfigError("name the folder of the sweep's runs, or --rows FILE of earlier ones")
-    made = text(rows)
-    if args.page is None:
-        print(made)
-    else:
-        args.page.write_text(between(args.page.read_text("utf-8"), BEGIN, END, made, args.page), encoding="utf-8")
+    write_tables(text(rows), args.page, BEGIN, END)
     return 0
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.studies import two_models
-from experiments.studies.two_models import agreement, blocks_of, halves, rows_of, text, wide
+from experiments.studies import two_models, wide
+from experiments.studies.two_models import agreement, blocks_of, halves, rows_of, text
 from kvexp.results.read import AFTER_EVICTION
 from kvexp.util import ConfigError
 
@@ -76,6 +76,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
 
 def test_the_file_alone_makes_the_page(tmp_path, capsys):
     made = rows()
-    wide(made).to_csv(file := tmp_path / "rows.csv", index=False)
+    wide(made, ["method"]).to_csv(file := tmp_path / "rows.csv", index=False)
     assert two_models.main(["--rows", str(file)]) == 0
     assert capsys.readouterr().out.strip() == text(made).strip()
