@@ -50,7 +50,7 @@ KL_COLUMNS = ["numerics", "model", "task", "question", "method", "kv_ratio", "ex
 
 
 def kl_of_runs(outputs: str, experiment: str) -> pd.DataFrame:
-    """KL_COLUMNS of every example of an experiment's runs: mean KL of the full cache's own answer, nats per token."""
+    """KL_COLUMNS of every example of an experiment's runs: mean nats per token along the full cache's own answer."""
     found = [
         {"question": run.question, "example": example, "kl": kl}
         | {name: run.labels.get(name) for name in ("numerics", "model", "task", "method", "kv_ratio")}
@@ -61,7 +61,7 @@ def kl_of_runs(outputs: str, experiment: str) -> pd.DataFrame:
 
 
 def wide(rows: pd.DataFrame, across: Sequence[str]) -> pd.DataFrame:
-    """A table with a column of `kl` for each value of the columns `across` (joined by spaces), and a line for the rest."""
+    """A table with a column of `kl` for each value of the columns `across` (joined by spaces); lines are the rest."""
     index = [name for name in rows.columns if name not in (*across, "kl")]
     each = ([f"{x:g}" if isinstance(x, float) else x for x in rows[name]] for name in across)
     named = rows.assign(of=[" ".join(words) for words in zip(*each, strict=True)])
