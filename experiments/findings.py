@@ -44,10 +44,10 @@ INTERVAL = r"[+-]?\d+(?:\.\d+)?(?: \([^()]* … [^()]*\))?"
 TABLE = """\
 ## Every exhibit
 
-Verdicts on SmolLM2-135M by the paper's metric and by divergence, the number behind them, examples, the verdict on
-the testbed (models of under a million parameters). Where divergence is judged, numbers are KL in nats per token, and
-*nearer by* is a difference of KL; intervals are 95 %, not corrected. [findings.csv](findings.csv) has all numbers,
-claims and reasons. `make reproduce-NAME` and the [notebooks](../notebooks/) draw each figure.
+Verdicts by the paper's metric and by divergence, the numbers behind them, examples, and the testbed's verdict (models of under a
+million parameters). Bare numbers and *nearer by* are KL in nats per token; intervals are 95 %, not corrected.
+[findings.csv](findings.csv) has all numbers, claims and reasons. `make reproduce-NAME` and the [notebooks](../notebooks/) draw
+each figure.
 
 """
 

@@ -114,11 +114,13 @@ def text(rows: pd.DataFrame) -> str:
     draws = {key: resampled(block) for key, block in blocks.items()}
     table: list[tuple[str, ...]] = []
     reversed_in: dict[tuple[str, str], list[str]] = {}
+    known = np.zeros(3, dtype=int)  # pairs that the first model decides, the second, both
     for (task, question, ratio), block in blocks.items():
         means = [kl.mean(0) for kl in block]
         again = agreement(*draws[task, question, ratio])
         one, other = (decided(kl, methods) for kl in block)
         both = one.keys() & other.keys()
+        known += [len(one), len(other), len(both)]
         turned = sorted(pair for pair in both if one[pair] != other[pair])
         name = f"{task}, {SHOWN[question]}, {ratio:g}"
         for pair in turned:
@@ -133,6 +135,8 @@ def text(rows: pd.DataFrame) -> str:
     parts = [
         f"{len(methods)} methods, {count} pairs, by block (task, question seen by the eviction or hidden, share):",
         markdown(heads, *table),
+        f"Of {count * len(blocks):,} pairs in {len(blocks)} blocks {models[0]} decides {known[0]}, {models[1]} {known[1]}, "
+        f"both {known[2]}.",
         f"Mean place of {len(methods)} over the {len(blocks)} blocks:",
         markdown(("method", *models, "moves"), *moved(methods, list(blocks.values()), list(draws.values()))),
     ]

@@ -47,7 +47,6 @@ from kvexp.run.store import OWN
 from kvexp.util import Console
 
 COLUMNS = 100  # where the console has no width
-NO_VERDICT = "no verdict"
 MORE = 5  # times as many examples are proposed where an interval holds its limit: it gets less than half as wide
 NAMED = 4  # runs that a line below the table names; of more it says how many
 ANSWER_LINES = 8  # of an answer that is shown
@@ -60,7 +59,7 @@ LEGEND = (
     "interval; the full cache's line has its score in brackets. 99 %?: pass where every metric is at least 99 % of "
     "full's, and the answers at least 90 % as long.",
     "Both verdicts are decided by intervals corrected (Bonferroni) for the number of compared runs of one model and "
-    "task. no verdict: the interval holds the limit.",
+    "task. undecided: the interval holds the limit.",
     "KV peak: most bytes of keys and values at any time, and the difference from the full cache's.",
     "TTFT, TPOT: median seconds to the first token, and per further token.",
     "Each run's rows, configuration and environment: OUTPUTS/<hash>/ (docs/results.md; words: docs/glossary.md).",
@@ -181,7 +180,7 @@ def _kl_verdict(row: Row) -> str:
         return ""
     if absent(row["kl_low"]):
         return TOO_FEW
-    return NO_VERDICT if verdict == divergence.UNDECIDED else str(verdict)
+    return str(verdict)
 
 
 def _long(metric: str, task: Any) -> str:
@@ -202,14 +201,11 @@ def _quality_columns(metrics: Sequence[str], headline: str, task: Any) -> list[C
     def interval(row: Row) -> str:
         return "-" if absent(row[low]) else f"{row[low]:.1f} - {row[high]:.1f}"
 
-    def verdict(row: Row) -> str:
-        return verdict_of(row, "99", metrics).replace("undecided", NO_VERDICT)
-
     head = f"{_long(headline, task)}\n% of full"
     return [
         column(head, lambda row: "-" if absent(row[headline]) else "100", TOO_FEW, percent, right=True),
         column("95 %", lambda row: f"({score(row)})", "-", interval, right=False),
-        column("99 %?", lambda row: "", TOO_FEW, verdict, right=False),
+        column("99 %?", lambda row: "", TOO_FEW, lambda row: verdict_of(row, "99", metrics), right=False),
     ]
 
 
@@ -338,13 +334,13 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
         yield f"{few_words}, no verdicts, {stats.MIN_PAIRS} needed (limit={stats.MIN_PAIRS})."
     if ran and all(absent(row["kl"]) for row in ran) and all(row["ended"] >= 0 for row in ran) and one_path:
         yield "KL to the full cache was not measured: divergence=true measures it."
-    open_kl = any(_kl_verdict(row) == NO_VERDICT for row in ran)
+    open_kl = any(_kl_verdict(row) == divergence.UNDECIDED for row in ran)
     open_quality = [row for row in ran if row["verdict99"] == "undecided" and not quality.few(row)]
     open_quality = [row for row in open_quality if not row["note"]]
     if open_kl or open_quality:
         most = max(counts, default=stats.MIN_PAIRS)
         yield (
-            f"{NO_VERDICT}: the interval holds the limit. More examples (limit={MORE * most}) narrow it"
+            f"undecided: the interval holds the limit. More examples (limit={MORE * most}) narrow it"
             f"{_needed(open_quality)}."
         )
     if len({quality.batch_of(row) for row in rows if row["n"]}) > 1:

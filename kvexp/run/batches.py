@@ -473,8 +473,9 @@ class Filler:
         members, items, limited = pieces[0].members, pieces[0].prompts, self.time_limit.timeout_s is not None
         batches = [piece.batch() for piece in pieces]
         alone = len(pieces) == 1 and len(members) == 1
-        if not alone and ((limited and len(pieces) > 1) or not fit_together(batches, self.model, self.processes)):
-            for half in self._halves(pieces):
+        if not alone and ((limited and len(pieces) > 1) or not self._fit(batches)):
+            middle = 1 if limited else len(pieces) // 2
+            for half in [pieces[:middle], pieces[middle:]] if len(pieces) > 1 else self._halves(pieces):
                 yield from self._parts(half, halved)
             return
         parts, failure = self._computed(pieces, batches, halved), ""
@@ -506,6 +507,13 @@ class Filler:
         elif not alone or self.timed:  # one of a group is left to its own turn
             for half in self._halves(pieces):
                 yield from self._parts(half, halved + (len(pieces) == 1))
+
+    def _fit(self, batches: Sequence[PromptBatch]) -> bool:
+        """Whether there is memory for the batches together, if need be once what was freed is given back."""
+        if fit_together(batches, self.model, self.processes):
+            return True
+        free_memory()
+        return fit_together(batches, self.model, self.processes)
 
     @staticmethod
     def _halves(pieces: list[Piece]) -> list[list[Piece]]:

@@ -77,7 +77,7 @@ def test_a_sweep_is_a_table_of_one_line_per_run_and_six_lines_around_it(sweep):
     order = [line.split("%")[-1].split()[0] if "%" in line[:6] else line.split()[0] for line in runs]
     assert runs[0].startswith("100 %") and "(41.92)" in runs[0]
     assert [name in line for name, line in zip(("full", *NEAREST * 2), runs, strict=True)] == [True] * 7, order
-    assert "equivalent" in runs[1] and "no verdict" in runs[2] and "worse" in runs[3] and "fail" in runs[3]
+    assert "equivalent" in runs[1] and "undecided" in runs[2] and "worse" in runs[3] and "fail" in runs[3]
     assert " 70 %" in runs[1] and " 30 %" in runs[4] and "-40 %" in shown(sweep, 140)
 
 
@@ -108,7 +108,7 @@ def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep
         assert head in wide and head not in shown(sweep)
     for cell in ("99 %?", "KV peak", "vs 0.05", "10 KiB", "equivalent"):
         assert cell in narrow
-    assert max(map(len, narrow.partition("no verdict:")[0].splitlines())) <= 60
+    assert max(map(len, narrow.partition("undecided:")[0].splitlines())) <= 60
 
 
 @pytest.mark.parametrize(
