@@ -24,6 +24,7 @@ from experiments.lib.exhibits import HERE, load, names
 from experiments.lib.record import (
     NONE,
     NOT_RUN,
+    SECOND,
     VERDICT,
     WAITING,
     examples_of,
@@ -50,6 +51,7 @@ million parameters). Bare numbers and *nearer by* are KL in nats per token; inte
 each figure.
 
 """
+AGAIN = f"The same on `{SECOND}`, a base model of which three layers evict ([two models](../docs/two_models.md)):"
 
 
 @functools.cache
@@ -71,7 +73,10 @@ def text() -> str:
     verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
     times = "; ".join(f"{_short_title(name)} {_said(testbed.get(name))}" for name in names() if is_speed(name))
     end = f"By divergence: {verdicts}. On an H200: {times}."
-    return f"{summary()}{TABLE}{markdown(head, *rows)}\n\n{end}\n"
+    other = recorded(SECOND)
+    again = [_row(name, other, testbed)[:-1] for name in names() if name in other]
+    more = f"\n\n{AGAIN}\n\n{markdown(head[:-1], *again)}" if again else ""
+    return f"{summary()}{TABLE}{markdown(head, *rows)}\n\n{end}{more}\n"
 
 
 def summary() -> str:
@@ -139,6 +144,11 @@ def _judgements(name: str) -> Iterator[tuple[str, ...]]:
         yield "SmolLM2-135M", "metric", NOT_RUN, "", f"make reproduce-{name} SCALE=real", "", ""
     elif load(name).testbed_only:
         yield "SmolLM2-135M", "metric", NONE, "", load(name).testbed_only, "", ""
+    if (other := recorded(SECOND).get(name)) is not None:
+        metric, divergence = real_status(name, other)
+        yield SECOND, "metric", metric, examples_of(other), other["words"], "", ""
+        if "divergence" in other:
+            yield SECOND, "divergence", divergence, examples_of(other), other["divergence"]["words"], "", ""
     sentence = f"make reproduce-{name} SCALE=testbed" if small is None else small["words"]
     place = "GPU" if is_speed(name) else "testbed"
     yield place, "metric", status(small), "", sentence, said["why"], said.get("limits", "")

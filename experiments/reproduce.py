@@ -19,7 +19,7 @@ import pandas as pd
 
 from experiments.lib.exhibits import REAL, SCALES, full_name, load, names, size_of, sweeps
 from experiments.lib.real_scale import commands, layout, scale_of
-from experiments.lib.record import VERDICT, record, record_real
+from experiments.lib.record import SECOND, VERDICT, record, record_real
 from experiments.lib.runner import Asked, results
 from kvexp.run.jobs import INTERRUPTED, KEPT
 from kvexp.util import ConfigError, tells_errors, watch_pipes
@@ -154,8 +154,11 @@ def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:
             commands(name, args.data)  # a ConfigError here where DATA lacks the rows of one
     if args.record and args.scale == REAL and args.data is None:
         raise ConfigError(f"--record keeps numbers of the papers' tasks, which need DATA: {layout()}")
-    if args.given and args.record:
-        raise ConfigError("--record keeps numbers of the sweeps as they stand, and --set changes them")
+    if args.given and args.record and (args.scale != REAL or args.given != [f"model={SECOND}"]):
+        raise ConfigError(
+            "--record keeps numbers of the sweeps as they stand, and --set changes them; only --set "
+            f"model={SECOND} at the real scale is kept, as a second model's"
+        )
     if args.workers < 1:
         raise ConfigError(f"--workers must be 1 or more, got {args.workers}")
     known = {sweep.rpartition("/")[2] for name in wanted for sweep in sweeps(name, args.scale)}

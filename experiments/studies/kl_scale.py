@@ -12,7 +12,7 @@ forward. The table is kept in the run's folder, where the report finds it.
 `agreement` tells for each model and task Kendall's tau-b between the runs' mean KL and their mean score over the
 examples that all its runs have, how many runs KL decides against epsilon, a quarter and four times of it, how many
 pairs of runs KL and the metric decide (paired by example; Student's t, Holm's correction over all pairs), and every
-pair that both decide, one against the other.
+pair that both decide, one against the other. `--rows FILE` writes the numbers of every example.
 """
 
 from __future__ import annotations
@@ -242,6 +242,23 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
     return pd.DataFrame(rows)
 
 
+def by_example(found: Iterable[Folder], metric: str) -> pd.DataFrame:
+    """A line per task, measure (mean KL in nats per token, or `metric`) and example, with a column for each run."""
+    lines = []
+    for folder in found:
+        labels, one = folder.labels, PerExample.of([x for (_, text), x in folder.run.divergence().items() if text == OWN])
+        kl = {} if one is None else dict(zip(one.names, (one.kl / one.tokens).tolist(), strict=True))
+        score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
+        about = {"numerics": folder.run.numerics, "task": labels.get("task"), "run": run_name(labels)}
+        lines += [
+            about | {"measure": measure, "example": example, "value": value}
+            for measure, values in (("kl", kl), (metric, score))
+            for example, value in values.items()
+        ]
+    index = ["numerics", "task", "measure", "example"]
+    return pd.DataFrame(lines).pivot_table(index=index, columns="run", values="value").reset_index()
+
+
 def _measured(folder: Folder, baseline: Folder | None, metric: str) -> Measured | None:
     """The numbers of a run; None where it has no divergence or no score."""
     score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
@@ -328,6 +345,8 @@ def _agreement(args: argparse.Namespace) -> int:
         raise ConfigError(
             "no task has three runs with a divergence and a score; see kvexp results --view divergence --measure"
         )
+    if args.rows is not None:
+        by_example(found, str(frame["metric"].iloc[0])).to_csv(args.rows, index=False, float_format="%.5g")
     rows: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
     verdicts = [row for outputs in args.outputs for row in table(outputs).to_dict("records")]
     for row in rows:
@@ -380,6 +399,7 @@ def main(words: Sequence[str] | None = None) -> int:
     agree.set_defaults(command=_agreement)
     agree.add_argument("outputs", nargs="+", type=Path, help="folders of runs")
     agree.add_argument("--metric", help="default: rouge2 where a task has it, else its first")
+    agree.add_argument("--rows", type=Path, metavar="FILE", help="write each example's KL and metric, a column per run")
     agree.add_argument("--epsilon", type=float, default=EPSILON_KL, metavar="NATS", help=f"default: {EPSILON_KL}")
     for each in (scale, agree):
         each.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")

@@ -185,7 +185,10 @@ def test_the_command_prints_it_and_names_what_it_lacks(tmp_path, capsys, monkeyp
     made(tmp_path, "h2o", noisy(0.1, 1, 0.01), noisy(10, 4))
     made(tmp_path, "keyformer", noisy(0.2, 2, 0.01), noisy(15, 5))
     made(tmp_path, "window", noisy(0.3, 3, 0.01), noisy(20, 6))
-    assert command.main(["agreement", str(tmp_path), "--csv", str(tmp_path / "a.csv")]) == 0
+    files = ["--csv", str(tmp_path / "a.csv"), "--rows", str(tmp_path / "rows.csv")]
+    assert command.main(["agreement", str(tmp_path), *files]) == 0
+    rows = pd.read_csv(tmp_path / "rows.csv")
+    assert set(rows["measure"]) == {"kl", "rouge2"} and len(rows.columns) > 6 and (rows.iloc[:, 4:].max() >= 0).all()
     out = capsys.readouterr().out
     assert "tiny / xsum" in out and "-1.00" in out and (tmp_path / "a.csv").exists()
     assert "xsum: h2o 0.5 diverges less than window 0.5, which has more rouge2" in out

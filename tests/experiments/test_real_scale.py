@@ -231,6 +231,12 @@ def test_ids_of_rows_are_kept_once_and_both_verdicts(tmp_path, monkeypatch):
     record.record_real(made("keyformer_table4", ("a",)))
     assert [each["ids"] for each in json.loads(record.MEASURED_REAL.read_text())["rows"].values()] == [["a"]]
     assert "SmolLM2-135M,divergence,holds,1,KL 0.010," in findings.judgements()
+    about = replace(made("keyformer_fig7", ("a", "c")).provenance, model=record.SECOND)
+    record.record_real(made("keyformer_fig7", ("a", "c"), words="another model", provenance=about))
+    assert record.recorded(REAL)["keyformer_fig7"]["words"] == "no number"
+    assert len(json.loads(record.MEASURED_REAL.read_text())["rows"]) == 2
+    assert f"{record.SECOND},divergence,holds,2,KL 0.010," in findings.judgements()
+    assert re.search(r"\| Keyformer, Fig. 7 \| [^|]+ \| undecided \| holds \| another model \| 2 \|\n", findings.text())
     assert re.search(r"\| Keyformer, Fig. 7 \| [^|]+ \| undecided \| holds \| no number \| 1 \|", findings.text())
 
 
