@@ -90,11 +90,8 @@ class PromptBatch:
 
     @property
     def copies(self) -> int:
-        """How often the cache of each run is held: for each kind of text, and twice for the answers.
-
-        A cache whose answer has ended is copied as it stands, while the rows of other batches go on.
-        """
-        return len(self.texts) + 2 * bool(self.answering)
+        """How often the cache of each run is held: for the answers, and for each kind of text."""
+        return len(self.texts) + bool(self.answering)
 
 
 @dataclass(frozen=True)

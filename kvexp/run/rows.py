@@ -341,11 +341,14 @@ def free_memory() -> None:
 
 
 def fit_together(batches: Sequence[PromptBatch], model: Model, processes: int = 1) -> bool:
-    """Whether the caches of all runs of these batches fit into a process's share of the memory that is free."""
-    needed = 0
+    """Whether the caches of all runs of these batches fit into a process's share of the memory that is free.
+
+    Of several batches a cache is copied as it stands when its answer ends, while others go on.
+    """
+    needed, several = 0, len(batches) > 1
     for batch in batches:
         prompts, each = kv_bytes_needed(batch.runs, model, batch.prompts)
-        needed += prompts + batch.copies * sum(each)
+        needed += prompts + (batch.copies + (several and bool(batch.answering))) * sum(each)
     return needed <= free_bytes(model) * SHARE / processes
 
 

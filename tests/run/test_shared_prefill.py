@@ -221,6 +221,20 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     assert set(n for n in sizes if n < 0) == {-1}
 
 
+def test_half_of_the_batches_when_memory_is_short(tmp_path, monkeypatch):
+    """What was freed is given back before it is asked again."""
+    sizes, freed, original = [], [], together.outputs_of_batches
+    monkeypatch.setattr(together, "fit_together", lambda batches, *_: bool(len(batches) <= 2 and freed))
+    monkeypatch.setattr(together, "free_memory", lambda: freed.append(1))
+    monkeypatch.setattr(
+        together, "outputs_of_batches", lambda *given: sizes.append(len(given[2])) or original(*given)
+    )
+    few = filled(tmp_path / "few", *THREE)
+    assert max(sizes) == 2 and freed
+    monkeypatch.undo()
+    assert filled(tmp_path / "all", *THREE) == few
+
+
 @pytest.mark.parametrize("together_at_once", [1, 64])
 def test_one_that_fails_is_named_at_once_and_the_others_go_on(tmp_path, monkeypatch, capsys, together_at_once):
     (members,) = together.prefill_groups([settings(tmp_path, method) for method in THREE])
