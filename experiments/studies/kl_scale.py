@@ -244,9 +244,10 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
 
 def by_example(found: Iterable[Folder], metric: str) -> pd.DataFrame:
     """A line per task, measure (mean KL in nats per token, or `metric`) and example, with a column for each run."""
-    lines = []
-    for folder in found:
-        labels, one = folder.labels, PerExample.of([x for (_, text), x in folder.run.divergence().items() if text == OWN])
+    lines, every = [], list(found)
+    _, named = shared_settings([{**folder.labels, "hash": folder.run.hash} for folder in every])
+    for folder, labels in zip(every, named, strict=True):
+        one = PerExample.of([x for (_, text), x in folder.run.divergence().items() if text == OWN])
         kl = {} if one is None else dict(zip(one.names, (one.kl / one.tokens).tolist(), strict=True))
         score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
         about = {"numerics": folder.run.numerics, "task": labels.get("task"), "run": run_name(labels)}
