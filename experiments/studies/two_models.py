@@ -135,8 +135,8 @@ def text(rows: pd.DataFrame) -> str:
     parts = [
         f"{len(methods)} methods, {count} pairs, by block (task, question seen by the eviction or hidden, share):",
         markdown(heads, *table),
-        f"Of {count * len(blocks):,} pairs in {len(blocks)} blocks {models[0]} decides {known[0]}, {models[1]} {known[1]}, "
-        f"both {known[2]}.",
+        f"Of {count * len(blocks):,} pairs in {len(blocks)} blocks {models[0]} decides {known[0]}, "
+        f"{models[1]} {known[1]}, both {known[2]}.",
         f"Mean place of {len(methods)} over the {len(blocks)} blocks:",
         markdown(("method", *models, "moves"), *moved(methods, list(blocks.values()), list(draws.values()))),
     ]

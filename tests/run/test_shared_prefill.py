@@ -226,9 +226,7 @@ def test_half_of_the_batches_when_memory_is_short(tmp_path, monkeypatch):
     sizes, freed, original = [], [], together.outputs_of_batches
     monkeypatch.setattr(together, "fit_together", lambda batches, *_: bool(len(batches) <= 2 and freed))
     monkeypatch.setattr(together, "free_memory", lambda: freed.append(1))
-    monkeypatch.setattr(
-        together, "outputs_of_batches", lambda *given: sizes.append(len(given[2])) or original(*given)
-    )
+    monkeypatch.setattr(together, "outputs_of_batches", lambda *given: sizes.append(len(given[2])) or original(*given))
     few = filled(tmp_path / "few", *THREE)
     assert max(sizes) == 2 and freed
     monkeypatch.undo()
