@@ -132,23 +132,21 @@ def judgements() -> str:
 
 
 def _judgements(name: str) -> Iterator[tuple[str, ...]]:
-    said, entry = words(name), recorded("real").get(name)
-    small = recorded("testbed").get(name)
-    metric, divergence = real_status(name, entry)
-    if entry is not None:
-        n, why = examples_of(entry), said.get("real", "")
-        yield "SmolLM2-135M", "metric", metric, n, entry["words"], why, ""
-        if "divergence" in entry:
-            yield "SmolLM2-135M", "divergence", divergence, n, entry["divergence"]["words"], why, ""
-    elif metric == NOT_RUN:
-        yield "SmolLM2-135M", "metric", NOT_RUN, "", f"make reproduce-{name} SCALE=real", "", ""
-    elif load(name).testbed_only:
-        yield "SmolLM2-135M", "metric", NONE, "", load(name).testbed_only, "", ""
-    if (other := recorded(SECOND).get(name)) is not None:
-        metric, divergence = real_status(name, other)
-        yield SECOND, "metric", metric, examples_of(other), other["words"], "", ""
-        if "divergence" in other:
-            yield SECOND, "divergence", divergence, examples_of(other), other["divergence"]["words"], "", ""
+    said, small = words(name), recorded("testbed").get(name)
+    for model, scale, why in (("SmolLM2-135M", "real", said.get("real", "")), (SECOND, SECOND, "")):
+        entry = recorded(scale).get(name)
+        metric, divergence = real_status(name, entry)
+        if entry is not None:
+            n = examples_of(entry)
+            yield model, "metric", metric, n, entry["words"], why, ""
+            if "divergence" in entry:
+                yield model, "divergence", divergence, n, entry["divergence"]["words"], why, ""
+        elif scale == SECOND:
+            continue  # few exhibits are made with it
+        elif metric == NOT_RUN:
+            yield model, "metric", NOT_RUN, "", f"make reproduce-{name} SCALE=real", "", ""
+        elif load(name).testbed_only:
+            yield model, "metric", NONE, "", load(name).testbed_only, "", ""
     sentence = f"make reproduce-{name} SCALE=testbed" if small is None else small["words"]
     place = "GPU" if is_speed(name) else "testbed"
     yield place, "metric", status(small), "", sentence, said["why"], said.get("limits", "")

@@ -28,7 +28,7 @@ MEASURED, MEASURED_REAL = HERE / "measured.json", HERE / "measured_real.json"
 VERDICT = {True: "holds", False: "does not hold", None: "undecided"}
 WAITS = "no GPU result yet"  # how the sentence of a speed exhibit without results begins
 WAITING, NOT_RUN, NONE = "waits for a GPU", "not run", "-"
-SECOND = "gemma3_270m"  # the model that some real exhibits are made with again: make ... --set model=gemma3_270m
+SECOND = "gemma3_270m"  # that some real exhibits are made with again: experiments.reproduce --set model=gemma3_270m
 
 
 @dataclass(frozen=True)

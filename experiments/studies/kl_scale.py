@@ -49,6 +49,7 @@ from kvexp.results.divergence import (
     PerExample,
     choice_kl,
     decide,
+    example_means,
     holm_corrected,
     share_interval,
     write_scale,
@@ -247,13 +248,11 @@ def by_example(found: Iterable[Folder], metric: str) -> pd.DataFrame:
     lines, every = [], list(found)
     _, named = shared_settings([{**folder.labels, "hash": folder.run.hash} for folder in every])
     for folder, labels in zip(every, named, strict=True):
-        one = PerExample.of([x for (_, text), x in folder.run.divergence().items() if text == OWN])
-        kl = {} if one is None else dict(zip(one.names, (one.kl / one.tokens).tolist(), strict=True))
         score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
         about = {"numerics": folder.run.numerics, "task": labels.get("task"), "run": run_name(labels)}
         lines += [
             about | {"measure": measure, "example": example, "value": value}
-            for measure, values in (("kl", kl), (metric, score))
+            for measure, values in (("kl", example_means(folder, OWN)), (metric, score))
             for example, value in values.items()
         ]
     index = ["numerics", "task", "measure", "example"]

@@ -474,8 +474,7 @@ class Filler:
         batches = [piece.batch() for piece in pieces]
         alone = len(pieces) == 1 and len(members) == 1
         if not alone and ((limited and len(pieces) > 1) or not self._fit(batches)):
-            middle = 1 if limited else len(pieces) // 2
-            for half in [pieces[:middle], pieces[middle:]] if len(pieces) > 1 else self._halves(pieces):
+            for half in self._halves(pieces):
                 yield from self._parts(half, halved)
             return
         parts, failure = self._computed(pieces, batches, halved), ""
@@ -517,8 +516,10 @@ class Filler:
 
     @staticmethod
     def _halves(pieces: list[Piece]) -> list[list[Piece]]:
-        """Several pieces one by one, else the two halves of the one."""
-        return [[piece] for piece in (pieces if len(pieces) > 1 else pieces[0].halves())]
+        """Half of several pieces each, or the two halves of the one."""
+        if (middle := len(pieces) // 2) > 0:
+            return [pieces[:middle], pieces[middle:]]
+        return [[piece] for piece in pieces[0].halves()]
 
     def _computed(self, pieces: Sequence[Piece], batches: Sequence[PromptBatch], halved: int) -> Iterator[Part]:
         meter = LoadMeter() if self.timed and self.model.device.type == "cpu" else None
