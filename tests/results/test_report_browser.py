@@ -283,6 +283,13 @@ def test_heat_maps_show_the_cells(opened: Any) -> None:
     assert [row[0] for row in first["z"]] == pytest.approx([50, 45, 40])
 
 
+def test_no_chart_is_taller_than_its_place(opened: Any) -> None:
+    heights = opened.execute_script(
+        "return [...document.querySelectorAll('.js-plotly-plot')].map(n => [n.clientHeight, n._fullLayout.height])"
+    )
+    assert len({outer for outer, _ in heights}) > 1 and all(abs(outer - inner) < 1 for outer, inner in heights)
+
+
 def test_hostile_text_is_shown_as_text(opened: Any) -> None:
     choose(opened, "Model", EVIL)
     assert headings(opened, "explorer") == [HOSTILE]
@@ -319,6 +326,17 @@ def test_a_crowded_page_begins_with_one_model_and_says_what_it_leaves_out(browse
     choose(browser, "Model", "b")
     assert headings(browser, "explorer") == ["b / task00"]
     assert browser.find_elements("css selector", "#explorer .notice") == []
+
+
+def test_a_task_with_the_full_cache_alone_has_no_chart(browser: Any, tmp_path: Path) -> None:
+    for task in ("first", "second", "third"):
+        full = run(tmp_path / "outputs", labels("a", task, "full"), 1.0, None, rows=2)
+    run(tmp_path / "outputs", labels("a", "third", "h2o", 0.5), 0.5, full.hash, rows=2)
+    (tmp_path / "page.html").write_text(page(read(tmp_path / "outputs")), encoding="utf-8")
+    browser.get((tmp_path / "page.html").as_uri())
+    for section in ("explorer", "cost"):
+        assert headings(browser, section) == ["a / third"]
+        assert "Not drawn: 2 panels with nothing to compare" in text_of(browser, f"#{section}")
 
 
 @pytest.mark.parametrize("width", [1400, 700, 390])

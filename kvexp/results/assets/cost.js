@@ -100,7 +100,7 @@ kvexp.section("cost", (root, data, page) => {
   function draw(shown) {
     last = shown;
     const grid = P.fresh(body, "pairs");
-    const later = P.cap(body, P.byTask(shown)).flatMap((runs) => {
+    const later = P.compared(body, shown).flatMap((runs) => {
       const boxes = KINDS.map(() => el("div", { class: "panel" }));
       grid.append(el("div", { class: "pair" }, el("h3", {}, runs[0].panel), boxes));
       return KINDS.map(([kind, axes], i) => panel(boxes[i], runs, kind, axes));

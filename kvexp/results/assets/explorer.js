@@ -43,7 +43,7 @@ kvexp.section("explorer", (root, data, page) => {
   function draw(shown) {
     last = shown;
     const grid = P.fresh(body);
-    P.fill(grid, P.cap(body, P.byTask(shown)), panel);
+    P.fill(grid, P.compared(body, shown), panel);
   }
   return draw;
 });

@@ -32,7 +32,8 @@ kvexp.section("needle", (root, data, page) => {
       font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
       xaxis: axis("length (tokens)"), yaxis: { ...axis("depth (%)"), autorange: "reversed" },
     };
-    P.chart(box, `${metric} by length and depth: ${kvexp.name(run)}`, [trace], layout).style.height = `${150 + Math.min(12, depths.length) * 24}px`;
+    P.chart(box, `${metric} by length and depth: ${kvexp.name(run)}`, [trace], layout,
+      150 + Math.min(12, depths.length) * 24);
   }
 
   return (shown) => {

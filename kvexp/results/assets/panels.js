@@ -150,9 +150,10 @@ kvexp.panels = (() => {
     };
   }
 
-  /** Puts a chart into the page; it follows the width of its panel. */
-  function chart(parent, label, traces, settings) {
+  /** Puts a chart into the page, as wide as its panel; height: in pixels, where it is not every chart's. */
+  function chart(parent, label, traces, settings, height = null) {
     const node = el("div", { class: "chart", role: "img", "aria-label": label });
+    if (height !== null) node.style.height = `${height}px`;
     parent.append(node);
     Plotly.newPlot(node, traces, settings, {
       responsive: true, displaylogo: false, plotlyServerURL: "", modeBarButtons: [["toImage"]],
@@ -204,8 +205,20 @@ kvexp.panels = (() => {
     return panels.slice(0, most);
   }
 
+  /** Those panels of `shown` that hold more than the full cache, and a word on the others. */
+  function compared(root, shown) {
+    const panels = byTask(shown);
+    const found = panels.filter((runs) => runs.some((run) => !run.full));
+    const alone = panels.length - found.length;
+    if (alone) {
+      const words = `Not drawn: ${kvexp.several(alone, "panel")} with nothing to compare, where only the full cache was run.`;
+      root.append(el("p", { class: "small" }, words));
+    }
+    return cap(root, found);
+  }
+
   return {
     WIDE, LEAST, swatch, metric, quality, byTask, lines, beside, series, trace, frame, logAxis, level, layout, chart, key,
-    linesOf, legend, empty, left, fresh, fill, cap,
+    linesOf, legend, empty, left, fresh, fill, cap, compared,
   };
 })();

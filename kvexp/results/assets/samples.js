@@ -82,7 +82,7 @@ kvexp.section("samples", (root, data, page) => {
     shown = runs.filter((each) => !each.full && list(each.hash).length);
     if (!shown.length) {
       controls.replaceChildren();
-      body.replaceChildren(el("p", { class: "small" }, "No run shown has written a text (or --samples is 0)."));
+      body.replaceChildren(el("p", { class: "small" }, "No run shown but the full cache has written a text (or --samples is 0)."));
       return;
     }
     if (!shown.includes(run)) run = shown[0];
