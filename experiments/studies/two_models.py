@@ -11,6 +11,7 @@ stands, and a budget; what is compared is the order of the methods by their mean
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from experiments.lib.tables import markdown
 from experiments.studies import KL_COLUMNS, carried_out, check_numerics, kl_of_runs, read_wide, wide, write_tables
 from kvexp.results.divergence import compared_means
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT
-from kvexp.results.stats import LEVEL, Floats, resampled_means
+from kvexp.results.stats import LEVEL, Floats, corrected_level, n_needed, resampled_means
 from kvexp.util import ConfigError, watch_pipes
 
 BEGIN = "<!-- two models: made by python -m experiments.studies.two_models --rows FILE --page PAGE -->"
@@ -30,6 +31,8 @@ END = "<!-- end of two models -->"
 PLACE = ["model", "task", "question", "kv_ratio"]
 RESAMPLES = 2000
 HALVES = 200  # random halves of the examples, whose orders are compared
+EXAMPLES = (20, 50, 100, 200, 500)  # for which `power` says what they would decide
+LEADERS = 6
 SHOWN = {IN_PROMPT: "seen", AFTER_EVICTION: "hidden"}
 
 Block = tuple[str, str, float]  # task, question, share of the cache
@@ -108,6 +111,22 @@ def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
     return {(one, other): better for one, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
 
 
+def power(models: Sequence[str], blocks: Sequence[list[Floats]]) -> Iterator[tuple[str, ...]]:
+    """Of all pairs, and of the LEADERS of each model and block: the share that EXAMPLES decide with a power of 80 %.
+
+    Differences and spreads are taken to be those seen, and tests corrected for all pairs of a block.
+    """
+    for place, model in enumerate(models):
+        for what, most in (("all", None), (f"the nearest {LEADERS}", LEADERS)):
+            needed = []
+            for kl in (block[place] for block in blocks):
+                count = kl.shape[1] * (kl.shape[1] - 1) // 2
+                for one, other in itertools.combinations(kl.mean(0).argsort()[:most], 2):
+                    gaps = kl[:, one] - kl[:, other]
+                    needed.append(n_needed(abs(gaps.mean()), gaps.std(ddof=1), corrected_level(count)))
+            yield model, what, *(f"{100 * np.mean(np.array(needed) <= n):.0f} %" for n in EXAMPLES)
+
+
 def text(rows: pd.DataFrame) -> str:
     """The tables as Markdown."""
     models, methods, blocks = blocks_of(rows)
@@ -139,6 +158,10 @@ def text(rows: pd.DataFrame) -> str:
         f"{models[1]} {known[1]}, both {known[2]}.",
         f"Mean place of {len(methods)} over the {len(blocks)} blocks:",
         markdown(("method", *models, "moves"), *moved(methods, list(blocks.values()), list(draws.values()))),
+    ]
+    parts += [
+        "Pairs that so many examples would decide, if differences and spreads are those seen (power 80 %, corrected):",
+        markdown(("model", "pairs of", *map(str, EXAMPLES)), *power(models, list(blocks.values()))),
     ]
     if reversed_in:
         pairs = sorted(reversed_in.items(), key=lambda each: (-len(each[1]), each[0]))

@@ -3,9 +3,10 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from experiments.studies import two_models, wide
-from experiments.studies.two_models import agreement, blocks_of, halves, rows_of, text
+from experiments.studies.two_models import agreement, blocks_of, halves, power, rows_of, text
 from kvexp.results.read import AFTER_EVICTION
 from kvexp.util import ConfigError
 
@@ -45,6 +46,21 @@ def test_equal_orders_agree_and_halves_say_what_chance_leaves():
     assert "5 methods, 10 pairs" in made and made.count(" 1.00 (1.00..1.00) | 1.00 | 1.00 | 10 : 0 ") == 2
     assert "other with" not in made and "**" not in made
     assert abs(np.mean([halves(np.random.default_rng(seed).normal(size=(24, 9))) for seed in range(12)])) < 0.2
+
+
+def test_power_is_what_fresh_draws_decide():
+    """Of ten pairs four differ by 0.2, three by 0.4, two by 0.6, one by 0.8, with a spread of 0.5 times root 2."""
+    dice = np.random.default_rng(5)
+
+    def drawn(count: int) -> np.ndarray:
+        return dice.normal(np.arange(5) / 5, 0.5, size=(count, 5))
+
+    (_, _, *of_all), (_, _, *leaders), *_ = power(("small", "large"), [[drawn(20000), drawn(20000)]])
+    assert of_all == leaders == ["30 %", "60 %", "60 %", "100 %", "100 %"]
+    for gap, needs in ((1, 167), (2, 42)):  # of 19 examples Student's t decides less than the normal formula says
+        samples = (drawn(needs) for _ in range(400))
+        p = [stats.ttest_rel(each[:, 0], each[:, gap]).pvalue for each in samples]
+        assert np.mean(np.array(p) < 0.05 / 10) == pytest.approx(0.8, abs=0.1)
 
 
 def test_a_reversed_pair_and_a_method_that_moves_are_named():
