@@ -22,7 +22,7 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.real_scale import MODEL
-from experiments.lib.tables import between, markdown
+from experiments.lib.tables import between, kl_estimate, markdown
 from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, WORDS, folders
 from kvexp.results.stats import LEVEL
@@ -409,7 +409,8 @@ def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
     undecided = ", ".join([*alike[:SHOWN], *more]) or "-"
     if not np.isfinite(best["kl_low"]):
         return budget, name_of(best), f"{best['kl']:.3f} (too few)", "-", "-"
-    kl = f"{best['kl']:.3f} ({best['kl_low']:.3f}..{best['kl_high']:.3f})"
+    each = np.array([*_split(best[EACH]).values()])
+    kl = kl_estimate(best["kl"], best["kl_low"], best["kl_high"], each).replace(" … ", "..")
     kept = _best(keeping) if len(keeping) else None
     all_kept = "-" if kept is None else f"{name_of(kept)} {kept['kl']:.3f}"
     return budget, name_of(best), f"**{kl}**" if best["kl_high"] < EPSILON_KL else kl, undecided, all_kept

@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 
 from experiments.lib.exhibits import HERE
-from kvexp.results.divergence import share_interval
-from kvexp.results.stats import LEVEL, interval_of_mean
+from kvexp.results.divergence import rests_on, share_interval
+from kvexp.results.stats import LEVEL, Floats, interval_of_mean
 from kvexp.results.table import TOO_FEW, table
 from kvexp.run.labels import override_label as setting_of
 from kvexp.run.store import Run, check_same_prompts
@@ -219,6 +219,15 @@ def estimate(at: float, low: float, high: float, digits: int = 1, sign: bool = F
     if math.isnan(low) or math.isnan(high):
         return f"{at:{plus}.{digits}f} ({TOO_FEW})"
     return f"{at:{plus}.{digits}f} ({low:{plus}.{digits}f} … {high:{plus}.{digits}f})"
+
+
+def kl_estimate(kl: float, low: float, high: float, each: Floats) -> str:
+    """ "0.041 (0.024 … 0.095)"; what `rests_on` finds in each [n], the parts of the mean, replaces the upper end."""
+    few, share = rests_on(each)
+    if math.isnan(low) or not few:
+        return estimate(kl, low, high, 3)
+    holds = "is" if len(few) == 1 else "are"
+    return f"{kl:.3f} (from {low:.3f}; {len(few)} of {len(each)} {holds} {100 * share:.0f} %)"
 
 
 def interval(row: Any, name: str, digits: int = 1) -> str:

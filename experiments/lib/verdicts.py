@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from experiments.lib.draw import panels_of
-from experiments.lib.tables import Side, ends, estimate, of, option, pooled_difference, pooled_kl
+from experiments.lib.tables import Side, ends, estimate, kl_estimate, of, option, pooled_difference, pooled_kl
 from kvexp.results.divergence import PerExample, share_interval
 from kvexp.results.stats import LEVEL
 from kvexp.run.store import EPSILON_KL, OWN, Run
@@ -210,7 +211,7 @@ class Near:
         kl, low, high = pooled_kl(rows)
         near = None if math.isnan(low) else True if high < EPSILON_KL else False if low > EPSILON_KL else None
         verdict = near if near is None or self.within else not near
-        return verdict, f"{self.words} {estimate(kl, low, high, 3)}"
+        return verdict, f"{self.words} {kl_estimate(kl, low, high, np.concatenate(rows['sums'].tolist()))}"
 
 
 @dataclass(frozen=True)

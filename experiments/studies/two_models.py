@@ -112,7 +112,7 @@ def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
 
 
 def power(models: Sequence[str], blocks: Sequence[list[Floats]]) -> Iterator[tuple[str, ...]]:
-    """Of all pairs, and of the LEADERS of each model and block: the share that EXAMPLES decide with a power of 80 %.
+    """Shares of all pairs, and of pairs of each block's LEADERS, that EXAMPLES decide with a power of 80 %.
 
     Differences and spreads are taken to be those seen, and tests corrected for all pairs of a block.
     """

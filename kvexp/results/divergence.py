@@ -166,6 +166,8 @@ def _row(
     row |= {"kl": float(found.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
     row |= {name: float(np.quantile(found.each_kl, q)) for name, q in QUANTILES.items()}
     row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}
+    few, share = rests_on(found.kl)
+    row |= {"rests_on": " ".join(found.names[place] for place in few), "rests_on_share": share}
     row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": same_top1[0], "top1_high": same_top1[1]}
     row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(found.change_squared.sum() / total)}
     row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
@@ -180,6 +182,19 @@ def _row(
 
 def _mean(values: Floats) -> float:
     return float(values.mean()) if len(values) else math.nan
+
+
+def rests_on(sums: Floats) -> tuple[list[int], float]:
+    """The one or two examples of a sum [n] that make up half of it or more, and their share; none of less: [], NaN.
+
+    Two count among twenty or more. Where there are any, the upper end of the mean's interval says little.
+    """
+    order = np.argsort(-sums, kind="stable")
+    for count in range(1, min(2, len(sums) // 10) + 1):
+        share = float(sums[order[:count]].sum() / max(sums.sum(), 1e-300))
+        if share >= 0.5:
+            return order[:count].tolist(), share
+    return [], math.nan
 
 
 def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, float]:

@@ -123,6 +123,7 @@ def _distances(runs: Runs) -> dict[str, Row]:
 def _with_distance(row: Row, far: Row | None, part: pd.DataFrame) -> Record:
     """A row of the quality table with its divergence, and with the full cache's peak."""
     names = ("kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio")
+    names += ("rests_on", "rests_on_share")
     more = {name: (far or {}).get(name) for name in names}
     full = part.loc[part["hash"] == row["baseline"], "peak_kv_bytes"]
     return {**row, **more, "far_n": (far or {}).get("n"), "full_peak": float(full.iloc[0]) if len(full) else None}
@@ -343,6 +344,9 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
             f"undecided: the interval holds the limit. More examples (limit={MORE * most}) narrow it"
             f"{_needed(open_quality)}."
         )
+    if few_hold := [row for row in ran if row["rests_on"]]:
+        said = [f"{_name(row)} ({100 * row['rests_on_share']:.0f} % by {row['rests_on']})" for row in few_hold]
+        yield f"KL rests on one or two examples, its upper end says little: {_some(said)}."
     if len({quality.batch_of(row) for row in rows if row["n"]}) > 1:
         yield "Batch sizes differ between runs (--full): compare bytes and times only where they are equal."
     untimed = [row for row in rows if row["n"] and row["text"] != "choices"]
@@ -373,16 +377,23 @@ def _needed(rows: Sequence[Row]) -> str:
     return f"; {metric} here needs about {low if low == high else f'{low} to {high}'}"
 
 
+def _name(row: Row) -> str:
+    return str(row["method"]) if _is_full(row) else f"{row['method']} {_cache(row)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first NAMED, and how many more there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
 def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
     """A line for each thing that is wrong with runs, and the runs."""
     lines = []
     rows = (row for row in records(frame) if row["status"] != "refused")
-    found = quality.by_note(rows, lambda row: row["method"] if _is_full(row) else f"{row['method']} {_cache(row)}")
+    found = quality.by_note(rows, _name)
     for (title, note), runs in found.items():
         if quality.TOO_FEW_PAIRS not in note and not note.startswith("also asked for as"):
-            names = list(dict.fromkeys(runs))
-            some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-            lines.append(": ".join([*([title] if several else []), some, note]))
+            lines.append(": ".join([*([title] if several else []), _some(list(dict.fromkeys(runs))), note]))
     return lines
 
 

@@ -11,9 +11,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import keyformer, pqcache
+from experiments.findings import INTERVAL
 from experiments.lib.exhibits import load
 from experiments.lib.tables import (
     ahead,
+    kl_estimate,
     mean_interval,
     mean_of,
     of,
@@ -343,3 +345,12 @@ def test_a_tie_is_no_win_and_a_document_counts_once():
     assert pooled_difference(frame_of(*rows), of("a2sf"), of("h2o"), "acc") == once and once[0] == 50.0
     frame = pd.DataFrame({"prompt": [0, 1, 0, 1], "side": [1, 1, 0, 0], "v": [3.0, 5.0, 1.0, 2.0]})
     assert paired_gap(frame, "v", frame["side"] == 1, frame["side"] == 0, ("prompt",))[0] == 2.5
+
+
+def test_an_example_that_makes_up_a_mean_takes_the_place_of_an_upper_end_and_of_no_lower_one():
+    even, one = np.full(20, 0.02), np.array([0.4] + [0.001] * 19)
+    assert kl_estimate(0.02, 0.01, 0.03, even) == "0.020 (0.010 … 0.030)"
+    made = kl_estimate(0.021, 0.002, 5.031, one)
+    assert made == "0.021 (from 0.002; 1 of 20 is 95 %)"
+    assert kl_estimate(0.2, math.nan, math.nan, one[:4]) == "0.200 (too few)"
+    assert re.fullmatch(INTERVAL, made), "FINDINGS.md finds such a number too"

@@ -49,7 +49,7 @@ def test_equal_orders_agree_and_halves_say_what_chance_leaves():
 
 
 def test_power_is_what_fresh_draws_decide():
-    """Of ten pairs four differ by 0.2, three by 0.4, two by 0.6, one by 0.8, with a spread of 0.5 times root 2."""
+    """Ten pairs: four differ by 0.2, three by 0.4, two by 0.6, one by 0.8, with a spread of 0.5 times root 2."""
     dice = np.random.default_rng(5)
 
     def drawn(count: int) -> np.ndarray:

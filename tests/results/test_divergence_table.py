@@ -21,6 +21,7 @@ from kvexp.results.divergence import (
     divergence_table,
     frame_of,
     holm_corrected,
+    rests_on,
     share_interval,
     write_scale,
 )
@@ -68,6 +69,22 @@ def test_numbers_by_hand(tmp_path):
     assert row["dlogprob_rms"] == pytest.approx(math.sqrt(0.5 / 3))
     assert row["ppl_ratio"] == pytest.approx(math.exp(1 / 3))
     assert math.isnan(row["kl_low"]) and row["verdict_kl"] == "undecided", "two examples decide nothing"
+
+
+@pytest.mark.parametrize(
+    ("sums", "found", "share"),
+    [
+        ([9.0] + [1.0] * 9, [0], 0.5),
+        ([1.0] * 19 + [40.0], [19], 40 / 59),
+        ([1.0] * 10 + [10.0] + [1.0] * 8 + [12.0], [19, 10], 22 / 40),
+        ([10.0, 12.0] + [1.0] * 17, [], math.nan),  # two count among twenty
+        ([0.0] * 30, [], math.nan),
+        ([5.0, 1.0], [], math.nan),
+    ],
+)
+def test_a_mean_rests_on_one_or_two_examples_that_make_up_half_of_it(sums, found, share):
+    few, made = rests_on(np.array(sums))
+    assert few == found and made == pytest.approx(share, nan_ok=True)
 
 
 def test_answers_of_one_token_have_nothing_to_tell(tmp_path):

@@ -30,9 +30,10 @@ def record(
     timed=False,
     load=0.0,
     engine=None,
+    heavy=1.0,
     **labels,
 ):
-    """A run whose scores and divergences differ a little from example to example."""
+    """A run whose scores and divergences differ a little from example to example; heavy: times the first one's KL."""
     receipt = {"kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
     receipt["first_eviction_step"] = 0 if evicts and baseline else None
     seconds = {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None}
@@ -43,7 +44,7 @@ def record(
     labels = {"kv_ratio": kv_ratio, "setting": "", **labels}
     run = write(folder, method, scores, baseline, changes=changes, config=generation, **labels)
     if kl is not None:
-        each = [[kl * (1 + index % 3 / 10)] * 4 for index in range(n)]
+        each = [[kl * (1 + index % 3 / 10) * (1 if index else heavy)] * 4 for index in range(n)]
         same = {"text": OWN, "same_top1": [1] * 4, "logprob": [-1.0] * 4, "full_logprob": [-1.0] * 4}
         same |= {"first_by_prefill": False, "tokens": [1] * 4}
         run.append_divergence(
@@ -133,8 +134,15 @@ def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep
             ("full, h2o 50 %: busy machine: times are not comparable",),
             ("TTFT", "100 ms", "10 ms", "Speed was not measured"),
         ),
+        (
+            {},
+            {"kl": 0.01, "heavy": 40.0},
+            ("KL rests on one or two examples, its upper end says little: h2o 50 % (61 % by e0).",),
+            (),
+        ),
+        ({}, {"kl": 0.01, "heavy": 5.0}, ("equivalent",), ("KL rests",)),
     ],
-    ids=["few examples", "void", "timed", "busy"],
+    ids=["few examples", "void", "timed", "busy", "one example", "no one example"],
 )
 def test_what_the_lines_around_a_table_say(tmp_path, full, run, present, missing):
     record(tmp_path, "h2o", 0.5, baseline=record(tmp_path, "full", **full), **run)
