@@ -41,7 +41,7 @@ FINDINGS, JUDGEMENTS = HERE / "FINDINGS.md", HERE / "findings.csv"
 WORDS = HERE / "findings.yaml"
 KEYS = ("short", "number", "why", "limits", "real")
 CONTRADICTED = "contradicted"  # what the page calls a claim that does not hold
-INTERVAL = r"[+-]?\d+(?:\.\d+)?(?: \([^()]*(?: … |; )[^()]*\))?"
+INTERVAL = r"[+-]?\d+(?:\.\d+)?(?: \([^()]*(?: … |, )[^()]*\))?"
 TABLE = """\
 ## Every exhibit
 

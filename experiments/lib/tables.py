@@ -227,7 +227,7 @@ def kl_estimate(kl: float, low: float, high: float, each: Floats) -> str:
     if math.isnan(low) or not few:
         return estimate(kl, low, high, 3)
     holds = "is" if len(few) == 1 else "are"
-    return f"{kl:.3f} (from {low:.3f}; {len(few)} of {len(each)} {holds} {100 * share:.0f} %)"
+    return f"{kl:.3f} (from {low:.3f}, {len(few)} of {len(each)} {holds} {100 * share:.0f} %)"
 
 
 def interval(row: Any, name: str, digits: int = 1) -> str:

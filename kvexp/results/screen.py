@@ -122,9 +122,8 @@ def _distances(runs: Runs) -> dict[str, Row]:
 
 def _with_distance(row: Row, far: Row | None, part: pd.DataFrame) -> Record:
     """A row of the quality table with its divergence, and with the full cache's peak."""
-    names = ("kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio")
-    names += ("rests_on", "rests_on_share")
-    more = {name: (far or {}).get(name) for name in names}
+    names = ["kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio"]
+    more = {name: (far or {}).get(name) for name in [*names, "rests_on", "rests_on_share"]}
     full = part.loc[part["hash"] == row["baseline"], "peak_kv_bytes"]
     return {**row, **more, "far_n": (far or {}).get("n"), "full_peak": float(full.iloc[0]) if len(full) else None}
 

@@ -351,6 +351,6 @@ def test_an_example_that_makes_up_a_mean_takes_the_place_of_an_upper_end_and_of_
     even, one = np.full(20, 0.02), np.array([0.4] + [0.001] * 19)
     assert kl_estimate(0.02, 0.01, 0.03, even) == "0.020 (0.010 … 0.030)"
     made = kl_estimate(0.021, 0.002, 5.031, one)
-    assert made == "0.021 (from 0.002; 1 of 20 is 95 %)"
+    assert made == "0.021 (from 0.002, 1 of 20 is 95 %)"
     assert kl_estimate(0.2, math.nan, math.nan, one[:4]) == "0.200 (too few)"
     assert re.fullmatch(INTERVAL, made), "FINDINGS.md finds such a number too"
