@@ -54,6 +54,7 @@ SHARES = (2, 4, 8, 16)  # budgets: TOKENS over these, prompt and newest tokens i
 LEAST = 64  # slots that prompt and window must leave free, else a cell is left out
 MARGIN = 1.25  # times as many slots: what scoring must be worth at least
 FIRST, MOST = 16, 64  # texts of each kind, before and after `size` has said how many the spread asks for
+SHOWN = 6  # texts of a cell that is printed
 ROOM = 0.05  # of log KL, within which a mean is to be known
 PROMPT, SINKS = "prompt", "sinks"  # what is never evicted: the whole prompt, or its first four tokens
 LEVEL = 0.95  # one-sided
@@ -530,11 +531,12 @@ def text_of(rows: Sequence[Row]) -> str:
     cells, late, tests = logs(plain), logs(plain, "kl_late"), []
     for (kind, slots), cell in sorted(late.items()):
         for rule in SCORED:
-            if len(each := paired(cell[rule, PROMPT], cell["more", PROMPT])):
+            if len(each := paired(cell[rule, PROMPT], cell["more", PROMPT])) >= SHOWN:
                 tests.append((kind, slots, rule, each))
-    # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all of them.
-    p = np.array([[two_tails(each)] for *_, each in tests]).reshape(-1, 2)
-    corrected = [holm_corrected(column) for column in p.T] if len(p) else [p, p]
+    # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all that have FIRST
+    # texts: the others get no verdict.
+    p = np.array([two_tails(each) if len(each) >= FIRST else (math.nan, math.nan) for *_, each in tests])
+    corrected = [holm_corrected(column) for column in p.reshape(-1, 2).T]
     judged, levels, prompts = [], [], []
     for place, (kind, slots, rule, each) in enumerate(tests):
         less, more = corrected[0][place], corrected[1][place]
@@ -549,16 +551,16 @@ def text_of(rows: Sequence[Row]) -> str:
         recency = shown(paired(cell["recency", PROMPT], cell["redrawn", PROMPT]))
         prompts.append((kind, str(slots), recency, *both))
         means = [np.exp(list(late[kind, slots][rule, PROMPT].values())) for rule in (*RULES, "more")]
-        levels.append((kind, str(slots), *(f"{each.mean():.3g}" if len(each) else "-" for each in means)))
+        levels.append((kind, str(slots), *(f"{each.mean():.3g}" if len(each) >= SHOWN else "-" for each in means)))
     rules = [f"`{rule}`" for rule in RULES]
     head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict")
     head += ("all tokens, against redrawn at K",)
     parts = [
-        ("Scoring against chance, prompt kept:", head, judged),
+        ("Scoring against chance, prompt kept (`/1`: an eviction after every token):", head, judged),
         (
             "Mean D over the tokens of that margin, nats per token, prompt kept:",
             ("kind", "slots", *rules, "redrawn at 1.25 K"),
-            levels,
+            [row for row in levels if set(row[2:]) != {"-"}],
         ),
         (
             "What `recency` loses against `redrawn`, and each rule where only four tokens of the prompt are kept:",
@@ -596,8 +598,8 @@ def two_tails(each: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float
 
 
 def shown(each: np.ndarray[Any, np.dtype[np.float64]]) -> str:
-    """Mean and 95 % interval of log ratios, as percent of KL."""
-    if len(each) < 2:
+    """Mean and 95 % interval of log ratios, as percent of KL; - of fewer than SHOWN texts."""
+    if len(each) < SHOWN:
         return "-"
     half = t_quantile(1 - (1 - LEVEL) / 2, len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
     low, middle, high = (100 * math.expm1(float(each.mean()) + x) for x in (-half, 0.0, half))

@@ -167,3 +167,22 @@ def test_verdicts_of_made_up_rows(tmp_path: Path, capsys: Any) -> None:
     assert main(["size", str(tmp_path)]) == 0
     sizes = capsys.readouterr().out
     assert "solution 512 vase: 20 texts, sd 0.0" in sizes and "-37" not in sizes
+
+
+def test_cells_with_too_few_texts_are_no_tests_and_fewer_yet_are_not_shown() -> None:
+    def cell(every: int, texts: int, gap: float) -> list[dict[str, Any]]:
+        found = []
+        for number in range(texts):
+            spread = 0.1 if number % 2 else -0.1
+            for rule, slots, kl in (("snapkv", 512, gap + spread), ("redrawn", 640, 0.0)):
+                row = {"kind": "ledger", "number": number, "total": 4096, "kl": math.exp(kl), "kl_late": math.exp(kl)}
+                found.append(row | vars(Arm(rule, PROMPT, slots, every)))
+        return found
+
+    decided = cell(64, 16, 0.05)  # t = 1.94 of 16 texts: p = 0.036
+    alone = next(line for line in text_of(decided).splitlines() if line.startswith("| ledger | 512"))
+    assert "| 16 |" in alone and "chance holds" in alone
+    eight = text_of(decided + cell(1, 8, 0.0))
+    assert alone in eight and "| ledger/1 | 512 | `snapkv` | 8 |" in eight and "none before 16 texts" in eight
+    assert "open" in text_of(decided + cell(1, 16, 0.0)), "sixteen are a test, and count in the correction"
+    assert "ledger/1" not in text_of(decided + cell(1, 5, 0.0))
