@@ -566,7 +566,8 @@ class Progress:
         self, title: str, total: int, done: int, what: str = "examples", work: Mapping[str, int] | None = None
     ) -> None:
         self.title, self.total, self.done, self.what = title, total, done, what
-        self.work = dict(work or {what: total - done})
+        # A kind with nothing to do has no pace: what is told of it (a conversation forces texts) is the last kind's time.
+        self.work = {kind: count for kind, count in (work or {}).items() if count} or {what: total - done}
         self.made = dict.fromkeys(self.work, 0.0)  # of each kind, parts included
         self.written = dict.fromkeys(self.work, 0)
         self.spent = dict.fromkeys(self.work, 0.0)  # seconds
@@ -615,7 +616,7 @@ class Progress:
     def _worked(self, kind: str, count: float) -> None:
         """Listener of `worked`; the time since the last call was this kind's."""
         if kind not in self.work:
-            kind, count = next(iter(self.work)), 0.0
+            kind, count = next(reversed(self.work)), 0.0
         now = time.monotonic()
         self.spent[kind] += now - self.last
         self.last = now
@@ -639,7 +640,7 @@ class Progress:
         """ "12/20 prompts, 30/76 answers"; without what is done, "20 prompts, 76 answers"."""
         if list(self.work) == [self.what]:
             return f"{self.done}/{self.total} {self.what}" if done else f"{self.total - self.done} {self.what}"
-        each = ((kind, count, f"{int(self.made[kind])}/" if done else "") for kind, count in self.work.items() if count)
+        each = ((kind, count, f"{int(self.made[kind])}/" if done else "") for kind, count in self.work.items())
         return ", ".join(f"{before}{count} {kind}" for kind, count, before in each)
 
     def __exit__(

@@ -246,6 +246,18 @@ def test_the_time_left_of_a_recorded_sweep(clock, waited):
     assert late and all(left is not None and 0.5 <= left / rest <= 2 for left, rest in late)
 
 
+def test_a_kind_of_which_nothing_is_to_do_may_be_worked_on(clock, capsys):
+    """Conversations force texts while they answer, and no text is one of their pieces of work."""
+    with Progress("turns", 4, 0, work={PROMPTS: 2, ANSWERS: 4, TEXTS: 0}) as progress:
+        for kind, count in ((PROMPTS, 2), (TEXTS, 0.25), (ANSWERS, 1), (TEXTS, 0.75), (ANSWERS, 1)):
+            clock.now += 70
+            worked(kind, count)
+        progress.advance(2, ANSWERS)
+        assert progress.seconds_left() == pytest.approx(280), "half of the answers took four times 70 s"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "turns: 2 prompts, 4 answers" and said[-1].startswith("turns: 2/2 prompts, 2/4 answers")
+
+
 def test_piped_progress_is_a_line_a_minute_at_most(clock, capsys):
     with Progress("run", 100, 0) as progress:
         for _ in range(100):
