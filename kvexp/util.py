@@ -566,7 +566,7 @@ class Progress:
         self, title: str, total: int, done: int, what: str = "examples", work: Mapping[str, int] | None = None
     ) -> None:
         self.title, self.total, self.done, self.what = title, total, done, what
-        # A kind with nothing to do has no pace: what is told of it (a conversation forces texts) is the last kind's time.
+        # A kind with nothing to do has no pace: what is said of it (a conversation forces texts) is the last kind's.
         self.work = {kind: count for kind, count in (work or {}).items() if count} or {what: total - done}
         self.made = dict.fromkeys(self.work, 0.0)  # of each kind, parts included
         self.written = dict.fromkeys(self.work, 0)

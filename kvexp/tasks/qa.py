@@ -31,9 +31,9 @@ from kvexp.util import AtLeast, ConfigError, path_of
 
 @dataclass(frozen=True, kw_only=True)
 class ContextQA(FramedQuestions):
-    """Answer questions about texts of `data_files`; rows {"context", "questions": [{"question", "answers"}, ...]} and
-    perhaps an id. `answers`: a text, or a list of texts that are all right. An example per question, `limit` counts
-    questions.
+    """Answer questions about texts of `data_files`; rows {"context", "questions": [{"question", "answers"}, ...]}, or
+    {"context", "question", "answers"} as in SQuAD, and perhaps an id. `answers`: a text, or a list of texts that are
+    all right. An example per question, `limit` counts questions.
 
     Scores in percent, the best over the answers: `f1` of the words of both (SQuAD's), `exact`, whether an answer stands
     in the model's word for word. Where a question or an answer has letters beyond ASCII,
@@ -58,7 +58,8 @@ class ContextQA(FramedQuestions):
     def example(self, row: dict[str, Any], where: str) -> Example:
         context = text(row["row"], self.context_field, where, "context_field")
         asked, answers = text(row["asked"], "question", where, "questions_field"), answers_of(row["asked"], where)
-        name = f"{row_id(row['row'], self.id_field, context)} question {row['number']}"
+        alone = context if self.questions_field in row["row"] else f"{context}\n{asked}"
+        name = f"{row_id(row['row'], self.id_field, alone)} question {row['number']}"
         made = self.about(name, context, asked, answers[0])
         words = {"words": "unicode"} if beyond_ascii("".join((asked, *answers))) else {}
         return replace(made, info={"answers": answers, "question": row["number"], **words})
@@ -71,7 +72,9 @@ class ContextQA(FramedQuestions):
 
 
 def entries(row: Mapping[str, Any], field: str, where: str) -> list[Mapping[str, Any]]:
-    """The questions of a row: a list of objects, at least one."""
+    """The questions of a row: a list of objects, at least one; the row itself, where it holds one question."""
+    if field not in row and "question" in row:
+        return [row]
     found = row.get(field)
     if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Mapping) for each in found):
         wrong = misshapen(row, field, where, 'a list of objects {"question", "answers"}')
@@ -80,8 +83,12 @@ def entries(row: Mapping[str, Any], field: str, where: str) -> list[Mapping[str,
 
 
 def answers_of(asked: Mapping[str, Any], where: str) -> list[str]:
-    """The right answers to a question: field `answers` or `answer`, a text or a list of texts, none of them empty."""
+    """The right answers to a question: field `answers` or `answer`, a text or a list of texts, none of them empty.
+
+    SQuAD has the list in the field `text` of `answers`.
+    """
     found = asked.get("answers", asked.get("answer"))
+    found = found.get("text") if isinstance(found, Mapping) else found
     each = [found] if isinstance(found, str) else found
     if not isinstance(each, list | tuple) or not each or not all(isinstance(one, str) and one.strip() for one in each):
         shown = f"got {found!r:.80}" if found is not None else f"it has: {', '.join(asked)}"

@@ -196,6 +196,24 @@ def test_a_file_of_texts_with_lists_of_questions(tmp_path) -> None:
     assert task.score("Oslo", one.reference, one) == {"f1": 0, "exact": 0}
 
 
+def test_a_row_of_one_question_is_as_in_squad(tmp_path) -> None:
+    file = tmp_path / "mine.jsonl"
+    squad = {
+        "context": "The lamp is in the hall.",
+        "answers": {"text": ["in the hall", "hall"], "answer_start": [12, 19]},
+    }
+    flat = {"context": "The lamp is in the hall.", "question": "Where is the lamp?", "answer": "in the hall"}
+    file.write_text(
+        "\n".join(
+            json.dumps(row) for row in (flat, squad | {"question": "Where?", "id": "7"}, squad | {"question": "Who?"})
+        )
+    )
+    one, two, three = ContextQA(data_files=str(file)).examples()
+    assert (one.prompt, one.question, one.reference) == (flat["context"], "\n\nWhere is the lamp?", "in the hall")
+    assert two.id == "7 question 0" and two.info["answers"] == ["in the hall", "hall"]
+    assert len({one.id, two.id, three.id}) == 3, "questions about one text are told apart"
+
+
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_sections_of_a_summary_are_asked_for_by_their_titles(tmp_path, as_lists: bool) -> None:
     def field(*each):
