@@ -533,10 +533,9 @@ def text_of(rows: Sequence[Row]) -> str:
         for rule in SCORED:
             if len(each := paired(cell[rule, PROMPT], cell["more", PROMPT])) >= SHOWN:
                 tests.append((kind, slots, rule, each))
-    # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all that have FIRST
-    # texts: the others get no verdict.
-    p = np.array([two_tails(each) if len(each) >= FIRST else (math.nan, math.nan) for *_, each in tests])
-    corrected = [holm_corrected(column) for column in p.reshape(-1, 2).T]
+    # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all that have a p.
+    p = np.array([two_tails(each) for *_, each in tests]).reshape(-1, 2)
+    corrected = [holm_corrected(column) for column in p.T]
     judged, levels, prompts = [], [], []
     for place, (kind, slots, rule, each) in enumerate(tests):
         less, more = corrected[0][place], corrected[1][place]
@@ -589,8 +588,8 @@ def codes_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def two_tails(each: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
-    """p of a mean of 0 or more, and of 0 or less; NaN for fewer than two texts."""
-    if len(each) < 2:
+    """p of a mean of 0 or more, and of 0 or less; NaN for fewer than FIRST texts, which get no verdict."""
+    if len(each) < FIRST:
         return math.nan, math.nan
     t = float(each.mean() / max(each.std(ddof=1) / math.sqrt(len(each)), 1e-12))
     tail = t_tail(abs(t), len(each) - 1) / 2

@@ -158,8 +158,6 @@ def text(rows: pd.DataFrame) -> str:
         f"{models[1]} {known[1]}, both {known[2]}.",
         f"Mean place of {len(methods)} over the {len(blocks)} blocks:",
         markdown(("method", *models, "moves"), *moved(methods, list(blocks.values()), list(draws.values()))),
-    ]
-    parts += [
         "Pairs that so many examples would decide, if differences and spreads are those seen (power 80 %, corrected):",
         markdown(("model", "pairs of", *map(str, EXAMPLES)), *power(models, list(blocks.values()))),
     ]
