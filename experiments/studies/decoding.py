@@ -74,7 +74,7 @@ AGES = (4, 8, 16, 32, 57)  # ends of blocks between a code and its question
 BEGIN = "<!-- decoding: made by python -m experiments.studies.decoding report FOLDER --page docs/decoding.md -->"
 END = "<!-- end of decoding -->"
 ROWS = 4  # of logits compared at a time
-TOGETHER = 8  # texts that are fed token by token in one forward
+TOGETHER = 2  # texts that are fed token by token in one forward: attention rows of more leave the processor's cache
 # Seconds for an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core. In blocks, rkv at 2,048 slots
 # takes 109; token by token, recency and redrawn take 30, triattention about 100, snapkv 300 at 512 slots.
 SECONDS, SECONDS_EACH = 31.0, 120.0

@@ -103,14 +103,14 @@ def token_share(x: Tensor, sinks: Tensor) -> Tensor:
     return torch.sigmoid(x.logsumexp(dim=-1, keepdim=True) - own)
 
 
-def attention_probs(x: Tensor, sinks: Tensor | None) -> Tensor:
+def attention_probs(x: Tensor, sinks: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """Probabilities p_j = exp(x_j) / (sum(exp(x_i)) + exp(s)) of masked logits x [.., H, G, q, S]; same shape.
 
     sinks: s, one per query head, which takes a share of the attention and has no value (gpt-oss, arXiv:2508.10925): a
-    row's sum is its `token_share`, below 1. None: without s, the softmax.
+    row's sum is its `token_share`, below 1. None: without s, the softmax. dtype: to compute in; None: that of x.
     """
-    probabilities = torch.softmax(x, dim=-1)
-    return probabilities if sinks is None else probabilities * token_share(x, sinks)
+    probabilities = torch.softmax(x, dim=-1, dtype=dtype)
+    return probabilities if sinks is None else probabilities * token_share(x.to(probabilities.dtype), sinks)
 
 
 @dataclass(frozen=True)

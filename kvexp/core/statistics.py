@@ -40,7 +40,7 @@ class LastQueries:
         count = self.query.shape[3]
         mine = replace(inputs, query=self.query, query_positions=self.positions, all_visible=False)
         x = mine.logits(slice(0, count), inputs.keys.shape[2])
-        return x.masked_fill((self.positions < 0)[:, None, None, :, None], -torch.inf)
+        return x.masked_fill_((self.positions < 0)[:, None, None, :, None], -torch.inf)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder batch rows."""

@@ -27,10 +27,10 @@ def window_rows(ctx: EvictionContext, window: int, *, among_older: bool = False)
     assert ctx.last_logits is not None
     outside = older(ctx, window)[:, :, None, None]
     seen = outside if among_older else ctx.held()[:, :, None, None]
-    logits = ctx.last_logits.masked_fill(~seen, -torch.inf).double()
+    logits = ctx.last_logits.masked_fill(~seen, -torch.inf)
     blind = logits.amax(-1, keepdim=True) == -torch.inf  # queries that see none of these slots: their softmax is NaN
     number = (~blind[:, 0, 0]).sum((1, 2)).clamp_min(1)
-    rows = attention_probs(logits, None if among_older else ctx.sinks)
+    rows = attention_probs(logits, None if among_older else ctx.sinks, torch.float64)
     return rows.masked_fill_(~outside | blind, 0.0), number
 
 
