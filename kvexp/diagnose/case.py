@@ -30,7 +30,7 @@ from kvexp.run.answers import noise_seed, turns_fed
 from kvexp.run.batches import Row, examples_of, settings_at
 from kvexp.run.compose import option
 from kvexp.run.model_spec import config_of_spec, load, tokenizer_of
-from kvexp.run.prompts import Weightless, prompt_of, with_stop_tokens
+from kvexp.run.prompts import Weightless, prompt_of, turn_ids, with_stop_tokens
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import Run
 from kvexp.tasks import Example, LMEval
@@ -252,7 +252,7 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
 def fed_prompt(run: Run, row: Row) -> tuple[str, str]:
     """The text of all tokens fed before a row's answer, special ones included; their number and digest as a sentence.
 
-    ConfigError where data, chat template or tokenizer do not give the row's tokens any more.
+    Of a turn of a conversation, the answers before it, which no row keeps as tokens, are left out and marked. ConfigError where data, chat template or tokenizer do not give the row's tokens any more.
     """
     if row.get("prompt_digest") is None:
         raise ConfigError(f"{run.path}: the row of {row['example']} has no digest of its prompt: run it again")
@@ -271,5 +271,14 @@ def fed_prompt(run: Run, row: Row) -> tuple[str, str]:
         )
     fed = [*prompt.ids, *prompt.question_ids]
     after = f", the last {len(prompt.question_ids)} after the eviction" if prompt.question_ids else ""
-    text = tokenizer.decode(fed, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}"
+    turns = [
+        turn_ids(prompt, tokenizer, turn.message, chat=settings.model.chat)
+        for turn in example.turns[1 : example.number + 1]
+    ]
+    if turns:
+        many, tokens = "s" * (len(turns) > 1), sum(map(len, turns))
+        after = f", then {len(turns)} answer{many}, not printed, each before a message, of {tokens} tokens in all"
+    parts = [
+        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in (fed, *turns)
+    ]
+    return "[answer]".join(parts), f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}"

@@ -89,7 +89,7 @@ def workload_of(settings: Settings, known: dict[Any, Workload]) -> Workload:
     key = json.dumps(same, sort_keys=True, default=str), settings.model, settings.limit
     if key not in known:
         task = settings.task
-        local = task.generated and not isinstance(task, LMEval)
+        local = not isinstance(task, LMEval) and (task.generated or not task.hub_id)  # or nowhere, which is an error
         at_hand = local or task.data_files is not None or getattr(task, "data_dir", None)
         known[key] = _sampled(settings) if at_hand else _published(settings)
     return known[key]

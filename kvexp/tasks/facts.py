@@ -176,7 +176,7 @@ class BABILong(CountedTask, QuestionTask):
 
     subset: str = "qa1"
     answer_prefix: str = "\nAnswer:"
-    max_new_tokens: Positive = 16
+    max_new_tokens: Positive = 20
     truncate: Truncation = "skip"
 
     def label(self, choice: str) -> str:
@@ -225,6 +225,7 @@ class Facts(BABILong):
     lengths: tuple[Positive, ...] = (4096,)
     size: Positive = 40
     facts: Annotated[int, Range(6, 100)] = 10
+    max_new_tokens: Positive = 16
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, length in islice(product(range(self.size), self.lengths), self.limit):

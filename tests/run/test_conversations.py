@@ -12,6 +12,7 @@ from test_bounded_prefill import settings
 from test_chat_template import CHATML
 
 from kvexp.core import Budget, CacheConfig
+from kvexp.diagnose.case import fed_prompt
 from kvexp.generate.prefill import forward_last
 from kvexp.hf import EvictionCache
 from kvexp.hf.load import byte_tokenizer
@@ -202,6 +203,11 @@ def test_soda_turn_by_turn(tmp_path: Any) -> None:
     assert [(one.id, one.reference) for one in each] == [("3 turn 0", "Hi Ann."), ("3 turn 1", "Yes.")]
     assert each[0].prompt.endswith("Answer Ann in one or two sentences.\n\nHi Bo.")
     assert [turn.message for turn in each[1].turns[1:]] == ["Tea?"] and each[1].prompt == each[0].prompt
+    # What was sent before a later turn's answer: all messages, with a mark where the answers stood.
+    words = ("task=soda_turns", f"task.data_files={tmp_path / 'soda.jsonl'}", "task.max_new_tokens=4")
+    run = evaluate_run(settings(tmp_path / "outputs", "model=tiny", "method=h2o", "kv_ratio=0.4", *words))
+    (first, _), (later, summary) = (fed_prompt(run, row) for row in run.rows())
+    assert later == f"{first}[answer]\n\nTea?\n" and "then 1 answer, not printed" in summary
 
 
 @pytest.mark.parametrize(
