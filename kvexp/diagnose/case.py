@@ -252,7 +252,8 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
 def fed_prompt(run: Run, row: Row) -> tuple[str, str]:
     """The text of all tokens fed before a row's answer, special ones included; their number and digest as a sentence.
 
-    Of a turn of a conversation, the answers before it, which no row keeps as tokens, are left out and marked. ConfigError where data, chat template or tokenizer do not give the row's tokens any more.
+    Of a turn of a conversation, the answers before it, which no row keeps as tokens, are left out and marked.
+    ConfigError where data, chat template or tokenizer do not give the row's tokens any more.
     """
     if row.get("prompt_digest") is None:
         raise ConfigError(f"{run.path}: the row of {row['example']} has no digest of its prompt: run it again")

@@ -389,7 +389,7 @@ def test_a_plan_goes_by_measured_rows_of_the_same_model_and_machine(command, tmp
 
 
 def test_wrong_jobs_are_told_and_the_others_planned(command):
-    code, _, err = command("--dry-run", "task=babilong", "task.data_files=null")
+    code, _, err = command("--dry-run", "model=testbed_rope", "task=babilong")
     assert code and "the task names no data: set task.data_files=PATH" in err
     code, out, err = command("--dry-run", "-m", "method=h2o", "kv_ratio=0.5,1.5", *FEW)
     assert code == 1 and "kv_ratio must be in (0, 1], got 1.5" in err and "2 to do" in out
