@@ -94,6 +94,7 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
 
     wrapped = chat and task.uses_chat_template
     templated = wrapped and task.frame is None
+    example = example.in_template() if templated else example
 
     def of(words: str) -> TokenizedExample:
         text, asked = _apply_template(example, words, tokenizer, task.frame if wrapped else "{prompt}")

@@ -75,7 +75,8 @@ class Example:
     `system`: the beginning of the prompt that a chat model reads as its system turn, and any other as it stands.
 
     `opening`: the beginning of the answer, fed before the rest is generated: behind prompt and question, and behind
-    the head that a chat template puts in front of an answer.
+    the head that a chat template puts in front of an answer. `begun`: an end of the prompt, or of its question, that
+    begins the answer; a chat template gets it as its opening (`in_template`).
 
     `marks`: texts of the prompt, in their order, that `keep=span` and `keep=fair` spare; none: its prefix and suffix.
 
@@ -103,6 +104,7 @@ class Example:
     turns: tuple[Turn, ...] = ()
     system: str = ""
     opening: str = ""
+    begun: str = ""
     marks: tuple[str, ...] = ()
     skipped: str = ""
     info: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -122,6 +124,19 @@ class Example:
             raise ValueError(f"example {self.id}: choice {self.choices.index('')} is empty")
         if self.choices and self.continuation:
             raise ValueError(f"example {self.id}: has choices and a continuation, give one of them")
+        if not (self.question or self.suffix).endswith(self.begun):
+            raise ValueError(f"example {self.id}: the prompt does not end with the beginning of its answer")
+
+    def in_template(self) -> Example:
+        """The example as a chat template takes it: `begun` is its opening, and no longer part of the user's turn."""
+        if not self.begun:
+            return self
+        asked, *questions = (each.removesuffix(self.begun) for each in (self.question, *self.questions))
+        suffix = self.suffix if self.question else self.suffix.removesuffix(self.begun)
+        prompt, opening = self.prefix + self.body + suffix, self.begun.lstrip()
+        return replace(
+            self, prompt=prompt, suffix=suffix, question=asked, questions=tuple(questions), opening=opening, begun=""
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,10 @@ def rouge_lsum(output: str, answers: Sequence[Any]) -> float:
 
 @dataclass(frozen=True)
 class Subset:
-    """A task. prompt: with {context} once, and values of the row; grader: of an answer and the right ones, 0 to 1."""
+    """A task. prompt: with {context} once, values of the row, and {answer} in front of words that are to be completed.
+
+    grader: of an answer and the right ones, 0 to 1.
+    """
 
     prompt: str
     grader: Grader
@@ -149,13 +152,13 @@ _OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}"
 SUBSETS = {
     "passkey": Subset(
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
-        "about the important information.\n\n{context}\n\n{input}\n\nThe pass key is",
+        "about the important information.\n\n{context}\n\n{input}{answer}\n\nThe pass key is",
         first_integer,
         6,
     ),
     "number_string": Subset(
         "There is an important info hidden inside a lot of irrelevant text. Find it. I will quiz you about the "
-        "important information there.\n\n{context}\n\n{input}\n\nThe sequence of digits is",
+        "important information there.\n\n{context}\n\n{input}{answer}\n\nThe sequence of digits is",
         first_integer,
         12,
     ),
@@ -166,7 +169,7 @@ SUBSETS = {
     ),
     "longbook_sum_eng": Subset("Summarize the book below.\n\n{context}\n\nSummary:", rouge_lsum, 1200),
     "longbook_choice_eng": Subset(
-        f"Read the book and answer the question.\n\n{{context}}\n\nQuestion: {{question}}\n{_OPTIONS}\n\n"
+        f"Read the book and answer the question.\n\n{{context}}\n\nQuestion: {{question}}\n{_OPTIONS}{{answer}}\n\n"
         "The letter of the correct answer is",
         option,
         40,
@@ -198,13 +201,13 @@ SUBSETS = {
     ),
     "code_run": Subset(
         "There is a function called {func} in the following Python code.\n\n{context}\n\nPlease compute the exact "
-        "value of {func_call}. The value of {func_call} is",
+        "value of {func_call}.{answer} The value of {func_call} is",
         last_integer,
         5,
     ),
     "code_debug": Subset(
         "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
-        f"crash.\n\n{{context}}\n\nOptions:\n{_OPTIONS}\n\nThe correct option is:",
+        f"crash.\n\n{{context}}\n\nOptions:\n{_OPTIONS}{{answer}}\n\nThe correct option is:",
         option_of_code,
         5,
     ),
@@ -216,9 +219,10 @@ class InfiniteBench(SubsetTask, SharedContextTask):
     """A task of InfiniteBench (arXiv:2402.13718), `subset`, in its columns: id, context, input, answer, options.
 
     `data_files`: {subset}.jsonl, or a folder that holds it; without it the file is fetched from the hub at the pinned
-    `revision` (books of longbook_qa_eng were revised in 2024). The official prompt for open models, after which a base
-    model's answer begins; a chat model reads it as its turn (`chat_wrap`). A prompt too long loses its middle
-    (`truncate=halves`), as there: with a model that holds less than a context, a needle may be what is lost.
+    `revision` (books of longbook_qa_eng were revised in 2024). The official prompt for open models. A chat model reads
+    it as its turn (`chat_wrap`), and words that are to be completed, such as "The pass key is", as the beginning of its
+    answer. A prompt too long loses its middle (`truncate=halves`), as there: with a model that holds less than a
+    context, a needle may be what is lost.
 
     `score` in percent by the task's official rule.
     """
@@ -251,9 +255,10 @@ class InfiniteBench(SubsetTask, SharedContextTask):
             options = texts(row, "options", where, 4)
             values |= {f"OPTION_{letter}": option for letter, option in zip(LETTERS, options, strict=False)}
             answers = _with_letter(answers, options, where)
-        before, after = (filled_in(part, values) for part in SUBSETS[self.subset].prompt.split("{context}"))
-        made = self.ask(row_id(row, "id", context, asked), (before, context, ""), after, str(answers[0]))
-        return replace(made, info={"answers": answers})
+        before, _, after = SUBSETS[self.subset].prompt.partition("{context}")
+        before, after, begun = (filled_in(part, values) for part in (before, *after.partition("{answer}")[::2]))
+        made = self.ask(row_id(row, "id", context, asked), (before, context, ""), after + begun, str(answers[0]))
+        return replace(made, begun=begun, info={"answers": answers})
 
     def _found(self, asked: str, where: str) -> dict[str, str]:
         """What the official scripts find in the input of two tasks."""

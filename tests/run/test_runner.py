@@ -13,6 +13,7 @@ import pytest
 from commands import settings as composed_settings
 from small import small
 
+from kvexp.hf.load import byte_tokenizer
 from kvexp.run.batches import evaluate_run
 from kvexp.run.compose import options
 from kvexp.run.prompts import tokenize
@@ -189,6 +190,14 @@ def test_a_chat_prompt_is_what_the_template_makes():
     hidden = tokenize(asked, Stories(), Chat(), 99, chat=True)
     assert (hidden.text, hidden.question_text) == ("[INST] do: so much \n", "How? [/INST] Much is")
     assert hidden.ids + hidden.question_ids == ["[INST]", "do:", "so", "much", "How?", "[/INST]", "Much", "is"]
+    # What the prompt itself begins of an answer is moved there; without a template it stays.
+    begun = Example("a", "so much", "x", question=" How? Much is", questions=(" How? Much is",), begun=" Much is")
+    moved = tokenize(begun, Stories(), Chat(), 99, chat=True)
+    assert (moved.text, moved.question_text) == ("[INST] so much", " How? [/INST]Much is")
+    whole = {"prompt": "so much How? Much is", "suffix": " How? Much is", "question": "", "questions": ()}
+    shown = replace(begun, **whole)
+    assert tokenize(shown, Stories(), Chat(), 99, chat=True).text == "[INST] so much How? [/INST]Much is"
+    assert tokenize(shown, Stories(), byte_tokenizer(), 99, chat=False).text == shown.prompt
 
 
 def test_weights_replaced_in_place_are_another_model(tmp_path):
