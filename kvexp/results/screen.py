@@ -310,12 +310,13 @@ def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: st
     count += f" (of {of}: those the full cache answers)" if of is not None else ""
     new = {(known[row["hash"]].run.config.get("generation") or {}).get("max_new_tokens") for row in rows}
     tokens = new.pop() if len(new) == 1 else None
+    cut = {row["ended"] for row in rows if row["ended"] >= 0} == {0}  # NaN where nothing was answered
     shared = shared_settings([without(row, "code=") for row in without_question(rows)])[0]
     words = [
         f"{title}, {count}",
         *quality.marks_of(rows).values(),
         question_words(asked) if len(asked := {row.get("question") for row in rows}) > 1 else "",
-        f"at most {tokens} new tokens" if tokens else "",
+        f"at most {tokens} new tokens{', which cut all answers' if cut else ''}" if tokens else "",
         f"{len(rows)} run{'s' * (len(rows) != 1)}" + (f" in {took}" if took else ""),
         *(word for word in shared if not tokens or not word.startswith("task.max_new_tokens=")),
     ]

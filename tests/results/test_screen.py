@@ -31,13 +31,14 @@ def record(
     load=0.0,
     engine=None,
     heavy=1.0,
+    ended="length",
     **labels,
 ):
     """A run whose scores and divergences differ a little from example to example; heavy: times the first one's KL."""
     receipt = {"kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
     receipt["first_eviction_step"] = 0 if evicts and baseline else None
     seconds = {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None}
-    more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": "length"}
+    more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": ended}
     scores = [{"rouge1": score + index % 5, "rouge2": score / 2} for index in range(n)]
     generation = {"generation": {"max_new_tokens": 8, "num_beams": 1}} | ({"engine": engine} if engine else {})
     changes = {"receipt": receipt, "seconds": seconds, "load": load, **more}
@@ -74,7 +75,7 @@ def test_a_sweep_is_a_table_of_one_line_per_run_and_six_lines_around_it(sweep):
     runs = [line for line in lines if any(line[5:].split()[:1] == [m] or f" {m} " in line[:20] for m in METHODS)]
     heads = [line for line in lines if line.startswith("cache ") or line.lstrip().startswith("KL to")]
     assert len(runs) == 7 and len(heads) == 2 and len(lines) - len(runs) - len(heads) <= AROUND
-    assert lines[0].startswith("tiny / xsum, 24 examples · at most 8 new tokens · 7 runs in 4 min")
+    assert lines[0].startswith("tiny / xsum, 24 examples · at most 8 new tokens, which cut all answers · 7 runs in 4")
     order = [line.split("%")[-1].split()[0] if "%" in line[:6] else line.split()[0] for line in runs]
     assert runs[0].startswith("100 %") and "(41.92)" in runs[0]
     assert [name in line for name, line in zip(("full", *NEAREST * 2), runs, strict=True)] == [True] * 7, order
@@ -84,6 +85,13 @@ def test_a_sweep_is_a_table_of_one_line_per_run_and_six_lines_around_it(sweep):
 
 METHODS = ("full", "keyformer", "a2sf", "h2o")
 NEAREST = ("keyformer", "a2sf", "h2o")
+
+
+def test_the_title_says_where_all_answers_were_cut(tmp_path):
+    record(tmp_path, "full", ended="stop")
+    assert " · at most 8 new tokens · " in shown(tmp_path)
+    record(tmp_path / "cut", "full")
+    assert " · at most 8 new tokens, which cut all answers · " in shown(tmp_path / "cut")
 
 
 def test_an_engines_full_caches_have_no_kl_and_nothing_asks_to_measure_it(tmp_path):
