@@ -328,11 +328,20 @@ def text_of(frame: pd.DataFrame) -> str:
         for question in QUESTIONS
         if len(part := frame[frame["task"].eq(task) & frame["question"].eq(question)])
     }
-    several, lacking = len(parts) > 1, [_missing(task, part) for (task, _), part in parts.items()]
-    nowhere = [name for name in lacking[0] if several and all(name in names for names in lacking)]
-    said = [f"Not run, or not finished: {', '.join(nowhere)}."] if nowhere else []
-    blocks = [block for place, part in parts.items() for block in _block(*place, part, nowhere)]
-    return "\n\n".join([*(_overview(parts) if several else []), *said, *blocks])
+    blocks = [block for place, part in parts.items() for block in _block(*place, part)]
+    return "\n\n".join([*(_overview(parts) if len(parts) > 1 else []), *blocks, *_lacking(parts)])
+
+
+def _lacking(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
+    """A sentence for all methods that the same blocks have no row of."""
+    where: dict[str, list[str]] = {}
+    for (task, question), part in parts.items():
+        for name in _missing(task, part):
+            where.setdefault(name, []).append(f"{task} {SHORT[question]}")
+    for blocks in dict.fromkeys(map(tuple, where.values())):
+        names = ", ".join(name for name, found in where.items() if tuple(found) == blocks)
+        some = "" if len(blocks) == len(parts) else f" ({', '.join(blocks)})"
+        yield f"Not run, or not finished: {names}{some}."
 
 
 def _missing(task: str, part: pd.DataFrame) -> list[str]:
@@ -348,7 +357,8 @@ def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
     names = sorted(set().union(*ranks), key=lambda name: (np.mean([r[name] for r in ranks if name in r]), name))
     places = [(name, *(f"{r[name]:.1f}" if name in r else "-" for r in ranks)) for name in names[:TOP]]
     signs = [(f"{one} > {other}", *(f"`{_signs(p, one, other)}`" for p in parts.values())) for one, other in _pairs()]
-    yield f"### Places (of {max(map(len, ranks))} that evict, mean over budgets)"
+    counts = sorted({len(each) for each in ranks})
+    yield f"### Places (of {' to '.join(map(str, counts[:: max(1, len(counts) - 1)]))} that evict, mean over budgets)"
     yield markdown(["method", *titles], *places, right=True)
     yield f"### The published order at {', '.join(f'{ratio:g}' for ratio in RATIOS)}"
     yield "+ holds, - reversed, ? undecided, . not run:"
@@ -382,13 +392,11 @@ def _keep_all() -> set[str]:
     return {name for group in GROUPS if group.keeps_all for name in group.methods}
 
 
-def _block(task: str, question: str, part: pd.DataFrame, nowhere: Sequence[str]) -> Iterator[str]:
-    """A heading, a row per budget, and what was run elsewhere and not here; nowhere: methods that no block has."""
+def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
+    """A heading and a row per budget."""
     yield f"### {task}, {SHORT[question]} (n={int(part['n'].max())})"
     rows = [row for ratio in RATIOS if (row := _row(f"{ratio:g}", part[part["kv_ratio"].eq(ratio)]))]
     yield markdown(["budget", "method", "KL", "as near", "keeps all"], *rows, right=True)
-    if missing := [name for name in _missing(task, part) if name not in nowhere]:
-        yield f"Not run, or not finished: {', '.join(missing)}."
 
 
 def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:

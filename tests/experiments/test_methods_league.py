@@ -130,7 +130,7 @@ def test_the_page_says_what_the_rows_say():
     assert "| 0.5 | keydiff | 0.100 (0.090..0.110) | expected_attention+adaptive | - |" in text, (
         "not told from the first"
     )
-    missing = text.partition("Not run, or not finished: ")[2].partition(".\n")[0].split(", ")
+    missing = text.partition("Not run, or not finished: ")[2].removesuffix(".").split(", ")
     assert {"h2o+duo", "snapkv+adaptive", "random"} < set(missing) and not {"h2o", "keydiff"} & set(missing)
     few = league.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
     assert "| keydiff | 0.100 (too few) | - | - |" in few
@@ -158,6 +158,7 @@ def test_several_blocks_are_shown_at_a_glance():
     text = league.text_of(frame)
     glance, _, blocks = text.partition("### news, hidden")
     assert blocks and "| method | news hidden | news seen |" in glance and "Places (of 2 that evict" in glance
+    assert "Not run" not in glance and blocks.endswith("\n\nNot run, or not finished: window, ideal (news seen).")
     assert "| snapkv | 1.5 | 1.0 |\n| knorm | 1.5 | 2.0 |" in glance
     assert "| window |" not in glance and "ideal" not in glance
     assert "| snapkv > knorm | `.?.-` | `..+.` |" in glance
