@@ -357,8 +357,8 @@ def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
     names = sorted(set().union(*ranks), key=lambda name: (np.mean([r[name] for r in ranks if name in r]), name))
     places = [(name, *(f"{r[name]:.1f}" if name in r else "-" for r in ranks)) for name in names[:TOP]]
     signs = [(f"{one} > {other}", *(f"`{_signs(p, one, other)}`" for p in parts.values())) for one, other in _pairs()]
-    counts = sorted({len(each) for each in ranks})
-    yield f"### Places (of {' to '.join(map(str, counts[:: max(1, len(counts) - 1)]))} that evict, mean over budgets)"
+    least, most = min(map(len, ranks)), max(map(len, ranks))
+    yield f"### Places (of {f'{least} to {most}' if least < most else most} that evict, mean over budgets)"
     yield markdown(["method", *titles], *places, right=True)
     yield f"### The published order at {', '.join(f'{ratio:g}' for ratio in RATIOS)}"
     yield "+ holds, - reversed, ? undecided, . not run:"

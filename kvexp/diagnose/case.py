@@ -30,7 +30,7 @@ from kvexp.run.answers import noise_seed, turns_fed
 from kvexp.run.batches import Row, examples_of, settings_at
 from kvexp.run.compose import option
 from kvexp.run.model_spec import config_of_spec, load, tokenizer_of
-from kvexp.run.prompts import Weightless, prompt_of, turn_ids, with_stop_tokens
+from kvexp.run.prompts import Weightless, later_turns, prompt_of, with_stop_tokens
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import Run
 from kvexp.tasks import Example, LMEval
@@ -272,10 +272,7 @@ def fed_prompt(run: Run, row: Row) -> tuple[str, str]:
         )
     fed = [*prompt.ids, *prompt.question_ids]
     after = f", the last {len(prompt.question_ids)} after the eviction" if prompt.question_ids else ""
-    turns = [
-        turn_ids(prompt, tokenizer, turn.message, chat=settings.model.chat)
-        for turn in example.turns[1 : example.number + 1]
-    ]
+    turns = later_turns(prompt, tokenizer, example.number, chat=settings.model.chat)
     if turns:
         many, tokens = "s" * (len(turns) > 1), sum(map(len, turns))
         after = f", then {len(turns)} answer{many}, not printed, each before a message, of {tokens} tokens in all"

@@ -57,7 +57,7 @@ class CAKE(Method):
     def priority(self, ctx: EvictionContext) -> Tensor:
         assert ctx.last_logits is not None
         # Prompt slots stand in the order of their columns. Padding queries see nothing and count for nothing.
-        rows = attention_probs(ctx.last_logits.double(), ctx.sinks)
+        rows = attention_probs(ctx.last_logits, ctx.sinks, torch.float64)
         real = ctx.last_logits.isfinite().any(-1, keepdim=True)
         number = real.sum(-2).clamp_min(1)
         rows = rows.masked_fill(~real, 0.0)

@@ -75,7 +75,8 @@ class CAOTE(Method):
         assert ctx.last_logits is not None
         held = ctx.held()[:, :, None, None]
         values = ctx.slots.values[:, :, : ctx.slots.length].double()
-        alpha = attention_probs(ctx.last_logits.double().masked_fill(~held, -torch.inf), ctx.sinks).nan_to_num(0.0)
+        logits = ctx.last_logits.masked_fill(~held, -torch.inf)
+        alpha = attention_probs(logits, ctx.sinks, torch.float64).nan_to_num(0.0)
         outputs = (alpha @ values[:, :, None]).flatten(2, 3)  # [B, H, G * n, Dv]
         if self.form == "fast":
             outputs = (held[:, :, 0].double() / held[:, :, 0].sum(-1, keepdim=True) @ values).expand_as(outputs)

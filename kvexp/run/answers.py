@@ -30,6 +30,7 @@ from kvexp.run.prompts import (
     TokenizedExample,
     bench_of,
     continuation,
+    later_turns,
     token_ids,
     tokens_to_come,
     turn_ids,
@@ -612,7 +613,7 @@ class _Conversation:
     ) -> _Conversation:
         """Prefill the first message. ConfigError where all turns and answers are more than the model holds."""
         turns, new = prompt.example.turns[: last + 1], settings.decoding.max_new_tokens
-        asked = [turn_ids(prompt, tokenizer, turn.message, chat=settings.model.chat) for turn in turns[1:]]
+        asked = later_turns(prompt, tokenizer, last, chat=settings.model.chat)
         given = [len(token_ids(turn.reference, tokenizer)) for turn in turns]  # where these stay
         ahead = sum(map(len, asked)) + sum(max(new, count) + 1 for count in given)
         check_length(model, len(prompt.ids), ahead, settings.cache.beyond_context)

@@ -94,7 +94,7 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
 
     wrapped = chat and task.uses_chat_template
     templated = wrapped and task.frame is None
-    example = example.in_template() if templated else example
+    example = example.for_chat_template() if templated else example
 
     def of(words: str) -> TokenizedExample:
         text, asked = _apply_template(example, words, tokenizer, task.frame if wrapped else "{prompt}")
@@ -178,6 +178,11 @@ def turn_ids(prompt: TokenizedExample, tokenizer: Tokenizer, message: str, *, ch
             ) from error
         _, _, words = text.partition(answer)
     return token_ids(words, tokenizer)
+
+
+def later_turns(prompt: TokenizedExample, tokenizer: Tokenizer, last: int, *, chat: bool) -> list[list[int]]:
+    """`turn_ids` of the messages behind the first one, up to turn `last`; empty where there is no conversation."""
+    return [turn_ids(prompt, tokenizer, turn.message, chat=chat) for turn in prompt.example.turns[1 : last + 1]]
 
 
 def token_ids(words: str, tokenizer: Tokenizer) -> list[int]:

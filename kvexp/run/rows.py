@@ -25,7 +25,7 @@ from kvexp.core.quantized import SlotBytes
 from kvexp.hf.load import one_row_per_forward
 from kvexp.run.answers import NO_TIMES, ItemAnswer, ModelOutput, continuation_logprobs
 from kvexp.run.model_spec import ModelSpec, is_verified, load
-from kvexp.run.prompts import ItemPrompt, Items, Prompts, TokenizedExample, turn_ids
+from kvexp.run.prompts import ItemPrompt, Items, Prompts, TokenizedExample, later_turns
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.run.store import Run, sent_otherwise
 from kvexp.tasks.lm_eval import Item, LMEval
@@ -211,8 +211,8 @@ def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: Tokeni
         fed += [[each.context, each.question, each.continuation] for each in prompt.asks]
     if prompt.ids and settings.task.needs_nll:
         fed.append(prompt.following)
-    turns = example.turns[1 : example.number + 1] if prompt.ids else ()
-    fed += [turn_ids(prompt, tokenizer, turn.message, chat=chat) for turn in turns]
+    if prompt.ids:
+        fed += later_turns(prompt, tokenizer, example.number, chat=chat)
     if not fed:
         return {}
     return {"continuation_digest": hashlib.sha256(json.dumps(fed).encode()).hexdigest()[:16]}

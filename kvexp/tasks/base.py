@@ -76,7 +76,7 @@ class Example:
 
     `opening`: the beginning of the answer, fed before the rest is generated: behind prompt and question, and behind
     the head that a chat template puts in front of an answer. `begun`: an end of the prompt, or of its question, that
-    begins the answer; a chat template gets it as its opening (`in_template`).
+    begins the answer; a chat template gets it as its opening (`for_chat_template`).
 
     `marks`: texts of the prompt, in their order, that `keep=span` and `keep=fair` spare; none: its prefix and suffix.
 
@@ -127,7 +127,7 @@ class Example:
         if not (self.question or self.suffix).endswith(self.begun):
             raise ValueError(f"example {self.id}: the prompt does not end with the beginning of its answer")
 
-    def in_template(self) -> Example:
+    def for_chat_template(self) -> Example:
         """The example as a chat template takes it: `begun` is its opening, and no longer part of the user's turn."""
         if not self.begun:
             return self

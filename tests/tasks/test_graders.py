@@ -77,6 +77,6 @@ def test_prompts_are_the_official_ones(recorded):
     made = task.example(row, "row 1")
     assert made.prompt == recorded["prompt"]
     # A chat template gets the words that are to be completed as the beginning of the answer.
-    turn = made.in_template()
+    turn = made.for_chat_template()
     assert made.prompt in (turn.prompt, turn.prompt + "\n\n" + turn.opening, turn.prompt + " " + turn.opening)
     assert bool(turn.opening) == (name in ("passkey", "number_string", "longbook_choice_eng", "code_run", "code_debug"))
