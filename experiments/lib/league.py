@@ -333,21 +333,30 @@ def text_of(frame: pd.DataFrame) -> str:
 
 
 def _lacking(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
-    """A sentence for all methods that the same blocks have no row of."""
+    """A sentence for all methods that the same blocks lack."""
     where: dict[str, list[str]] = {}
     for (task, question), part in parts.items():
         for name in _missing(task, part):
             where.setdefault(name, []).append(f"{task} {SHORT[question]}")
-    for blocks in dict.fromkeys(map(tuple, where.values())):
-        names = ", ".join(name for name, found in where.items() if tuple(found) == blocks)
-        some = "" if len(blocks) == len(parts) else f" ({', '.join(blocks)})"
-        yield f"Not run, or not finished: {names}{some}."
+    if where:
+        groups = dict.fromkeys(map(tuple, where.values()))
+        said = (
+            ", ".join(name for name, found in where.items() if tuple(found) == blocks)
+            + ("" if len(blocks) == len(parts) else f" ({', '.join(blocks)})")
+            for blocks in groups
+        )
+        yield f"Not run, or not finished: {'; '.join(said)}."
 
 
 def _missing(task: str, part: pd.DataFrame) -> list[str]:
-    """Names of the methods of a task that a block has no row of."""
-    found = {name_of(row) for _, row in part.iterrows()}
-    return [name for name in _names_of(task) if name not in found]
+    """Names of the methods of a task that a block has no row of; with the budgets where some of a block's are there."""
+    found = part.groupby(part.apply(name_of, axis=1))["kv_ratio"].agg(set)
+    made = []
+    for name in _names_of(task):
+        lacking = sorted(set(part["kv_ratio"]) - found.get(name, set()))
+        if lacking:
+            made.append(f"{name} at {', '.join(f'{ratio:g}' for ratio in lacking)}" if name in found else name)
+    return made
 
 
 def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:

@@ -158,7 +158,8 @@ def test_several_blocks_are_shown_at_a_glance():
     text = league.text_of(frame)
     glance, _, blocks = text.partition("### news, hidden")
     assert blocks and "| method | news hidden | news seen |" in glance and "Places (of 2 that evict" in glance
-    assert "Not run" not in glance and blocks.endswith("\n\nNot run, or not finished: window, ideal (news seen).")
+    assert "Not run" not in glance and "\n\nNot run, or not finished: " in blocks
+    assert blocks.endswith("; window at 0.25, ideal at 0.25 (news hidden); window, ideal (news seen).")
     assert "| snapkv | 1.5 | 1.0 |\n| knorm | 1.5 | 2.0 |" in glance
     assert "| window |" not in glance and "ideal" not in glance
     assert "| snapkv > knorm | `.?.-` | `..+.` |" in glance
