@@ -173,6 +173,8 @@ class SequenceState:
         if new is not None:
             if self.in_prompt and bool((~new & ((num_real > 0)[:, None] | (new.cumsum(1) > 0))).any()):
                 raise ConfigError("a prompt has padding after its first token: pad on the left (padding_side='left')")
+            if not (self.in_prompt or self.padded):
+                self.padded = not bool(new.all())
             positions = torch.where(new, num_real[:, None] + new.cumsum(1) - 1, -1)
             self.num_real = num_real + new.sum(1)
         else:

@@ -418,6 +418,22 @@ def test_several_tokens_must_be_asked_for() -> None:
         feed(cache, tiny("llama"), tokens(1, 1, 11), tokens(2, 1, 3), width=3)
 
 
+@pytest.mark.parametrize("method", [Full(), H2O(), TOVA()], ids=lambda method: method.name)
+@pytest.mark.parametrize("family, changes", [("llama", {}), ("mpt", {}), ("mistral", {"sliding_window": 5})])
+def test_padding_after_the_prompt_is_never_attended_to(family: str, changes: dict[str, Any], method: Any) -> None:
+    model, prompt, new = tiny(family, **changes), tokens(1, 2, 11), tokens(2, 2, 6)
+    real = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
+
+    def cache() -> EvictionCache:
+        budget = None if method.full_cache else Budget(tokens=8)
+        return EvictionCache(model, method, budget, max_new_tokens=6)
+
+    both = feed(cache(), model, prompt, new, later=real).logits[1:]
+    for row, own in enumerate(real.bool()):
+        alone = feed(cache(), model, prompt[row : row + 1], new[row : row + 1, own]).logits[1:]
+        close(torch.stack(both)[own, row], torch.cat(alone))
+
+
 # -- rows that are selected, repeated, reordered -----------------------------------------------------------------------
 
 
