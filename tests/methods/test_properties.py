@@ -419,7 +419,7 @@ def test_several_tokens_must_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("method", [Full(), H2O(), TOVA()], ids=lambda method: method.name)
-@pytest.mark.parametrize("family, changes", [("llama", {}), ("mpt", {}), ("mistral", {"sliding_window": 5})])
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mpt", {}), ("mistral", {"sliding_window": 5})])
 def test_padding_after_the_prompt_is_never_attended_to(family: str, changes: dict[str, Any], method: Any) -> None:
     model, prompt, new = tiny(family, **changes), tokens(1, 2, 11), tokens(2, 2, 6)
     real = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
