@@ -251,7 +251,7 @@ def feed(
     width: int = 1,
     later: Tensor | None = None,
 ) -> Fed:
-    """Prefill prompt [B, T] (in chunks), then feed new [B, N] `width` columns at a time; later: [B, N], 0 for padding."""
+    """Prefill prompt [B, T] (in chunks), then feed new [B, N] `width` columns at once; later [B, N]: 0 for padding."""
     mask = torch.ones_like(prompt) if mask is None else mask
     mask = torch.cat([mask, torch.ones_like(new) if later is None else later], dim=1)
     ids, at, columns = torch.cat([prompt, new], dim=1), 0, prompt.shape[1]
