@@ -553,18 +553,19 @@ def text_of(rows: Sequence[Row]) -> str:
         levels.append((kind, str(slots), *(f"{each.mean():.3g}" if len(each) >= SHOWN else "-" for each in means)))
     rules = [f"`{rule}`" for rule in RULES]
     head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict")
-    head += ("all tokens, against redrawn at K",)
+    head += ("after its own first eviction, against redrawn at K",)
     parts = [
         ("Scoring against chance, prompt kept (`/1`: an eviction after every token):", head, judged),
         (
             "Mean D over the tokens of that margin, nats per token, prompt kept:",
             ("kind", "slots", *rules, "redrawn at 1.25 K"),
-            [row for row in levels if set(row[2:]) != {"-"}],
+            filled(levels),
         ),
+        ("What `recency` loses against `redrawn`:", ("kind", "slots", "recency"), filled([row[:3] for row in prompts])),
         (
-            "What `recency` loses against `redrawn`, and each rule where only four tokens of the prompt are kept:",
-            ("kind", "slots", "recency", *rules),
-            [row for row in prompts if set(row[2:]) != {"-"}],
+            "What each rule loses where only four tokens of the prompt are kept:",
+            ("kind", "slots", *rules),
+            filled([row[:2] + row[3:] for row in prompts]),
         ),
         (
             "Codes: how much likelier the full cache finds them, nats per token, by blocks since they were said:",
@@ -573,6 +574,11 @@ def text_of(rows: Sequence[Row]) -> str:
         ),
     ]
     return "\n\n".join(f"{title}\n\n{markdown(names, *lines)}" for title, names, lines in parts if lines)
+
+
+def filled(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows of a table that have a number behind kind and slots."""
+    return [row for row in rows if set(row[2:]) != {"-"}]
 
 
 def codes_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
