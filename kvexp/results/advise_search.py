@@ -52,7 +52,7 @@ BITS = (8, 4, 2)
 LEAST = 4  # prompts of the first round, if a quarter of all has as many
 EIGHTHS = 8  # of all prompts, tested one after the other
 BEFORE, BEHIND = 1, 1  # budgets tested before and behind the cheapest that the choosing half finds fine
-TASKS = {"prompt": "prompts", "context": "context_qa", "article": "cnn_dailymail", "document": "xsum"}  # by field
+TASKS = {"prompt": "prompts", "article": "cnn_dailymail", "document": "xsum"}  # by field
 
 
 @functools.lru_cache(maxsize=4096)

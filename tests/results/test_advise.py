@@ -487,4 +487,4 @@ def test_refusals_come_before_a_model_loads(prompts, capsys, monkeypatch, more, 
 def test_rows_of_no_known_kind(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"query": "a"}\n' * 3)
     assert main([f"data={tmp_path / 'a.jsonl'}", "model=tiny"]) == 2
-    assert "its rows have query; kvexp knows rows with prompt, context, article, document" in capsys.readouterr().err
+    assert "its rows have query; kvexp knows rows with prompt, article, document" in capsys.readouterr().err
