@@ -31,6 +31,7 @@ def window_rows(ctx: EvictionContext, window: int, *, among_older: bool = False)
     blind = logits.amax(-1, keepdim=True) == -torch.inf  # queries that see none of these slots: their softmax is NaN
     number = (~blind[:, 0, 0]).sum((1, 2)).clamp_min(1)
     rows = attention_probs(logits, None if among_older else ctx.sinks, torch.float64)
+    # A softmax over the older slots alone is 0 at all others already.
     return rows.masked_fill_(blind if among_older else ~outside | blind, 0.0), number
 
 

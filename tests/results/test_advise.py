@@ -488,3 +488,6 @@ def test_rows_of_no_known_kind(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"query": "a"}\n' * 3)
     assert main([f"data={tmp_path / 'a.jsonl'}", "model=tiny"]) == 2
     assert "its rows have query; kvexp knows rows with prompt, article, document" in capsys.readouterr().err
+    (tmp_path / "b.jsonl").write_text('{"context": "a", "questions": []}\n' * 3)
+    assert main([f"data={tmp_path / 'b.jsonl'}", "model=tiny"]) == 2  # questions on one text have an order
+    assert "its rows have context, questions; kvexp knows rows with prompt" in capsys.readouterr().err
