@@ -74,7 +74,8 @@ AGES = (4, 8, 16, 32, 57)  # ends of blocks between a code and its question
 BEGIN = "<!-- decoding: made by python -m experiments.studies.decoding report FOLDER --page docs/decoding.md -->"
 END = "<!-- end of decoding -->"
 ROWS = 4  # of logits compared at a time
-TOGETHER = 2  # texts that are fed token by token in one forward: attention rows of more leave the processor's cache
+# Texts that are fed token by token in one forward: attention rows of more leave a processor's cache (a GPU takes 16).
+TOGETHER = 2
 # Seconds for an arm of one text, where FOLDER has none yet: SmolLM2-135M on one core. In blocks, rkv at 2,048 slots
 # takes 109; token by token, recency and redrawn take 30, triattention about 100, snapkv 300 at 512 slots.
 SECONDS, SECONDS_EACH = 31.0, 120.0
@@ -323,7 +324,7 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
         made.mark_spans([[(0, min(4, text.prompt))]] if config.keep == "span" else None, [text.prompt], text.prompt)
         return made.allow_multi_token_steps()
 
-    ids = torch.tensor([text.ids])
+    ids = torch.tensor([text.ids], device=model.device)
     full = cache(CacheConfig(Full()))
     caches = [cache(arm.cache(calibration)) for arm in chosen]
     others = [Compared([], [], []) for _ in chosen]
@@ -432,7 +433,7 @@ def run(args: argparse.Namespace) -> int:
         return key_of({"model": name, "kind": kind, "number": number} | vars(arm))
 
     units = []
-    together, shares = (TOGETHER, [args.shares]) if args.every == 1 else (1, [[share] for share in args.shares])
+    together, shares = (args.together, [args.shares]) if args.every == 1 else (1, [[share] for share in args.shares])
     for first in range(0, args.texts, together):  # texts of all kinds side by side, so that the first are of every kind
         for kind in args.kinds:
             numbers = range(first, min(first + together, args.texts))
@@ -457,6 +458,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run or not units:
         return 0
     model, _ = load(spec)
+    where = {"device": torch.cuda.get_device_name()} if model.device.type == "cuda" else {}
     folder.mkdir(parents=True, exist_ok=True)
     with Progress("decoding", full, 0, "texts and budgets") as progress:
         for kind, texts, wanted, missing in units:
@@ -469,7 +471,7 @@ def run(args: argparse.Namespace) -> int:
             lines = [
                 json.dumps({"model": name, "kind": kind, "number": number} | vars(arm) | short(row) | about)
                 for (number, text), of_text in zip(texts.items(), made, strict=True)
-                for about in [{"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS}]
+                for about in [{"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS, **where}]
                 for (arm, _), row in zip(wanted, of_text, strict=True)
                 if (number, arm) in missing
             ]
@@ -633,6 +635,7 @@ def parser() -> argparse.ArgumentParser:
             part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
             part.add_argument("--kept", nargs="+", default=[PROMPT, SINKS], choices=(PROMPT, SINKS))
             part.add_argument("--every", type=int, default=STEP, metavar="N", help="tokens between evictions")
+            part.add_argument("--together", type=int, default=TOGETHER, metavar="N", help="texts in one forward, --every 1")
             part.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"of a text (default {TOKENS})")
             part.add_argument("--shard", default="0/1", metavar="i/n", help="the i-th of n parts, from 0")
             part.add_argument("--dry-run", action="store_true", help="say what would be computed, and hours")

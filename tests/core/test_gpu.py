@@ -288,7 +288,7 @@ def test_clusters_are_those_of_the_cpu():
 def test_memory_stays_flat_in_the_length_of_the_prompt():
     """A fixed number of tokens is attended to: four times the prompt holds as much there but for codes."""
     model = random_model("llama", seed=3, dtype="bfloat16", device="cuda", **_BIG)
-    held, index = {}, {}
+    held, index, offloaded = {}, {}, {}
     for length in (1000, 4000):
         prompt = [torch.randint(0, 500, (length,), generator=torch.Generator().manual_seed(1)).tolist()]
         torch.cuda.synchronize()
@@ -297,9 +297,10 @@ def test_memory_stays_flat_in_the_length_of_the_prompt():
         out = generate(model, prompt, PQCache(cache_tokens=512), Budget(tokens=200), decoding=decoding)
         held[length] = torch.cuda.memory_allocated() - before
         index[length] = sum(state.kv_index.entries["codes"].tensor.nbytes for state in out.cache.layer_states)
-        assert receipts(out.cache)[0].retrieval["offloaded_bytes"] > 8 * receipts(out.cache)[0].kv_bytes / 4
+        offloaded[length] = receipts(out.cache)[0].retrieval["offloaded_bytes"]
         del out
     assert held[4000] - held[1000] < 2 * index[4000] + 2**20
+    assert offloaded[4000] > 3.9 * offloaded[1000] > 0
 
 
 @pytest.mark.parametrize("beams", [1, 4])
@@ -344,8 +345,8 @@ def test_cached_blocks_hold_what_home_holds(policy):
         memory, cache = state.memory, state.memory.cache
         memory.flush()
         for row, held in enumerate(cache.policies):
-            assert held.places
-            for block, place in held.places.items():
+            assert held.slots
+            for block, place in held.slots.items():
                 start, at = cache.first + block * 32, place * 32
                 for mine, home in ((cache.keys, memory.keys), (cache.values, memory.values)):
                     assert torch.equal(mine[row, :, at : at + 32].cpu(), home[row, :, start : start + 32])
