@@ -635,7 +635,7 @@ def parser() -> argparse.ArgumentParser:
             part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
             part.add_argument("--kept", nargs="+", default=[PROMPT, SINKS], choices=(PROMPT, SINKS))
             part.add_argument("--every", type=int, default=STEP, metavar="N", help="tokens between evictions")
-            part.add_argument("--together", type=int, default=TOGETHER, metavar="N", help="texts in one forward, --every 1")
+            part.add_argument("--together", type=int, default=TOGETHER, metavar="N", help="texts a forward (--every 1)")
             part.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"of a text (default {TOKENS})")
             part.add_argument("--shard", default="0/1", metavar="i/n", help="the i-th of n parts, from 0")
             part.add_argument("--dry-run", action="store_true", help="say what would be computed, and hours")
