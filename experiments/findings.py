@@ -46,12 +46,16 @@ TABLE = """\
 ## Every exhibit
 
 Verdicts by the paper's metric and by divergence, the numbers behind them, examples, and the testbed's verdict (models
-of under a million parameters). Bare numbers and *nearer by* are KL in nats per token; intervals are 95 %, and not
-corrected. *From 0.008, 1 of 20 is 57 %*: one example is more than half of the mean, and an upper end would say little.
+of under a million parameters). Bare numbers and *nearer by* are KL in nats per token (negative: farther); intervals are 95 %, and
+not corrected. *From 0.008, 1 of 20 is 57 %*: one example is more than half of the mean, and an upper end would say little.
 [findings.csv](findings.csv) has all numbers, claims and reasons. `make reproduce-NAME` and the
 [notebooks](../notebooks/) draw each figure.
 
 """
+SPEED = (
+    "Speed on an H200, random weights, steps not captured (Keyformer's Fig. 1 with one beam, the paper has four; "
+    "PQCache's Fig. 7 measured once, without an interval):"
+)
 AGAIN = f"The same on `{SECOND}`, a base model of which three layers evict ([two models](../docs/two_models.md)):"
 
 
@@ -73,7 +77,7 @@ def text() -> str:
     counts = Counter(row[3] for row in rows)
     verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
     times = "; ".join(f"{_short_title(name)} {_said(testbed.get(name))}" for name in names() if is_speed(name))
-    end = f"By divergence: {verdicts}. On an H200: {times}."
+    end = f"By divergence: {verdicts}. {SPEED} {times}."
     other = recorded(SECOND)
     again = [_row(name, other, testbed)[:-1] for name in names() if name in other]
     more = f"\n\n{AGAIN}\n\n{markdown(head[:-1], *again)}" if again else ""
