@@ -67,7 +67,7 @@ ADVICE = {  # setting -> what the recorded numbers bear
     "full cache, q8_0": "the least KL of the three formats",
     "full cache, q4_0": "the smallest that keeps every token, with the most KL of the three formats",
     "full cache, fp8": "q8_0 has a few more bytes and far less KL",
-    "NORM_SUM, window 8 (default)": "with KVCrush the most needles of the four, not all; KL grows along the answer, as with SUM",
+    "NORM_SUM, window 8 (default)": "with KVCrush the most needles of the four, not all; KL grows along the answer",
     "NORM_SUM, window 8, KVCrush 2": "its blocks come on top; the size raised by as much was not run",
     "NORM_SUM, all queries": "not on news: the most KL of the four at every size",
     "SUM, all queries (H2O)": "the least KL of the four on news (intervals overlap); loses ruler's needle",
