@@ -47,8 +47,8 @@ TABLE = """\
 
 Verdicts by the paper's metric and by divergence, the numbers behind them, examples, and the testbed's verdict (models
 of under a million parameters). Bare numbers and *nearer by* are KL in nats per token (negative: farther); intervals are
-95 %, and not corrected. *From 0.008, 1 of 20 is 57 %*: one example is more than half of the mean, and an upper end would
-say little.
+95 %, and not corrected. *From 0.008, 1 of 20 is 57 %*: one example is more than half of the mean, and an upper end
+would say little.
 [findings.csv](findings.csv) has all numbers, claims and reasons. `make reproduce-NAME` and the
 [notebooks](../notebooks/) draw each figure.
 
