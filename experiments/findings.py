@@ -54,8 +54,8 @@ would say little.
 
 """
 SPEED = (
-    "Speed on an H200, random weights, steps not captured (Keyformer's Fig. 1 with one beam, the paper has four; "
-    "PQCache's Fig. 7 measured once, without an interval):"
+    "On an H200, random weights, uncaptured steps (Keyformer's Fig. 1: one beam, not four; "
+    "PQCache's Fig. 7: measured once):"
 )
 AGAIN = f"The same on `{SECOND}`, a base model of which three layers evict ([two models](../docs/two_models.md)):"
 
