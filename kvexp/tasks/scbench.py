@@ -1,7 +1,8 @@
 """SCBench (Li et al., arXiv:2412.10319): several questions about one long text, each of a copy of the evicted cache
 (multi-request) or as the turns of one conversation (multi-turn); from its files, or generated in its form.
 
-Prompts and graders are of github.com/microsoft/MInference, folder scbench (MIT), at commit fb56c91, to the letter.
+Prompts and graders are of github.com/microsoft/MInference, folder scbench (MIT), at commit fb56c91, to the letter, but
+for the blank line before a question of the multi-request mode, where the script has nothing.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ def test_a_sweep_of_the_league_has_enough_rows_for_an_interval(task):
 def test_pieces_cover_everything_once_and_hold_what_memory_has():
     made = pieces(list(LONGEST))
     assert len({piece.name for piece in made}) == len(made)
+    fewer = {piece for piece in pieces(list(LONGEST), answers=False) if piece.group.keeps_all}
+    assert fewer == {piece for piece in made if piece.group.keeps_all}
+    assert len(pieces(["needle"], answers=False)) < len(pieces(["needle"]))
     for task in LONGEST:
         for question in QUESTIONS:
             mine = [piece for piece in made if (piece.task, piece.question) == (task, question)]
