@@ -127,7 +127,7 @@ def pieces(
     """Every piece of these tasks; only: of these methods; questions: where the question stands.
 
     answers: whether answers are generated too; without them twice as many methods go together, but of methods that keep
-    everything, of which five took 19 GB on needles and two take 8.
+    everything, of which five took more than 19 GB on needles.
     """
     return [
         Piece(task, question, group, part)
