@@ -24,7 +24,7 @@ from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.real_scale import MODEL
 from experiments.lib.tables import between, kl_estimate, markdown
 from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
-from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, WORDS, folders
+from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, folders
 from kvexp.results.stats import LEVEL
 from kvexp.results.table import table, without_question
 from kvexp.run.store import EPSILON_KL, OWN
@@ -206,13 +206,11 @@ PUBLISHED = (
 )
 COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
 OF_ROWS = ["of_full", "slots"]  # known where answers were written
-EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names; "" in recordings made before it was kept
-OLDER = "older"  # whether the run was in a recording without EACH
+EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names
 
 MARKS = ("ahead_of", "behind", "order")
 TOP, SHOWN = 10, 2  # methods in the table of places; names of methods whose difference to the first is undecided
 SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
-OUTCOMES = "+-?"  # a pair of the published order holds, is reversed, is undecided
 
 
 def frame_of(outputs: Path) -> pd.DataFrame:
@@ -224,8 +222,8 @@ def frame_of(outputs: Path) -> pd.DataFrame:
     parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
     parts = [part for part in parts if len(part)]
     if not parts:
-        return pd.DataFrame(columns=[*COLUMNS, EACH, OLDER, *MARKS])
-    return marked(pd.concat(parts, ignore_index=True).assign(**{OLDER: False}, **dict.fromkeys(MARKS, "")))
+        return pd.DataFrame(columns=[*COLUMNS, EACH, *MARKS])
+    return marked(pd.concat(parts, ignore_index=True))
 
 
 def _of_task(outputs: Path) -> pd.DataFrame:
@@ -272,15 +270,14 @@ def _how(setting: str) -> str:
 
 
 def marked(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with MARKS of every row that has EACH; a mark about a method without EACH stays as it was.
+    """The frame with MARKS of every row.
 
     ahead_of, behind: names of methods that diverge more, or less, at this budget and by more than chance (Holm over all
-    pairs of the budget). order: names of those that PUBLISHED has one place below, each behind the sign of OUTCOMES
-    (Holm over the pairs of PUBLISHED alone, which were named before any run).
+    pairs of the budget). order: names of those that PUBLISHED has one place below, each behind + (holds), - (reversed)
+    or ? (Holm over the pairs of PUBLISHED alone, which were named before any run).
     """
-    frame = frame.copy()
-    for _, block in frame.groupby(["task", "question", "kv_ratio"]):
-        part = block[block[EACH].ne("")]
+    frame = frame.assign(**dict.fromkeys(MARKS, ""))
+    for _, part in frame.groupby(["task", "question", "kv_ratio"]):
         means = {name_of(row): _split(row[EACH]) for _, row in part.iterrows()}
         pairs = compared_means(means)
         ahead: dict[str, list[str]] = {name: [] for name in means}
@@ -290,12 +287,7 @@ def marked(frame: pd.DataFrame) -> pd.DataFrame:
             ahead[pair["better"]].append(worse)
             behind[worse].append(pair["better"])
         for mark, found in zip(MARKS, (ahead, behind, _order(pairs)), strict=True):
-            marks = []
-            for _, row in part.iterrows():
-                # Marks of an older recording stay where they are about methods whose examples are not known.
-                older = [name for name in str(row[mark]).split() if name.lstrip(OUTCOMES) not in means]
-                marks.append(" ".join(sorted([*found.get(name_of(row), []), *older])))
-            frame.loc[part.index, mark] = marks
+            frame.loc[part.index, mark] = [" ".join(sorted(found.get(name, []))) for name in means]
     return frame
 
 
@@ -419,10 +411,8 @@ def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
     if evicting.empty:
         return ()
     best = _best(evicting)
-    # Compared are methods of one recording, or whose examples are known.
-    compared = evicting[(evicting[EACH].ne("") & (best[EACH] != "")) | (evicting[OLDER].eq(True) & best[OLDER])]
-    others = [row for _, row in compared.iterrows() if name_of(row) != name_of(best)]
-    alike = [name_of(row) for row in others if name_of(row) not in str(best["ahead_of"]).split()]
+    others = [name for _, row in evicting.iterrows() if (name := name_of(row)) != name_of(best)]
+    alike = [name for name in others if name not in str(best["ahead_of"]).split()]
     more = [f"+{len(alike) - SHOWN}"] if len(alike) > SHOWN else []
     undecided = ", ".join([*alike[:SHOWN], *more]) or "-"
     if not np.isfinite(best["kl_low"]):
@@ -452,47 +442,28 @@ def _pairs() -> Iterator[tuple[str, str]]:
 def recorded() -> pd.DataFrame:
     """What was kept of a recording; empty where there is none."""
     if not RECORDED.exists():
-        return pd.DataFrame(columns=[*COLUMNS, EACH, OLDER, *MARKS])
-    kept = pd.read_csv(RECORDED, keep_default_na=True).reindex(columns=[*COLUMNS, EACH, OLDER, *MARKS])
-    return kept.astype({EACH: object}).fillna(dict.fromkeys(("how", EACH, *MARKS), ""))
+        return pd.DataFrame(columns=[*COLUMNS, EACH, *MARKS])
+    kept = pd.read_csv(RECORDED, keep_default_na=True).reindex(columns=[*COLUMNS, EACH, *MARKS])
+    return kept.fillna(dict.fromkeys(("how", *MARKS), ""))
 
 
 def merged(kept: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
     """Both recordings: of a method at a budget the row of more examples, that of `found` if they have equally many.
 
     A recording may so be made a few methods at a time, on several machines; a later and smaller trial replaces nothing.
-    Where answers were not written once more, OF_ROWS stays. ConfigError where a method is added to a block whose leader
-    has no EACH and is not in `found`: nothing would be known of the two.
+    Where answers were not written once more, OF_ROWS stays.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     both = pd.concat([frame for frame in (kept, found) if len(frame)])
-    both[OLDER] = both[EACH].eq("") | both[OLDER].eq(True)
     for row in finished(both).to_dict("records"):
         place = tuple(row[name] for name in ("task", "question", "kv_ratio", "method", "how"))
         if before := rows.get(place):
-            row[OLDER] = before[OLDER]
-            row |= {name: before[name] for name in (*MARKS, *(name for name in OF_ROWS if row[name] != row[name]))}
+            row |= {name: before[name] for name in OF_ROWS if row[name] != row[name]}
         rows[place] = row
-    frame = pd.DataFrame(rows.values(), columns=[*COLUMNS, EACH, OLDER, *MARKS])
+    frame = pd.DataFrame(rows.values(), columns=[*COLUMNS, EACH, *MARKS])
     blocks = list(itertools.product(LONGEST, QUESTIONS))
     order = [blocks.index(block) for block in zip(frame["task"], frame["question"], strict=True)]
-    frame = marked(frame.iloc[np.argsort(order, kind="stable")].reset_index(drop=True))
-    _check_leaders(kept, frame)
-    return frame
-
-
-def _check_leaders(kept: pd.DataFrame, frame: pd.DataFrame) -> None:
-    """ConfigError as of `merged`."""
-    place = ["task", "question", "kv_ratio"]
-    there = {(*row[place], name_of(row)) for _, row in kept.iterrows()}
-    for (task, question, ratio, _), part in frame.groupby([*place, frame["method"].isin(_keep_all())]):
-        leader = _best(part)
-        added = [name_of(row) for _, row in part.iterrows() if (task, question, ratio, name_of(row)) not in there]
-        if added and not leader[EACH] and name_of(leader) not in added:
-            raise ConfigError(
-                f"{task}, {WORDS[question]}, {ratio:g} of the cache: {', '.join(added)} cannot be compared with "
-                f"{name_of(leader)}, which is ahead and was recorded without its examples; run {name_of(leader)} too"
-            )
+    return marked(frame.iloc[np.argsort(order, kind="stable")].reset_index(drop=True))
 
 
 def _best(part: pd.DataFrame) -> Any:

@@ -113,7 +113,7 @@ def test_a_sweep_that_fails_is_told_and_the_others_are_run(capsys, monkeypatch, 
 def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", each="", **more):
     ends = {"kl_low": kl * 0.9, "kl_high": kl * 1.1}
     made = {"task": "news", "question": "after_eviction", "method": method, "how": how, "kv_ratio": ratio, "n": 20}
-    made |= {"kl": kl, **ends, "top1": 0.9, "of_full": math.nan, "slots": 100.0, "kl_each": each, "older": not each}
+    made |= {"kl": kl, **ends, "top1": 0.9, "of_full": math.nan, "slots": 100.0, "kl_each": each}
     return made | {"ahead_of": ahead, "behind": behind, "order": order} | more
 
 
@@ -205,29 +205,15 @@ def test_a_recording_made_in_pieces_keeps_what_is_larger():
     assert list(league.merged(both, more)["kl"]) == [0.25, 0.1], "a block has one number of examples"
 
 
-def test_methods_that_are_added_to_a_block_are_compared_with_its_leader():
-    older = pd.DataFrame(
-        [
-            row("h2o", 0.2, ahead="knorm tova", order="", of_full=70.0),
-            row("tova", 0.5, behind="h2o", ahead="knorm"),
-            row("knorm", 3.0, behind="h2o tova"),
-        ]
-    )
-    cake = row("cake", 0.9, each=examples(0.9, 0.002))
-    with pytest.raises(ConfigError, match=r"cake cannot be compared with h2o, which is ahead .*; run h2o too"):
-        league.merged(older, pd.DataFrame([cake]))
-    once_more = row("h2o", 0.2, each=examples(0.2))
-    frame = league.merged(older, pd.DataFrame([cake, once_more])).set_index("method")
-    assert frame.loc["h2o", "ahead_of"] == "cake knorm tova" and frame.loc["cake", "behind"] == "h2o"
-    assert frame.loc["knorm", "behind"] == "h2o tova" and frame.loc["cake", "ahead_of"] == "", "not compared"
+def test_methods_that_are_added_to_a_block_are_compared_with_all_of_it():
+    kept = pd.DataFrame([row("h2o", 0.2, each=examples(0.2), of_full=70.0), row("tova", 0.5, each=examples(0.5))])
+    again, cake = row("h2o", 0.2, each=examples(0.2)), row("cake", 0.9, each=examples(0.9, 0.002))
+    frame = league.merged(kept, pd.DataFrame([cake, again])).set_index("method")
+    assert frame.loc["h2o", "ahead_of"] == "cake tova" and frame.loc["cake", "behind"] == "h2o tova"
     assert frame.loc["h2o", "of_full"] == 70, "answers were not written once more"
-    ahead = row("cake", 0.1, each=examples(0.1))
-    page = league.text_of(league.merged(older, pd.DataFrame([ahead, once_more])))
-    assert "| cake | 0.100 (0.090..0.110) | - | - |" in page, "h2o is told from it, tova never compared"
-    later = pd.DataFrame([row("knorm", 3.0, each=examples(3.0, 0.003)), row("tova", 0.5, each=examples(0.2, 0.0009))])
-    frame = league.merged(frame.reset_index(), later).set_index("method")
-    assert frame.loc["cake", "ahead_of"] == "knorm" and frame.loc["knorm", "behind"] == "cake h2o tova"
-    assert frame.loc["h2o", "ahead_of"] == "cake knorm", "h2o before tova is judged by what is known now"
+    level = row("cake", 0.2, each=examples(0.219, -0.001))
+    page = league.text_of(league.merged(kept, pd.DataFrame([level])))
+    assert "| h2o | 0.200 (0.180..0.220) | cake | - |" in page, "tova is told from it, cake is not"
 
 
 def test_marks_are_those_of_paired_examples():
