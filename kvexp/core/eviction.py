@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -742,7 +743,8 @@ class EvictionLayer:
         """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
         self.require_slots().own()  # it is about to overwrite a slot
         if self._stack is None or self._stack.keys is not self.require_slots().kv_buffers[0]:
-            self._stack = StackedLayer([self], self.cross_layer_buffers)
+            # By a proxy, or layer and stack would hold each other until Python looks for cycles, and all slots with them.
+            self._stack = StackedLayer([weakref.proxy(self)], self.cross_layer_buffers)
         return self._stack
 
     @property

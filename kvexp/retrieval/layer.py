@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -79,7 +80,8 @@ class LayerGroup:
     """The layers of one cache, so that each can prefetch for the next; calibration: as of `PrefillKV`."""
 
     calibration: Any = None
-    states: list[RetrievalLayer] = field(default_factory=list)
+    # By index; weak, or each layer would hold the others until Python looks for cycles, and all tokens with them.
+    states: WeakValueDictionary[int, RetrievalLayer] = field(default_factory=WeakValueDictionary)
 
 
 class RetrievalLayer:
@@ -96,7 +98,7 @@ class RetrievalLayer:
     ) -> None:
         self.config, self.index, self.layers = config, index, layers
         self.sequence, self.memory_tracker, self.group = sequence, memory_tracker, group
-        group.states.append(self)
+        group.states[index] = self
         self.reset()
 
     @property
@@ -331,6 +333,7 @@ class RetrievalLayer:
 
     def copy_rows_from(self, other: RetrievalLayer, rows: Tensor) -> None:
         """Copy the tokens and index of batch rows `rows` [n] from another layer, which stays as it is."""
+        self.group.states[self.index] = self  # copied with the rest of the cache, the group knows the originals
         self.slots = other.slots.index_rows(rows) if other.slots is not None else None
         self.memory = other.memory.index_rows(rows) if other.memory is not None else None
         self.kv_index = other.kv_index.index_rows(rows)

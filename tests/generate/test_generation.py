@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import math
 import re
+import weakref
 from html import unescape
 
 import pytest
@@ -31,6 +33,10 @@ from kvexp.hf import EvictionCache, load_model, load_tokenizer, patch_model, ran
 from kvexp.hf.cache import KeptText
 from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import A2SF, H2O, DilatedWindow, Full, Ideal, Keyformer, Random, SnapKV, StreamingLLM, Window
+from kvexp.retrieval.infllm import InfLLM
+from kvexp.retrieval.pqcache import PQCache
+from kvexp.retrieval.quest import Quest
+from kvexp.retrieval.sparq import SparQ
 from kvexp.util import CacheError, ConfigError
 
 PROMPTS = [list(range(3, 26)), list(range(50, 37, -1)), [7, 7, 9, 7, 7, 9, 7, 7, 9, 11, 13, 11, 13, 17]]
@@ -663,3 +669,29 @@ def test_a_budget_that_holds_everything_is_the_full_cache_to_the_bit(family):
     for method in (H2O(), Keyformer(), A2SF(), SnapKV(), Window()):
         kept = generate(tiny(family), PROMPTS, method, Budget(tokens=99), **options)
         assert all(map(torch.equal, kept.logits, full.logits)), method.name
+
+
+KEEPING_ALL = [PQCache(b=2), Quest(page=4), SparQ(), InfLLM(block=4)]
+
+
+@pytest.mark.parametrize("method", [Full(), H2O(), Keyformer(), Window(), *KEEPING_ALL], ids=lambda m: m.name)
+def test_a_dropped_cache_frees_its_memory_without_pythons_search_for_cycles(method):
+    model, budget = tiny("llama"), None if method.name == "full" else Budget(kv_ratio=0.6)
+
+    def used() -> list[weakref.ref]:
+        full, own = prefill_together(
+            model, PROMPTS[:1], [CacheConfig.of(Full()), CacheConfig.of(method, budget)], max_new_tokens=6
+        )
+        fork = own.fork([0])
+        generate_from_context(model, fork, [[5, 6]], decoding=GenerationParams(4))
+        assert divergence_from_full(model, full, [own], [[4, 5, 6]])[0][0].tokens == [4, 5, 6]
+        made = generate(model, PROMPTS[:1], method, budget, decoding=GenerationParams(4))
+        caches = [full.cache, own.cache, fork.cache, made.cache]
+        return [weakref.ref(each) for cache in caches for each in (cache, *cache.layer_states)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [found for each in used() if (found := each()) is not None] == []
+    finally:
+        gc.enable()
