@@ -743,7 +743,7 @@ class EvictionLayer:
         """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
         self.require_slots().own()  # it is about to overwrite a slot
         if self._stack is None or self._stack.keys is not self.require_slots().kv_buffers[0]:
-            # By a proxy, or layer and stack would hold each other until Python looks for cycles, and all slots with them.
+            # By a proxy: if layer and stack held each other, the slots would stay until Python looks for cycles.
             self._stack = StackedLayer([weakref.proxy(self)], self.cross_layer_buffers)
         return self._stack
 

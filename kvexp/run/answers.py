@@ -471,32 +471,49 @@ def _outputs_from_contexts(
                 yield Outputs(place, run, {index: chosen})
         for group in groups.values():
             for start in range(0, len(group), lead.batch_size):
-                some = group[start : start + lead.batch_size]
-                rows = [place_of[index] for index, _ in some]
-                copies = _copies(batch, contexts, rows, keep=True)
-                full: dict[int, ModelOutput] = {}
-                if batch.answering:
-                    before = time.perf_counter()
-                    forks = [contexts[run].fork(rows) for run in batch.answering]
-                    copying = (time.perf_counter() - before) / len(batch.answering)
-                    results = generation.generate_from_contexts(
-                        model,
-                        forks,
-                        [prompt.question_ids for _, prompt in some],
-                        decoding=lead.decoding,
-                        tokenizer=tokenizer,
-                        seeds=_sampling_seeds(lead, some),
-                    )
-                    for run, result in zip(batch.answering, results, strict=True):
-                        answers = _by_index(some, outputs_of(result, tokenizer))
-                        for index, prompt in some:
-                            if prompt.example.questions:  # they share the context by request
-                                seconds = {**answers[index].seconds, "prefill": contexts[run].seconds, "copy": copying}
-                                answers[index] = dataclasses.replace(answers[index], seconds=seconds)
-                        full = answers if run == batch.full else full
-                        yield Outputs(place, run, answers)
-                asked = dataclasses.replace(batch, prompts=some)
-                yield from _forced(lead, model, list(_texts(model, tokenizer, place, asked, copies, full)), most)
+                some = dataclasses.replace(batch, prompts=group[start : start + lead.batch_size])
+                rows = [place_of[index] for index, _ in some.prompts]
+                yield from _outputs_of_questions(model, tokenizer, place, some, contexts, rows, most)
+        del contexts  # before the next part's are made
+
+
+def _outputs_of_questions(
+    model: Model,
+    tokenizer: Tokenizer,
+    place: int,
+    batch: PromptBatch,
+    contexts: Sequence[PrefilledContext],
+    rows: Sequence[int],
+    most: int | None,
+) -> Iterator[Outputs]:
+    """Outputs for prompts whose questions have one length, from these rows of contexts, which stay as they are."""
+    lead, prompts = batch.runs[0], batch.prompts
+    copies = _copies(batch, contexts, rows, keep=True)
+    full: dict[int, ModelOutput] = {}
+    if batch.answering:
+        before = time.perf_counter()
+        forks = [contexts[run].fork(rows) for run in batch.answering]
+        copying = (time.perf_counter() - before) / len(batch.answering)
+        results = generation.generate_from_contexts(
+            model,
+            forks,
+            [prompt.question_ids for _, prompt in prompts],
+            decoding=lead.decoding,
+            tokenizer=tokenizer,
+            seeds=_sampling_seeds(lead, prompts),
+        )
+        for run, result in zip(batch.answering, results, strict=True):
+            answers = _by_index(prompts, outputs_of(result, tokenizer))
+            for index, prompt in prompts:
+                if prompt.example.questions:  # they share the context by request
+                    seconds = {**answers[index].seconds, "prefill": contexts[run].seconds, "copy": copying}
+                    answers[index] = dataclasses.replace(answers[index], seconds=seconds)
+            full = answers if run == batch.full else full
+            yield Outputs(place, run, answers)
+        del forks, results, result
+    texts = list(_texts(model, tokenizer, place, batch, copies, full))
+    del copies  # each text drops what is used up
+    yield from _forced(lead, model, texts, most)
 
 
 def shares_score_across_batch(settings: Settings) -> bool:

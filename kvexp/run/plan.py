@@ -25,7 +25,7 @@ from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, run_hash, runs
 from kvexp.tasks import Example, LMEval, Mathematics, Task
-from kvexp.tasks.base import SampledTask
+from kvexp.tasks.base import AFTER_EVICTION, SampledTask
 from kvexp.util import ConfigError, Session, canonical, duration, say
 
 if TYPE_CHECKING:
@@ -383,6 +383,14 @@ class PlannedGroup:
         """Prompts that are read: one per example for all runs of the group."""
         return max(run.prefills(shared=len(self.runs) > 1) for run in self.runs)
 
+    @property
+    def copies(self) -> int:
+        """How often a run's cache is held, at most: to answer, to be forced each kind of text, and to be asked more."""
+        kinds = {kind for run in self.runs for kind, texts in run.forced.items() if texts}
+        answers = any(run.left for run in self.runs)
+        asked = getattr(self.lead.task, "question", None) == AFTER_EVICTION
+        return max(1, answers + len(kinds)) + asked
+
 
 TimeOf = Callable[[PlannedGroup], tuple[float | None, str]]  # seconds of a group, and their source
 
@@ -507,12 +515,12 @@ def slots_of(settings: Settings, prompt: float) -> int:
         return int(prompt) + settings.decoding.max_new_tokens
 
 
-def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float) -> int:
-    """Bytes of a batch, at most: the prompts as they are read, and what every run keeps of them."""
+def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float, copies: int) -> int:
+    """Bytes of a batch, at most: the prompts as they are read, and copies of what every run keeps of them."""
     lead = settings[0]
     batch = lead.batch_size * lead.decoding.num_beams
     kept = sum(slots_bytes(shape, each, slots_of(each, prompt)) for each in settings)
-    return batch * (int(prompt) * shape.token_bytes(lead.model.dtype) + kept)
+    return batch * (int(prompt) * shape.token_bytes(lead.model.dtype) + copies * kept)
 
 
 def slots_bytes(shape: ModelSize, settings: Settings, slots: int) -> int:
@@ -571,7 +579,9 @@ def _print_part(groups: list[PlannedGroup]) -> None:
     sharing = f", prefills shared by {max(len(group.runs) for group in groups)}" if len(groups) < count else ""
     memory = "memory not known"
     if shape is not None:
-        kv = max(kv_bytes(shape, [run.settings for run in group.runs], work.prompt_tokens) for group in groups)
+        kv = max(
+            kv_bytes(shape, [run.settings for run in group.runs], work.prompt_tokens, group.copies) for group in groups
+        )
         memory = f"weights {scaled(shape.weight_bytes(lead.model.dtype), 'B')} + KV {scaled(kv, 'B')}"
     say(
         f"{_title(lead)}: {count} runs{sharing}; {sum(group.prefills for group in groups)} prefills of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from small import small
 
 import kvexp.run.batches as together
 import kvexp.run.rows as memory
+from kvexp.hf import EvictionCache
+from kvexp.run.plan import PlannedGroup, _planned, workload_of
 from kvexp.run.store import runs
 from kvexp.util import Session
 
@@ -272,3 +275,35 @@ def test_rows_say_nothing_about_time_and_the_table_says_why(command, tmp_path):
     assert code == 0 and "hydra/launcher=basic" in said
     row = json.loads(next(iter(runs(tmp_path / "out"))).path.joinpath("examples.jsonl").read_text().splitlines()[0])
     assert row["seconds"] == {"ttft": None, "tt2t": None, "tpot": None}
+
+
+@pytest.mark.parametrize(
+    ("task", "divergence", "copies"),
+    [
+        ((), "divergence=false", 1),
+        ((), "divergence=only", 1),
+        ((), "divergence=true", 2),
+        ((), "divergence=true divergence_text=both", 3),
+        (LATER, "divergence=false", 2),
+        (LATER, "divergence=only", 2),
+        (LATER, "divergence=true", 3),
+    ],
+)
+def test_a_plan_counts_every_copy_of_a_cache(tmp_path, monkeypatch, task, divergence, copies):
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
+    live, most, fork, new = weakref.WeakSet(), [0], EvictionCache.fork, EvictionCache.__init__
+
+    def counted(cache):
+        live.add(cache)
+        most[0] = max(most[0], len(live))
+        return cache
+
+    monkeypatch.setattr(EvictionCache, "__init__", lambda self, *a, **given: (new(self, *a, **given), counted(self))[0])
+    monkeypatch.setattr(EvictionCache, "fork", lambda self, rows: counted(fork(self, rows)))
+    data = (f"task.data_files={ROOT}/conf/task/sample.jsonl", "limit=3", *SHORT)
+    words = (*(task or data), f"outputs_dir={tmp_path}", *divergence.split(), "batch_size=3")
+    (members,) = together.prefill_groups([composed_settings(*words, f"method={method}") for method in THREE])
+    planned = [_planned(each, workload_of(each, {})) for each in members]
+    together.run_group(members, Session())
+    assert PlannedGroup(planned).copies == copies
+    assert most[0] == copies * len(members)
