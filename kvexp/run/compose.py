@@ -238,7 +238,8 @@ def unknown(key: str, chosen: Mapping[str, Any]) -> str:
     group, _, name = key.partition(".")
     taken, known = chosen.get(group), settings()
     if having := known.get(key):
-        return f"{key} is a setting of {group}={','.join(having)}" + (f", not of {group}={taken}" if taken else "")
+        other = f", not of {group}={taken}: add {group}={having[0]}{' or one of the others' * (len(having) > 1)}"
+        return f"{key} is a setting of {group}={','.join(having)}{other if taken else ''}"
     if not name or group not in defaults():
         near = meant(key, [*dict.fromkeys([*sorted(roots()), *known])])
         return f"there is no setting {key}{near or '; kvexp run --help lists the settings'}"

@@ -28,7 +28,11 @@ TYPED = [  # words, what stderr holds
     (["method="], "method= names no option"),
     (["metod=h2o"], "there is no setting metod; did you mean method"),
     (["limt=3"], "there is no setting limt; did you mean limit?"),
-    (["method.alpha=0.5"], "method.alpha is a setting of method=a2sf,caote,keyformer_a2sf, not of method=h2o"),
+    (
+        ["method.alpha=0.5"],
+        "method.alpha is a setting of method=a2sf,caote,keyformer_a2sf, not of method=h2o: add method=a2sf or one of "
+        "the others",
+    ),
     (["method.recent_rato=0.5"], "there is no setting method.recent_rato; did you mean method.recent_ratio?"),
     (["task=testbed_summary", "task.nosuch=1"], "there is no setting task.nosuch; task=testbed_summary has split, "),
     (["+max_new_tokens=32"], "did you mean task.max_new_tokens or generation.max_new_tokens?"),
