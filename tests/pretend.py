@@ -120,11 +120,16 @@ class _Factories(TorchDispatchMode):
         return perform(func, args, kwargs or {})
 
 
-class _FromData(TorchFunctionMode):
-    """torch.tensor and torch.as_tensor, which copy to a device below the dispatcher."""
+class _BelowDispatcher(TorchFunctionMode):
+    """What copies below the dispatcher: torch.tensor and as_tensor to a device, torch.softmax to the dtype it is given.
+
+    The second copy would be to the device that torch takes a placed tensor to be on, which is the CPU.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func is torch.softmax and kwargs.get("dtype") is not None and isinstance(args[0], Placed):
+            return func(args[0].to(dtype=kwargs.pop("dtype")), *args[1:], **kwargs)
         if func not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None:
             return func(*args, **kwargs)
         device = torch.device(kwargs.pop("device"))
@@ -151,5 +156,5 @@ def _sent(given, device):
 
 @contextlib.contextmanager
 def pretended():
-    with torch.no_grad(), _Factories(), _FromData():
+    with torch.no_grad(), _Factories(), _BelowDispatcher():
         yield

@@ -36,20 +36,24 @@ class CapKV(Method):
         return Needs(queries_after=self.n_sinks)
 
     def priority(self, ctx: EvictionContext) -> Tensor:
-        statistics, length = ctx.query_statistics, ctx.slots.length
-        assert statistics is not None
         # In float64: equal keys and values must have equal scores, whatever the order of a sum.
-        keys, values = (x[:, :, :length].double() for x in (ctx.slots.keys, ctx.slots.values))
+        values = ctx.slots.values[:, :, : ctx.slots.length].double()
         counted = (ctx.held() & (ctx.positions >= self.n_sinks))[:, :, None]  # [B, H, 1, S]
-        mean, _ = statistics.at(ctx.newest + 1, self.n_future)
-        cosine = normalize(mean.double(), dim=-1) @ normalize(keys, dim=-1).transpose(-1, -2)  # [B, H, G, S]
-        logits = (self.tau * cosine).masked_fill(~counted, -torch.inf)
-        weights = (logits - logits.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
+        weights = self._weights(ctx, counted)
         made = torch.zeros_like(ctx.score, dtype=torch.float64)
         for weight in weights.unbind(2):
-            scaled = ((weight + EPSILON) * counted[:, :, 0])[..., None] * values
+            counts = ((weight + EPSILON) * counted[:, :, 0])[..., None]
             capacity = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
-            capacity = capacity + values.transpose(-1, -2) @ scaled
+            capacity = capacity + values.transpose(-1, -2) @ (counts * values)
             solved = torch.linalg.solve(capacity, values.transpose(-1, -2))
             made += weight * (values * solved.transpose(-1, -2)).sum(-1)
         return (made / weights.shape[2]).float()
+
+    def _weights(self, ctx: EvictionContext, counted: Tensor) -> Tensor:
+        """w [B, H, G, S], 0 of slots that do not count; counted [B, H, 1, S]."""
+        assert ctx.query_statistics is not None
+        mean, _ = ctx.query_statistics.at(ctx.newest + 1, self.n_future)
+        keys = normalize(ctx.slots.keys[:, :, : ctx.slots.length].double(), dim=-1)
+        cosine = normalize(mean.double(), dim=-1) @ keys.transpose(-1, -2)
+        logits = (self.tau * cosine).masked_fill(~counted, -torch.inf)
+        return (logits - logits.amax(-1, keepdim=True)).exp().nan_to_num(0.0)

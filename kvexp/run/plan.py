@@ -515,7 +515,7 @@ def slots_of(settings: Settings, prompt: float) -> int:
         return int(prompt) + settings.decoding.max_new_tokens
 
 
-def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float, copies: int) -> int:
+def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float, copies: int = 1) -> int:
     """Bytes of a batch, at most: the prompts as they are read, and copies of what every run keeps of them."""
     lead = settings[0]
     batch = lead.batch_size * lead.decoding.num_beams

@@ -44,9 +44,9 @@ WIDE: dict[str, Any] = {"head_dim": DIM, "num_attention_heads": HEADS, "num_hidd
 REST = 32 << 10
 STEPS = 4
 # Methods that look at pairs of slots or at every slot's attention in a step: matrices [B, H, S, S] they may hold then.
-PAIRS = {"rkv": 6, "rkv_release": 6}
-# Methods that compute with keys or values themselves in a step, in float32 whatever the dtype: copies of that width.
-IN_FLOAT32 = ("triattention", "h2o_critical")
+PAIRS = {"rkv": 6, "rkv_release": 6, "rkv_defensive": 6}
+# Methods that compute with keys or values themselves, whatever the dtype: bytes of a number of such copies.
+WIDTHS = {"triattention": 4, "h2o_critical": 4, "capkv": 8, "dropkv": 8}
 # Attributes of a layer: what a method keeps of the model, and of the newest queries.
 OF_A_METHOD = ("output_factors", "output_projection", "calibration", "surrogate", "statistics")
 
@@ -127,22 +127,27 @@ def total(storages: set[tuple[int, int]]) -> int:
     return sum(size for _, size in storages)
 
 
-def prompt_bound(seen: Seen, itemsize: int = 4) -> int:
+def widening(name: str, itemsize: int) -> int:
+    """How many times as wide a method's copies of keys and values are."""
+    return max(1, WIDTHS.get(name, 0) // itemsize)
+
+
+def prompt_bound(seen: Seen, name: str, itemsize: int = 4) -> int:
     """Bound of a prompt's peak: the tracker's, what lies beside, and what one layer's forward takes.
 
-    That is its keys and values four times (queries, rotated queries and keys, copies), and four matrices of attention
-    in float32 (logits, probabilities, noise, weighted).
+    That is its keys and values four times (queries, rotated queries and keys, two copies), and four matrices of
+    attention in float32 (logits, probabilities, noise, weighted).
     """
     rows, columns = len(LENGTHS), max(LENGTHS)
     one_layer = 2 * rows * HEADS * columns * DIM * itemsize
-    return seen.tracked_peak + seen.beside + REST + 4 * one_layer + 4 * rows * HEADS * columns**2 * 4
+    states = (2 + 2 * widening(name, itemsize)) * one_layer
+    return seen.tracked_peak + seen.beside + REST + states + 4 * rows * HEADS * columns**2 * 4
 
 
 def step_bound(seen: Seen, name: str, itemsize: int = 4) -> int:
-    """Bound of a step's peak: what is held after it, two copies of one layer's slots, a method's pairs of slots."""
+    """Bound of a step's peak: what is held before or after it, two copies of a layer's slots, pairs of slots."""
     pairs = PAIRS.get(name, 0) * len(LENGTHS) * HEADS * seen.slots**2 * 4
-    wider = 4 // itemsize if name in IN_FLOAT32 else 1
-    return max(seen.held[1:]) + 2 * wider * max(seen.tracked) // LAYERS + pairs + REST
+    return max(seen.held) + 2 * widening(name, itemsize) * max(seen.tracked) // LAYERS + pairs + REST
 
 
 def check(seen: Seen, name: str, itemsize: int = 4) -> None:
@@ -150,7 +155,7 @@ def check(seen: Seen, name: str, itemsize: int = 4) -> None:
     assert seen.held[-1] - seen.kv - seen.beside <= REST, seen
     for held, tracked in zip(seen.held, seen.tracked, strict=True):
         assert tracked <= held <= tracked + seen.beside + REST, seen
-    assert seen.tracked_peak <= seen.prompt_peak <= prompt_bound(seen, itemsize), seen
+    assert seen.tracked_peak <= seen.prompt_peak <= prompt_bound(seen, name, itemsize), seen
     assert seen.step_peak <= step_bound(seen, name, itemsize), seen
 
 
@@ -220,7 +225,7 @@ def test_a_prompt_held_whole_would_be_found():
     """Keys and values of all layers beside the peak of what evicts layer by layer."""
     seen = held_by(config_for("knorm"))
     whole = 2 * LAYERS * len(LENGTHS) * HEADS * max(LENGTHS) * DIM * 4
-    assert seen.prompt_peak + whole > prompt_bound(seen)
+    assert seen.prompt_peak + whole > prompt_bound(seen, "knorm")
 
 
 # Everything stays on the device, as far as a CPU can tell: no devices meet, and every wait of the host has a reason.
