@@ -63,8 +63,16 @@ FETCHING = {
 }
 # Of single methods, at every layer and step:
 GUARD = {"hf/cache.py:reorder_cache": "that no row went to another sample, where a sample's beams share scores"}
+CHOICE_ON_HOST = {  # as often as it likes
+    "methods/openvino.py:kept": "which rows hold what they may at most, and which slots these are",
+    "methods/openvino.py:_gone": "which blocks go, as the engine sorts them; a study of an engine, never timed",
+    "methods/openvino.py:_without_crushed": "which blocks KVCrush takes back",
+    "core/backends.py:evict": "how many slots are left, which blocks change",
+}
 OF_METHOD = {
     "ideal": {"methods/ideal.py:query_mask": "the largest budget of the batch; a simulation, never timed"},
+    "openvino": CHOICE_ON_HOST,
+    "openvino_crush": CHOICE_ON_HOST,
     "keyformer": GUARD,
     "keyformer_shared": GUARD,
     "keyformer_a2sf": GUARD,
@@ -104,6 +112,8 @@ def check_waits(
     assert set(waits) <= {*per_step, *ONCE, *own}, waits
     assert set(per_step) <= set(waits), f"waits no more: {waits}"
     for place, count in waits.items():
+        if place in own and place in CHOICE_ON_HOST:
+            continue
         most = 2 * steps if place in own else each * steps if place in per_step else 0
         assert count <= most + (4 * caches if place in ONCE else 0), f"{place}, {count} times: {waits}"
     assert not reads.strays, reads.strays

@@ -109,7 +109,8 @@ class OpenVINO(Method):
             if count >= limit:
                 slots = held[row, 0].nonzero()[:, 0]
                 evictable, gone = self._gone(ctx, priority, row, slots, limit - self.block)
-                keep[row, :, evictable.view(-1, self.block)[gone].flatten()] = False
+                blocks = torch.tensor(gone, dtype=torch.int64, device=evictable.device)
+                keep[row].index_fill_(-1, evictable.view(-1, self.block)[blocks].flatten(), False)
         return keep
 
     def _gone(
