@@ -111,11 +111,12 @@ def wheels(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_interrupt():
-    """run.py, run in this process, takes over what an interrupt and a broken pipe do."""
+    """run.py, run in this process, takes over what an interrupt and a broken pipe do, and takes the threads it is given."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGPIPE)}
     yield
     for number, action in before.items():
         signal.signal(number, action)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
