@@ -111,7 +111,7 @@ def wheels(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_interrupt():
-    """run.py, run in this process, takes over what an interrupt and a broken pipe do, and takes the threads it is given."""
+    """run.py, run in this process, takes over what an interrupt and a broken pipe do, and the number of threads."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGPIPE)}
     yield
     for number, action in before.items():
