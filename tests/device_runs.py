@@ -112,7 +112,7 @@ def check_waits(
     assert set(waits) <= {*per_step, *ONCE, *own}, waits
     assert set(per_step) <= set(waits), f"waits no more: {waits}"
     for place, count in waits.items():
-        if place in own and place in CHOICE_ON_HOST:
+        if place in CHOICE_ON_HOST:
             continue
         most = 2 * steps if place in own else each * steps if place in per_step else 0
         assert count <= most + (4 * caches if place in ONCE else 0), f"{place}, {count} times: {waits}"
