@@ -91,8 +91,8 @@ class PromptBatch:
 
     @property
     def copies(self) -> int:
-        """How often the cache of each run is held: for the answers, and for each kind of text."""
-        return len(self.texts) + bool(self.answering)
+        """How often the cache of each run is held: for answers, for each kind of text, and while questions follow."""
+        return len(self.texts) + bool(self.answering) + any(_has_more(prompt) for _, prompt in self.prompts)
 
 
 @dataclass(frozen=True)

@@ -507,10 +507,13 @@ def second_passes(settings: Sequence[Settings]) -> int:
     return len({each.method.needs.second_pass for each in settings} - {None})
 
 
-def slots_of(settings: Settings, prompt: float) -> int:
-    """Slots per kv head that a prompt holds once it is evicted; all of them where the budget is too small for it."""
+def slots_of(settings: Settings, prompt: float, *, cached: bool = False) -> int:
+    """Slots per kv head that a prompt holds once it is evicted; all of them where the budget is too small for it.
+
+    cached: as of `slots_held`.
+    """
     try:
-        return slots_held(settings, [max(1, int(prompt))])[0]
+        return slots_held(settings, [max(1, int(prompt))], cached=cached)[0]
     except ConfigError:
         return int(prompt) + settings.decoding.max_new_tokens
 
@@ -519,7 +522,7 @@ def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float, copi
     """Bytes of a batch, at most: the prompts as they are read, and copies of what every run keeps of them."""
     lead = settings[0]
     batch = lead.batch_size * lead.decoding.num_beams
-    kept = sum(slots_bytes(shape, each, slots_of(each, prompt)) for each in settings)
+    kept = sum(slots_bytes(shape, each, slots_of(each, prompt, cached=True)) for each in settings)
     return batch * (int(prompt) * shape.token_bytes(lead.model.dtype) + copies * kept)
 
 

@@ -361,7 +361,7 @@ def kv_bytes_needed(runs: Sequence[Settings], model: Model, batch: Items) -> tup
     def kept(settings: Settings) -> int:
         heads = num_layers(config, settings.cache.evict_sliding) * num_kv_heads(config)
         held = head_slot_bytes(settings, head_dim(config), int(model.dtype.itemsize))
-        return heads * sum(map(held.of, slots_held(settings, lengths)))
+        return heads * sum(map(held.of, slots_held(settings, lengths, cached=True)))
 
     return token_bytes(model) * sum(lengths), [kept(settings) for settings in runs]
 
@@ -371,13 +371,19 @@ def head_slot_bytes(settings: Settings, width: int, itemsize: int) -> SlotBytes:
     return SlotBytes(width, width, settings.cache.quantization, itemsize)
 
 
-def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
-    """Slots per layer and kv head that each prompt holds at most once it is evicted."""
+def slots_held(settings: Settings, lengths: Sequence[int], *, cached: bool = False) -> list[int]:
+    """Slots per layer and kv head that each prompt holds at most once it is evicted.
+
+    cached: with the copies in the block cache of a method that keeps every token.
+    """
+    from kvexp.retrieval.method import Retrieval
+
     new = settings.decoding.max_new_tokens
     budget = batch_budget(settings, lengths)
     cache = settings.cache
     if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
-        return [length + new for length in lengths]
+        blocks = cache.method.cache if cached and isinstance(cache.method, Retrieval) else None
+        return [length + new + (min(blocks.tokens, length) if blocks else 0) for length in lengths]
     if isinstance(budget, BytesBudget):
         budget = dataclasses.replace(budget, others=None)  # which leaves fewer slots
     held = budget.resolve(PromptSizes(lengths, max(lengths), new, 1), 0)

@@ -304,6 +304,17 @@ def test_a_plan_counts_every_copy_of_a_cache(tmp_path, monkeypatch, task, diverg
     words = (*(task or data), f"outputs_dir={tmp_path}", *divergence.split(), "batch_size=3")
     (members,) = together.prefill_groups([composed_settings(*words, f"method={method}") for method in THREE])
     planned = [_planned(each, workload_of(each, {})) for each in members]
+    fitted, fits = [], together.fit_together
+    monkeypatch.setattr(together, "fit_together", lambda batches, *to: fitted.extend(batches) or fits(batches, *to))
     together.run_group(members, Session())
     assert PlannedGroup(planned).copies == copies
     assert most[0] == copies * len(members)
+    assert {batch.copies for batch in fitted} == {copies}, "by which batches are fitted into memory"
+
+
+@pytest.mark.parametrize("method", ["pqcache", "infllm"])
+def test_the_copies_in_a_block_cache_count_as_memory(method):
+    blocks, none = (composed_settings(f"method={method}", f"method.cache_tokens={size}") for size in (256, 0))
+    held = [[memory.slots_held(each, [100, 900], cached=cached) for cached in (False, True)] for each in (none, blocks)]
+    assert held[0][0] == held[0][1] == held[1][0]
+    assert held[1][1] == [held[0][0][0] + 100, held[0][0][1] + 256]
