@@ -17,7 +17,7 @@ def opened(folder: Path, task: str, labels: dict[str, Any], config: dict[str, An
 
 def row(index: int, example: str, metrics: dict[str, float], **more: Any) -> dict[str, Any]:
     made = {"example": example, "index": index, "metrics": metrics, "prompt_tokens": 100, "new_tokens": 8}
-    made |= {"output": "words", "reference": "", "skipped": None, "finish_reason": "stop", "stop_reason": None}
+    made |= {"output": "words", "reference": "right", "skipped": None, "finish_reason": "stop", "stop_reason": None}
     receipt = {"slots": 50.0, "kv_bytes": 1000, "peak_kv_bytes": 2000, "batch_size": 1, "first_eviction_step": 0}
     return {**made, "receipt": receipt, "seconds": {}, "info": {}, **more}
 

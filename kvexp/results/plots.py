@@ -221,7 +221,10 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     paired = frame["verdict99"].ne("baseline") & frame["paired"].notna()
     panels = [(title, part) for title, _, part in parts(frame) if paired[part.index].any()]
     if not panels:
-        raise ConfigError("no finished runs with a baseline to draw; run a sweep over kv_ratio first")
+        raise ConfigError(
+            "no finished runs with a baseline and a score to draw; run a sweep over kv_ratio first, or draw how far "
+            "runs are from the full cache: --view divergence"
+        )
     metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]
     for (title, part), own in zip(panels, metrics, strict=True):
         if f"{own}_of_full" not in part:

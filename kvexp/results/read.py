@@ -183,8 +183,13 @@ class Folder:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Names of the metrics in the order in which the task wrote them: the first one is the headline."""
-        return list(dict.fromkeys(name for row in self.scored.values() for name in row["metrics"]))
+        """Names of the metrics in the order in which the task wrote them: the first one is the headline.
+
+        Where no row has a reference, none that compares with it (`task=prompts` takes rows without answers).
+        """
+        names = dict.fromkeys(name for row in self.scored.values() for name in row["metrics"])
+        alone = all(row.get("reference") == "" for row in self.scored.values())
+        return [name for name in names if not (alone and name.startswith("rouge"))]
 
     @property
     def void(self) -> bool:

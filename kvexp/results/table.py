@@ -151,6 +151,8 @@ def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) 
         return f"baseline {baseline.problem}"
     if folder.questions and not folder.scored:
         return f"the full cache answers none of the {folder.questions} questions: nothing to lose"
+    if folder.scored and not folder.metrics:
+        return "no references to compare with: KL and equal tokens are the distance from the full cache"
     if pair is not None and (nothing := pair.without_percent):
         return f"the baseline scores 0 in {', '.join(nothing)}: no percentage of that"
     if pair is None or pair.pairs < stats.MIN_PAIRS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -408,8 +408,8 @@ class Stories(RougeTask):
 class Prompts(RougeTask):
     """Answer prompts as they are; rows {"prompt"}, and perhaps {"answer"} and {"id"}.
 
-    For how far a run is from the full cache, which takes no reference: ROUGE is 0 where a row has no answer. All of a
-    prompt is body. One that is too long is skipped, since its end may be what it asks.
+    Without answers there is no ROUGE, and a table says how far a run is from the full cache; either all rows have one
+    or none. All of a prompt is body. One that is too long is skipped, since its end may be what it asks.
     """
 
     name: ClassVar[str] = "prompts"
@@ -421,6 +421,15 @@ class Prompts(RougeTask):
         prompt = text(row, "prompt", where, "data_files")
         answer = text(row, "answer", where, "data_files", empty=True) if row.get("answer") is not None else ""
         return Example(row_id(row, "id", prompt, answer), prompt, answer)
+
+    def check_examples(self, examples: Sequence[Example]) -> None:
+        super().check_examples(examples)
+        with_answer = sum(bool(example.reference) for example in examples)
+        if 0 < with_answer < len(examples):
+            raise ConfigError(
+                f"{with_answer} of {len(examples)} prompts have an answer, and ROUGE takes one: give all of them "
+                '"answer", or none'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

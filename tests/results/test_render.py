@@ -9,13 +9,14 @@ from report_runs import write
 from rich.console import Console
 
 from kvexp.results.table import print_table, table, to_markdown
+from kvexp.results.views import main
 from kvexp.run.store import refuse
 from kvexp.util import ConfigError
 
 
-def record(folder, method, setting, kv_ratio=0.5, baseline=None, slots=8.0, **more):
+def record(folder, method, setting, kv_ratio=0.5, baseline=None, slots=8.0, changes=None, **more):
     scores = [{"rouge1": 50.0 + number, "rouge2": 40.0, "rougeL": 40.0} for number in range(6)]
-    changes = {"receipt": {"slots": slots, "batch_size": 1}, "finish_reason": "length"}
+    changes = {"receipt": {"slots": slots, "batch_size": 1}, "finish_reason": "length"} | (changes or {})
     return write(folder, method, scores, baseline, changes=changes, kv_ratio=kv_ratio, setting=setting, **more).hash
 
 
@@ -97,3 +98,12 @@ def test_a_budget_of_a_handful_of_slots_is_said(tmp_path):
     few = record(tmp_path, "window", "", baseline=full, slots=1.4)
     said = f"tiny / xsum: window 0.5 ({few[:6]}): under 8 slots per layer and head, where a budget is hardly a choice"
     assert said in printed(tmp_path, 300) and said in to_markdown(table(tmp_path))
+
+
+def test_answers_without_a_reference_have_no_rouge(tmp_path):
+    full = record(tmp_path, "full", "", None, changes={"reference": ""})
+    record(tmp_path, "h2o", "", baseline=full, changes={"reference": ""})
+    text = printed(tmp_path, 300)
+    assert "h2o" in text and "R-1" not in text and "rouge" not in text.lower()
+    assert "h2o 0.5" in text and "no references to compare with: KL and equal tokens are the distance" in text
+    assert main([str(tmp_path), "--plot", str(tmp_path / "x.png")]) == 2

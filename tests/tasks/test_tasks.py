@@ -603,14 +603,20 @@ def test_beyond_the_models_own_context(tmp_path):
 
 
 def test_prompts_are_asked_as_they_are(tmp_path: Path) -> None:
-    """A row may have an answer, which ROUGE compares with, and an id, else a digest of its texts."""
-    rows = {"prompt": " Why is {input} blue?\n"}, {"prompt": "Say yes.", "answer": "Yes.", "id": 7}
-    task = Prompts(data_files=write(tmp_path / "p.jsonl", *rows))
-    task.check()
-    first, second = task.examples()
+    """A row may have an id, else it is named by a digest of its texts; all have an answer for ROUGE, or none."""
+    asked, answered = {"prompt": " Why is {input} blue?\n"}, {"prompt": "Say yes.", "answer": "Yes.", "id": 7}
+
+    def read(*rows: dict[str, object]) -> tuple[Prompts, list[Example]]:
+        task = Prompts(data_files=write(tmp_path / "p.jsonl", *rows))
+        task.check()
+        return task, list(task.examples())
+
+    _, (first,) = read(asked)
     assert (first.prompt, first.body, first.reference) == (" Why is {input} blue?\n", first.prompt, "")
+    task, (second,) = read(answered)
     assert (second.id, second.reference) == ("7", "Yes.")
     assert task.score("Yes.", second.reference, second)["rouge1"] == 100
-    assert task.score("Because.", first.reference, first)["rouge1"] == 0
+    with pytest.raises(ConfigError, match="1 of 2 prompts have an answer, and ROUGE takes one: give all of them"):
+        read(asked, answered)
     with pytest.raises(ConfigError, match=r"row 1 of .*bad.jsonl has no field 'prompt'"):
         list(Prompts(data_files=write(tmp_path / "bad.jsonl", {"text": "a"})).examples())
