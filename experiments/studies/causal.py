@@ -728,6 +728,24 @@ def score_rows(tables: CausalTables) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["rho"] if math.isfinite(row["rho"]) else math.inf)
 
 
+def rounded_scores(tables: CausalTables, text: str) -> pd.DataFrame:
+    """The rows of docs/causes.csv for one kind of text: correlations, shares in percent, nats per token; rounded."""
+    shown = {
+        **{"rank_correlation": ("rho", 1), "low": ("rho_low", 1), "high": ("rho_high", 1), "of_spans": ("rho_span", 1)},
+        **{"in_one_layer": ("rho_layer", 1), "in_one_head": ("rho_head", 1), "precision": ("precision", 100)},
+        **{"top_5": ("top", 100), "effect_kept": ("mass", 100)},
+        **{"kl": ("joint_kl", 1), "kl_low": ("joint_kl_low", 1), "kl_high": ("joint_kl_high", 1)},
+    }
+    return pd.DataFrame(
+        {"text": text, "score": row["method"]}
+        | {
+            name: "" if absent(row[key]) else f"{factor * row[key]:.{2 if factor == 1 else 0}f}"
+            for name, (key, factor) in shown.items()
+        }
+        for row in score_rows(tables)
+    )
+
+
 def group_rows(tables: CausalTables, by: str) -> list[dict[str, Any]]:
     """One row per score: its mean rank correlation within each group of tokens. by: class or fifth."""
     mine = tables.groups[tables.groups["by"] == by]
@@ -1371,6 +1389,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rows", type=int, default=8, metavar="N", help="removals per forward (default: 8)")
     add("--draw", type=Path, metavar="FILE", help="a picture: .png, .pdf or .svg")
     add("--csv", type=Path, metavar="FILE", help="write every removal and its effect")
+    add("--scores", type=Path, metavar="FILE", help="write the table of scores, as docs/causes.csv has it")
     return result
 
 
@@ -1391,6 +1410,9 @@ def _causal(args: argparse.Namespace, console: Console) -> None:
     if args.csv is not None:
         tables.removals.to_csv(args.csv, index=False)
         console.print(f"wrote {args.csv}", highlight=False, markup=False)
+    if args.scores is not None:
+        rounded_scores(tables, str(run.asked[-1].get("task"))).to_csv(args.scores, index=False)
+        console.print(f"wrote {args.scores}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

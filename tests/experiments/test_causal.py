@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -374,7 +375,8 @@ def run(tmp_path_factory):
 def test_the_command_measures_prints_draws_and_goes_on_where_it_was(run, tmp_path, capsys):
     picture, table = tmp_path / "causes.svg", tmp_path / "removals.csv"
     words = [str(run.path), *SMALL, "--methods", "h2o", "tova", "window"]
-    assert main([*words, "--draw", str(picture), "--csv", str(table)]) == 0
+    scores = tmp_path / "scores.csv"
+    assert main([*words, "--draw", str(picture), "--csv", str(table), "--scores", str(scores)]) == 0
     told = capsys.readouterr().out
     for title in (
         "effect of removing tokens",
@@ -386,6 +388,9 @@ def test_the_command_measures_prints_draws_and_goes_on_where_it_was(run, tmp_pat
     ):
         assert title in told
     assert "2 examples" in told and "a minute" in told and "answer_output_change" in told
+    heads = (Path(__file__).parents[2] / "docs" / "causes.csv").read_text().splitlines()[0]
+    first, *rest = scores.read_text().splitlines()
+    assert first == heads and len(rest) == len(WHOSE) - 1 and all(line.startswith("testbed_summary,") for line in rest)
     assert picture.read_text().startswith("<?xml") and len(pd.read_csv(table)) > 2 * 36
     names = [name for name in {line["example"] for line in run.rows()} if read_measured(run, name)]
     assert len(names) == 2
