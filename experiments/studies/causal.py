@@ -207,7 +207,11 @@ def _largest(effect: Floats, weights: Floats, share: float) -> Floats:
 
 
 def score_quality(effect: Floats, score: Floats, kept: Floats, weights: Floats, seed: int = 0) -> ScoreQuality:
-    """The quality of a score over n sampled tokens: effect in nats, score (higher is kept), share kept in [0, 1]."""
+    """The quality of a score over n sampled tokens: effect in nats, score (higher is kept), share kept in [0, 1].
+
+    Where nothing was evicted, what is kept says nothing: NaN.
+    """
+    kept = np.where((kept >= 1).all(), math.nan, kept)
     draws = np.random.default_rng(seed)
     rhos, masses = [], []
     for _ in range(RESAMPLES):
@@ -648,7 +652,8 @@ class CausalTables:
 
     other: rank correlation per score and example of spans, tokens in one layer, tokens in one head; groups: of tokens
     of a class or a fifth of the prompt; layers: of each layer's score with the effect of tokens; joint: per method and
-    example, all that it evicts removed at once. All have the columns `example` and (but removals) `method`.
+    example, all that it evicts at the prompt's end removed at once, where that is something. All have the columns
+    `example` and (but removals) `method`.
     """
 
     examples: list[CausalExample]
@@ -693,7 +698,7 @@ def causal_tables(run: Run, examples: Sequence[CausalExample]) -> CausalTables:
         pd.DataFrame(other),
         pd.DataFrame(groups),
         whole[whole["layer"] >= 0],
-        whole[whole["layer"] < 0],
+        whole[(whole["layer"] < 0) & (whole["kept"] < 1)],
     )
 
 
@@ -1349,12 +1354,15 @@ def notes(tables: CausalTables) -> list[str]:
     ]
     held = _share(float(np.mean(top)) if top else math.nan)
     removed = ", ".join(f"{counts[kind]} {kind}s" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
+    negative = (tables.removals["kl"] < 0).groupby(tables.removals["kind"]).mean()
+    noise = ", ".join(f"{kind} {_share(float(negative[kind]))}" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
     return [
         f"{len(examples)} examples of {np.mean([each.tokens for each in examples]):.0f} tokens; {made} removals "
         f"({removed}), {60 * made / max(seconds, 1e-9):.0f} a minute; judged over "
         f"{np.mean([each.judged for each in examples]):.1f} tokens of the full cache's own answer",
         f"a row without a removal has KL up to {floor:.1e} nats (rounding); {_share(below)} of the removed tokens have "
-        f"no more than that; the {TOP:.0%} of tokens of largest effect hold {held} of it",
+        f"no more than that; the {TOP:.0%} of tokens of largest effect hold {held} of it; below 0, so that rounding "
+        f"ranks them: {noise}",
         "effect: mean KL(full || without the token) per token of the answer. rank correlation: Spearman's, weighted by "
         "the sampling plan, of a score's percentile (mean over layers and heads); (..): 95 % over examples, "
         f"Student's t of fewer than {stats.MIN_PAIRS}; sampling "
