@@ -1355,7 +1355,9 @@ def notes(tables: CausalTables) -> list[str]:
     held = _share(float(np.mean(top)) if top else math.nan)
     removed = ", ".join(f"{counts[kind]} {kind}s" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
     negative = (tables.removals["kl"] < 0).groupby(tables.removals["kind"]).mean()
-    noise = ", ".join(f"{kind} {_share(float(negative[kind]))}" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
+    noise = ", ".join(
+        f"{kind} {_share(float(negative[kind]))}" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts
+    )
     return [
         f"{len(examples)} examples of {np.mean([each.tokens for each in examples]):.0f} tokens; {made} removals "
         f"({removed}), {60 * made / max(seconds, 1e-9):.0f} a minute; judged over "
