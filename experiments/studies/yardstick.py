@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 import kvexp
 from experiments.studies import composed_runs
+from kvexp.hf.fetch import located
 from kvexp.run.batches import evaluate_run
 from kvexp.run.compose import hydra_errors_shown
 from kvexp.run.jobs import composed_model
@@ -219,7 +220,7 @@ def stock_model(settings: Settings) -> Any:
     options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code, "revision": spec.revision or "main"}
     with quiet():
         return HFLM(
-            pretrained=spec.path,
+            pretrained=located(spec.path)[0],
             tokenizer=spec.tokenizer,
             dtype=spec.dtype,
             device=spec.resolved_device(),
@@ -258,13 +259,13 @@ def compare_with(words: Sequence[str], name: str | None, check_lm_eval: int | No
     known = published(name or model)
     if check_lm_eval is not None and check_lm_eval < 1:
         raise ConfigError(f"--check-lm-eval must be at least 1 item, got {check_lm_eval}")
-    scores, agreements, lm = [], [], None
+    lm = None if check_lm_eval is None else stock_model(runs[0])  # before the runs, which take long
+    scores, agreements = [], []
     for settings, number in zip(runs, known.numbers, strict=True):
         made = evaluate_run(settings)
         rows = _rows(settings, made)
         scores.append(mean_score(rows, _items(settings), number))
-        if check_lm_eval is not None:
-            lm = lm or stock_model(settings)
+        if lm is not None:
             agreements.append(agreement(settings, rows[:check_lm_eval], lm))
     found = verdict(scores)
     content = {

@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import gguf_files
 import pytest
 import yaml
 from commands import composed
@@ -219,6 +220,14 @@ def test_the_command_compares_and_agrees_with_lm_eval(yardstick, tmp_path):
     again = yardstick("limit=2")[1]
     assert "3 of 2" in again or "2/4" in again  # rows that are there are not made again
     assert all(len(run.rows()) == 3 for run in runs(tmp_path / "out"))
+
+
+def test_lm_evals_own_model_of_a_gguf_file_is_its_conversion(yardstick, tmp_path):
+    tokenizer = gguf_files.bpe_tokenizer()
+    model = gguf_files.small_model("llama", tokenizer)
+    file = gguf_files.write(tmp_path / "small.gguf", model, tokenizer, kind="Q4_1")
+    code, out, err = yardstick(f"model.path={file}", "--check-lm-eval", "1", "limit=2")
+    assert code in (0, 1) and out.count("agree") == 2 and "DISAGREE" not in out, err
 
 
 def test_disagreement_with_lm_eval_fails(yardstick, monkeypatch):
