@@ -1,4 +1,4 @@
-"""Every task of kvexp on the real model: nine methods at three budgets, the sweeps experiment=real/tasks_NAME.
+"""Every task of kvexp on the real model: nine methods (lm-eval: six) at three budgets, experiment=real/tasks_NAME.
 
 python -m experiments.real_tasks --data FOLDER                   all of them, resuming what exists
 python -m experiments.real_tasks --data FOLDER xsum news_qa      these
