@@ -18,6 +18,8 @@ os.environ["KVEXP_OFFLINE"] = "1"  # tests fetch nothing; those of the fetching 
 if not torch.cuda.is_available():  # Triton's own library is interpreted or not from its first import on, by whomever
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.fsync = lambda fd: None  # no test cuts the power; that it is called, and when, test_record.py sees
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: programs started here would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # pytest's workers share the processors; and what a test replaces, no forked process would see
 
 USERS_CACHE = cache_folder()  # before the tests get one of their own
