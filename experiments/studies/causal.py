@@ -1347,24 +1347,21 @@ def notes(tables: CausalTables) -> list[str]:
     made, seconds = len(tables.removals), sum(each.seconds for each in examples)
     floor = max(each.floor for each in examples)
     tokens = tables.removals[tables.removals["kind"] == TOKEN]
-    below = float((tokens["kl"] <= floor).mean()) if len(tokens) else math.nan
+    below = (tables.removals["kl"] <= floor).groupby(tables.removals["kind"]).mean()
     top = [
         mass_of_top(part["kl"].to_numpy(dtype=float), part["weight"].to_numpy(dtype=float))
         for _, part in tokens.groupby("example")
     ]
     held = _share(float(np.mean(top)) if top else math.nan)
-    removed = ", ".join(f"{counts[kind]} {kind}s" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
-    negative = (tables.removals["kl"] < 0).groupby(tables.removals["kind"]).mean()
-    noise = ", ".join(
-        f"{kind} {_share(float(negative[kind]))}" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts
-    )
+    kinds = [kind for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts]
+    removed = ", ".join(f"{counts[kind]} {kind}s" for kind in kinds)
+    noise = ", ".join(f"{_share(below[kind])} of {kind}s" for kind in kinds)
     return [
         f"{len(examples)} examples of {np.mean([each.tokens for each in examples]):.0f} tokens; {made} removals "
         f"({removed}), {60 * made / max(seconds, 1e-9):.0f} a minute; judged over "
         f"{np.mean([each.judged for each in examples]):.1f} tokens of the full cache's own answer",
-        f"a row without a removal has KL up to {floor:.1e} nats (rounding); {_share(below)} of the removed tokens have "
-        f"no more than that; the {TOP:.0%} of tokens of largest effect hold {held} of it; below 0, so that rounding "
-        f"ranks them: {noise}",
+        f"a row without a removal has KL up to {floor:.1e} nats; no more than that, so that rounding ranks them, "
+        f"have {noise}; the {TOP:.0%} of tokens of largest effect hold {held} of the effect",
         "effect: mean KL(full || without the token) per token of the answer. rank correlation: Spearman's, weighted by "
         "the sampling plan, of a score's percentile (mean over layers and heads); (..): 95 % over examples, "
         f"Student's t of fewer than {stats.MIN_PAIRS}; sampling "
