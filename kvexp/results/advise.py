@@ -8,8 +8,10 @@ good. No torch, but where bytes are asked for that no row holds; `kvexp.results.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.text import Text
 
 from kvexp.results import promise
@@ -52,6 +55,7 @@ SHIFTED = 0.05  # p-value from which on new prompts are said to be others
 WIDTH = 100  # where the console has none
 FOLDER = ".advise"  # under the outputs: which prompts have chosen, and what they chose
 
+ROUNDING = 1e-9  # a loss this close to the limit is at it: what sums and quotients of floats leave
 CAP = 5  # times the limit: a KL beyond counts as this much in the mean, since a bound on a mean needs an end
 
 
@@ -170,6 +174,10 @@ class Asked:
         """The largest loss that is still within the limit; of top1 the share of other tokens."""
         return 1 - self.limit if self.loss == "top1" else self.limit
 
+    def is_beyond(self, losses: Floats) -> NDArray[np.bool_]:
+        """Whether each loss [n] is more than the limit allows; one exactly at the limit is not."""
+        return losses > self.beyond + ROUNDING
+
     @property
     def most(self) -> float:
         """What a prompt's loss counts at most in the mean."""
@@ -212,12 +220,13 @@ class Asked:
 
     def carries(self, n: int) -> str:
         """Text that says which shares n prompts can carry that make a promise."""
-        may = promise.most_beyond(n, self.share, self.error)
-        more = promise.prompts_needed(self.share, self.error, may + 1)
+        error = self.error / (self.finalists or 1)
+        may = promise.most_beyond(n, self.share, error)
+        more = promise.prompts_needed(self.share, error, may + 1)
         none = "none" if may == 0 else f"at most {may}"
         return (
             f"{n} make the promise: at confidence {self.confidence:g} they carry shares up to "
-            f"{promise.largest_share(n, self.error):.3f}, and {self.share:g} with {none} beyond the limit "
+            f"{promise.largest_share(n, error):.3f}, and {self.share:g} with {none} beyond the limit "
             f"({may + 1} would take {more} prompts)"
         )
 
@@ -252,11 +261,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Promise:
-    """A candidate as it was tested: of n prompts, `beyond` lost more than the limit; mean_bound: of the mean loss."""
+    """A candidate as it was tested: of n prompts, `beyond` lost more than the limit, `failed` of them as it failed.
+
+    share_bound: of new prompts within the limit, NaN where the promise does not hold; mean_bound: of the mean loss.
+    """
 
     candidate: Candidate
     n: int
     beyond: int
+    failed: int
     holds: bool
     share_bound: float
     mean: float
@@ -279,6 +292,10 @@ class Advice:
         """The cheapest budget of each chain whose promise holds; None where none does."""
         return [next((each for each in reversed(chain) if each.holds), None) for chain in self.chains]
 
+    def shown(self, at: int) -> Promise:
+        """What is shown of a chain: its answer, or the dearest budget where none holds."""
+        return self.answers[at] or self.chains[at][0]
+
     @cached_property
     def order(self) -> list[int]:
         """Places of the chains, the cheapest answer first, those without one last."""
@@ -296,7 +313,7 @@ class Advice:
         """
         first = chain[0].candidate
         losses = first.of([*self.choosing, *self.promising])
-        rate = float((losses > self.asked.beyond).mean())
+        rate = float(self.asked.is_beyond(losses).mean())
         error = self.asked.error / max(1, len(self.chains))
         for n in np.unique(np.geomspace(10, 5000, 60).astype(int)).tolist():
             if n > chain[0].n and promise.most_beyond(n, self.asked.share, error) >= math.ceil(rate * n):
@@ -322,26 +339,31 @@ def judged(
         by_name = {each.name: each for each in candidates}
         tested = [[by_name[name] for name in chain if name in by_name] for chain in chains]
     counted = [
-        [(losses := each.of(promising), int((losses > asked.beyond).sum())) for each in chain] for chain in tested
+        [(losses := each.of(promising), int(asked.is_beyond(losses).sum())) for each in chain] for chain in tested
     ]
     p = [[promise.share_p_value(beyond, len(losses), asked.share) for losses, beyond in chain] for chain in counted]
     held = promise.held(p, asked.error)
-    error = asked.error / max(1, len(tested))
-    of_mean = asked.error / max(1, sum(map(len, tested)))
-    found = []
+    all_hold = held == list(map(len, tested))
+    error = asked.error / max(1, sum(map(len, tested)))  # of a bound of any budget that was tested
+    chains_tested = []
     for chain, counts, many in zip(tested, counted, held, strict=True):
-        made = []
-        for place, (each, (losses, beyond)) in enumerate(zip(chain, counts, strict=True)):
+        promises = []
+        for place, (candidate, (losses, beyond)) in enumerate(zip(chain, counts, strict=True)):
             capped = np.clip(losses, 0, asked.most)
-            made.append(
+            # The answer is chosen by the prompts that the bound counts. Where some budget fails, the error is spent on
+            # the promises; only where all hold may it be spent on more than `share` (Strassburger and Bretz 2008,
+            # doi:10.1002/sim.3338): promises and bounds are then right together.
+            bound = max(asked.share, promise.share_bound(beyond, len(losses), error) if all_hold else 0.0)
+            promises.append(
                 Promise(
-                    *(each, len(losses), beyond, place < many, promise.share_bound(beyond, len(losses), error)),
-                    *(float(capped.mean()), asked.most * promise.mean_bound(capped / asked.most, of_mean)),
+                    *(candidate, len(losses), beyond, int(np.isinf(losses).sum())),
+                    *(place < many, bound if place < many else math.nan),
+                    *(float(capped.mean()), asked.most * promise.mean_bound(capped / asked.most, error)),
                 )
             )
-        found.append(made)
+        chains_tested.append(promises)
     left = {each.method for each in candidates} - {chain[0].method for chain in tested if chain}
-    return Advice(asked, list(choosing), list(promising), found, sorted(left), list(candidates))
+    return Advice(asked, list(choosing), list(promising), chains_tested, sorted(left), list(candidates))
 
 
 def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, asked: Asked) -> list[list[Candidate]]:
@@ -371,7 +393,7 @@ def hope(budgets: Sequence[Candidate], choosing: Sequence[str], n: int, asked: A
 
 
 def _chance(losses: Floats, n: int, may: int, asked: Asked) -> float:
-    return promise.chance(int((losses > asked.beyond).sum()), len(losses), n, may)
+    return promise.chance(int(asked.is_beyond(losses).sum()), len(losses), n, may)
 
 
 def by_method(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
@@ -407,7 +429,22 @@ class Recorded:
             order = np.random.default_rng(SEED).permutation(sorted(self.prompts))
             known = order[: len(order) // 2].tolist()
         taken = set(known)
-        return [each for each in self.prompts if each in taken], [each for each in self.prompts if each not in taken]
+        rest = self.plan.get("promising") or [each for each in self.prompts if each not in taken]
+        return [each for each in self.prompts if each in taken], rest
+
+    def check(self, asked: Asked) -> None:
+        """ConfigError where the prompts are too few for a question, or a search for it has not come to its end."""
+        if question_key(asked) in self.plan.get("done", {}):
+            return  # then prompts without rows are those that could not change the answer
+        promising = self.halves()[1]
+        asked.check(max(len(self.prompts), 2 * len(promising)))
+        there, needed, outputs = len({*self.prompts} & {*promising}), asked.needed, self.baseline.run.path.parent
+        if self.plan and there < needed:
+            raise ConfigError(
+                f"the search in {outputs} is not done: {there} of the prompts that make the promise have rows, and "
+                f"share={asked.share:g} at confidence={asked.confidence:g} needs {needed}; give the command again that "
+                f"began it (model=…, data=… or task=…, outputs_dir={outputs}), which goes on where it stopped"
+            )
 
     @cached_property
     def plan(self) -> dict[str, Any]:
@@ -416,14 +453,12 @@ class Recorded:
 
     def question(self) -> Asked | None:
         """The question last searched for, else the usual one; at a share that these prompts carry, else None."""
-        _, promising = self.halves()
-        if known := self.plan.get("asked"):
-            asked = Asked(**known)
-            return asked if len(promising) >= asked.needed else None
-        usual = Asked()
-        shares = (share for share in SHARES if promise.prompts_needed(share, usual.error) <= len(promising))
-        share = next(shares, None)
-        return None if share is None else Asked(share=share)
+        known = self.plan.get("asked")
+        for asked in [Asked(**known)] if known else [Asked(share=share) for share in SHARES]:
+            with contextlib.suppress(ConfigError):
+                self.check(asked)
+                return asked
+        return None
 
     def advice(self, asked: Asked) -> Advice:
         """The promises that its rows carry."""
@@ -432,7 +467,10 @@ class Recorded:
 
 
 def kept_plan(place: Path) -> dict[str, Any]:
-    """What a search has kept: choosing, and chains by the question they were chosen for; empty without one."""
+    """What a search has kept, empty without one: choosing, the chains by the question they were chosen for, and tried.
+
+    tried: hash of a run -> shard -> [first, end) of the prompts, by their index in the task, that it was run on.
+    """
     try:
         found: dict[str, Any] = json.loads(place.read_bytes())
         return found
@@ -452,8 +490,13 @@ def keep_plan(place: Path, changes: Mapping[str, Any]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with explained(place), locked(place.parent):
         before = json.loads(place.read_bytes()) if place.exists() else {}
-        merged = {**before, **changes, "chains": {**before.get("chains", {}), **changes.get("chains", {})}}
-        replace(place, json.dumps(merged, indent=1).encode() + b"\n")
+        replace(place, json.dumps(_merged(before, changes), indent=1).encode() + b"\n")
+
+
+def _merged(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, with the changes' values; of a key that maps in both, its own keys are merged so too."""
+    both = {key: _merged(before[key], value) for key, value in changes.items() if isinstance(before.get(key), dict)}
+    return {**before, **changes, **both}
 
 
 def recorded(runs: Runs, loss: str) -> list[Recorded]:
@@ -465,7 +508,8 @@ def recorded(runs: Runs, loss: str) -> list[Recorded]:
     made = []
     for (_, _, key), each in found.items():
         baseline = runs.known[key]
-        losses = {one.run.hash: losses_of(one, runs.known, loss) for one in each}
+        tried = kept_plan(baseline.run.path.parent / FOLDER / f"{key}.json").get("tried", {})
+        losses = {one.run.hash: losses_of(one, runs.known, loss, tried.get(one.run.hash, {})) for one in each}
         some = [one for one in each if losses[one.run.hash]]
         if not some:
             continue
@@ -478,19 +522,32 @@ def recorded(runs: Runs, loss: str) -> list[Recorded]:
     return made
 
 
-def losses_of(folder: Folder, known: Mapping[str, Folder], loss: str) -> dict[str, float]:
-    """Prompt -> loss; infinite where the full cache has a score and the run has none (it failed).
+def losses_of(
+    folder: Folder, known: Mapping[str, Folder], loss: str, tried: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, float]:
+    """Prompt -> loss; infinite where the full cache answers and the run, which was tried there, failed.
 
     kl: nats per token along the full cache's answer, mean over the tokens predicted after the eviction; top1: share of
     those with another likeliest token; score_loss: points (nats of an nll) below the full cache, in the first metric.
+    tried: [first, end) of prompts that the run was tried on, of each shard, as far as its rows do not say so.
     """
+    baseline = baseline_of(folder, known)
     if loss == "score_loss":
-        return _score_losses(folder, baseline_of(folder, known))
-    measured = per_example(folder.run, OWN)
-    if measured is None:
-        return {}
-    each = measured.kl if loss == "kl" else measured.differs
-    return dict(zip(measured.names, (each / measured.tokens).tolist(), strict=True))
+        losses = _score_losses(folder, baseline)
+    else:
+        measured = per_example(folder.run, OWN)
+        each = None if measured is None else (measured.kl if loss == "kl" else measured.differs) / measured.tokens
+        losses = {} if measured is None or each is None else dict(zip(measured.names, each.tolist(), strict=True))
+    if not losses or baseline is None:
+        return losses
+    answers = baseline.of_answered(baseline).scored if loss == "score_loss" else baseline.scored
+    for name, row in answers.items():
+        # The token behind the prompt is predicted before the eviction: an answer of one token has no KL.
+        can_lose = loss == "score_loss" or number(row.get("new_tokens")) >= 2
+        was_tried = any(first <= row["index"] < end for first, end in (tried or {}).values())
+        if can_lose and (was_tried or name in folder.unscored):
+            losses.setdefault(name, math.inf)
+    return losses
 
 
 def _score_losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
@@ -586,7 +643,7 @@ def main(words: list[str]) -> int:
         if searched is None:
             return 0
         found = searched
-    print_advice(found, asked, Console(markup=False, width=None if sys.stdout.isatty() else WIDTH))
+    print_advice(found, asked, Console(markup=False, width=None if sys.stdout.isatty() else WIDTH), words)
     return 0
 
 
@@ -606,14 +663,7 @@ def of_folder(outputs: str, asked: Asked) -> Recorded:
         )
         raise ConfigError(f"{outputs} has runs of several models, tasks or data: {each}; name one, as in task=news")
     one = found[0]
-    asked.check(len(one.prompts))
-    there, needed = len(one.halves()[1]), asked.needed
-    if one.plan and there < needed:
-        raise ConfigError(
-            f"the search in {outputs} is not done: {there} of the prompts that make the promise have rows, and share="
-            f"{asked.share:g} at confidence={asked.confidence:g} needs {needed}; give the command again that began it "
-            f"(model=…, data=… or task=…, outputs_dir={outputs}), which goes on where it stopped"
-        )
+    one.check(asked)
     return one
 
 
@@ -622,30 +672,32 @@ def _twice(found: Sequence[Recorded]) -> set[str]:
     return {title for title in titles if titles.count(title) > 1}
 
 
-def print_advice(found: Recorded, asked: Asked, console: Console) -> None:
-    """The answer on one screen: a line per method, the promise as a sentence, its assumption and its limits."""
+def print_advice(found: Recorded, asked: Asked, console: Console, words: Sequence[str]) -> None:
+    """The answer on one screen: a line per method, the promise as a sentence, its assumption and its limits.
+
+    words: of the command line, from which the next one is made.
+    """
     advice = found.advice(asked)
     console.print(Text(f"{found.title}: {asked.share:g} of new prompts {asked.within}", style="bold"))
-    console.print(
-        f"{len(advice.choosing)} prompts chose methods and budgets; {asked.carries(len(advice.promising))}.\n"
-    )
-    rows = [_answer_row(advice, at, found, asked) for at in advice.order]
-    print_columns(rows, _columns(asked, rows), 2, console)
-    for line in said(advice, found):
+    rest = asked.carries(len(advice.promising)) if advice.promising else "the others, which make promises, were not run"
+    console.print(f"{len(advice.choosing)} prompts chose methods and budgets; {rest}.\n")
+    if rows := [_answer_row(advice, at, found, asked) for at in advice.order]:
+        print_columns(rows, _columns(asked, rows), 2, console)
+    for line in said(advice, found, words):
         console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
 def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[str, Any]:
     """What a line of the table says of a chain: its answer, or the dearest budget where none holds."""
-    chain, answer = advice.chains[at], advice.answers[at]
-    shown = answer or chain[0]
+    shown, answer = advice.shown(at), advice.answers[at]
     one, full = shown.candidate, _mean_bytes(found.baseline)
-    row: dict[str, Any] = {"method": one.method, "budget": one.budget if answer else f"none of {len(chain)}"}
+    budget = one.budget if answer else f"none of {len(advice.chains[at])}"
+    row: dict[str, Any] = {"method": one.method, "budget": budget}
     row |= {
         "share": one.bytes_share if answer else math.nan,
         "saved": full * (1 - one.bytes_share) if answer else math.nan,
     }
-    row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": shown.share_bound if answer else math.nan}
+    row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": shown.share_bound}
     row |= {"mean": shown.mean_bound if answer else math.nan}
     if asked.target and answer:
         from kvexp.results.advise_search import target_bytes  # late: torch
@@ -673,8 +725,11 @@ def _mean_bytes(baseline: Folder) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def said(advice: Advice, found: Recorded) -> list[str]:
-    """The lines below the table: the promise, its assumption, what would change it, what was not tried."""
+def said(advice: Advice, found: Recorded, words: Sequence[str]) -> list[str]:
+    """The lines below the table: the promise, its assumption, what would change it, what was not tried.
+
+    words: of the command line, from which the next one is made.
+    """
     lines, asked = [], advice.asked
     held = [answer for answer in advice.answers if answer is not None]
     error = asked.confidence
@@ -692,13 +747,27 @@ def said(advice: Advice, found: Recorded) -> list[str]:
         if not advice.chains:
             lines.append("On the prompts that chose, every budget lost too much to be worth a test.")
     for at in advice.order:
-        if advice.answers[at] is None:
-            chain = advice.chains[at]
-            first, needed = chain[0].candidate, advice.needed(chain)
+        shown, answer = advice.shown(at), advice.answers[at]
+        name = f"{shown.candidate.method} {shown.candidate.budget}"
+        if lacking := len(advice.promising) - shown.n:
+            why = "not run, or an answer of a single token" if answer else "testing ends where a promise cannot hold"
+            lines.append(f"{name}: judged by {shown.n} prompts; the other {lacking} that promise have no loss ({why}).")
+        if shown.failed:
+            lines.append(f"{name}: on {shown.failed} of the {shown.beyond} prompts beyond the limit it failed.")
+        if answer is None:
+            needed = advice.needed(advice.chains[at])
             more = f"about {needed} prompts might change that" if needed else "too many are beyond it for any number"
             lines.append(
-                f"{first.method}: {chain[0].beyond} of {chain[0].n} beyond the limit at {first.budget}: {more}."
+                f"{shown.candidate.method}: {shown.beyond} of {shown.n} beyond the limit at {shown.candidate.budget}: "
+                f"{more}."
             )
+    if not held:
+        lines += _next_step(advice, words)
+    if without := len({row["example"] for row in found.baseline.rows} - {*found.prompts}):
+        lines.append(
+            f"{without} of {len(found.baseline.rows)} prompts count nowhere, as no method has a loss there: not run, "
+            "no answer of the full cache, or one of a single token."
+        )
     if held and asked.target:
         lines.append(
             f"Target: {asked.target}, {asked.batch} sequence(s) of {asked.context} tokens, keys and values in 16 bits."
@@ -712,11 +781,53 @@ def said(advice: Advice, found: Recorded) -> list[str]:
     return lines
 
 
+def _next_step(advice: Advice, words: Sequence[str]) -> list[str]:
+    """Which candidate came nearest on the prompts that chose, and the command that asks for what it reached there.
+
+    The prompts that promise have no say in it: the promise that the command makes is as good as the first would be.
+    """
+    asked, may = advice.asked, 0.0
+    if advice.promising:
+        may = max(0, promise.most_beyond(len(advice.promising), asked.share, asked.error)) / len(advice.promising)
+    each = [(np.sort(losses), one) for one in advice.candidates if len(losses := one.of(advice.choosing))]
+    reached = [(float(losses[len(losses) - 1 - int(may * len(losses))]), losses, one) for losses, one in each]
+    if not reached:
+        return []
+    limit, losses, one = min(reached, key=lambda found: (found[0], -len(found[1])))
+    failed, beyond = int(np.isinf(losses).sum()), int(asked.is_beyond(losses).sum())
+    loss = LOSSES[asked.loss]
+    lines = [
+        f"Nearest on the prompts that chose: {one.method} {one.budget}, {beyond} of {len(losses)} beyond the limit"
+        + (f" ({failed} of them failed)" if failed else "")
+        + f"; {loss.head}: median {np.median(losses):.{loss.digits}f}, most {losses[-1]:.{loss.digits}f}."
+    ]
+    value = _rounded_up(limit)
+    value = round(1 - value, 4) if asked.loss == "top1" else value
+    if not asked.is_beyond(np.array(limit)):
+        lines.append("That would do: next, the same command with more prompts.")
+    elif math.isfinite(limit) and value > 0:
+        kept = [word for word in words if word.partition("=")[0] not in LOSSES]
+        command = shlex.join(["kvexp", "advise", *kept, f"{asked.loss}={value:g}"])
+        lines.append(f"What it reached there may hold for new prompts; next: {command}")
+    else:
+        lines.append("Next: other methods= or budgets= (kvexp methods), or longer prompts.")
+    return lines
+
+
+def _rounded_up(value: float) -> float:
+    """The next number of two digits."""
+    if not value > 0 or math.isinf(value):
+        return value
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / step - ROUNDING) * step:.6g}")
+
+
 def point(candidate: Candidate, advice: Advice, holds: bool) -> dict[str, Any]:
     """What a figure shows of a candidate: bytes in percent, and the loss of a share of all of its prompts.
 
-    bound: of the loss that the share of new prompts stays within, by the n promising prompts, for this candidate by
-    itself; None where they are too few.
+    bound: of the loss that the share of new prompts stays within: the limit where the promise holds (`holds`), which is
+    of all such points together; else by the n promising prompts, for this candidate by itself, None where they are too
+    few.
     """
     asked = advice.asked
     everything, losses = (np.sort(candidate.of(some)) for some in (list(candidate.losses), advice.promising))
@@ -724,8 +835,8 @@ def point(candidate: Candidate, advice: Advice, holds: bool) -> dict[str, Any]:
     return {
         **{"hash": candidate.name, "budget": candidate.budget, "bytes": 100 * candidate.bytes_share, "holds": holds},
         "quantile": float(everything[max(0, math.ceil(asked.share * len(everything)) - 1)]),
-        "bound": None if may < 0 else float(losses[len(losses) - 1 - may]),
-        **{"beyond": int((losses > asked.beyond).sum()), "n": len(losses)},
+        "bound": asked.beyond if holds else None if may < 0 else float(losses[len(losses) - 1 - may]),
+        **{"beyond": int(asked.is_beyond(losses).sum()), "n": len(losses)},
     }
 
 

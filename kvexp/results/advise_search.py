@@ -34,7 +34,7 @@ from kvexp.results.read import read_runs
 from kvexp.run.batches import settings_at
 from kvexp.run.compose import option, options, with_model_places, with_user_methods
 from kvexp.run.jobs import interruptible, run_jobs, runs_of
-from kvexp.run.labels import OF_EVICTION, task_of
+from kvexp.run.labels import OF_EVICTION, Shard, task_of
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.plan import Planned, PlannedGroup, Workload, model_shape, seconds_of, slots_bytes, slots_of, workload_of
 from kvexp.run.settings import Settings
@@ -166,6 +166,7 @@ class Search:
         only = "divergence=false" if asked.loss == "score_loss" else "divergence=only"
         self.common = [*words, *_words_of_data(asked, words), only]
         self.arms = [Arm.of(name, asked.budgets or BUDGETS) for name in asked.methods or METHODS]
+        self.budgets = {arm.name: arm.budgets for arm in self.arms}
         self.failed: dict[tuple[str, int], str] = {}
         self.known: dict[tuple[str, int], Settings] = {}
         known = [found for arm in self.arms if (found := self._checked(arm)) is not None]
@@ -176,6 +177,7 @@ class Search:
         self.examples = [example.id for example in self.lead.task.examples()]
         self.hashes: dict[tuple[str, int], str] = {}  # of runs that there may be
         self.baseline = run_hash(self.lead.baseline().identity)
+        self.plan = self.lead.outputs_dir / FOLDER / f"{self.baseline}.json"
 
     def _checked(self, arm: Arm) -> Settings | None:
         """The settings of an arm, before any model loads; None for one that cannot be, an error if it was named."""
@@ -226,6 +228,10 @@ class Search:
         before = len(self.session.failures)
         run_jobs([full, *jobs.values()], self.session)
         why = {failure.job: failure.why for failure in self.session.failures[before:]}
+        # Rows say nothing of a prompt on which a run failed: without a loss there, it is beyond any limit.
+        prompts = Shard.read(shard).takes(len(self.examples))
+        tried = {self.name(arm, key[1]): {shard: [prompts.start, prompts.stop]} for key, arm in keys.items()}
+        keep_plan(self.plan, {"tried": tried})
         for key, job in jobs.items():
             if job.name in why:
                 self.failed[key] = why[job.name]
@@ -249,7 +255,7 @@ class Search:
     def is_fine(self, candidate: Candidate, count: int) -> bool:
         """Whether the first prompts say a budget is worth a test: half as likely to hold as one that lost nothing."""
         losses, n = candidate.of(self.examples[:count]), len(self.promising)
-        beyond = int((losses > self.asked.beyond).sum())
+        beyond = int(self.asked.is_beyond(losses).sum())
         best = promise.chance(0, len(losses), n, self.may)
         return promise.chance(beyond, len(losses), n, self.may) >= best / 2
 
@@ -305,7 +311,7 @@ class Search:
             if not wanted:
                 break
             ends = (len(self.examples) * each // EIGHTHS for each in (part, part + 1))
-            say(f"testing {len(wanted)} budgets with prompts {next(ends) + 1} to {next(ends)}")
+            say(f"testing {len(wanted)} budget{'s' * (len(wanted) != 1)} with prompts {next(ends) + 1} to {next(ends)}")
             self.run(wanted, f"{part}/{EIGHTHS}")
             losses = self.candidates()
             lost = {key for key in wanted if self._beyond(losses.get((key[0].name, key[1]))) > most}
@@ -314,9 +320,9 @@ class Search:
 
     def _beyond(self, candidate: Candidate | None) -> int:
         """How many promising prompts are beyond the limit so far; all of them of a run that failed."""
-        return (
-            len(self.promising) if candidate is None else int((candidate.of(self.promising) > self.asked.beyond).sum())
-        )
+        if candidate is None:
+            return len(self.promising)
+        return int(self.asked.is_beyond(candidate.of(self.promising)).sum())
 
     def seconds(self) -> list[tuple[str, float | None]]:
         """(stage, seconds) of the whole search at most, but for rows that are there: by the plan of `kvexp run`."""
@@ -390,15 +396,15 @@ def search(asked: Asked, *, dry_run: bool) -> Recorded | None:
             for name, seconds in stages:
                 say(f"  {name}: {'not known' if seconds is None else duration(seconds)}")
             return None
-        found = one.lead.outputs_dir / FOLDER / f"{one.baseline}.json"
         question = {name: getattr(asked, name) for name in ("loss", "limit", "share", "confidence", "finalists")}
-        keep_plan(found, {"choosing": one.choosing, "asked": question})
+        keep_plan(one.plan, {"choosing": one.choosing, "promising": one.promising, "asked": question})
         session.begun = True
-        chains = kept_plan(found).get("chains", {}).get(question_key(asked))
+        chains = kept_plan(one.plan).get("chains", {}).get(question_key(asked))
         if chains is None:  # else they are fixed, whatever has been seen since
             chains = one.choose()
-            keep_plan(found, {"chains": {question_key(asked): chains}})
+            keep_plan(one.plan, {"chains": {question_key(asked): chains}})
         one.test(chains)
+        keep_plan(one.plan, {"done": {question_key(asked): True}})
         for (name, at), why in one.failed.items():
-            say(f"not tried: {name}, budget {at + 1}: {why}")
+            say(f"not tried: {name} {one.budgets[name][at]}: {why}")
         return one.found()

@@ -305,7 +305,7 @@ def _safe_budgets(one: Recorded, advice: Advice) -> dict[str, Any]:
         lines.append({"method": method, "points": points, **look(method.partition(" ")[0], "-")})
     asked = advice.asked
     named = {"title": one.title, "head": LOSSES[asked.loss].head, "share": asked.share, "limit": asked.beyond}
-    return {**named, "said": said(advice, one), "lines": lines}
+    return {**named, "said": said(advice, one, [str(one.baseline.run.path.parent)]), "lines": lines}
 
 
 MOST = 4  # examples of a run
@@ -512,8 +512,9 @@ SECTIONS = (
         "advise",
         "Which budget is safe",
         "The loss that a share of the prompts stays within, against bytes; the bar reaches to what new prompts of the "
-        "same kind stay within by a distribution-free bound, of each point by itself. Black: the limit. Full points: "
-        "the cheapest budgets whose promise holds, all together (docs/advise.md).",
+        "same kind stay within by a distribution-free bound. Black: the limit. Full points: the cheapest budgets whose "
+        "promise holds; their bars, which end at the limit, are right all together (docs/advise.md), those of hollow "
+        "points each by itself.",
         advise_data,
     ),
     Section(
@@ -528,7 +529,7 @@ SECTIONS = (
         "Quality against speed and memory",
         "Up and to the left is better. The grey stairs are the Pareto front of the finished runs shown that have "
         "enough examples, by their estimates: no other is at least as good and as cheap. Intervals are 95 %, of "
-        "quality alone.",
+        "quality alone, and of each run by itself: the runs on the front were chosen by these numbers.",
         lambda source: {},
     ),
     Section(

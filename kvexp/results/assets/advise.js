@@ -8,8 +8,8 @@ kvexp.section("advise", (root, data) => {
   function trace(line, part) {
     const said = (p) => [
       `<b>${plain(`${line.method} ${p.budget}`)}</b>`,
-      `${plain(part.head)} of ${part.share} of the prompts: ${p.quantile.toPrecision(3)}`,
-      missing(p.bound) ? "no bound: too few prompts" : `of new ones at most ${p.bound.toPrecision(3)}`,
+      `${plain(part.head)} of ${part.share} of the prompts: ${missing(p.quantile) ? "failed" : p.quantile.toPrecision(3)}`,
+      missing(p.bound) ? "no bound" : `of new ones at most ${p.bound.toPrecision(3)}`,
       p.n ? `${p.beyond} of ${p.n} beyond the limit${p.holds ? "; the promise holds" : ""}` : "not tested",
     ].join("<br>");
     const points = line.points.map((p) => ({ x: p.bytes, y: at(p.quantile), high: at(p.bound), hollow: !p.holds, text: said(p) }));
