@@ -23,9 +23,15 @@ import pandas as pd
 from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.real_scale import MODEL
 from experiments.lib.tables import between, kl_estimate, markdown
-from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
+from kvexp.results.divergence import (
+    compared_means,
+    divergence_table,
+    example_means,
+    holm_corrected,
+    share_interval,
+)
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, folders
-from kvexp.results.stats import LEVEL
+from kvexp.results.stats import LEVEL, corrected_level
 from kvexp.results.table import table, without_question
 from kvexp.run.store import EPSILON_KL, OWN
 from kvexp.tasks.articles import training_articles
@@ -404,6 +410,7 @@ def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
 def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
     """A budget's row: smallest KL of methods that evict, undecided rivals, smallest KL of methods that keep all.
 
+    The interval is of the mean over examples, at a level corrected for the methods that the smallest was chosen from.
     Bold: the whole interval is near the full cache. () where nobody evicts. `ideal`, which reads all, is left out.
     """
     keeps = at["method"].isin(_keep_all())
@@ -418,10 +425,11 @@ def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
     if not np.isfinite(best["kl_low"]):
         return budget, name_of(best), f"{best['kl']:.3f} (too few)", "-", "-"
     each = np.array([*_split(best[EACH]).values()])
-    kl = kl_estimate(best["kl"], best["kl_low"], best["kl_high"], each).replace(" … ", "..")
+    low, high = share_interval(each, np.ones(len(each)), corrected_level(len(evicting)))
+    kl = kl_estimate(best["kl"], low, high, each).replace(" … ", "..")
     kept = _best(keeping) if len(keeping) else None
     all_kept = "-" if kept is None else f"{name_of(kept)} {kept['kl']:.3f}"
-    return budget, name_of(best), f"**{kl}**" if best["kl_high"] < EPSILON_KL else kl, undecided, all_kept
+    return budget, name_of(best), f"**{kl}**" if high < EPSILON_KL else kl, undecided, all_kept
 
 
 def _names_of(task: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from experiments.lib.tables import markdown
 from experiments.studies import KL_COLUMNS, carried_out, check_numerics, kl_of_runs, read_wide, wide, write_tables
 from kvexp.results.divergence import compared_means
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT
-from kvexp.results.stats import LEVEL, Floats, corrected_level, n_needed, resampled_means
+from kvexp.results.stats import LEVEL, Floats, corrected_level, n_needed, resampled_means, resamples_for
 from kvexp.util import ConfigError, watch_pipes
 
 BEGIN = "<!-- two models: made by python -m experiments.studies.two_models --rows FILE --page PAGE -->"
@@ -82,8 +82,12 @@ def agreement(one: Floats, other: Floats) -> Floats:
 
 
 def resampled(block: Sequence[Floats]) -> list[Floats]:
-    """Each model's means under resampling of the examples, drawn for both alike: [RESAMPLES, methods]."""
-    together = resampled_means(np.concatenate(block, axis=1), RESAMPLES)
+    """Each model's means under resampling of the examples, drawn for both alike: [R, methods].
+
+    R is enough for an interval corrected for the number of methods.
+    """
+    resamples = resamples_for(corrected_level(block[0].shape[1]))
+    together = resampled_means(np.concatenate(block, axis=1), resamples)
     return np.split(together, 2, axis=1)
 
 
@@ -136,7 +140,7 @@ def text(rows: pd.DataFrame) -> str:
     known = np.zeros(3, dtype=int)  # pairs that the first model decides, the second, both
     for (task, question, ratio), block in blocks.items():
         means = [kl.mean(0) for kl in block]
-        again = agreement(*draws[task, question, ratio])
+        again = agreement(*(drawn[:RESAMPLES] for drawn in draws[task, question, ratio]))
         one, other = (decided(kl, methods) for kl in block)
         both = one.keys() & other.keys()
         known += [len(one), len(other), len(both)]
@@ -174,16 +178,19 @@ def moved(
 ) -> Iterator[tuple[str, ...]]:
     """Mean place of every method with each model, and how many places it falls with the second.
 
-    draws: `resampled` of each block, which share the draws of examples. Bold: by a place at least, and the 95 %
-    interval leaves zero out.
+    draws: `resampled` of each block, which share the draws of examples. Bold: by a place at least, and an interval
+    corrected for the number of methods leaves zero out; the one shown is of 95 %.
     """
     means = [np.mean([places(block[model].mean(0)) for block in blocks], axis=0) for model in (0, 1)]
     again = [np.mean([places(each[model]) for each in draws], axis=0) for model in (0, 1)]
-    low, high = np.quantile(again[1] - again[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    falls = again[1] - again[0]
+    low, high = np.quantile(falls[:RESAMPLES], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    tail = (1 - corrected_level(len(methods))) / 2
+    least, most = np.quantile(falls, [tail, 1 - tail], axis=0)
     for place in np.argsort(means[0], kind="stable"):
         gap = means[1][place] - means[0][place]
         said = f"{gap:+.1f} ({low[place]:+.1f}..{high[place]:+.1f})"
-        sure = abs(gap) >= 1 and (low[place] > 0 or high[place] < 0)
+        sure = abs(gap) >= 1 and (least[place] > 0 or most[place] < 0)
         yield methods[place], *(f"{mean[place]:.1f}" for mean in means), f"**{said}**" if sure else said
 
 

@@ -168,6 +168,7 @@ def test_fig5_wants_every_factor_below_the_mark(value, verdict):
     rows += [run("a", "h2o_damping", v, 0.5, f"method.damping={d}") for d, v in (("0.9", value), ("1.0", 80.0))]
     found, words = module.holds(module.table(frame(*rows)))
     assert found is verdict and "the best of 2 factors, 0.9" in words
+    assert "(" not in words, "the best was chosen by the numbers that its interval would be of"
 
 
 def test_a_curve_has_full_in_black_the_mark_in_red_and_intervals():

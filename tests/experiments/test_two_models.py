@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from experiments.studies import two_models, wide
-from experiments.studies.two_models import agreement, blocks_of, halves, power, rows_of, text
+from experiments.studies.two_models import agreement, blocks_of, halves, moved, power, rows_of, text
 from kvexp.results.read import AFTER_EVICTION
 from kvexp.util import ConfigError
 
@@ -68,6 +68,18 @@ def test_a_reversed_pair_and_a_method_that_moves_are_named():
     assert made.count(" 3 : 5 ") + made.count(" 5 : 5 ") == 2
     assert "| b before e | 2 | news, hidden, 0.25; news, hidden, 0.5 |" in made
     assert "| b | 2.0 | 5.0 | **+3.0 (+3.0..+3.0)** |" in made and "| a | 1.0 | 1.0 | +0.0 (+0.0..+0.0) |" in made
+
+
+def test_a_move_is_bold_by_an_interval_corrected_for_the_methods():
+    """The first of two methods, or of eight, falls in 99 % of the resamples: enough for one of two, not of eight."""
+    for count, bold in ((2, True), (8, False)):
+        names, order = [f"m{i}" for i in range(count)], np.arange(count, dtype=float)
+        moves = order.copy()
+        moves[0] = 1.5
+        draws = np.tile(moves, (2000, 1))
+        draws[::100] = order
+        found = list(moved(names, [[order[None], moves[None]]], [[np.tile(order, (2000, 1)), draws]]))
+        assert ("**" in found[0][-1]) == bold, found[0]
 
 
 def test_only_what_both_models_have_is_compared():
