@@ -34,6 +34,7 @@ from kvexp.results.table import (
     absent,
     interval,
     numeric,
+    parts,
     plain,
     print_blocks,
     print_columns,
@@ -392,12 +393,19 @@ def heading(rows: Sequence[TableRow]) -> str:
     return f"KL divergence from the full cache along {along}"
 
 
+DIFFERENT_N = (
+    "n differs between runs of one table: KL and its verdict are over the examples that a run was measured on, and say "
+    "nothing of those it failed on or has not come to."
+)
+
+
 def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
     """The runs of too few slots, and what the verdicts and columns of these rows stand for."""
     kl = " or ".join(f"{value:g}" for value in sorted(set(frame["epsilon"])))
     percent = " or ".join(f"{100 * value:g} %" for value in sorted(set(frame["epsilon_top1"])))
     few = {f"{run_name(row)} ({row['slots']:.1f})": None for row in records(frame) if row["few_slots"]}
     return [
+        *([DIFFERENT_N] if any(part["n"].nunique() > 1 for _, _, part in parts(frame, "text")) else []),
         *([f"{FEW_SLOTS_WORDS}: {', '.join(few)}"] if few else []),
         f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
         f"top-1: share of tokens with the same likeliest token, equivalent: no more than {percent} differ; a first "

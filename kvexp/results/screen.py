@@ -344,6 +344,8 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
             f"undecided: the interval holds the limit. More examples (limit={MORE * most}) narrow it"
             f"{_needed(open_quality)}."
         )
+    if len({row["far_n"] for row in ran if row["far_n"] and not absent(row["kl"])}) > 1:
+        yield divergence.DIFFERENT_N
     if few_hold := [row for row in ran if row["rests_on"]]:
         said = [f"{_name(row)} ({100 * row['rests_on_share']:.0f} % by {row['rests_on']})" for row in few_hold]
         yield f"KL rests on one or two examples, its upper end says little: {_some(said)}."

@@ -107,6 +107,16 @@ def test_verdicts_and_comparison(tmp_path):
     assert wins.to_dict() == {"near": 2, "middle": 1}
 
 
+def test_runs_of_other_numbers_of_examples_are_said(tmp_path, capsys):
+    """A run that lacks examples, as it failed on them, has a verdict over the others: the table and the screen say so."""
+    for method, count in (("near", 40), ("far", 30)):
+        made(tmp_path, method, [line(i, [0.0, 0.01, 0.02]) for i in range(count)])
+    assert main([str(tmp_path)]) == 0 and "n differs between runs of one table: KL" in capsys.readouterr().out
+    assert results([str(tmp_path)]) == 0 and "n differs between runs of one table: KL" in capsys.readouterr().out
+    made(tmp_path, "far", [line(i, [0.0, 0.01, 0.02]) for i in range(30, 40)])
+    assert main([str(tmp_path)]) == 0 and "n differs" not in capsys.readouterr().out
+
+
 def test_only_runs_that_share_labels_are_compared(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for method, level in (("near", 0.01), ("far", 0.3)):
