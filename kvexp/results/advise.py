@@ -679,7 +679,8 @@ def print_advice(found: Recorded, asked: Asked, console: Console, words: Sequenc
     """
     advice = found.advice(asked)
     console.print(Text(f"{found.title}: {asked.share:g} of new prompts {asked.within}", style="bold"))
-    rest = asked.carries(len(advice.promising)) if advice.promising else "the others, which make promises, were not run"
+    n = len(advice.promising)
+    rest = asked.carries(n) if advice.chains else f"the other {n}, which make promises, had nothing to test"
     console.print(f"{len(advice.choosing)} prompts chose methods and budgets; {rest}.\n")
     if rows := [_answer_row(advice, at, found, asked) for at in advice.order]:
         print_columns(rows, _columns(asked, rows), 2, console)
@@ -750,7 +751,8 @@ def said(advice: Advice, found: Recorded, words: Sequence[str]) -> list[str]:
         shown, answer = advice.shown(at), advice.answers[at]
         name = f"{shown.candidate.method} {shown.candidate.budget}"
         if lacking := len(advice.promising) - shown.n:
-            why = "not run, or an answer of a single token" if answer else "testing ends where a promise cannot hold"
+            ended = answer is None and found.plan  # a search ends there
+            why = "it can no longer hold" if ended else "not run, or an answer of a single token"
             lines.append(f"{name}: judged by {shown.n} prompts; the other {lacking} that promise have no loss ({why}).")
         if shown.failed:
             lines.append(f"{name}: on {shown.failed} of the {shown.beyond} prompts beyond the limit it failed.")
@@ -772,7 +774,8 @@ def said(advice: Advice, found: Recorded, words: Sequence[str]) -> list[str]:
         lines.append(
             f"Target: {asked.target}, {asked.batch} sequence(s) of {asked.context} tokens, keys and values in 16 bits."
         )
-    lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
+    if held:
+        lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
     if asked.new is not None:
         lines.append(_shift(asked.new, found))
     if others := len(found.plan.get("chains", {}).keys() - {question_key(asked)}):
@@ -795,11 +798,10 @@ def _next_step(advice: Advice, words: Sequence[str]) -> list[str]:
         return []
     limit, losses, one = min(reached, key=lambda found: (found[0], -len(found[1])))
     failed, beyond = int(np.isinf(losses).sum()), int(asked.is_beyond(losses).sum())
-    loss = LOSSES[asked.loss]
     lines = [
         f"Nearest on the prompts that chose: {one.method} {one.budget}, {beyond} of {len(losses)} beyond the limit"
         + (f" ({failed} of them failed)" if failed else "")
-        + f"; {loss.head}: median {np.median(losses):.{loss.digits}f}, most {losses[-1]:.{loss.digits}f}."
+        + f"; {LOSSES[asked.loss].head}: median {np.median(losses):.2g}, most {losses[-1]:.2g}."
     ]
     value = _rounded_up(limit)
     value = round(1 - value, 4) if asked.loss == "top1" else value

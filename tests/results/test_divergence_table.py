@@ -108,7 +108,7 @@ def test_verdicts_and_comparison(tmp_path):
 
 
 def test_runs_of_other_numbers_of_examples_are_said(tmp_path, capsys):
-    """A run that lacks examples, as it failed on them, has a verdict over the others: the table and the screen say so."""
+    """A run that lacks examples, as it failed on them, has a verdict over the others: both tables say so."""
     for method, count in (("near", 40), ("far", 30)):
         made(tmp_path, method, [line(i, [0.0, 0.01, 0.02]) for i in range(count)])
     assert main([str(tmp_path)]) == 0 and "n differs between runs of one table: KL" in capsys.readouterr().out
