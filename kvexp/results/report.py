@@ -513,8 +513,8 @@ SECTIONS = (
         "Which budget is safe",
         "The loss that a share of the prompts stays within, against bytes; the bar reaches to what new prompts of the "
         "same kind stay within by a distribution-free bound. Black: the limit. Full points: the cheapest budgets whose "
-        "promise holds; their bars, which end at the limit, are right all together (docs/advise.md), those of hollow "
-        "points each by itself.",
+        "promise holds; their bars, which end at the limit, are right all together (docs/advise.md), the bar of a "
+        "hollow point by itself.",
         advise_data,
     ),
     Section(
