@@ -119,19 +119,27 @@ def models(names: list[str]) -> int:
     return _listed("model", names)
 
 
+def described(group: str) -> dict[str, str]:
+    """Option of `method`, `model` or `task` -> what it is, in a line; without importing a method, a task or a model."""
+    if group == "method":
+        return {name: text.partition("\n")[0].lstrip("# ") for name, text in _method_options().items()}
+    known, said = dict[str, str](), list[str]()
+    for line in (CONF / f"{group}s.yaml").read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            said.append(line.lstrip("# "))
+        elif option := re.match(r"([a-z]\w*):(?: *\{path: ([^,}]+))?", line):
+            known[option[1]] = " ".join([f"{option[2]}:" if option[2] else "", *said]).strip()
+        elif not line:
+            said = []
+    return known
+
+
 def _listed(group: str, names: list[str]) -> int:
     """The options of a group that stand in conf/GROUPs.yaml, each below the comment that says what it is."""
     if names[:1] in (["-h"], ["--help"]):
         print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
         return 0
-    known, said = dict[str, str](), list[str]()
-    for line in (CONF / f"{group}s.yaml").read_text("utf-8").splitlines():
-        if line.startswith("#"):
-            said.append(line.lstrip("# "))
-        elif found := re.match(r"([a-z]\w*):(?: *\{path: ([^,}]+))?", line):
-            known[found[1]] = " ".join([f"{found[2]}:" if found[2] else "", *said]).strip()
-        elif not line:
-            said = []
+    known = described(group)
     if wrong := [name for name in names if name not in known]:
         say(f"error: no {group} {wrong[0]!r}{_nearest(wrong[0], known)}", file=sys.stderr)
         return 2
@@ -158,8 +166,8 @@ def methods(names: list[str]) -> int:
     known = _method_options()
     installed = installed_methods(known)
     if not names:
-        for name, text in known.items():
-            say(f"{name:<20} {text.partition(chr(10))[0].lstrip('# ')}")
+        for name, text in described("method").items():
+            say(f"{name:<20} {text}")
         for name, point in installed.items():
             say(f"{name:<20} {point.value}, from {package_of(point)}")
     for name in names:

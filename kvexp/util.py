@@ -180,10 +180,40 @@ def _allowed(hint: Any, value: Any) -> str:
     return "a list" if tuple in (hint, origin) or list in (hint, origin) else f"a {getattr(hint, '__name__', hint)}"
 
 
+# Names that other programs (transformers, kvpress, vLLM) have for a setting -> its name here.
+OTHER_NAMES = {
+    **dict.fromkeys(("ratio", "budget_ratio", "cache_ratio", "keep_ratio", "compression_ratio"), "kv_ratio"),
+    **dict.fromkeys(("cache_size", "max_capacity_prompt", "n_tokens", "num_tokens"), "tokens"),
+    **dict.fromkeys(("max_length", "max_tokens"), "max_new_tokens"),
+    **dict.fromkeys(("press", "policy", "strategy", "eviction", "eviction_method"), "method"),
+    **dict.fromkeys(("model_name", "model_id", "model_path", "checkpoint", "pretrained_model_name_or_path"), "model"),
+    **dict.fromkeys(("dataset", "data_file", "benchmark"), "task"),
+    **dict.fromkeys(("n_beams", "beams"), "num_beams"),
+    "stop": "stop_strings",
+    "torch_dtype": "dtype",
+}
+REMARKS = {"compression_ratio": " It is the share that stays: 1 - compression_ratio."}
+
+
+def folded(name: str) -> str:
+    """A name without what people write differently: case, dashes, underscores; "SmolLM2-135M" -> "smollm2135m"."""
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Known names that a word was probably meant to be, the nearest first, at most `count`; none where none is near."""
+    names = list(known)
+    if (other := OTHER_NAMES.get(word)) in names:
+        return [other]
+    same = [name for name in names if folded(name) == folded(word)][:count]
+    close = functools.partial(difflib.get_close_matches, possibilities=names, n=count, cutoff=cutoff)
+    return same or close(word) or close(word.lower())
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ "; did you mean h2o?", or nothing where no known name is near."""
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f"; did you mean {near[0]}?{REMARKS.get(word, '')}" if near else ""
 
 
 # Settings that exclude each other: a table of when, and of what to say.
@@ -201,6 +231,19 @@ def refuse(item: T, rules: Iterable[Rule[T]]) -> None:
     """ConfigError with the sentence of the first rule that applies to the object."""
     if (why := reason_against(item, rules)) is not None:
         raise ConfigError(why)
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units: 1536 -> 1.50 KiB; "-" for None and NaN."""
+    if value is None or math.isnan(value):
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1023.5:
+            return (
+                f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+            )
+        value /= 1024
+    return f"{value:.3g} TiB"
 
 
 # Where kvexp's own configurations lie, and a path as somebody typed it.

@@ -62,6 +62,10 @@ class CacheConfig:
 
         ConfigError for both at once, and for options that do not exist.
         """
+        if wrong := [name for name in ("kv_ratio", "tokens") if name in options]:
+            raise ConfigError(
+                f"{wrong[0]} is of a budget: give Budget({wrong[0]}={options[wrong[0]]!r}) behind the method"
+            )
         check_keywords(options, OPTIONS)
         if not isinstance(method, CacheConfig):
             return cls(method, budget, **options)
@@ -73,6 +77,11 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method):
             raise ConfigError(f"method must be a method object such as kvexp.methods.H2O(), got {self.method!r}")
+        if isinstance(self.budget, int | float):
+            raise ConfigError(
+                f"budget must be a Budget or null, got {self.budget!r}: write Budget(kv_ratio=0.5) or "
+                "Budget(tokens=128), or give kvexp.generate kv_ratio= or tokens="
+            )
         check_fields(self)
         check_declarations(self.method)
         if self.mode == "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import types
 from typing import Any
@@ -50,12 +51,28 @@ __all__ = [
 
 
 class _Callable(types.ModuleType):
-    """This package, which can be called: `kvexp.generate("a text", "smollm2_135m", method="h2o")`."""
+    """This package, which can be called: `kvexp.generate("a text", "smollm2_135m", method="h2o")`.
+
+    What is called is `kvexp.run.notebook.generate`, which knows models by name, as this package must not. Signature and
+    docstring are that function's, for help() and editors.
+    """
 
     def __call__(self, *args: Any, **options: Any) -> Generation:
-        """Do what `kvexp.run.notebook.generate` does. It knows models by name, which this package must not."""
-        answer: Generation = importlib.import_module("kvexp.run.notebook").generate(*args, **options)
+        answer: Generation = _by_name()(*args, **options)
         return answer
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(_by_name())
 
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        return f"{inspect.getdoc(_by_name())}\n\nkvexp.generate{self.__signature__}\n\nAlso a package. {PACKAGE}"
+
+
+def _by_name() -> Any:
+    return importlib.import_module("kvexp.run.notebook").generate
+
+
+PACKAGE = __doc__
 sys.modules[__name__].__class__ = _Callable

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -34,11 +35,11 @@ from kvexp.core import CacheConfig, MemoryTracker
 from kvexp.core.config import OPTIONS, check_keywords
 from kvexp.core.noise import gumbel
 from kvexp.hf import EvictionCache
-from kvexp.hf.chat_template import Thinking
+from kvexp.hf.chat_template import Thinking, answer_begins
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.traits import max_positions, traits_of
 from kvexp.retrieval.layer import retrieval_stats
-from kvexp.util import AtLeast, CacheError, ConfigError, NotFinite, Range, Rule, check_fields, refuse
+from kvexp.util import AtLeast, CacheError, ConfigError, NotFinite, Range, Rule, check_fields, refuse, size
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -69,6 +70,10 @@ def real_prompts(
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
         prompts = prompts["input_ids"]
     prompts = _tokenized(_as_lists(prompts), tokenizer)
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(
+            f"a prompt must be a text, a list of messages or token ids, or a batch of these, got {prompts!r}"
+        )
     check_prompts(model, prompts)
     if attention_mask is None:
         _check_unpadded(model, prompts, tokenizer)
@@ -89,9 +94,9 @@ def real_prompts(
 def _tokenized(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
     """Texts and chats as token ids, one prompt as a batch of one; anything else as it is. prompts: no tensors."""
     first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
-    if isinstance(prompts, str) or isinstance(first, int) or (isinstance(first, Mapping) and "role" in first):
+    if isinstance(prompts, str) or isinstance(first, int | Mapping):
         prompts, first = [prompts], prompts  # one text, one row of token ids, one chat
-    chats = isinstance(first, list | tuple) and bool(first) and isinstance(first[0], Mapping)
+    chats = are_chats(prompts)
     if not isinstance(first, str) and not chats:
         return prompts
     if tokenizer is None:
@@ -101,8 +106,14 @@ def _tokenized(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
     if chats and not getattr(tokenizer, "chat_template", None):
         raise ConfigError("prompts are messages, but the tokenizer has no chat template: give texts or token ids")
     if chats:
-        return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in prompts]
+        return [tokenizer(answer_begins(tokenizer, chat), add_special_tokens=False).input_ids for chat in prompts]
     return [tokenizer(text).input_ids for text in prompts]
+
+
+def are_chats(prompts: Any) -> bool:
+    """Whether prompts are a chat, a list of messages, or a batch of chats."""
+    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
+    return isinstance(first, Mapping) or (isinstance(first, list | tuple) and are_chats(first))
 
 
 def _as_lists(rows: Any) -> Any:
@@ -769,11 +780,14 @@ class Generation:
     def __repr__(self) -> str:
         shown = repr(self.texts[0] if self.texts else self.tokens[0])
         more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
-        method = self.cache.config.method.name
-        peak = (self.memory_tracker.peak_bytes + self.cache.other_bytes) / 2**20
-        times = f"first token after {self.timing.ttft_s:.2f} s, then {1000 * self.timing.tpot_s:.0f} ms each"
-        answer = f"Generation: {shown[:100]}{'…' * (len(shown) > 100)}{more}"
-        return "\n".join((answer, f"  {method}, KV peak {peak:.1f} MiB", f"  {times}"))
+        config, later = self.cache.config, self.timing.tpot_s
+        sizes = {name: getattr(config.budget, name, None) for name in ("kv_ratio", "tokens", "threshold")}
+        budget = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+        peak = size(self.memory_tracker.peak_bytes + self.cache.other_bytes)
+        cost = ", ".join([config.method.name, *budget, f"KV peak {peak}"])
+        times = f"first token after {self.timing.ttft_s:.2f} s"
+        times += "" if math.isnan(later) else f", then {1000 * later:.3g} ms each"
+        return f"Generation: {shown[:100]}{'…' * (len(shown) > 100)}{more}\n  {cost}\n  {times}"
 
 
 def check_finite(cache: EvictionCache) -> None:

@@ -33,6 +33,7 @@ from kvexp.generate.inputs import (
     RowProcessors,
     StopStrings,
     Timing,
+    are_chats,
     check_bounded,
     check_finite,
     check_length,
@@ -54,6 +55,7 @@ from kvexp.generate.inputs import (
 )
 from kvexp.generate.prefill import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.hf import EvictionCache, MultiMethodCache
+from kvexp.hf.chat_template import end_of_turn
 from kvexp.util import ANSWERS, ConfigError, worked
 
 # Contexts of several batches that have ended are left out of a step once they are such a share of all: leaving some out
@@ -382,7 +384,9 @@ def generate(
 ) -> Generation:
     """Generate for a batch of prompts under an eviction method.
 
-    prompts: token ids per row, all that the tokenizer gave, or with `tokenizer` texts or chats.
+    prompts: token ids per row, all that the tokenizer gave, or with `tokenizer` texts or chats. A chat goes through the
+        chat template as in `kvexp run`, whose end of a turn ends the answer; a last turn of the assistant is gone on
+        with.
     method, budget, options: what the cache does, as of `CacheConfig`; or a CacheConfig in place of the method.
     kv_ratio, tokens: the budget in a word, in place of `budget`.
     attention_mask: of the prompts, 0 for padding, which is left out; None: a tokenizer's output has its own, and token
@@ -406,7 +410,10 @@ def generate(
             raise ConfigError("give budget, or kv_ratio or tokens, not both")
         budget = Budget(kv_ratio=kv_ratio, tokens=tokens)
     config = CacheConfig.of(method, budget, **of_cache)
+    chats = are_chats(prompts)
     prompts = real_prompts(model, prompts, attention_mask, tokenizer)
+    if chats and decoding.eos == "model" and (end := end_of_turn(tokenizer)):
+        decoding = dataclasses.replace(decoding, eos=tuple(dict.fromkeys([*eos_ids(model, "model"), *end])))
     _check_decoding(model, decoding, tokenizer)
     row_seeds = seeds_per_row(seeds, len(prompts))
     new = decoding.max_new_tokens

@@ -103,7 +103,7 @@ def with_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
+def render(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """The text of the tokenizer's chat template around these turns, at the date of TODAY or of its date_string.
 
     options: of apply_chat_template. Errors are jinja's, and whatever a template does with its values.
@@ -111,6 +111,59 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], **options: Any) -
     given = {"date_string": TODAY, **getattr(tokenizer, _ARGUMENTS, {})}
     with _stopped(tokenizer, _moment(tokenizer)):
         return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], tokenize=False, **given, **options))
+
+
+def answer_begins(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a chat up to where the model's words begin: a new answer, or the rest of a last assistant's turn.
+
+    As transformers' pipeline has it. ConfigError where the template cannot be used or leaves a turn out.
+    """
+    continues = turns[-1].get("role") == "assistant"
+    options = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
+    try:
+        text = render(tokenizer, turns, **options)
+        check_heard(tokenizer, turns, "put its words into a user's turn", **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # jinja's, and whatever a template does with its values: no common base
+        raise unusable(error, "give the prompt as a text") from error
+    return text
+
+
+def unusable(error: Exception, way_out: str) -> ConfigError:
+    """The error of a chat template that fails on some turns. way_out: what to do but correct it."""
+    return ConfigError(
+        f"the tokenizer's chat template cannot be used ({type(error).__name__}: {' '.join(str(error).split())}): "
+        f"correct chat_template in the model's folder, or {way_out}"
+    )
+
+
+def check_heard(tokenizer: Any, turns: Sequence[Mapping[str, Any]], way_out: str, **options: Any) -> None:
+    """ConfigError where the template leaves out the words of a turn, such as a system turn that it does not know.
+
+    way_out: what to do but correct the template. options: of `render`, whose errors come through.
+    """
+    words = [f"These are the words of turn {number}." for number, _ in enumerate(turns)]
+    said = [number for number, turn in enumerate(turns) if isinstance(turn.get("content"), str)]
+    marked = [{**turn, "content": words[n]} if n in said else turn for n, turn in enumerate(turns)]
+    text = render(tokenizer, marked, **options).lower()  # some templates write in capitals
+    for number in said:
+        if words[number].lower() not in text:
+            turn = turns[number]
+            raise ConfigError(
+                f"the tokenizer's chat template leaves out the {turn.get('role')} turn {turn['content'][:60]!r}: "
+                f"{way_out}, or correct chat_template in the model's folder"
+            )
+
+
+def end_of_turn(tokenizer: Any) -> list[int]:
+    """The token that the chat template puts behind an assistant's words; empty where that is no token of its own."""
+    words = "An answer."
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": words}]
+    _, answer, after = render(tokenizer, turns).rpartition(words)
+    ids = tokenizer(after, add_special_tokens=False).input_ids if answer else []
+    first = [token for token in ids if tokenizer.decode([token]).strip()][:1]
+    return [token for token in first if token in tokenizer.added_tokens_decoder]
 
 
 def _moment(tokenizer: Any) -> datetime:

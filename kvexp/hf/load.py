@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import tokenizers
 import torch
@@ -907,5 +907,5 @@ def shape_of(config: Any) -> ModelSize:
 
 
 # For annotations in layers that do not import transformers.
-Model = PreTrainedModel
-Tokenizer = PreTrainedTokenizerBase
+Model: TypeAlias = PreTrainedModel
+Tokenizer: TypeAlias = PreTrainedTokenizerBase

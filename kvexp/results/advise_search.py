@@ -32,7 +32,7 @@ from kvexp.results.advise import (
 from kvexp.results.curves import job_of
 from kvexp.results.read import read_runs
 from kvexp.run.batches import settings_at
-from kvexp.run.compose import option, options, with_model_places, with_user_methods
+from kvexp.run.compose import ROWS, option, options, quoted, task_of_rows, with_places, with_user_methods
 from kvexp.run.jobs import interruptible, run_jobs, runs_of
 from kvexp.run.labels import OF_EVICTION, Shard, task_of
 from kvexp.run.model_spec import ModelSpec
@@ -52,7 +52,7 @@ BITS = (8, 4, 2)
 LEAST = 4  # prompts of the first round, if a quarter of all has as many
 EIGHTHS = 8  # of all prompts, tested one after the other
 BEFORE, BEHIND = 1, 1  # budgets tested before and behind the cheapest that the choosing half finds fine
-TASKS = {"prompt": "prompts", "article": "cnn_dailymail", "document": "xsum"}  # by field
+TASKS = {field: task for field, task in ROWS.items() if task != "context_qa"}  # whose questions have an order
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,7 +162,7 @@ class Search:
 
     def __init__(self, asked: Asked, session: Session) -> None:
         self.asked, self.session = asked, session
-        words = with_user_methods(with_model_places(asked.words))
+        words = with_user_methods(with_places(asked.words))
         only = "divergence=false" if asked.loss == "score_loss" else "divergence=only"
         self.common = [*words, *_words_of_data(asked, words), only]
         self.arms = [Arm.of(name, asked.budgets or BUDGETS) for name in asked.methods or METHODS]
@@ -365,20 +365,10 @@ def _words_of_data(asked: Asked, words: Sequence[str]) -> list[str]:
     """The words that `data=FILE` stands for: the task that reads such rows, all in an order drawn by a seed."""
     if asked.data is None:
         return []
-    path = path_of(asked.data, "data")
-    rows = list(json_rows(path))
-    first = rows[0] if rows else {}
     keys = {word.lstrip("+").partition("=")[0] for word in words}
-    task = next((task for field, task in TASKS.items() if field in first), None)
-    if task is None and "task" not in keys:
-        raise ConfigError(
-            f"data={asked.data}: its rows have {', '.join(first)}; kvexp knows rows with {', '.join(TASKS)}, such as "
-            '{"prompt": TEXT}; or name the task they are of, task=NAME'
-        )
-    made = [] if "task" in keys else [f"task={task}"]
-    made += [] if "limit" in keys else [f"limit={len(rows)}"]
-    quoted = asked.data.replace("\\", "\\\\").replace("'", "\\'")
-    return [*made, f"task.data_files='{quoted}'", "task.sample=shuffled"]
+    made = [] if "task" in keys else [f"task={task_of_rows(asked.data, 'data', TASKS)}"]
+    made += [] if "limit" in keys else [f"limit={sum(1 for _ in json_rows(path_of(asked.data, 'data')))}"]
+    return [*made, f"task.data_files={quoted(asked.data)}", "task.sample=shuffled"]
 
 
 def search(asked: Asked, *, dry_run: bool) -> Recorded | None:

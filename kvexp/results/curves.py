@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import hashlib
+import html
 import io
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pandas as pd
 from hydra import compose, initialize_config_dir
@@ -19,90 +23,137 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.core import Method
-from kvexp.results.plots import draw_quality as draw
-from kvexp.results.table import table
-from kvexp.run.compose import explained, is_model_place, make_option, named_user_method, option, options, roots, unknown
+from kvexp.results.plots import draw_runs, without_shared
+from kvexp.results.read import Runs, read_runs
+from kvexp.results.screen import distances
+from kvexp.results.table import parts, quality_table
+from kvexp.run.compose import (
+    check_groups,
+    explained,
+    in_python,
+    is_data_file,
+    is_model_place,
+    make_option,
+    named_user_method,
+    option,
+    options,
+    quoted,
+    roots,
+    task_words,
+    unknown,
+)
 from kvexp.run.jobs import HydraJob, run_jobs
 from kvexp.run.user_methods import MISSING, admitted, class_method, settings_of_class
-from kvexp.util import CONF, ConfigError, Session
+from kvexp.util import CONF, ConfigError, Session, replace
 
-SHOWN = ("method", "setting", "kv_ratio", "n")  # columns of a notebook's table, before the metric's
+RUN = ("model", "task", "method", "setting", "kv_ratio", "n")  # columns that name a run
+DISTANCE = ("kl", "kl_low", "kl_high", "top1", "verdict_kl")  # from the full cache, as in `kvexp results`
+LAST = ("verdict99", "status", "note", "hash")
+ENDINGS = ("", "_of_full", "_low", "_high")  # of a metric's columns
+PROMPTS = ".prompts"  # under the outputs: prompts that were given as texts
 
 
 class Curves(pd.DataFrame):
-    """The runs of one `compare` and their baselines: a DataFrame as `kvexp.results.table` gives it, a row per run.
+    """The runs of one `compare` and their full caches, a row per run: who ran, KL from the full cache, scores.
 
-    With limit=N all its numbers are over the first N examples, also of runs that have more. Printed, it shows the
-    columns of the task's first metric; in a notebook also their figure. A part of it is an ordinary DataFrame.
+    Columns as of `kvexp.results.table` and, in DISTANCE, of the divergence table. Further columns are there where they
+    tell methods apart; `whole` has all. With limit=N all numbers are over the first N examples, also of runs that have
+    more. Printed, it shows KL and the task's first metric, in a notebook also their figure. A part of it is an ordinary
+    DataFrame.
     """
+
+    _metadata: ClassVar[list[str]] = ["runs", "whole"]
+    runs: Runs
+    whole: pd.DataFrame
+
+    @classmethod
+    def of(cls, runs: Runs) -> Curves:
+        """The frame of these runs."""
+        frame, far = runs.frame(quality_table), distances(runs)
+        whole = frame.assign(
+            **{name: pd.Series([far.get(key, {}).get(name) for key in frame["hash"]]) for name in DISTANCE}
+        )
+        first = [f"{metric}{ending}" for metric in dict.fromkeys(frame["headline"].dropna()) for ending in ENDINGS]
+        metrics = (name for folder in runs.shown for name in folder.metrics)
+        kept = dict.fromkeys([*RUN, *DISTANCE, *first, *metrics, *LAST])
+        compared = whole[whole["verdict99"] != "baseline"].astype(str)
+        telling = [name for name in whole if name not in kept and compared[name].nunique() > 1]
+        curves = cls(whole[[*(name for name in kept if name in whole), *telling]])
+        curves.runs, curves.whole = runs, whole
+        return curves
 
     @property
     def _constructor(self) -> type[pd.DataFrame]:
         return pd.DataFrame
 
     def __repr__(self) -> str:
-        return str(self._shown().to_string(index=False, float_format="{:.2f}".format, na_rep=""))
+        return "\n\n".join(f"{title}\n{rows.to_string(**_PRINTED)}" for title, rows in self._shown())
 
     def figure(self, metric: str | None = None) -> Figure:
-        """Quality in percent of full attention against kv_ratio, a line per method; metric: None for the task's first.
+        """Runs against kv_ratio, a line per method, n in the title.
 
-        ConfigError where no run has a percentage, as with fewer than 20 examples.
+        metric: in percent of the full cache's score; None: the task's first, and KL from the full cache where no run
+        has a percentage. Points of fewer than 20 examples are hollow. ConfigError where neither can be drawn.
         """
-        return draw(self, metric)
+        return draw_runs(self.runs, metric)
 
     def _repr_html_(self) -> str:
-        return self._picture() + str(self._shown().to_html(index=False, float_format="{:.2f}".format, na_rep=""))
+        tables = (f"<p>{html.escape(title)}</p>{rows.to_html(**_PRINTED)}" for title, rows in self._shown())
+        return self._picture() + "".join(tables)
 
-    def _shown(self) -> pd.DataFrame:
-        """The columns of the first metric, with n; with NUMERICS where there are several."""
-        metric = str(self["headline"].dropna().iloc[0])
-        several = ["numerics"] if self["numerics"].nunique() > 1 else []
-        columns = [*several, *SHOWN, metric, *(f"{metric}{end}" for end in ("_of_full", "_low", "_high"))]
-        return self[[name for name in columns if name in self]]
+    def _shown(self) -> Iterator[tuple[str, pd.DataFrame]]:
+        """Yield (title, columns to print) for each model and task."""
+        for title, _, part in parts(self.whole):
+            metrics = part["headline"].dropna().unique()[:1]
+            quality = [f"{metric}{ending}" for metric in metrics for ending in ENDINGS]
+            rows, shared = without_shared(part)
+            telling = [name for name in ("question", "setting") if rows[name].nunique() > 1]
+            columns = ["method", *telling, "kv_ratio", "n", *DISTANCE[:3], *quality]
+            rows = rows[[name for name in columns if name in rows]].dropna(axis="columns", how="all")
+            yield f"{title} {shared}".rstrip(), rows
 
     def _picture(self) -> str:
         try:
             figure = self.figure()
-        except ConfigError:  # too few examples for a percentage: the table has the means
+        except ConfigError:  # neither percentages nor a divergence: the table has the means
             return ""
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=100)
         data = base64.b64encode(file.getvalue()).decode()
-        return f'<img alt="quality against kv_ratio" src="data:image/png;base64,{data}">'
+        return f'<img alt="runs against kv_ratio" src="data:image/png;base64,{data}">'
 
 
+_PRINTED: dict[str, Any] = {"index": False, "float_format": "{:.4g}".format, "na_rep": ""}
+
+
+@in_python("__")
 def compare(
     methods: Sequence[Method | type[Method] | str],
     task: str | None = None,
     kv_ratio: float | Sequence[float] = (0.2, 0.5),
     *,
+    prompts: Sequence[Any] | None = None,
+    data: str | None = None,
     model: str | None = None,
     outputs_dir: str = "outputs",
     **settings: Any,
 ) -> Curves:
-    """Run methods on a task at every kv_ratio, with full attention; returns a DataFrame of the runs.
-
-    methods: names as after `method=` on the command line (MODULE.CLASS and FILE.py too), and method objects or
-        classes that stand in a file.
-    task, model: names of `kvexp tasks` and `kvexp models`, or a model's folder or hub id; None: what `kvexp run` takes.
-    settings: any other setting of `kvexp run`, as in limit=9; a dot in its name is written `__`
-        (task__max_new_tokens=8); what is not given is as `kvexp run` has it.
-
-    Runs share their prefills; what was run before is not run again. ConfigError for what cannot be run, a job that
-    failed included.
-    """
+    """Do what `kvexp.compare` says, which tells the arguments."""
     if isinstance(methods, str | Method | type) or not methods:
         raise ConfigError(f'methods must be a list with at least one method, as in methods=["h2o"], got {methods!r}')
     if task is not None and not isinstance(task, str):
         raise ConfigError(f'task must be a name, as in task="news", got {task!r}; a budget is kv_ratio={task!r}')
-    ratios = [kv_ratio] if isinstance(kv_ratio, int | float) else list(kv_ratio)
+    if wrong := [name for name in settings if "__" not in name and name not in roots()]:
+        raise ConfigError(unknown(wrong[0], {}))
+    if prompts is not None:
+        if task is not None or data is not None:
+            raise ConfigError("prompts are a task of their own: leave out task and data")
+        data = _file_of(prompts, Path(outputs_dir))
+    ratios = [kv_ratio] if isinstance(kv_ratio, int | float | str) else list(kv_ratio)
     given = {"outputs_dir": outputs_dir, "divergence": True, **settings}
-    given |= {} if task is None else {"task": task}
     if model is not None:
         given |= {"model": "local", "model__path": model} if is_model_place(model) else {"model": model}
-    if wrong := [name for name in settings if "__" not in name and name not in roots()]:
-        raise ConfigError(f"{unknown(wrong[0], {})} (in Python a dot is written __)")
-    common = [_override(key.replace("__", "."), value) for key, value in given.items()]
+    common = [*_words_of_task(task, data), *(_override(key.replace("__", "."), value) for key, value in given.items())]
     jobs = [
         job_of([*words, *common, _override("kv_ratio", ratio)])
         for words, ratio in itertools.product([_words_of(method) for method in methods], ratios)
@@ -111,7 +162,31 @@ def compare(
     run_jobs(jobs, session)
     if failed := session.failures:
         raise ConfigError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0].why}")
-    return Curves(table(outputs_dir, {"hash": session.hashes}, settings.get("limit")))
+    return Curves.of(read_runs(outputs_dir, {"hash": session.hashes}, settings.get("limit"), alone=True))
+
+
+def _words_of_task(task: str | None, data: str | None) -> list[str]:
+    """The words of a task, a task and a file of its rows, or a file that tells its task."""
+    if task is None or is_data_file(task):
+        file, named = (data, "data") if data is not None else (task, "task")
+        return [] if file is None else task_words([file], named)
+    return [_override("task", task), *([] if data is None else [f"task.data_files={quoted(data)}"])]
+
+
+def _file_of(prompts: Sequence[Any], outputs: Path) -> str:
+    """A file of these prompts, texts or rows; the same ones are the same file, so that their runs are found again."""
+    if isinstance(prompts, str | Mapping) or not prompts:
+        raise ConfigError(
+            f'prompts must be a list of texts, as in prompts=["A text.", "Another."], got {prompts!r:.80}'
+        )
+    rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    if wrong := [row for row in rows if not isinstance(row, Mapping)]:
+        raise ConfigError(f'prompts holds {wrong[0]!r:.80}; a prompt is a text, or a row {{"prompt": TEXT}}')
+    data = "".join(f"{json.dumps(dict(row), ensure_ascii=False)}\n" for row in rows).encode()
+    file = outputs / PROMPTS / f"{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace(file, data)
+    return str(file)
 
 
 def _words_of(method: Method | type[Method] | str) -> list[str]:
@@ -152,7 +227,7 @@ def _literal(value: Any, key: str) -> str:
         plain = value.replace("/", "").replace("_", "").replace(".", "").replace("-", "")
         if plain.isalnum() and not plain.isdigit():
             return value
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return quoted(value)
     if isinstance(value, list | tuple):
         return "[" + ",".join(_literal(item, key) for item in value) + "]"
     raise ConfigError(f"{key} must be a number, a text, true or false, None or a list of those, got {value!r}")
@@ -160,6 +235,7 @@ def _literal(value: Any, key: str) -> str:
 
 def job_of(overrides: list[str]) -> HydraJob:
     """The job that a command line of these words would run; ConfigError for words that cannot be."""
+    check_groups(overrides)
     with _own_hydra():
         try:
             composed = compose("config", overrides, return_hydra_config=True)

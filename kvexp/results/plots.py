@@ -44,7 +44,7 @@ def write_figure(
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if view == views.RUNS:
-        figure = draw_quality(runs.frame(quality_table), metric)
+        figure = draw_runs(runs, metric)
     elif view == views.DIVERGENCE:
         figure = draw_divergence(runs, x or "kv_ratio", text)
     elif view == "bytes":
@@ -232,10 +232,10 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     shown = [drawable(part, own) for (_, part), own in zip(panels, metrics, strict=True)]
     if all(runs.empty for runs in shown):
         raise ConfigError(
-            f"no run has a kv_ratio and a percentage of its baseline, which takes {MIN_PAIRS} examples or more: there "
-            "is nothing to draw"
+            "no run has a kv_ratio and a percentage of its baseline, which has to score above 0: there is nothing to "
+            "draw; how far runs are from the full cache: --view divergence"
         )
-    whole, shared = _without_shared(pd.concat(shown))
+    whole, shared = without_shared(pd.concat(shown))
     shown = [with_n(runs.assign(setting=whole.loc[runs.index, "setting"]), "paired") for runs in shown]
     dashes = dashes_of(pd.concat(shown))
     columns = min(PANELS, len(panels))
@@ -252,6 +252,22 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     lines = legend_below(figure, 1.2 + PANEL[0] * columns)
     figure.set_size_inches(1.2 + PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns) + 0.18 * lines + 0.3)
     return figure
+
+
+def draw_runs(runs: Runs, metric: str | None = None) -> Figure:
+    """`draw_quality`; without a metric, where no run has a percentage, `draw_divergence` along the runs' own answers.
+
+    ConfigError where neither can be drawn.
+    """
+    try:
+        return draw_quality(runs.frame(quality_table), metric)
+    except ConfigError as error:
+        if metric is not None or divergence_table(runs.ran).empty:
+            raise
+        try:
+            return draw_divergence(runs, "kv_ratio")
+        except ConfigError:
+            raise error from None
 
 
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
@@ -293,7 +309,7 @@ def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) ->
     axes.set_xlabel("place of the token in the text")
 
 
-def _without_shared(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+def without_shared(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """Rows without the overrides that all of them share in `setting`, and those overrides."""
     settings = frame["setting"].fillna("").astype(str) if "setting" in frame else [""] * len(frame)
     shared, rows = shared_settings([{"setting": setting} for setting in settings])
@@ -344,7 +360,7 @@ def draw_divergence(runs: Runs, x: str, text: str = OWN) -> Figure:
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
         inside = [folder for folder in runs.ran if folder.run.hash in set(part["hash"])]
         inside.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
-        part, shared = _without_shared(part)
+        part, shared = without_shared(part)
         part = with_n(part)
         scale = [] if x == POSITION else scale_of(folder.run for folder in inside)
         if x == POSITION:

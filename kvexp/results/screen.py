@@ -82,7 +82,7 @@ def print_screen(
     """
     frame = runs.frame(quality.quality_table)
     shown = frame[frame["status"] != "refused"]
-    far = _distances(runs)
+    far = distances(runs)
     several = len(list(parts(shown))) > 1
     below: dict[str, None] = dict.fromkeys(frame.attrs.get("left_out", ()))
     for title, _, part in parts(shown):
@@ -108,7 +108,7 @@ def print_screen(
 # --- what stands in a line
 
 
-def _distances(runs: Runs) -> dict[str, Row]:
+def distances(runs: Runs) -> dict[str, Row]:
     """Hash -> row of the divergence table, along the full cache's own answer where it was forced; else over choices."""
     frame = runs.frame(divergence.frame_of)
     found: dict[str, Row] = {row["hash"]: row for row in records(frame)} if len(frame) else {}

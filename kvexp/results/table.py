@@ -38,6 +38,7 @@ from kvexp.results.read import (
 from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
 from kvexp.run.store import LINES, run_name
 from kvexp.util import ConfigError, Console, visible
+from kvexp.util import size as size  # for those who print tables
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]
@@ -385,19 +386,6 @@ def count(value: float) -> str:
     if value < 10_000:
         return f"{value:.0f}"
     return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M" if value < 999.5e6 else "1G"
-
-
-def size(value: float) -> str:
-    """Bytes in binary units: 1536 -> 1.50 KiB."""
-    if absent(value):
-        return "-"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1023.5:
-            return (
-                f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
-            )
-        value /= 1024
-    return f"{value:.3g} TiB"
 
 
 def seconds(value: float) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import json
 import operator
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import omegaconf._utils
 import yaml
@@ -24,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.run.user_methods import AdmittedMethod, admit, admitted, installed_methods, load_method, settings_of_class
-from kvexp.util import CONF, ConfigError, say
+from kvexp.util import CONF, REMARKS, ConfigError, nearest, say
 
 # -- the settings there are: conf/ -------------------------------------------------------------------------------------
 
@@ -233,6 +232,48 @@ def explained(error: Exception, words: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(filter(None, each)))
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+LISTED_BY = re.compile(r"`kvexp (methods|models|tasks)`")
+PYTHON_VALUES = {"null": "None", "true": "True", "false": "False"}
+
+
+def in_python(dot: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function of `kvexp`: its ConfigErrors are in Python's words, without the frames that led to them.
+
+    dot: between a group and its key where a setting is an argument (task__limit); None: arguments have no group.
+    HYDRA_FULL_ERROR=1: the frames stay.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except ConfigError as error:
+                error.args = (_python_words(str(error), dot, kwargs),)
+                if os.environ.get(FULL_ERROR):
+                    raise
+                raise error.with_traceback(None) from None
+
+        return called
+
+    return decorate
+
+
+def _python_words(message: str, dot: str | None, given: Iterable[str]) -> str:
+    """The message with settings, values and commands of the command line as Python has them. given: arguments."""
+
+    def argument(key: re.Match[str]) -> str:
+        group, _, name = key[0].partition(".")
+        return (name if dot is None else f"{group}{dot}{name}") if key[0] in known else key[0]
+
+    known = {*settings(), *(name.replace("__", ".") for name in given), *(f"model.{name}" for name in given)}
+    message = LISTED_BY.sub(r"kvexp.list_\1()", message).replace("model=local model.path=", "model=")
+    message = re.sub(r"(?<![\w.])[a-z]\w*\.[a-z]\w*(?![\w.]*\()", argument, message)
+    return re.sub(r"(?<==)(?:true|false|null)\b|\bnull\b", lambda value: PYTHON_VALUES[value[0]], message)
+
+
 def unknown(key: str, chosen: Mapping[str, Any]) -> str:
     """Explain that there is no such setting, and which was probably meant. chosen: group -> its option, if known."""
     group, _, name = key.partition(".")
@@ -255,12 +296,13 @@ def meant(word: str, candidates: Collection[str]) -> str:
         last.setdefault(candidate.rpartition(".")[2], []).append(candidate)
     name = word.rpartition(".")[2]
     # A word that begins a name says more than letters in common do: keyformer_fig for keyformer_fig8.
-    near = [name] if name in last else difflib.get_close_matches(name, last, 3, cutoff=0.66)
-    near = near or [each for each in last if name and each.startswith(name)]
+    near = [name] if name in last else nearest(name, last, 3, cutoff=0.66)
+    near = near or [each for each in last if name and each.startswith(name.lower())]
     found = [each for one in near for each in last[one]]
     at_root = [each for each in found if "." not in each and "." not in word]
     *first, final = (at_root or found)[:SUGGESTIONS] or [""]
-    return f"; did you mean {', '.join(first)}{' or ' if first else ''}{final}?" if final else ""
+    remark = REMARKS.get(word, "")
+    return f"; did you mean {', '.join(first)}{' or ' if first else ''}{final}?{remark}" if final else ""
 
 
 def mistaken_option(word: str, known: Collection[str]) -> str:
@@ -325,20 +367,82 @@ def with_user_methods(words: Sequence[str]) -> list[str]:
     return [_translated(word, known) if word in chosen else word for word in words]
 
 
-def with_model_places(words: Sequence[str]) -> list[str]:
-    """The command line with model=FOLDER (a folder, GGUF file or hub id) as model=local model.path=FOLDER.
+def with_places(words: Sequence[str]) -> list[str]:
+    """The command line with model=FOLDER as model=local model.path=FOLDER, and task=FILE as `task_words` has it.
 
-    ConfigError for names and places in one word.
+    FOLDER: a folder, GGUF file or hub id. ConfigError for names and places in one word.
     """
     found = []
     for word in words:
         key, _, value = word.partition("=")
-        values = [] if key != "model" or word.startswith("model=[") else value.split(",")
-        places = [each for each in values if is_model_place(each)]
+        is_place = {"model": is_model_place, "task": is_data_file}.get(key)
+        values = [] if is_place is None or value.startswith("[") else value.split(",")
+        places = [each for each in values if is_place is not None and is_place(each)]
         if places and len(places) < len(values):
-            raise ConfigError(f"{word} names models and places: sweep model=A,B and model=FOLDER in two commands")
-        found += ["model=local", f"model.path={value}"] if places else [word]
+            place = "FOLDER" if key == "model" else "FILE"
+            raise ConfigError(f"{word} names {key}s and places: sweep {key}=A,B and {key}={place} in two commands")
+        if places:
+            found += ["model=local", f"model.path={value}"] if key == "model" else task_words(places)
+        else:
+            found.append(word)
     return found
+
+
+ROWS = {  # field of a row -> the task that reads it
+    "prompt": "prompts",
+    "article": "cnn_dailymail",
+    "document": "xsum",
+    **dict.fromkeys(("question", "questions"), "context_qa"),
+}
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a task is named by a file of its rows."""
+    return name not in options("task") and Path(name).suffix in (".json", ".jsonl", ".parquet")
+
+
+def task_words(files: Sequence[str], named: str = "task") -> list[str]:
+    """The words for a run on files of rows, whose fields tell the task (ROWS); several files are a run each.
+
+    ConfigError, which names the option, for rows of no known task and for files of several.
+    """
+    tasks = list(dict.fromkeys(task_of_rows(file, named) for file in files))
+    if len(tasks) > 1:
+        raise ConfigError(f"{named}={','.join(files)} are files of {' and '.join(tasks)}: give those in two commands")
+    return [f"task={tasks[0]}", f"task.data_files={','.join(map(quoted, files))}"]
+
+
+def task_of_rows(file: str, named: str, known: Mapping[str, str] = ROWS) -> str:
+    """The task that reads such rows, by the fields of the first one. known: field -> task."""
+    from kvexp.tasks.data import DataSource
+
+    try:
+        _, first = next(DataSource(data_files=file).rows(), ("", {}))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("task.data_files", named)) from error
+    task = next((task for field, task in known.items() if field in first), None)
+    if task is None:
+        raise ConfigError(
+            f"{named}={file}: its rows have {', '.join(first)}; kvexp knows rows with {', '.join(known)}, such as "
+            f'{{"prompt": TEXT}}; or name the task, task=NAME {named.replace("task", "task.data_files")}=FILE'
+        )
+    return task
+
+
+def quoted(text: str) -> str:
+    """A text as a value in Hydra's grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def check_groups(words: Sequence[str]) -> None:
+    """ConfigError for a number where an option's name belongs, as in budget=0.5, which Hydra cannot compose."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in defaults() and re.fullmatch(r"[-+.\d]+(e-?\d+)?|true|false", value):
+            way = f"{key} may be {', '.join(options(key))}"
+            if key == "budget":
+                way = f"write kv_ratio={value} for a share of the prompt, budget=tokens budget.tokens=N for N tokens"
+            raise ConfigError(f"there is no {word}: {way}")
 
 
 def is_model_place(name: str) -> bool:
@@ -350,7 +454,8 @@ def named_user_method(name: str) -> AdmittedMethod:
     """A user's method by MODULE.CLASS, FILE.py or an installed package's name; ConfigError where there is none."""
     method = load_method(name)
     if method is None:
-        raise ConfigError(f"there is no method {name!r}{meant(name, options('method'))}; `kvexp methods` lists them")
+        near = meant(name, options("method"))
+        raise ConfigError(f"there is no method {name!r}{near or '; `kvexp methods` lists them'}")
     return method
 
 

@@ -237,12 +237,10 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
             raise ConfigError("--apply_chat_template, but this tokenizer has no chat template")
         if self.think_end is None:
             self.bench = replace(self.bench, thinking=self._thinking)
-        return chat_template.render(
-            self.tokenizer,
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        if any(turn["role"] == "system" for turn in chat_history):
+            chat_template.check_heard(self.tokenizer, chat_history, "leave out --system_instruction", **ends)
+        return chat_template.render(self.tokenizer, chat_history, **ends)
 
     @functools.cached_property
     def _thinking(self) -> Thinking | None:

@@ -17,7 +17,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from kvexp.run.compose import hydra_errors_shown, mistaken_option, stop, with_model_places, with_user_methods
+from kvexp.run.compose import check_groups, hydra_errors_shown, mistaken_option, stop, with_places, with_user_methods
 from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
 from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
@@ -107,7 +107,8 @@ def main(session: Session | None = None, time_of: TimeOf | None = None) -> NoRet
     watch_pipes()
     session = session or Session()
     try:
-        sys.argv[1:] = with_model_places(with_user_methods(sys.argv[1:]))
+        check_groups(sys.argv[1:])
+        sys.argv[1:] = with_places(with_user_methods(sys.argv[1:]))
         session.typed_keys = keys_of(sys.argv[1:])
         own_launchers()
         planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvexp.run.build import CACHE_KEYS, keys_named
 from kvexp.run.labels import MOVING
-from kvexp.util import ConfigError, cached_commit, field_types, file_digest, path_of, typed
+from kvexp.util import ConfigError, cached_commit, did_you_mean, field_types, file_digest, path_of, typed
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
@@ -94,7 +94,8 @@ class ModelSpec:
         kind = typed(node.get("kind"), hints["kind"], "model.kind")
         for name in node:
             if name not in SETTINGS[kind] | SETTINGS["both"]:
-                raise ConfigError(f"model.{name} is not a setting of a {kind} model")
+                near = did_you_mean(name, SETTINGS[kind] | SETTINGS["both"])
+                raise ConfigError(f"model.{name} is not a setting of a {kind} model{near}")
         chat = typed(node.pop("chat", False), hints["strip_thinking"], "model.chat")
         given = typed(node.pop("template_args", None) or {}, dict, "model.template_args")
         groups = {"template_args": given, "config": typed(node.pop("config", {}), dict, "model.config")}

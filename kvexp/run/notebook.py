@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from kvexp.run import model_spec
-from kvexp.run.compose import is_model_place, meant, named_user_method, option, options
+from kvexp.run.compose import in_python, is_model_place, meant, named_user_method, option, options
 from kvexp.run.labels import with_packaged_path
 from kvexp.util import ConfigError, watch_torch
 
@@ -18,13 +19,12 @@ if TYPE_CHECKING:
 MODEL = "smollm2_135m"  # as conf/config.yaml has it
 
 
+@in_python(None)
 @functools.lru_cache(maxsize=1)
 def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
-    """Load a model that attends through kvexp, and its tokenizer; kept until another is asked for.
-
-    name: one of `kvexp models`, a folder, a GGUF file or a hub id. settings: keys of `model` on the command line, as
-    in dtype="bfloat16", device="cuda". Returns (model, tokenizer). ConfigError for what cannot be loaded.
-    """
+    """Do what `kvexp.load` says, which tells the arguments."""
+    if not isinstance(name, str):
+        raise ConfigError(f"name must be a model's name, a folder, a GGUF file or a hub id, got {name!r}")
     watch_torch()
     if name in options("model"):
         node = dict(option("model", name))
@@ -40,6 +40,7 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
     return model_spec.load(model_spec.ModelSpec.of({**with_packaged_path(node, "model.path"), **settings}))
 
 
+@in_python(None)
 def generate(
     prompt: Any,
     model: Model | str = MODEL,
@@ -59,13 +60,18 @@ def generate(
     model: a loaded model, or what `load` takes (the tokenizer then comes with it).
     method: a method object, its name, or a user's MODULE.CLASS or FILE.py.
     kv_ratio or tokens: how much of the cache stays (default: half of the prompt's tokens), or a whole `budget`.
-    options: of the cache (`CacheConfig`) and of transformers' generate(): do_sample, num_beams and so on.
+    max_new_tokens: of each answer, which an end token of the model or a chat's end of turn ends earlier.
+    options: of the cache (`CacheConfig`) and of transformers' generate(): do_sample, num_beams, eos_token_id and so on.
 
     Returns a Generation; its `text` is the answer, `texts` has one per row. ConfigError for what cannot be done.
     """
     from kvexp.core import CacheConfig, Method
+    from kvexp.core.config import OPTIONS, check_keywords
+    from kvexp.generate.inputs import GENERATION_NAMES
     from kvexp.generate.loop import generate as generate_ids
 
+    arguments = {*inspect.signature(generate).parameters, *inspect.signature(generate_ids).parameters}
+    check_keywords(options, {*OPTIONS, *GENERATION_NAMES, *arguments} - {"options", "prompts"})
     if hasattr(prompt, "generate"):  # in the order of kvexp.generate.generate: model, prompts
         prompt, model = model, prompt
     if isinstance(model, str):

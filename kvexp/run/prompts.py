@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.core import Budget
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
-from kvexp.hf.chat_template import render
+from kvexp.hf.chat_template import check_heard, end_of_turn, render, unusable
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.second_pass import check_second_pass
 from kvexp.hf.traits import check_positions, prompt_sizes
@@ -242,14 +242,15 @@ def in_template(tokenizer: Tokenizer, words: str, system: str = "") -> str:
 
     system: of the turn before it; without it the template's own stands there, if it has one.
     """
-    turns = [{"role": "system", "content": system.strip()}] if system else []
+    turns = [*([{"role": "system", "content": system.strip()}] if system else []), {"role": "user", "content": words}]
     try:
-        return render(tokenizer, [*turns, {"role": "user", "content": words}], add_generation_prompt=True)
+        if system:
+            check_heard(tokenizer, turns, "set model.chat=false", add_generation_prompt=True)
+        return render(tokenizer, turns, add_generation_prompt=True)
+    except ConfigError:
+        raise
     except Exception as error:  # jinja's, and whatever a template does with its values: no common base
-        raise ConfigError(
-            f"the tokenizer's chat template cannot be used ({type(error).__name__}: {' '.join(str(error).split())}): "
-            "correct chat_template in the model's folder, or set model.chat=false"
-        ) from error
+        raise unusable(error, "set model.chat=false") from error
 
 
 def tokens_to_come(settings: Settings, prompt: TokenizedExample) -> int:
@@ -319,16 +320,6 @@ def fit_examples(
         return dataclasses.replace(made, questions=example.questions, number=example.number)
 
     return [(index, fitted(example)) for index, example in todo]
-
-
-def end_of_turn(tokenizer: Tokenizer) -> list[int]:
-    """The token that the chat template puts behind an assistant's words; empty where that is no token of its own."""
-    words = "An answer."
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": words}]
-    _, found, after = render(tokenizer, turns).rpartition(words)
-    ids = tokenizer(after, add_special_tokens=False).input_ids if found else []
-    first = [token for token in ids if tokenizer.decode([token]).strip()][:1]
-    return [token for token in first if token in tokenizer.added_tokens_decoder]
 
 
 def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> Settings:

@@ -20,11 +20,19 @@ from test_conf import composed
 from kvexp.generate import GenerationParams, generate
 from kvexp.generate import loop as decode_loop
 from kvexp.hf import chat_template, random_model
-from kvexp.hf.chat_template import Thinking, check_arguments, render, thinking_of, variables_of, with_arguments
+from kvexp.hf.chat_template import (
+    Thinking,
+    check_arguments,
+    end_of_turn,
+    render,
+    thinking_of,
+    variables_of,
+    with_arguments,
+)
 from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import Full
 from kvexp.run.batches import evaluate_run
-from kvexp.run.prompts import check_template, end_of_turn, in_template, tokenize, with_stop_tokens
+from kvexp.run.prompts import check_template, in_template, tokenize, with_stop_tokens
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
 
@@ -180,6 +188,26 @@ def test_chance_in_a_template_is_the_same_every_time():
     assert render(tokenizer, USER) == render(tokenizer, USER)
 
 
+def test_a_system_turn_that_a_template_drops_is_said():
+    """Its words would be missing from every prompt of a task with a system prompt."""
+    from kvexp.run.lm_eval_model import KvexpLM
+
+    dropping = tokenizer_with("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
+    assert in_template(dropping, "Hi") == "Hi"
+    with pytest.raises(ConfigError, match=r"leaves out the system turn 'Be brief\.': set model\.chat=false"):
+        in_template(dropping, "Hi", "Be brief.")
+    model = KvexpLM.__new__(KvexpLM)
+    model.tokenizer, model.think_end = dropping, "</think>"
+    assert model.apply_chat_template(USER) == USER[0]["content"]
+    with pytest.raises(ConfigError, match="leave out --system_instruction"):
+        model.apply_chat_template([{"role": "system", "content": "Be brief."}, *USER])
+    for other in (
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ messages | map(attribute='content') | join | upper }}",
+    ):
+        assert "be brief." in in_template(tokenizer_with(other), "Hi", "Be brief.").lower()
+
+
 class Unlike(type(byte_tokenizer())):
     """A tokenizer whose prompts are never the same."""
 
@@ -199,7 +227,7 @@ def test_prompts_that_are_never_the_same_are_refused(folders):
 def test_every_way_of_rendering_reads_the_same_day(days):
     from kvexp.hf.second_pass import end_of_user_turn
     from kvexp.run.lm_eval_model import KvexpLM
-    from kvexp.run.prompts import TokenizedExample, end_of_turn, turn_ids
+    from kvexp.run.prompts import TokenizedExample, turn_ids
     from kvexp.tasks import Example
 
     template = "{% for m in messages %}{{ m.content + strftime_now(' %Y ') }}{% endfor %}{{ strftime_now('%Y') }}"

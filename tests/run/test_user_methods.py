@@ -543,15 +543,43 @@ def test_objects_of_a_class_beside_h2o_in_one_call(folder, monkeypatch):
     assert sorted(table["method"]) == ["full"] + ["h2o"] * 2 + ["keydiff.KeyDiff"] * 4
     assert set(table["kv_ratio"].dropna()) == {0.3, 0.5} and (table["status"] == "done").all()
     assert table["setting"].str.contains("method.alpha=0.5").sum() == 2
-    assert made._repr_html_().startswith("<table") and "KeyDiff" in made._repr_html_()
-    with pytest.raises(ConfigError, match="a percentage of its baseline, which takes 20 examples or more"):
-        made.figure()
+    assert "<table" in made._repr_html_() and "KeyDiff" in made._repr_html_()
     before = set((folder / "outputs").glob("*/examples.jsonl"))
     again = kvexp.compare(["keydiff.py"], kv_ratio=0.3, **few)
     assert set(again["hash"]) <= set(table["hash"])
     (folder / "keydiff.py").write_text(KEYDIFF.replace("return -self", "return self"))
     kvexp.compare([keydiff.KeyDiff], kv_ratio=0.3, **few)
     assert len(set((folder / "outputs").glob("*/examples.jsonl")) - before) == 1
+
+
+def test_a_comparison_of_few_prompts_shows_and_draws_kl(folder, capsys):
+    """Prompts without answers have no percentage; the frame has what differs, the figure says n."""
+    few = {"model": "testbed_rope", "task__max_new_tokens": 3}
+    prompts = ["text : food milo rice . ask food milo", "text : city nora ford . ask city nora"]
+    runs = kvexp.compare(["window", "h2o"], kv_ratio=0.5, prompts=prompts, **few)
+    assert list(runs["n"]) == [2, 2, 2] and (runs["task"] == "prompts").all()
+    compared = runs[runs["method"] != "full"]
+    assert (compared["kl"] >= 0).all() and {"kl_low", "kl_high", "top1"} <= set(runs)
+    constant = {name for name in runs if runs[name].astype(str).nunique() == 1}
+    assert constant <= {"model", "task", "setting", "n", "kl_low", "kl_high", "verdict_kl", "status", "note"}
+    assert len(runs.whole.columns) > 2 * len(runs.columns)
+    printed = repr(runs)
+    assert "testbed_rope / prompts" in printed and "kl" in printed and "0.5" in printed and "window" in printed
+    (axes,) = runs.figure().axes
+    assert axes.get_ylabel().startswith("KL from the full cache") and "n = 2" in axes.get_title()
+    assert runs._repr_html_().startswith("<img")
+    with pytest.raises(ConfigError, match="no finished runs with a baseline and a score"):
+        runs.figure("rouge1")
+    assert results(["outputs", "--plot", "kl.png"]) == 0 and (folder / "kl.png").stat().st_size > 10_000
+    (file,) = (folder / "outputs" / ".prompts").iterdir()
+    data = folder / "my.jsonl"
+    data.write_bytes(file.read_bytes())
+    for again in (
+        kvexp.compare(["window"], kv_ratio=0.5, data="my.jsonl", **few),
+        kvexp.compare(["window"], "my.jsonl", kv_ratio=0.5, **few),
+        kvexp.compare(["window"], "prompts", data="my.jsonl", kv_ratio=0.5, **few),
+    ):
+        assert set(again["hash"]) <= set(runs["hash"])
 
 
 @pytest.mark.slow
@@ -595,9 +623,22 @@ def test_what_compare_takes_for_no_method(methods, said):
 
 
 def test_a_wrong_guess_of_compare_gets_a_sentence():
+    for given, said in {
+        "prompts='A text.'": "prompts must be a list of texts",
+        "prompts=[3]": "prompts holds 3; a prompt is a text",
+        "prompts=['a'], task='news'": "leave out task and data",
+        "data='none.jsonl'": "data=none.jsonl: there is no such file",
+        "ratio=0.5": "did you mean kv_ratio",
+        "task='News'": "did you mean news",
+        "model='SmolLM2-135M'": "did you mean smollm2_135m",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            kvexp.compare(["h2o"], **eval(f"dict({given})"))
+    with pytest.raises(ConfigError, match="did you mean h2o"):
+        kvexp.compare(["H2O"])
     with pytest.raises(ConfigError, match=r"task must be a name.* kv_ratio=0.5"):
         kvexp.compare(["h2o"], 0.5)
-    with pytest.raises(ConfigError, match=r"max_new_tokens; did you mean .*task.max_new_tokens.*written __"):
+    with pytest.raises(ConfigError, match=r"max_new_tokens; did you mean task__max_new_tokens or generation__"):
         kvexp.compare(["h2o"], max_new_tokens=5)
 
 
