@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ from kvexp.hf.patch import (
 )
 from kvexp.hf.quantised_weights import check_scheme, plain_parts
 from kvexp.hf.second_pass import second_pass_hook
-from kvexp.hf.self_check import Check, check_model
+from kvexp.hf.self_check import MOST, MOST_IN_HALF, Check, check_model, logits_size, random_tokens
 from kvexp.hf.traits import (
     SHIMS,
     check_activations,
@@ -390,6 +391,8 @@ def load_model(
     check_scheme(config, path, adapter is not None)
     _check_folder(path, allow_pickle, text_config(config).num_hidden_layers)
     traits_of(config)
+    if adapter:
+        merge_unties(adapter, trust_remote_code)  # which fails before weights are read
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     with without_report(), without_adapter(path) as place:
@@ -676,6 +679,7 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
 # LoRA adapters (peft's files): found in a model's folder, and merged.
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+BY_TOKEN = (".weight", ".base_layer.weight", ".lora_B.weight", ".lora_embedding_A")  # of embeddings, a row per token
 
 
 def adapter_settings(path: str) -> dict[str, Any] | None:
@@ -723,6 +727,11 @@ def check_adapter(path: str, allow_pickle: bool = False) -> None:
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{path} holds an adapter of kind {kind!r}: only LORA can be merged into a model's weights")
+    if settings.get("layer_replication"):
+        raise ConfigError(
+            f"{path} holds an adapter with layer_replication, which repeats layers and gives those that share weights an "
+            "adapter each: it cannot be merged; give an adapter without layer_replication"
+        )
     if not allow_pickle and not (path_of(path, "model.path") / ADAPTER_WEIGHTS[0]).is_file():
         raise ConfigError(
             f"{path} holds its adapter as pickled weights ({ADAPTER_WEIGHTS[1]}), which can run code when read: save "
@@ -757,20 +766,90 @@ def check_hub(path: str, revision: str | None = None) -> None:
 def merge_adapter(model: Any, path: str) -> Any:
     """Add the weights of the adapter at `path` to the model's own; returns the model without a trace of peft.
 
-    ConfigError where the adapter's weights do not fit its configuration or this model.
+    ConfigError where the adapter's weights do not fit its configuration or this model, or where the merged model's
+    logits are not those of the model beside its adapter.
     """
+    with _as_config_error(f"cannot merge the adapter in {path}"), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of tied weights, which are untied, and of names that peft calls
+        wrapped = _with_adapter(model, path).eval()
+        ids, _ = random_tokens(model)
+        beside = wrapped(ids).logits.float()
+        if _untie(wrapped):
+            model.config.tie_word_embeddings = False
+        merged = wrapped.merge_and_unload(safe_merge=True)
+        difference = logits_size(merged(ids).logits.float() - beside, model.dtype)
+        allowed = (MOST if model.dtype == torch.float32 else MOST_IN_HALF) * logits_size(beside, model.dtype)
+        if not difference <= allowed:
+            raise ConfigError(
+                f"merged, its logits differ from those of the model beside it by {difference:.2g}, where {allowed:.2g} "
+                "is rounding: in weights alone this adapter cannot be had; give another, or, in half precision, set "
+                "dtype=float32"
+            )
+        return merged
+
+
+def _with_adapter(model: Any, path: str) -> Any:
+    """peft's model of this one with the adapter at `path` beside it; ConfigError where it is not one of this model."""
     import peft
 
-    with _as_config_error(f"cannot merge the adapter in {path}"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of names that peft still calls in transformers
-            wrapped = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path))
-            state = peft.utils.load_peft_weights(path, device="cpu")
-            found: Any = peft.set_peft_model_state_dict(wrapped, state)
-        missing = [name for name in found.missing_keys if "lora_" in name or "modules_to_save" in name]
-        if said := named_weights({"missing": missing, "unexpected": found.unexpected_keys}):
-            raise ConfigError(f"it is not one of this model ({said}); give it its own model")
-        return wrapped.merge_and_unload(safe_merge=True)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [f"base_model.model.{name}" for name, module in model.named_modules() if module in embeddings]
+    state = peft.utils.load_peft_weights(path, device="cpu")
+    for key, weight in state.items():
+        tokens = weight.shape["lora_embedding_A" in key] if key in {n + end for n in names for end in BY_TOKEN} else 0
+        if tokens not in (0, vocabulary):
+            raise ConfigError(
+                f"it was saved after the vocabulary was resized to {tokens} tokens, and its model has {vocabulary}: "
+                f"call resize_token_embeddings({tokens}) on the model, save it into a folder and name that as "
+                f"base_model_name_or_path in {ADAPTER}"
+            )
+    config: Any = peft.PeftConfig.from_pretrained(path)
+    if model.device.type == "meta":
+        config.init_lora_weights = False  # some first values are made of the weights
+    wrapped = peft.get_peft_model(model, config)
+    found: Any = peft.set_peft_model_state_dict(wrapped, state)
+    missing = [name for name in found.missing_keys if "lora_" in name or "modules_to_save" in name]
+    if said := named_weights({"missing": missing, "unexpected": found.unexpected_keys}):
+        raise ConfigError(f"it is not one of this model ({said}); give it its own model")
+    return wrapped
+
+
+def _untie(wrapped: Any) -> bool:
+    """Copy the weights that the adapter changes for each module that shares them; returns whether any was shared.
+
+    Beside a model, an adapter of tied embeddings changes lm_head or the embeddings; added to the one weight of both it
+    would change both.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module.get_base_layer() for module in wrapped.modules() if isinstance(module, LoraLayer)]
+    changed = {id(weight) for layer in layers for weight in layer.parameters(recurse=False)}
+    holders = defaultdict(list)
+    for module in wrapped.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in changed:
+                holders[id(weight)].append((module, name, weight))
+    others = [holder for shared in holders.values() for holder in shared[1:]]
+    for module, name, weight in others:
+        setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+    return bool(others)
+
+
+def merge_unties(path: str, trust_remote_code: bool = False) -> bool:
+    """Whether `merge_adapter` unties weights of the model at `path`; no weights of the model are read.
+
+    False without an adapter. ConfigError where the adapter is not one of this model.
+    """
+    path, _ = located(path)
+    if adapter_settings(path) is None:
+        return False
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    with _as_config_error(f"cannot merge the adapter in {path}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensors without memory, into which nothing is copied
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return _untie(_with_adapter(model, path))
 
 
 @contextmanager

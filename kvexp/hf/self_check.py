@@ -38,7 +38,7 @@ Check = Literal["always", "once", "never"]
 TOKENS, STEPS = 48, 4  # columns of the prompt, of a model that holds so many; decode steps
 ATOL, RTOL = 1e-4, 2e-5  # of float32 logits; RTOL is of the largest one
 # In float32 and in half precision: times the model's own rounding, where that is more; and what rounding may come to,
-# of the logits' size (`_size`).
+# of the logits' size (`logits_size`).
 NOISE, NOISE_IN_HALF = 3, 1.5
 MOST, MOST_IN_HALF = 1e-3, 0.2
 
@@ -83,12 +83,12 @@ def check_model(model: PreTrainedModel, check: Check) -> None:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel) -> float:
-    """The difference of logits between kvexp and the model's own attention, as a `_size`.
+    """The difference of logits between kvexp and the model's own attention, as a `logits_size`.
 
     ConfigError as of `check_model`.
     """
     title = traits_of(model.config).title
-    ids, mask = _tokens(model)
+    ids, mask = random_tokens(model)
     with _own_attention(model) as swap:
         swap(own=True)
         own = _stock(model, ids, mask)
@@ -98,8 +98,8 @@ def measure(model: PreTrainedModel) -> float:
         except CacheError as error:
             raise ConfigError(f"model family {title!r} is not supported: {error}") from error
         _check_shapes(model, cache)
-        size, whole = _size(own, model.dtype), model.dtype == torch.float32
-        difference, allowed = _size(got - own, model.dtype), max(ATOL, RTOL * size)
+        size, whole = logits_size(own, model.dtype), model.dtype == torch.float32
+        difference, allowed = logits_size(got - own, model.dtype), max(ATOL, RTOL * size)
         if difference > allowed or not whole:
             swap(own=True)
             noise, most = (NOISE, MOST) if whole else (NOISE_IN_HALF, MOST_IN_HALF)
@@ -114,7 +114,7 @@ def measure(model: PreTrainedModel) -> float:
     return difference
 
 
-def _tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+def random_tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Random token ids [2, N + STEPS] and a mask of the first N columns; a third of the second row's is padding."""
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(0)
@@ -192,10 +192,10 @@ def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) ->
             model.set_attn_implementation("sdpa")
             others.append(_stock(model, ids, mask))
         model.set_attn_implementation(before)
-    return max(_size(other - own, model.dtype) for other in others)
+    return max(logits_size(other - own, model.dtype) for other in others)
 
 
-def _size(logits: Tensor, dtype: torch.dtype) -> float:
+def logits_size(logits: Tensor, dtype: torch.dtype) -> float:
     """The largest absolute value; of a model in half precision the root mean square.
 
     There one token for which rounding chooses another expert has differences of any size, and wrong attention differs
@@ -248,7 +248,7 @@ def _first_bad_layer(model: PreTrainedModel, ids: Tensor, mask: Tensor, swap: An
     for number, (mine, others) in enumerate(zip(*seen, strict=False)):
         if mine.shape != others.shape or mine.shape[:2] != mask.shape:
             continue
-        if _size((mine - others)[real], model.dtype) > rounding * _size(mine[real], model.dtype):
+        if logits_size((mine - others)[real], model.dtype) > rounding * logits_size(mine[real], model.dtype):
             which = number % len(layers)
             kind = f", {KIND_TITLES[layers[which].kind]}" if len(layers) > which else ""
             return f"; first in the attention of layer {which}{kind}"

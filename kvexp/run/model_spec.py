@@ -55,6 +55,7 @@ class ModelSpec:
     contents: digests of the folders or GGUF files that path and tokenizer name, None where one is none; what is loaded
     has them. gguf: digest and quantisation of the GGUF file that the weights come from, None for other weights.
     scheme: of weights that are computed with as they are quantised (`kvexp.hf.quantised_weights`), None for others.
+    untied: whether tied weights get copies of their own when a LoRA adapter is merged (`kvexp.hf.load.merge_unties`).
     """
 
     kind: Literal["pretrained", "random"]
@@ -78,6 +79,7 @@ class ModelSpec:
     contents: tuple[str | None, str | None] = (None, None)
     gguf: tuple[str, str] | None = None
     scheme: str | None = None
+    untied: bool = False
 
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
@@ -117,6 +119,7 @@ class ModelSpec:
                 spec = replace(spec, scheme=spec._scheme())
         same = spec.weights == spec.dtype  # what is loaded in a dtype is in it
         spec = replace(spec, contents=spec.contents_now(), weights=None if same else spec.weights)
+        spec = replace(spec, untied=_unties(spec))
         spec = replace(spec, chat=spec._templated() if chat == AUTO else chat)
         if given:
             spec._check_arguments(given)
@@ -192,6 +195,8 @@ class ModelSpec:
             del known["pack_linear"]  # the hash of runs from before there was a choice; and where nothing is packed
         if self.weights is None:
             del known["weights"]  # the same
+        if not self.untied:
+            del known["untied"]  # the same
         known["template_args"] = json.loads(self.template_args)
         if not known["template_args"]:
             del known["template_args"]  # the same
@@ -211,6 +216,14 @@ class ModelSpec:
         import torch
 
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@functools.lru_cache(maxsize=16)
+def _unties(spec: ModelSpec) -> bool:
+    """Whether merging the model's adapter unties weights; kept by the digest of its folder."""
+    from kvexp.hf.load import merge_unties
+
+    return spec.path is not None and spec.contents[0] is not None and merge_unties(spec.path, spec.trust_remote_code)
 
 
 @functools.lru_cache(maxsize=1)
@@ -531,6 +544,6 @@ def model_digest(model: ModelSpec) -> str:
     if model.kind == "random":
         return f"random {model.family} {model.seed} {model.config}"
     if model.contents[0] is not None:
-        return model.contents[0]
+        return f"{model.contents[0]} untied" if model.untied else model.contents[0]
     assert model.path is not None
     return f"hub {model.path} {cached_commit(model.path, model.revision) or model.revision}"

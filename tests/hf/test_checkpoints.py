@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ import torch
 from commands import run_py
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, stock
+from transformers import AutoModelForCausalLM
 
 from kvexp import util as digests
 from kvexp.hf import load as checkpoint
 from kvexp.hf import load_model
 from kvexp.hf.load import byte_tokenizer
 from kvexp.run.labels import model_label
-from kvexp.run.model_spec import ModelSpec, load
+from kvexp.run.model_spec import ModelSpec, load, model_digest
 from kvexp.run.store import runs
 from kvexp.util import ConfigError
 
@@ -495,6 +497,10 @@ ADAPTERS = {
         "adapter of kind 'PREFIX_TUNING': only LORA",
     ),
     "pickled": (pickled, "adapter as pickled weights .adapter_model.bin"),
+    "repeated layers": (
+        lambda f: configured(f, "adapter_config.json", layer_replication=[[0, 2], [1, 2]]),
+        "layer_replication.* cannot be merged",
+    ),
 }
 
 
@@ -543,6 +549,76 @@ def test_an_adapter_of_another_model_is_named(folder):
     adapt(folder, rename=lambda name: name.replace("layers.1", "layers.7"))
     with pytest.raises(ConfigError, match=r"is not one of this model \(missing: .*layers\.1.*unexpected: .*layers\.7"):
         load_model(str(folder))
+
+
+def tied_adapter(folder, tokens=None, **config):
+    """(folder of an adapter that peft saves of a model with tied embeddings, logits of that model beside it, token ids).
+
+    tokens: what the vocabulary is resized to before.
+    """
+    peft = pytest.importorskip("peft")
+    base, place, ids = folder / "tied", folder / "adapter", torch.arange(3, 20)[None]
+    stock("llama", vocab_size=259, tie_word_embeddings=True).save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if tokens is not None:
+        model.resize_token_embeddings(tokens)
+    config = {"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM", **config}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights, and of names that peft calls
+        beside = peft.get_peft_model(model, peft.LoraConfig(**config))
+        generator = torch.Generator().manual_seed(1)
+        for weight in (weight for weight in beside.parameters() if weight.requires_grad):
+            weight.data.copy_(
+                torch.randn(weight.shape, generator=generator) * 0.3
+            )  # in place: some are views of others
+        beside.save_pretrained(place)
+    configured(place, "adapter_config.json", base_model_name_or_path=str(base))
+    with torch.no_grad():
+        return place, beside.eval()(ids).logits, ids
+
+
+TIED = {
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "both tied": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "parameter": {"target_modules": [], "target_parameters": ["lm_head.weight"]},
+    "others": {"target_modules": ["q_proj"]},
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_an_adapter_of_tied_embeddings_is_merged_as_it_runs_beside_them(case, tmp_path):
+    """Merged logits are peft's unmerged ones; only what had other numbers before has another identity."""
+    place, wanted, ids = tied_adapter(tmp_path, **TIED[case])
+    spec = ModelSpec.of(node(place))
+    model, _ = load(spec)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    untied = case != "others"
+    assert model.config.tie_word_embeddings is not untied
+    assert ("untied" in spec.identity()) is untied and ("untied" in model_digest(spec)) is untied
+
+
+def test_a_merge_that_is_not_the_adapter_is_refused(tmp_path, monkeypatch):
+    place, _, _ = tied_adapter(tmp_path, **TIED["head"])
+    monkeypatch.setattr(checkpoint, "_untie", lambda wrapped: False)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigError, match="merged, its logits differ from those of the model beside it"):
+            load_model(str(place), dtype=dtype)
+
+
+RESIZED = {"head": TIED["head"], "embeddings": TIED["embeddings"], "others": TIED["others"]}
+
+
+@pytest.mark.parametrize("case", RESIZED)
+def test_an_adapter_of_a_resized_vocabulary_says_so_before_weights_load(case, tmp_path, monkeypatch, capsys):
+    place, _, _ = tied_adapter(tmp_path, tokens=264, **RESIZED[case])
+    monkeypatch.setattr("kvexp.hf.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
+    code, out, err = run_py(monkeypatch, capsys, *FEW, f"model.path={place}", f"outputs_dir={tmp_path / 'out'}")
+    assert code == 1
+    assert_one_line(out, err, "error: .*resized to 264 tokens, and its model has 259: call resize_token_embeddings")
 
 
 def test_an_adapter_on_the_hub_is_asked_for_as_a_folder(tmp_path, monkeypatch):
