@@ -32,7 +32,7 @@ PACKAGES = ("core", "generate", "hf", "methods", "results", "retrieval", "tasks"
 
 
 def load(name: str = "smollm2_135m", **settings: Any) -> tuple[Model, Tokenizer]:
-    """Load a model that attends through kvexp, and its tokenizer; kept until another is asked for.
+    """Load a model that attends through kvexp, and its tokenizer; kept until another is asked for or its files change.
 
     name: one of `kvexp.list_models()`, a folder, a GGUF file or a hub id. settings: keys of `model` on the command
     line, as in dtype="bfloat16", device="cuda". Returns (model, tokenizer). ConfigError for what cannot be loaded.

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 
 from kvexp.core import Budget, CacheConfig, Method
@@ -49,6 +49,17 @@ LOADING = (
 )
 FILES = {"calibration": "statistics of the model's queries", "surrogate": "a trained surrogate"}
 CACHE_GROUPS = ("method", "budget", "cache", "select", "score")
+NO_CACHE = {
+    "use_cache": (
+        "--use_cache keeps answers by the words of a request alone, so that another model, method or budget would be "
+        "answered from them: leave it out; kvexp run task=lm_eval keeps its rows by all of these and goes on where it "
+        "stopped"
+    ),
+    "cache_requests": (
+        "--cache_requests keeps prompts by a task's name and tokenizer's, so that other data, of --data_dir say, would "
+        "be asked with them: leave it out"
+    ),
+}
 OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
 
 
@@ -210,6 +221,10 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         thinking = None if self.think_end is None else Thinking.ending(self.think_end)
         self.bench = Bench(pretrained, tokenizer, asked.cache, how, rows, thinking)
 
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Always a ConfigError: an lm-eval cache came by another way than the command line, which refuses it before."""
+        raise ConfigError(NO_CACHE["use_cache"])
+
     @property
     def eot_token_id(self) -> int:
         found: int = self.tokenizer.eos_token_id
@@ -262,8 +277,6 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         results: list[tuple[float, bool]] = []
         for part in _items(asks, self.bench.batch_size):
             results += map(self.bench.result, self.bench.measure(part))
-        for request, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request.args, result)
         return results
 
     def _ask(self, request: Instance, place: int) -> Ask:
@@ -288,7 +301,6 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         for request in requests:
             windows = self.bench.windows(request.args[0], seed=self._seed(request))
             totals.append(sum(judged.total for judged in self.bench.measure(windows)))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -303,8 +315,6 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
                     again[key] += 1
                 contexts = [self._prompt(request) for request in part]
                 texts += self.bench.generate(contexts, [[]] * len(part), part[0].args[1], seeds)[0]
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
     def _prompt(self, request: Instance) -> list[int]:
@@ -353,6 +363,9 @@ def run_lm_eval(arguments: list[str]) -> None:
         if theirs.tasks:
             given = _merged(theirs.model_args, "--model_args")
             if theirs.model == "kvexp":
+                for name, why in NO_CACHE.items():
+                    if getattr(theirs, name) is not None:
+                        raise ConfigError(why)
                 rest = _check_model(given, theirs.model_args, rest)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             changed = _check_tasks(theirs, mine, folder, given)
@@ -378,6 +391,8 @@ def _read(rest: list[str]) -> argparse.Namespace:
     seen.add_argument("--seed", default="0")
     seen.add_argument("--include_path")
     seen.add_argument("--device")
+    seen.add_argument("--use_cache", "-c")
+    seen.add_argument("--cache_requests", nargs="?", const="true")
     known, _ = seen.parse_known_args(rest)
     return known
 

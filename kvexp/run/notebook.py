@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ MODEL = "smollm2_135m"  # as conf/config.yaml has it
 
 
 @in_python(None)
-@functools.lru_cache(maxsize=1)
 def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
     """Do what `kvexp.load` says, which tells the arguments."""
     if not isinstance(name, str):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 from tiny import stock, tiny
 from transformers import AutoModelForCausalLM
@@ -21,7 +23,7 @@ from kvexp.hf import RowMaskCache, load_tokenizer
 from kvexp.hf.load import byte_tokenizer
 from kvexp.lm_eval import KNOWN, Ask, Encoder, check_row_mask, draw, fitted, padded
 from kvexp.methods import A2SF, H2O, Keyformer, Window
-from kvexp.run.lm_eval_model import KvexpLM
+from kvexp.run.lm_eval_model import KvexpLM, main
 from kvexp.tasks.lm_eval import SEVEN, LMEval
 from kvexp.util import CacheError, ConfigError
 
@@ -504,6 +506,26 @@ def test_bad_arguments_are_refused_before_a_model_loads(options, message, monkey
     with pytest.raises(ConfigError) as error:
         KvexpLM("somewhere", **options)
     assert message in str(error.value)
+
+
+LM_EVALS_CACHES = (["--use_cache", "answers"], ["-c", "answers"], ["--cache_requests"], ["--cache_requests", "refresh"])
+
+
+@pytest.mark.parametrize("words", LM_EVALS_CACHES, ids=" ".join)
+def test_lm_evals_caches_are_refused_before_a_model_loads(words, monkeypatch, tmp_path, capsys):
+    """They know answers and prompts by too little: a second method would get the first one's."""
+    monkeypatch.setattr("kvexp.run.lm_eval_model.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    asked = ["--model", "kvexp", "--model_args", "pretrained=somewhere,method=h2o,kv_ratio=0.5", "--tasks", "piqa"]
+    assert main([*asked, *words]) == 1
+    named = "--use_cache" if "answers" in words else "--cache_requests"
+    assert re.match(rf"error: {named} keeps .* leave it out", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_lm_evals_cache_is_refused_in_python_too(tmp_path):
+    with pytest.raises(ConfigError, match="another model, method or budget would be answered from them"):
+        CachingLM(ours(), str(tmp_path / "answers.db"))
 
 
 def test_generation_settings_that_are_not_offered():

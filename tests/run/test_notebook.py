@@ -8,6 +8,7 @@ import math
 import pydoc
 import re
 import rlcompleter
+import shutil
 import subprocess
 import sys
 import traceback
@@ -19,7 +20,8 @@ from transformers import pipeline
 import kvexp
 from kvexp.core import Budget
 from kvexp.generate import generate as generate_ids
-from kvexp.hf import EvictionCache, patched
+from kvexp.hf import EvictionCache, patched, random_model, unpatch_model
+from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import H2O
 from kvexp.results.curves import compare
 from kvexp.run.compose import check_groups, options, with_places
@@ -89,6 +91,28 @@ def test_what_was_not_named_stands_in_the_printed_result(ids):
     assert cost.startswith("  h2o, kv_ratio=0.5, KV peak ") and cost.endswith(" KiB")
     assert math.isnan(single.timing.tpot_s) and "nan" not in times and "ms each" not in times
     assert "ms each" in repr(kvexp.generate(TEXT, "testbed_rope", "full", max_new_tokens=2))
+
+
+def digest(model):
+    return float(sum(weight.detach().double().abs().sum() for weight in model.parameters()))
+
+
+def test_a_model_is_the_one_that_lies_at_its_path_now(tmp_path, monkeypatch):
+    """Weights that were replaced, and the same relative path in another folder."""
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    for name, seed in (("one", 1), ("two", 2)):
+        model = random_model("llama", seed=seed, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+        for part in (unpatch_model(model), byte_tokenizer()):
+            part.save_pretrained(tmp_path / name / "model")
+    monkeypatch.chdir(tmp_path / "one")
+    first = digest(load("./model")[0])
+    assert load("./model")[0] is load("./model")[0]
+    monkeypatch.chdir(tmp_path / "two")
+    second = digest(load("./model")[0])
+    assert first != second
+    shutil.copy(tmp_path / "one" / "model" / "model.safetensors", tmp_path / "two" / "model")
+    assert digest(load("./model")[0]) == first
+    kvexp.generate(TEXT, "./model", max_new_tokens=1)
 
 
 def test_a_chat_goes_through_the_template(model_and_tokenizer, monkeypatch):
