@@ -383,6 +383,7 @@ class StackedLayer:
             ctx = EvictionContext(
                 *(slots, state.index, allowed.slots_t, allowed.recent_t, last, seeds),
                 compares_heads=state.config.compares_heads,
+                nan_flag=state.nan_flag,
             )
             priority = allowed.by_stream(float_priority(state.config.method, ctx), ctx.positions)
             if state.config.is_union:

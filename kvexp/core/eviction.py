@@ -26,7 +26,7 @@ from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
 from kvexp.core.budget_shares import LastLayer, layer_budgets_of, share_among_heads, share_among_layers
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode, supports_fast_decode
-from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, newest_attention
+from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, is_users, newest_attention
 from kvexp.core.noise import Noise
 from kvexp.core.observe import (
     ColumnSums,
@@ -221,7 +221,8 @@ class EvictionLayer:
     eviction; first_eviction: per row, decode tokens seen when the first slot was lost, None: not yet;
     due_eviction: the eviction at the end of the prompt while it waits for a budget or a second pass. predicted
     [B, H, Q]: scores of the next forward's tokens, see `take_input`. retained_attention [B]: the share of the last
-    prompt query's attention that the eviction at the end of the prompt kept; None: there was none.
+    prompt query's attention that the eviction at the end of the prompt kept; None: there was none. nan_flag: as of
+    `EvictionContext`, of a user's method.
     """
 
     _stack: StackedLayer | None  # this layer alone, as fast decode steps take it
@@ -257,6 +258,7 @@ class EvictionLayer:
         self.retained_attention: Tensor | None = None
         self.statistics = PromptStatistics()
         self.due_eviction: DueEviction | None = None
+        self.nan_flag: Tensor | None = None
         self.memory_tracker.set_resident(self.index, 0)
         self._leave_fast_path()
         self.common.last_layer.reset()
@@ -634,6 +636,8 @@ class EvictionLayer:
         kept = self.sequence.prompt_lengths_ahead() if self.config.keep == "prompt" else None
         if self.calibration is not None:
             self.calibration = self.calibration.to(newest.device)
+        if self.nan_flag is None and is_users(type(self.config.method)):
+            self.nan_flag = torch.zeros((), dtype=torch.bool, device=newest.device)
         return EvictionContext(
             self.require_slots(),
             self.index,
@@ -655,6 +659,7 @@ class EvictionLayer:
             output_projection=self.output_projection,
             steps=self.sequence.seq_len - (self.sequence.prompt_columns or 0),
             layers=self.layers,
+            nan_flag=self.nan_flag,
         )
 
     def _rank(self, due: DueEviction, second: Tensor | None = None) -> RankedSlots:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -222,7 +224,8 @@ class EvictionContext:
     sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
     kept_prompt [B]: how many of the first tokens `keep=prompt` keeps; None: it does not. output_projection
     [H, G, n, Dv]: blocks W of the model's, None where there is no model.
-    steps: tokens since the prompt; layers: of the model.
+    steps: tokens since the prompt; layers: of the model. nan_flag [] bool: turns True, for good, where a priority of a
+    held slot is NaN; None where nobody looks.
     """
 
     slots: Slots
@@ -245,6 +248,7 @@ class EvictionContext:
     output_projection: Tensor | None = None
     steps: int = 0
     layers: int = 1
+    nan_flag: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -283,7 +287,7 @@ class EvictionContext:
 
 def undeclared(method: Method, ctx: EvictionContext) -> str | None:
     """Why a method's `priority` met None: the input that it reads and does not declare; None where there is none."""
-    code = getattr(type(method).priority, "__code__", None)
+    code = getattr(inspect.unwrap(type(method).priority), "__code__", None)
     names = [name for name in DECLARED_BY if code and name in code.co_names and getattr(ctx, name) is None]
     if not names:
         return None
@@ -316,6 +320,10 @@ class Method:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+        for hook in READING if is_users(cls) else ():
+            function = getattr(cls, hook, None)
+            if inspect.isfunction(function) and not _is_kvexps(function) and not hasattr(function, GUARDED):
+                setattr(cls, hook, _guarded(function, f"{cls.__qualname__}.{hook}"))
 
     def __post_init__(self) -> None:
         """ConfigError for an option outside what its field allows; a subclass that checks more calls this one first."""
@@ -374,7 +382,8 @@ class Method:
     def priority(self, ctx: EvictionContext) -> Tensor:
         """Priority [B, H, S] float32 of every slot: higher is kept longer.
 
-        The core protects sinks and recent window by itself, and takes NaN as the lowest priority.
+        The core protects sinks and recent window by itself. NaN for a slot that holds a token is a ConfigError where
+        the class is a user's.
         """
         return ctx.score
 
@@ -432,6 +441,84 @@ class Method:
         probabilities [B, H, S]: the query's softmax over everything seen, summed over the query heads of a kv head.
         """
         return None
+
+
+# What users' classes do wrong with their inputs and priorities. kvexp's own are tested.
+
+# The hooks that read a cache's tensors.
+READING = (
+    *("initial_score", "priority", "kept", "after_eviction", "hidden_next_step", "query_mask"),
+    *("relevance", "select", "build", "extend"),
+)
+GUARDED = "_kvexp_guarded"  # attribute of a hook that is
+
+
+def _is_kvexps(named: Any) -> bool:
+    """Whether a class or function is defined in kvexp."""
+    return str(named.__module__).partition(".")[0] == "kvexp"
+
+
+def is_users(cls: type[Method]) -> bool:
+    """Whether a method's class is somebody else's than kvexp's."""
+    return not _is_kvexps(cls)
+
+
+def _guarded(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The hook, with a ConfigError where it changes a tensor of its arguments in place; name: for the message.
+
+    What torch counts is compared, not numbers: nothing is read from a device.
+    """
+    parameters = list(inspect.signature(hook).parameters)[1:]
+
+    @wraps(hook)
+    def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
+        watched = _watched({**dict(zip(parameters, arguments, strict=False)), **named})
+        versions = {of: tensor._version for of, tensor in watched.items() if not tensor.is_inference()}
+        made = hook(self, *arguments, **named)
+        for of, version in versions.items():
+            if watched[of]._version != version:
+                raise ConfigError(
+                    f"{name} changes {of} in place, which the model goes on with: change a copy, as in {of}.clone()"
+                )
+        return made
+
+    setattr(guarded, GUARDED, True)
+    return guarded
+
+
+def _watched(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Name -> tensor, of all that a hook is given and must not change."""
+    found: dict[str, Tensor] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        for key, part in getattr(value, "__dict__", {}).items() if not isinstance(value, Tensor) else ():
+            if isinstance(part, Tensor):
+                found[f"{name}.{key}"] = part
+            elif isinstance(part, Slots):
+                found |= {f"{name}.{key}.{of}": tensor for of, tensor in part.buffers.items()}
+            elif key == "memory":
+                found |= {f"{name}.{key}.keys": part.keys, f"{name}.{key}.values": part.values}
+    return found
+
+
+def nan_error(cls: type[Method], hook: str) -> ConfigError:
+    """The error for NaN from a user's hook."""
+    return ConfigError(
+        f"{cls.__qualname__}.{hook} is NaN for slots that hold a token, which says nothing of which stay: look for "
+        "0 / 0, inf - inf, or the log or root of a negative number; -inf is the lowest"
+    )
+
+
+def check_priorities(method: Method, ctx: EvictionContext) -> None:
+    """ConfigError where a priority was NaN by the context's flag, and keys and values are finite.
+
+    Waits for the device.
+    """
+    if ctx.nan_flag is not None and bool(ctx.nan_flag):
+        numbers = [buffer for buffer in ctx.slots.kv_buffers if buffer.is_floating_point()]
+        if all(bool(buffer.isfinite().all()) for buffer in numbers):  # else the run's end says so
+            raise nan_error(type(method), "priority")
 
 
 def checked(

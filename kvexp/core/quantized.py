@@ -676,6 +676,12 @@ class QuantizedSlots(Slots):
         return self.key_states, self.value_states
 
     @property
+    def buffers(self) -> dict[str, Tensor]:
+        parts = zip(("keys", "values"), self._states, strict=True)
+        codes = {f"{name}.{of}": tensor for name, states in parts for of, tensor in states.tensors.items()}
+        return {"positions": self.positions, "score": self.score} | codes | self._dense
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of codes, scales and zeros, group starts, tokens in full precision and their slots; room included."""
         return self.key_states.nbytes + self.value_states.nbytes

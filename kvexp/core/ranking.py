@@ -12,7 +12,7 @@ from kvexp.core.budget import Budget
 from kvexp.core.budget_resolution import LayerSlots
 from kvexp.core.budget_shares import slots_by_head, union_priority
 from kvexp.core.config import CacheConfig, Keep
-from kvexp.core.method import EvictionContext, Method, checked, undeclared
+from kvexp.core.method import EvictionContext, Method, check_priorities, checked, is_users, nan_error, undeclared
 from kvexp.core.sequence import MarkedSpans, SequenceState
 from kvexp.core.slot_order import kept_mask
 from kvexp.util import ConfigError
@@ -60,6 +60,8 @@ def rank(
     """
     method, positions = config.method, ctx.positions
     priority = float_priority(method, ctx)
+    if sequence.in_prompt or positions.device.type == "cpu":  # elsewhere the run's end looks
+        check_priorities(method, ctx)
     # Renumbered survivors stay within a sliding window whatever their age.
     if sliding_window is not None and config.positions == "original":
         priority = priority.masked_fill(ctx.age() + 1 >= sliding_window, -torch.inf)
@@ -99,6 +101,8 @@ def joined(method: Method, ranked: Sequence[RankedSlots]) -> list[RankedSlots]:
     orders = [one.positions.argsort(dim=-1, stable=True) for one in ranked]
     by_position = [one.priority.gather(-1, order).to(home) for one, order in zip(ranked, orders, strict=True)]
     made = method.join_layers(torch.stack(by_position))
+    if is_users(type(method)) and bool(made.isnan().any()):
+        raise nan_error(type(method), "join_layers")
     parts = []
     for one, order, part in zip(ranked, orders, made.to(torch.float32), strict=True):
         priority = torch.empty_like(one.priority).scatter_(-1, order, part.to(order.device))
@@ -107,7 +111,10 @@ def joined(method: Method, ranked: Sequence[RankedSlots]) -> list[RankedSlots]:
 
 
 def float_priority(method: Method, ctx: EvictionContext) -> Tensor:
-    """The method's priority [B, H, S] in float32, NaN as -inf; ConfigError where it returns no tensor of that shape."""
+    """The method's priority [B, H, S] in float32, NaN as -inf; ConfigError where it returns no tensor of that shape.
+
+    A NaN for a held slot sets the context's flag; the host does not wait for it.
+    """
     try:
         made = method.priority(ctx)
     except (AttributeError, TypeError) as error:  # None was read, where an input is not declared
@@ -115,6 +122,9 @@ def float_priority(method: Method, ctx: EvictionContext) -> Tensor:
             raise
         raise ConfigError(missing) from error
     priority = checked(made, ctx.positions.shape, method, "priority", "[B, H, S]")
+    if ctx.nan_flag is not None:
+        held = (ctx.positions >= 0) & (ctx.score != -torch.inf)  # also where the score itself is NaN
+        ctx.nan_flag.logical_or_((priority.isnan() & held).any())
     return priority.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 

@@ -66,6 +66,12 @@ class Slots:
         return [self.keys, self.values]
 
     @property
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers by name, in whatever layout; none is made for it."""
+        named = {"positions": self.positions, "score": self.score}
+        return named | dict(zip(("keys", "values"), self.kv_buffers, strict=False))
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values, room to grow included."""
         return sum(buffer.nbytes for buffer in self.kv_buffers)

@@ -33,6 +33,7 @@ from transformers.generation.logits_process import (
 
 from kvexp.core import CacheConfig, MemoryTracker
 from kvexp.core.config import OPTIONS, check_keywords
+from kvexp.core.method import nan_error
 from kvexp.core.noise import gumbel
 from kvexp.hf import EvictionCache
 from kvexp.hf.chat_template import Thinking, answer_begins
@@ -791,9 +792,14 @@ class Generation:
 
 
 def check_finite(cache: EvictionCache) -> None:
-    """NotFinite where logits or scores held NaN or inf: tokens or slots were then chosen by no meaningful number."""
+    """NotFinite where logits or scores held NaN or inf: tokens or slots were then chosen by no meaningful number.
+
+    ConfigError where priorities of a user's method were NaN.
+    """
     if not cache.logits_were_finite():
         raise NotFinite("the logits of this run hold NaN or inf, no number can be trusted")
+    if any(bool(flag) for state in cache.layer_states if (flag := getattr(state, "nan_flag", None)) is not None):
+        raise nan_error(type(cache.config.method), "priority")
     if not cache.scores_are_finite():
         raise NotFinite("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
 

@@ -729,8 +729,8 @@ def check_adapter(path: str, allow_pickle: bool = False) -> None:
         raise ConfigError(f"{path} holds an adapter of kind {kind!r}: only LORA can be merged into a model's weights")
     if settings.get("layer_replication"):
         raise ConfigError(
-            f"{path} holds an adapter with layer_replication, which repeats layers and gives those that share weights an "
-            "adapter each: it cannot be merged; give an adapter without layer_replication"
+            f"{path} holds an adapter with layer_replication, which repeats layers and gives those that share weights "
+            "an adapter each: it cannot be merged; give an adapter without layer_replication"
         )
     if not allow_pickle and not (path_of(path, "model.path") / ADAPTER_WEIGHTS[0]).is_file():
         raise ConfigError(

@@ -28,8 +28,9 @@ class VaSE(Method):
     the top of log a[j] + Gumbel noise of (seed, layer, head, position, eviction), which draws by the same law. With
     `keep=prompt` the prompt is out of both choices, as in Random Attention's code (arXiv:2609.03430).
     `aggregate="defensive"`: DefensiveKV's worst case in place of a. Departures: evicts at the end of the prompt and at
-    every step over budget (the code: `cache.evict_at_prefill=false`, `cache.evict_every=64`); sinks are the first
-    positions (there: slots); with fewer tokens than `window`, the queries there are count (there: zeros too).
+    every step over budget (the code: `cache.evict_at_prefill=false`, `cache.evict_every=64`); sinks and neighbours are
+    by position, also after evictions (there: by slot, where survivors stand as chosen: the largest ranges first, then
+    as drawn, then the window); with fewer tokens than `window`, the queries there are count (there: zeros too).
     """
 
     name: ClassVar[str] = "vase"

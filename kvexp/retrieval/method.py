@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, attention_probs, compute_attention, softcapped
 from kvexp.core.budget import floor_share
-from kvexp.core.method import Method
+from kvexp.core.method import Method, is_users, nan_error
 from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.offload import BlockCacheConfig, OffloadedKV, step_layout
@@ -227,7 +227,10 @@ class Retrieval(Method):
 
     def select(self, retrieval_query: RetrievalQuery) -> Selection:
         """The slots to attend to in addition to sinks, window and current token: by default the most relevant ones."""
-        return Selection(retrieval_query.topk(self.relevance(retrieval_query)))
+        relevance = self.relevance(retrieval_query)
+        if is_users(type(self)) and bool((relevance.isnan() & retrieval_query.candidates).any()):
+            raise nan_error(type(self), "relevance")
+        return Selection(retrieval_query.topk(relevance))
 
     # -- what a method may do differently -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from test_retrieval import METHODS as RETRIEVAL
 from test_retrieval import SCARCE
 from tiny import tiny
 
-from kvexp.core import Budget, Cadence, Quantization
+from kvexp.core import Budget, Cadence, Method, Quantization
 from kvexp.core.decode import BatchedEviction
 from kvexp.core.decode_stack import CrossLayerBuffers
 from kvexp.core.graph import capture_obstacle
@@ -37,6 +37,21 @@ def test_a_step_of_several_caches_can_be_captured():
     variants = [CacheConfig(*CASES[name]) for name in ("keyformer", "h2o", "window")]
     with torch.no_grad():
         assert checked(Stepped(variants=variants)) == []
+
+
+class Users(Method):
+    """A user's method, whose priorities are looked at for NaN and whose arguments for changes in place."""
+
+    def priority(self, ctx):
+        return -ctx.slots.keys[:, :, : ctx.slots.length].float().norm(dim=-1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_of_a_users_method_can_be_captured(device):
+    """What is looked at waits for no device, and leaves its answer at one address."""
+    model = on_gpu("llama") if device == "cuda" else None
+    with reads_of_decode_steps(model) if model is not None else torch.no_grad():
+        assert checked(Stepped(variants=[CacheConfig(Users(), HALF), CacheConfig(*CASES["h2o"])], model=model)) == []
 
 
 @pytest.mark.parametrize("case", ["keyformer", "streaming_llm, two sinks"])

@@ -552,7 +552,7 @@ def test_an_adapter_of_another_model_is_named(folder):
 
 
 def tied_adapter(folder, tokens=None, **config):
-    """(folder of an adapter that peft saves of a model with tied embeddings, logits of that model beside it, token ids).
+    """(folder of an adapter that peft saves, logits of its model beside it, token ids); embeddings are tied.
 
     tokens: what the vocabulary is resized to before.
     """

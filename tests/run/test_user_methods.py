@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from typing import ClassVar
 
 import pandas as pd
 import pytest
@@ -18,11 +19,13 @@ from tiny import prompts_of, tiny
 
 import kvexp
 from kvexp import cli
-from kvexp.core import AttentionScoreSpec, Budget, Method
+from kvexp.core import AttentionScoreSpec, Budget, CacheConfig, Cadence, Method, Quantization
 from kvexp.diagnose.show import main as diagnose
 from kvexp.diagnose.show import parser
-from kvexp.generate import GenerationParams, generate
+from kvexp.generate import GenerationParams, decode_batches, generate, prefill_together
+from kvexp.methods import H2O
 from kvexp.results.views import main as results
+from kvexp.retrieval.method import Retrieval
 from kvexp.run.compose import without_method_words
 from kvexp.run.store import runs
 from kvexp.run.user_methods import admitted, class_method, code_digest, load_method
@@ -318,21 +321,143 @@ def test_hiding_slots_where_nothing_is_hidden_is_refused():
         generate(tiny("llama"), prompts_of(4, (30,)), Hides(), Budget(tokens=7))
 
 
-def test_a_slot_of_no_priority_goes_first_in_the_fast_step_too():
-    class NoNumber(Method):
+def test_a_slot_of_the_lowest_priority_goes_first_in_the_fast_step_too():
+    class Lowest(Method):
         @property
         def sinks(self):
             return 2
 
         def priority(self, ctx):
-            return torch.where(ctx.positions % 3 == 0, torch.nan, ctx.positions.float())
+            return torch.where(ctx.positions % 3 == 0, -torch.inf, ctx.positions.float())
 
     def kept(mode):
         decoding = GenerationParams(max_new_tokens=8, eos=None)
-        done = generate(tiny("llama"), prompts_of(4, (30,)), NoNumber(), Budget(tokens=9), decoding=decoding, mode=mode)
+        done = generate(tiny("llama"), prompts_of(4, (30,)), Lowest(), Budget(tokens=9), decoding=decoding, mode=mode)
         return [done.cache.kept_positions(layer) for layer in range(2)]
 
     assert kept("overwrite") == kept("compact")
+
+
+PROMPT = 30
+
+
+class NoNumber(Method):
+    """NaN for the newest slot once so many tokens were seen; for dead slots always."""
+
+    since: ClassVar[int] = 0
+
+    def priority(self, ctx):
+        made = ctx.positions.float() * (0.0 / (ctx.positions >= 0))
+        return made.masked_fill((ctx.age() == 0) & (ctx.newest[:, None, None] >= self.since), torch.nan)
+
+
+class NoNumberLater(NoNumber):
+    since: ClassVar[int] = PROMPT + 3
+
+
+class NoScore(Method):
+    def initial_score(self, keys, positions, seeds, layer):
+        return torch.where(positions == 3, torch.nan, positions.float())[:, None].expand(keys.shape[:3])
+
+
+class NoScoreLater(Method):
+    def after_eviction(self, score):
+        return score * torch.nan
+
+
+FORMS = {  # forms of the decode step: the fast one alone and in a stack, and what takes the ordinary one
+    "overwrite": {"mode": "overwrite"},
+    "compact": {"mode": "compact"},
+    "mask": {"mode": "mask"},
+    "every": {"cadence": Cadence(every=2)},
+    "quantised": {"quantization": Quantization(residual=4, group=7)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cls", [NoNumber, NoNumberLater, NoScore, NoScoreLater])
+def test_priorities_that_are_no_number_are_refused(cls, form):
+    """Also where they become NaN while an answer grows; what a dead slot has counts nowhere."""
+    decoding = GenerationParams(max_new_tokens=10, eos=None)
+    with pytest.raises(ConfigError, match=rf"{cls.__name__}.priority is NaN for slots that hold a token"):
+        generate(tiny("llama"), prompts_of(4, (PROMPT, 12)), cls(), Budget(tokens=9), decoding=decoding, **FORMS[form])
+
+
+def test_priorities_that_are_no_number_are_refused_beside_other_methods():
+    """In steps of several caches, which decode together."""
+    configs = [CacheConfig(method(), Budget(tokens=9)) for method in (H2O, NoNumberLater)]
+    contexts = prefill_together(tiny("llama"), prompts_of(4, (PROMPT,)), configs, max_new_tokens=10)
+    with pytest.raises(ConfigError, match=r"NoNumberLater.priority is NaN"):
+        decode_batches(tiny("llama"), [contexts], GenerationParams(max_new_tokens=10, eos=None), [[0]], None, start=0.0)
+
+
+def test_numbers_for_held_slots_pass():
+    class Numbers(NoNumber):
+        since: ClassVar[int] = 10**6
+
+    decoding = GenerationParams(max_new_tokens=10, eos=None)
+    generate(tiny("llama"), prompts_of(4, (PROMPT, 12)), Numbers(), Budget(tokens=9), decoding=decoding)
+
+
+def test_a_relevance_that_is_no_number_is_refused():
+    class NoRelevance(Retrieval):
+        def relevance(self, retrieval_query):
+            return retrieval_query.exact_logits().sum(2) * torch.nan
+
+    with pytest.raises(ConfigError, match=r"NoRelevance.relevance is NaN"):
+        generate(tiny("llama"), prompts_of(4, (PROMPT,)), NoRelevance(n_sinks=1), Budget(tokens=9))
+
+
+CHANGES = {  # a hook, its arguments, what it changes, what it returns; what is named
+    "keys": ("priority", "ctx", "ctx.slots.keys[..., 0] = 0", "ctx.score", "ctx.slots.keys"),
+    "values": ("priority", "ctx", "ctx.slots.values.mul_(2)", "ctx.score", "ctx.slots.values"),
+    "score": ("priority", "ctx", "ctx.score.add_(1)", "ctx.score", "ctx.slots.score"),
+    "positions": ("priority", "ctx", "ctx.slots.positions[:, :, :2].fill_(5)", "ctx.score", "ctx.slots.positions"),
+    "budget": ("priority", "ctx", "ctx.budget.add_(1)", "ctx.score", "ctx.budget"),
+    "later": ("priority", "ctx", "ctx.newest[0] > 32 and ctx.slots.keys.zero_()", "ctx.score", "ctx.slots.keys"),
+    "new keys": ("initial_score", "keys, positions, seeds, layer", "keys.div_(2)", "None", "keys"),
+    "old score": ("after_eviction", "score", "score.mul_(2)", "score", "score"),
+    "seen": ("query_mask", "probabilities, ctx", "ctx.slots.keys.mul_(2)", "probabilities > 0.1", "ctx.slots.keys"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_change_in_place_is_refused(case):
+    hook, arguments, change, made, named = CHANGES[case]
+    scope = {"torch": torch, "Method": Method}
+    flag = "per_query = True" if hook == "query_mask" else "pass"
+    body = f"        {change}\n        return {made}\n"
+    exec(f"class Odd(Method):\n    {flag}\n    def {hook}(self, {arguments}):\n{body}", scope)
+    mode = "mask" if hook == "query_mask" else "overwrite"
+    decoding = GenerationParams(max_new_tokens=8, eos=None)
+    with pytest.raises(ConfigError, match=rf"Odd.{hook} changes {named} in place, .* as in {named}.clone"):
+        generate(
+            tiny("llama"), prompts_of(4, (PROMPT,)), scope["Odd"](), Budget(tokens=7), decoding=decoding, mode=mode
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_changed_in_place_are_refused_in_every_form_of_a_cache(form):
+    class Odd(Method):
+        def priority(self, ctx):
+            ctx.slots.keys[:, :, 0] *= 2
+            return ctx.score
+
+    with pytest.raises(ConfigError, match=r"Odd.priority changes ctx.slots.keys in place"):
+        generate(tiny("llama"), prompts_of(4, (PROMPT,)), Odd(), Budget(tokens=7), **FORMS[form])
+
+
+def test_a_hook_of_a_base_of_ones_own_is_watched_too():
+    class Base:
+        def priority(self, ctx):
+            ctx.slots.keys.mul_(2)
+            return ctx.score
+
+    class Odd(Base, Method):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Odd.priority changes ctx.slots.keys in place"):
+        generate(tiny("llama"), prompts_of(4, (PROMPT,)), Odd(), Budget(tokens=7))
 
 
 DECLARED = {
