@@ -25,9 +25,10 @@ class SnapKV(Method):
     `decoding=true` goes on choosing while an answer grows, by its newest queries, as the baseline of VaSE
     (arXiv:2606.03928) and of Random Attention (arXiv:2609.03430): `window=64`, `pool=avg`, `softmax="older"` (over the
     slots before the window), every 64 tokens. Neighbours are by position, also after evictions (the authors' code
-    leaves survivors in falling order of score, the window behind, which matters to nothing that is chosen once; VaSE's
-    baseline leaves them so too, and its next choice takes neighbours by slot). `aggregate="defensive"` takes DefensiveKV's worst case
-    (arXiv:2510.13334) in place of the sum: the largest share in any row and query head, pooled by average before.
+    leaves survivors in falling order of score, the window behind, which matters to nothing that is chosen once;
+    VaSE's baseline leaves them so too, and its next choice takes neighbours by slot). `aggregate="defensive"` takes
+    DefensiveKV's worst case (arXiv:2510.13334) in place of the sum: the largest share in any row and query head,
+    pooled by average before.
     """
 
     name: ClassVar[str] = "snapkv"
