@@ -767,29 +767,28 @@ def merge_adapter(model: Any, path: str) -> Any:
     """Add the weights of the adapter at `path` to the model's own; returns the model without a trace of peft.
 
     ConfigError where the adapter's weights do not fit its configuration or this model, or where the merged model's
-    logits are not those of the model beside its adapter.
+    logits are not the unmerged ones.
     """
     with _as_config_error(f"cannot merge the adapter in {path}"), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of tied weights, which are untied, and of names that peft calls
         wrapped = _with_adapter(model, path).eval()
         ids, _ = random_tokens(model)
-        beside = wrapped(ids).logits.float()
+        unmerged = wrapped(ids).logits.float()
         if _untie(wrapped):
             model.config.tie_word_embeddings = False
         merged = wrapped.merge_and_unload(safe_merge=True)
-        difference = logits_size(merged(ids).logits.float() - beside, model.dtype)
-        allowed = (MOST if model.dtype == torch.float32 else MOST_IN_HALF) * logits_size(beside, model.dtype)
+        difference = logits_size(merged(ids).logits.float() - unmerged, model.dtype)
+        allowed = (MOST if model.dtype == torch.float32 else MOST_IN_HALF) * logits_size(unmerged, model.dtype)
         if not difference <= allowed:
             raise ConfigError(
-                f"merged, its logits differ from those of the model beside it by {difference:.2g}, where {allowed:.2g} "
-                "is rounding: in weights alone this adapter cannot be had; give another, or, in half precision, set "
-                "dtype=float32"
+                f"merged, its logits differ from the unmerged ones by {difference:.2g}, where {allowed:.2g} "
+                "is rounding: give another adapter, or dtype=float32 in place of half precision"
             )
         return merged
 
 
 def _with_adapter(model: Any, path: str) -> Any:
-    """peft's model of this one with the adapter at `path` beside it; ConfigError where it is not one of this model."""
+    """peft's model of this one with the adapter at `path`, unmerged; ConfigError where it is not one of this model."""
     import peft
 
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -818,8 +817,8 @@ def _with_adapter(model: Any, path: str) -> Any:
 def _untie(wrapped: Any) -> bool:
     """Copy the weights that the adapter changes for each module that shares them; returns whether any was shared.
 
-    Beside a model, an adapter of tied embeddings changes lm_head or the embeddings; added to the one weight of both it
-    would change both.
+    Unmerged, an adapter of tied embeddings changes lm_head or the embeddings; added to the one weight of both it would
+    change both.
     """
     from peft.tuners.lora import LoraLayer
 

@@ -552,7 +552,7 @@ def test_an_adapter_of_another_model_is_named(folder):
 
 
 def tied_adapter(folder, tokens=None, **config):
-    """(folder of an adapter that peft saves, logits of its model beside it, token ids); embeddings are tied.
+    """(folder of an adapter that peft saves, its model's unmerged logits, token ids); embeddings are tied.
 
     tokens: what the vocabulary is resized to before.
     """
@@ -566,16 +566,16 @@ def tied_adapter(folder, tokens=None, **config):
     config = {"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM", **config}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied weights, and of names that peft calls
-        beside = peft.get_peft_model(model, peft.LoraConfig(**config))
+        unmerged = peft.get_peft_model(model, peft.LoraConfig(**config))
         generator = torch.Generator().manual_seed(1)
-        for weight in (weight for weight in beside.parameters() if weight.requires_grad):
+        for weight in (weight for weight in unmerged.parameters() if weight.requires_grad):
             weight.data.copy_(
                 torch.randn(weight.shape, generator=generator) * 0.3
             )  # in place: some are views of others
-        beside.save_pretrained(place)
+        unmerged.save_pretrained(place)
     configured(place, "adapter_config.json", base_model_name_or_path=str(base))
     with torch.no_grad():
-        return place, beside.eval()(ids).logits, ids
+        return place, unmerged.eval()(ids).logits, ids
 
 
 TIED = {
@@ -589,7 +589,7 @@ TIED = {
 
 
 @pytest.mark.parametrize("case", TIED)
-def test_an_adapter_of_tied_embeddings_is_merged_as_it_runs_beside_them(case, tmp_path):
+def test_an_adapter_of_tied_embeddings_is_merged_as_it_runs_unmerged(case, tmp_path):
     """Merged logits are peft's unmerged ones; only what had other numbers before has another identity."""
     place, wanted, ids = tied_adapter(tmp_path, **TIED[case])
     spec = ModelSpec.of(node(place))
@@ -605,7 +605,7 @@ def test_a_merge_that_is_not_the_adapter_is_refused(tmp_path, monkeypatch):
     place, _, _ = tied_adapter(tmp_path, **TIED["head"])
     monkeypatch.setattr(checkpoint, "_untie", lambda wrapped: False)
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(ConfigError, match="merged, its logits differ from those of the model beside it"):
+        with pytest.raises(ConfigError, match="merged, its logits differ from the unmerged ones"):
             load_model(str(place), dtype=dtype)
 
 

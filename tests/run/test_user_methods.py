@@ -377,7 +377,7 @@ FORMS = {  # forms of the decode step: the fast one alone and in a stack, and wh
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cls", [NoNumber, NoNumberLater, NoScore, NoScoreLater])
 def test_priorities_that_are_no_number_are_refused(cls, form):
-    """Also where they become NaN while an answer grows; what a dead slot has counts nowhere."""
+    """An error, also where they become NaN while an answer grows; what a dead slot has counts nowhere."""
     decoding = GenerationParams(max_new_tokens=10, eos=None)
     with pytest.raises(ConfigError, match=rf"{cls.__name__}.priority is NaN for slots that hold a token"):
         generate(tiny("llama"), prompts_of(4, (PROMPT, 12)), cls(), Budget(tokens=9), decoding=decoding, **FORMS[form])
