@@ -134,10 +134,17 @@ def described(group: str) -> dict[str, str]:
     return known
 
 
+def _is_help(group: str, names: list[str]) -> bool:
+    """Whether help was asked for in place of names; prints it."""
+    asked = names[:1] in (["-h"], ["--help"])
+    if asked:
+        print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
+    return asked
+
+
 def _listed(group: str, names: list[str]) -> int:
     """The options of a group that stand in conf/GROUPs.yaml, each below the comment that says what it is."""
-    if names[:1] in (["-h"], ["--help"]):
-        print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
+    if _is_help(group, names):
         return 0
     known = described(group)
     if wrong := [name for name in names if name not in known]:
@@ -161,6 +168,8 @@ def methods(names: list[str]) -> int:
     Of a user's method (`kvexp.run.user_methods`) its documentation and fields; its code is loaded for that, by being
     named.
     """
+    if _is_help("method", names):
+        return 0
     from kvexp.run.user_methods import installed_methods, package_of
 
     known = _method_options()
@@ -191,7 +200,7 @@ def _settings_of_user_method(name: str, known: list[str]) -> str:
 
     method = load_method(name)
     if method is None:
-        raise ConfigError(f"no method {name!r}; one of {', '.join(known)}")
+        raise ConfigError(f"no method {name!r}{_nearest(name, known)}")
     own = method.cls.__doc__ or ""
     signature = f"{method.cls.__name__}("  # which dataclasses write where there is no docstring
     if not own or own.startswith(signature):

@@ -479,7 +479,8 @@ class Session:
     which jobs of a sweep differ, empty where not known. begun: a job has been composed. job_seconds: of the jobs that
     made rows. unmeasured: reason -> runs without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that are
     composed for a launcher or a plan, None while a job is run as soon as it is composed. made: (job, its runs'
-    settings) of those that went well. unrecorded: it was said that failures cannot be written to the disk.
+    settings) of those that went well. unrecorded: it was said that failures cannot be written to the disk. said: lines of
+    `say_once`.
     """
 
     typed_keys: set[str] | None = None
@@ -497,6 +498,7 @@ class Session:
     collected: list[Any] | None = None
     made: list[tuple[Any, Any]] = field(default_factory=list)
     unrecorded: bool = False
+    said: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -511,6 +513,12 @@ class Session:
     def add_failure(self, job: str, why: str, *, reported: bool) -> None:
         """Let the command fail; a sweep lists its failed jobs at the end, with reasons that were not printed yet."""
         self.failures.append(Failure(job, why, reported))
+
+    def say_once(self, text: str) -> None:
+        """Print a line that several runs of the command have reason for."""
+        if text not in self.said:
+            say(text, flush=True)
+        self.said.add(text)
 
     def add_unmeasured(self, run: str, why: str) -> None:
         """Note that this run has no divergence from the full cache, and why."""
@@ -560,7 +568,8 @@ TITLE = 32  # letters in front of a bar
 REDRAW_S = 0.2  # between two changes of a bar
 KNOWN = 0.02  # of a kind of work, done: from then on it is known how long the rest takes
 LARGE = 0.1  # of a kind of work: a first piece of it that tells how long the others take
-PROMPTS, ANSWERS, TEXTS = "prompts", "answers", "texts"  # kinds of work of a run: read, written, forced
+# Kinds of work of a run: prompts are read, answers written, texts forced to measure their KL from the full cache.
+PROMPTS, ANSWERS, TEXTS = "prompts", "answers", "KL passes"
 
 
 class Console(rich.console.Console):

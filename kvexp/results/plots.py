@@ -246,8 +246,8 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
         quality(runs, own, axes, dashes)
         title = titled(title, runs["question"]) if "question" in runs else title
-        axes.set_title(textwrap.fill(f"{title} ({n_words(runs, 'paired')})", 52), fontsize=9)
-    if shared:
+        _set_title(axes, title, shared if len(panels) == 1 else "", n_words(runs, "paired"))
+    if shared and len(panels) > 1:
         figure.suptitle(textwrap.fill(shared, 60 * columns), fontsize=8)
     lines = legend_below(figure, 1.2 + PANEL[0] * columns)
     figure.set_size_inches(1.2 + PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns) + 0.18 * lines + 0.3)
@@ -273,6 +273,7 @@ def draw_runs(runs: Runs, metric: str | None = None) -> Figure:
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
 POSITION = "position"
 LINE = 0.05  # between the words of two levels, of the axis
+LIMIT = "equivalent below"  # before epsilon, in every figure
 LEAST = 1e-6  # nats: what float32 cannot tell from 0, and a log axis cannot hold
 MIB = 2**20
 
@@ -288,10 +289,13 @@ def divergence(frame: pd.DataFrame, axes: Axes, x: str = "kv_ratio", scale: Sequ
         raise ConfigError(f"no run with a divergence has a place on the axis {x}: nothing to draw")
     dashes = dashes_of(runs)
     _levels(frame, axes, scale)
-    for key, line in runs.groupby(["method", "setting"], sort=True):
+    lines = runs.groupby(["method", "setting"], sort=True)
+    for place, (key, line) in enumerate(lines):
         method, setting = map(str, key)
         points = points_of(line, "x", "kl", "kl_low", "kl_high", least=LEAST)
-        series(axes, method, points, f"{method} {setting}".rstrip(), dashes[method, setting])
+        dodge(
+            series(axes, method, points, f"{method} {setting}".rstrip(), dashes[method, setting]), place, lines.ngroups
+        )
     axes.set_xlabel(X_AXES[x])
 
 
@@ -316,6 +320,11 @@ def without_shared(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     return frame.assign(setting=[row["setting"] for row in rows]), " ".join(shared)
 
 
+def _set_title(axes: Axes, title: str, shared: str, counted: str) -> None:
+    """Model and task, then the settings that all runs share, then the number of examples."""
+    axes.set_title(textwrap.fill(f"{', '.join(filter(None, [title, shared]))} ({counted})", 52), fontsize=9)
+
+
 def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) -> None:
     """Epsilon and the scale as levels, and the look of the axes."""
     axes.set_yscale("log")
@@ -327,7 +336,8 @@ def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) ->
 
 def _marks(frame: pd.DataFrame, scale: Sequence[dict[str, Any]]) -> list[tuple[str, float, str, str]]:
     """(words, nats, colour, line) of each level."""
-    marks = [(f"epsilon {value:g}", float(value), "black", "--") for value in sorted(set(frame["epsilon"]))]
+    limits = sorted(set(frame["epsilon"]))
+    marks = [(f"{LIMIT} {value:g}", float(value), "black", "--") for value in limits]
     return marks + [(row["change"], row["kl"], "0.35", ":") for row in scale if row["kl"] > LEAST]
 
 
@@ -368,8 +378,7 @@ def draw_divergence(runs: Runs, x: str, text: str = OWN) -> Figure:
         else:
             divergence(part, axes, x, scale)
         _name_levels(part, axes, scale)
-        title = f"{titled(title, part['question'])} {shared} ({n_words(part)})"
-        axes.set_title(textwrap.fill(title, 52), fontsize=9)
+        _set_title(axes, titled(title, part["question"]), shared, n_words(part))
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
     return figure
 
@@ -386,7 +395,8 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
     A line joins the budgets of a method at equal bits; that of the full cache in few bits joins the bits.
     """
     runs = runs.assign(joined=runs["bits"].where(runs["method"] != QUANTISED_FULL, 0))
-    for (method, bits, rest), line in runs[runs[name].notna()].groupby(["method", "joined", "rest"], sort=True):
+    lines = runs[runs[name].notna()].groupby(["method", "joined", "rest"], sort=True)
+    for place, ((method, bits, rest), line) in enumerate(lines):
         least = LEAST if name == "kl" else -math.inf
         points = points_of(line, "bytes_share", name, f"{name}_low", f"{name}_high", least=least)
         label = f"{method}, {bits} bits {rest}".rstrip()
@@ -394,7 +404,8 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
             each = line.sort_values("bytes_share")["bits"][::-1]
             label = f"full, {', '.join(map(str, each))} bits {rest}".rstrip()
         dash = BYTES_DASHES[int(str(bits)) or FULL_BITS] if len(line) > 1 else "none"
-        series(axes, str(method), points, label, dash, None if bits else "black", width=1.3)
+        drawn = series(axes, str(method), points, label, dash, None if bits else "black", width=1.3)
+        dodge(drawn, place, lines.ngroups)
     axes.set_xscale("log", base=2)
     ends = runs["bytes_share"].min(), runs["bytes_share"].max()
     axes.set_xticks([tick for tick in TICKS if ends[0] / 2 <= tick <= 2 * ends[1]])
@@ -415,6 +426,7 @@ def draw_bytes(frame: pd.DataFrame, names: Sequence[str] = BYTES_PANELS) -> Figu
     if frame.empty:
         raise ConfigError("no run here has bytes to compare with its full cache's: nothing to draw")
     rows = [(title, runs) for title, _, runs in parts(frame.sort_values(["model", "task"], kind="stable"))]
+    shared = frame["shared"].iloc[0]
     width = 2.4 * PANEL[0] if len(names) > 1 else 1.6 * PANEL[0]
     figure = Figure(layout="constrained")
     panels = figure.subplots(len(rows), len(names), squeeze=False)
@@ -426,9 +438,9 @@ def draw_bytes(frame: pd.DataFrame, names: Sequence[str] = BYTES_PANELS) -> Figu
             else:
                 axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center")
         title = titled(title, runs["question"]) if "question" in runs else title
-        row[0].set_title(textwrap.fill(f"{title} ({n_words(runs)})", 52), fontsize=9)
-    if frame["shared"].iloc[0]:
-        figure.suptitle(textwrap.fill(frame["shared"].iloc[0], 120), fontsize=8)
+        _set_title(row[0], title, shared if len(rows) == 1 else "", n_words(runs))
+    if shared and len(rows) > 1:
+        figure.suptitle(textwrap.fill(shared, 120), fontsize=8)
     figure.set_size_inches(width, len(rows) * (PANEL[1] + 0.3) + 0.6 + 0.18 * legend_below(figure, width))
     return figure
 

@@ -504,8 +504,8 @@ SECTIONS = (
         "divergence",
         "Divergence from the full cache",
         "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
-        "the same text; lower is better. Bars are 95 % intervals over examples. Black: epsilon, within which a run "
-        "counts as equivalent; grey: known changes of the same model (docs/divergence.md).",
+        "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
+        "run counts as equivalent (epsilon_kl); grey: known changes of the same model (docs/divergence.md).",
         divergence_data,
     ),
     Section(

@@ -38,6 +38,7 @@ from kvexp.run.prompts import (
 )
 from kvexp.run.rows import (
     EXIT_HUNG,
+    MEMORY,
     TIME,
     TimeLimit,
     TimeLimitExceeded,
@@ -101,13 +102,23 @@ def evaluate_run(settings: Settings, session: Session | None = None) -> Run:
     # rows can be. os.path raises nothing for a folder that may not be looked into: opening the run does.
     check_cache_fits_model(settings.model, settings.cache)
     check_installed(settings)
-    prompts = Prompts(settings, list(settings.task.examples()))
+    prompts = Prompts(settings, _examples(settings, session))
     if not os.path.exists(settings.outputs_dir / run_hash(settings.identity) / "examples.jsonl"):
         check_beforehand(settings, prompts)
     if not settings.is_baseline:
         baseline = settings.baseline()
         _own_turn(baseline, prompts.seen_by(baseline), session)
     return _own_turn(settings, prompts, session)
+
+
+def _examples(settings: Settings, session: Session) -> list[Example]:
+    """The task's examples up to `limit`; says where there are fewer."""
+    examples = list(settings.task.examples())
+    if settings.limit is not None and len(examples) < settings.limit:
+        more = "; task.size=N makes more" if hasattr(settings.task, "size") else ""
+        count, name = len(examples), settings.labels["task"]
+        session.say_once(f"limit={settings.limit}: task={name} has {count} examples, all of which are taken{more}")
+    return examples
 
 
 def _own_turn(settings: Settings, prompts: Prompts, session: Session) -> Run:
@@ -147,7 +158,7 @@ def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = Tr
                 claims.enter_context(run.claim(timeout=None if wait else 0, waiting=notice, part=part))
         except TimeoutError:
             return False
-        prompts = Prompts(settings[0], list(settings[0].task.examples()))
+        prompts = Prompts(settings[0], _examples(settings[0], session))
         members = []
         for pair in pairs:
             with contextlib.suppress(ConfigError):  # a damaged file: the run's own turn says so
@@ -160,25 +171,31 @@ def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = Tr
     return True
 
 
-def can_share(settings: Settings) -> bool:
-    """Whether a run can share its prefill with others and still write the rows it would write alone."""
-    task, decoding, model = settings.task, settings.decoding, settings.model
-    if settings.engine is not None or one_row_per_forward(model.dtype, model.resolved_device()):
-        return False
-    if isinstance(task, LMEval) or task.only_nll or decoding.num_beams > 1 or decoding.prefill_chunk is not None:
-        return False
-    if task.has_turns:  # each conversation goes its own way
-        return False
-    if settings.budget is not None and settings.budget.counts_ahead:  # budgets depend on each question's length
-        return False
-    return not shares_score_across_batch(settings) and not settings.method.modifies_prefill
+def why_alone(settings: Settings) -> str | None:
+    """Why a run cannot share its prefill with others and write the rows it would write alone; None where it can."""
+    task, decoding, model, name = settings.task, settings.decoding, settings.model, settings.labels["method"]
+    reasons = {
+        "another engine answers": settings.engine is not None,
+        f"model.dtype={model.dtype} on a CPU takes one row at a time": one_row_per_forward(
+            model.dtype, model.resolved_device()
+        ),
+        "lm-eval's items are scored one by one": isinstance(task, LMEval),
+        "the task scores a given text": task.only_nll,
+        f"generation.num_beams={decoding.num_beams}": decoding.num_beams > 1,
+        f"generation.prefill_chunk={decoding.prefill_chunk}": decoding.prefill_chunk is not None,
+        "conversations of several turns part after the first": task.has_turns,
+        "the budget depends on each question's length": settings.budget is not None and settings.budget.counts_ahead,
+        f"method.score_batch=sum_all of {name}": shares_score_across_batch(settings),
+        f"method={name} changes the prefill": settings.method.modifies_prefill,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def prefill_groups(wanted: Iterable[Settings]) -> list[list[Settings]]:
     """The runs, with their baselines, that share prefills: several each, in the order they were asked for."""
     alike: dict[str, dict[str, Settings]] = defaultdict(dict)
     for settings in wanted:
-        if can_share(settings):
+        if why_alone(settings) is None:
             base = settings if settings.is_baseline else settings.baseline()
             for one in (base, settings):
                 alike[group_key(one)].setdefault(str(one.identity), one)
@@ -444,6 +461,7 @@ class Filler:
     ) -> None:
         self.members, self.prompts, self.model, self.tokenizer = members, prompts, model, tokenizer
         self.title, self.processes, self.timed = title, processes, timed
+        self.told_halved = False
         lead = members[0].settings
         self.time_limit = TimeLimit(lead.timeout_s, self._stuck)
         # In half precision a row's numbers depend on what it is decoded together with, so nothing is parted.
@@ -504,6 +522,8 @@ class Filler:
             rows = [{**failed_row(members[0].settings, *items[0], failure), "halved": halved}]
             yield members[0], rows, []
         elif not alone or self.timed:  # one of a group is left to its own turn
+            if failure == MEMORY:
+                self._tell_halved()
             for half in self._halves(pieces):
                 yield from self._parts(half, halved + (len(pieces) == 1))
 
@@ -512,7 +532,16 @@ class Filler:
         if fit_together(batches, self.model, self.processes):
             return True
         free_memory()
-        return fit_together(batches, self.model, self.processes)
+        fits = fit_together(batches, self.model, self.processes)
+        if not fits:
+            self._tell_halved()
+        return fits
+
+    def _tell_halved(self) -> None:
+        """Say once that memory is too short for what was to be computed together."""
+        if not self.told_halved:
+            say(f"{self.title}: too little memory for all at once: in parts, which is slower", file=sys.stderr)
+        self.told_halved = True
 
     @staticmethod
     def _halves(pieces: list[Piece]) -> list[list[Piece]]:
@@ -634,7 +663,7 @@ def measure_rest(settings: Settings, session: Session) -> Run:
         for line in lines:
             say(line, file=sys.stderr)
     if lines and only and not run.divergence():
-        raise ConfigError("no text was forced, so the run has no divergence, and divergence=only writes no answers")
+        raise ConfigError("no KL pass was made, so the run has no divergence, and divergence=only writes no answers")
     return run
 
 
@@ -662,7 +691,7 @@ def measure(
             before = found.get(after.run.hash, after)
             why = before.error or "; ".join(before.skipped) or UNKNOWN
             name = run_name(after.settings.labels)
-            lines.append(f"divergence of {name}: {len(after.lacking)} texts were not forced ({why})")
+            lines.append(f"divergence of {name}: {len(after.lacking)} KL passes were not made ({why})")
     return lines
 
 
@@ -699,7 +728,7 @@ def measure_claimed(runs: Iterable[Run], texts: Sequence[str]) -> dict[str, str]
             if lines is None:
                 labels = pairs[0][0].labels
                 what = f"divergence of {len(pairs)} runs, {labels['model']}, {labels['task']}"
-                say(f"{what}: all texts are measured already")
+                say(f"{what}: all KL passes are made already")
             for line in lines or []:
                 say(line)
     return refused

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,7 +249,7 @@ def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
 
 def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> list[float | None]:
     """Run the jobs of a sweep and return their objectives. share: first fill in runs that can share prefills."""
-    from kvexp.run.batches import prefill_groups, run_group
+    from kvexp.run.batches import prefill_groups, run_group, why_alone
 
     each = [(job, runs_or_none(job, session)) for job in jobs]
 
@@ -260,7 +261,11 @@ def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> l
                 traceback.print_exc()
             return True
 
-    groups = prefill_groups(settings for _, runs in each for settings in runs) if share else []
+    wanted = [settings for _, runs in each for settings in runs]
+    groups = prefill_groups(wanted) if share else []
+    if share and len(jobs) > 1:
+        for why, count in Counter(filter(None, map(why_alone, wanted))).items():
+            say(f"{count} run{'s do' if count > 1 else ' does'} not share prefills with others, which is slower: {why}")
     run_unclaimed_first([(group, group) for group in groups], filled)
     return _take_turns(each, session)
 
@@ -469,7 +474,7 @@ def summary(session: Session) -> str:
         return "nothing was begun; "
     jobs = len(session.overrides_of_jobs)
     done = f"{session.jobs_done} of {jobs} jobs are complete; " if jobs else "the run is not complete; "
-    texts = f"{session.texts_measured} texts were measured, " if session.texts_measured else ""
+    texts = f"{session.texts_measured} KL passes were made, " if session.texts_measured else ""
     return f"{session.rows_written} rows were written, {texts}{done}"
 
 

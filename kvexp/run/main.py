@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra import version
@@ -17,7 +19,15 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from kvexp.run.compose import check_groups, hydra_errors_shown, mistaken_option, stop, with_places, with_user_methods
+from kvexp.run.compose import (
+    check_groups,
+    hydra_errors_shown,
+    listed,
+    mistaken_option,
+    stop,
+    with_places,
+    with_user_methods,
+)
 from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
 from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
@@ -47,6 +57,7 @@ def compose_and_run() -> None:
     hydra.config_loader = CheckedLoader(path)
     try:
         if args.help:
+            hydra.format_config_groups = lambda *_: _option_lists(hydra)
             hydra.app_help(config_name=name, args_parser=parser, args=args)
         elif args.hydra_help:
             hydra.hydra_help(config_name=name, args_parser=parser, args=args)
@@ -62,6 +73,21 @@ def compose_and_run() -> None:
             perform(config_name=name, task_function=_job, overrides=[*words, f"hydra.mode={mode}"])
     finally:
         GlobalHydra.instance().clear()
+
+
+def _option_lists(hydra: Hydra) -> str:
+    """The options of every group in lines of the terminal's width; of `experiment` those that no paper's figure has."""
+    papers, lines = listed("experiment"), []
+    for group in hydra.list_all_config_groups():
+        if group.partition("/")[0] == "hydra" or group.startswith("experiment/"):
+            continue
+        names = sorted(hydra.config_loader.get_group_options(group))
+        if group == "experiment":
+            names = [name for name in names if name not in papers]
+            names.append(f"and {len(papers)} of papers' figures and tables (experiment=: all of them)")
+        words = f"{group}: {', '.join(names)}"
+        lines.append(textwrap.fill(words, get_terminal_size((100, 24)).columns - 1, subsequent_indent="  "))
+    return "\n".join(lines)
 
 
 def _may_sweep(args: argparse.Namespace) -> bool:

@@ -555,7 +555,7 @@ def print_plan(planned: list[PlannedGroup], jobs: int) -> None:
     if len(all_runs) <= LISTED:
         for run in all_runs:
             rows = f"{run.total - run.left:>6}/{run.total} rows" if not run.settings.divergence.only else ""
-            texts = f", {run.texts} texts to force" if run.texts else ""
+            texts = f", {run.texts} KL passes" if run.texts else ""
             say(f"  {run.state:6} {rows}  {name_of(run.settings)}{texts}")
     parts: dict[str, list[PlannedGroup]] = {}
     for group in planned:
@@ -589,7 +589,7 @@ def _print_part(groups: list[PlannedGroup]) -> None:
     say(
         f"{_title(lead)}: {count} runs{sharing}; {sum(group.prefills for group in groups)} prefills of "
         f"{work.prompt_tokens:.0f} tokens ({work.source}), {scaled(_new_tokens(groups))} new tokens"
-        f"{f', {texts} texts forced' if texts else ''}; {memory}; about {_time(groups)}"
+        f"{f', {texts} KL passes' if texts else ''}; {memory}; about {_time(groups)}"
     )
     if isinstance(lead.task, SampledTask) and not lead.divergence.only:
         _print_power(lead, len(work.examples))

@@ -273,7 +273,7 @@ def run_batch(shipment: JobBatch) -> BatchResult:
 
 
 def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Iterator[JobBatch]:
-    from kvexp.run.batches import can_share, group_key
+    from kvexp.run.batches import group_key, why_alone
 
     alike: dict[Any, list[HydraJob]] = {}
     for job in jobs:
@@ -286,7 +286,7 @@ def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Itera
             raise ConfigError(
                 f"hydra.launcher.shards={shards} splits the examples, and so does shard={job.config.shard}: drop one"
             )
-        alike.setdefault(group_key(settings) if can_share(settings) else _number(job), []).append(job)
+        alike.setdefault(_number(job) if why_alone(settings) else group_key(settings), []).append(job)
     named = {job.config.method.get("_target_") for job in jobs}
     known = [one for one in admitted().values() if one.target in named]
     methods = [(one.reference, one.source) for one in known if one.reference is not None]

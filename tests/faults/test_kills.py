@@ -139,7 +139,7 @@ MOMENTS = {
         SLOW_TEXT,
         "SIGINT",
         130,
-        f"interrupted: 9 rows were written, 1 texts were measured, 0 {KEPT}",
+        f"interrupted: 9 rows were written, 1 KL passes were made, 0 {KEPT}",
         9,
     ),
     "a model loads": (SLOW_LOAD, "SIGINT", 130, f"interrupted: 0 rows were written, 0 {KEPT}", 0),

@@ -67,7 +67,7 @@ def test_a_run_without_room_for_the_full_cache_beside_it_has_rows_and_no_diverge
     assert code == 0, said
     assert rows_of(out, *BATCHED) == truth
     for method in ("h2o", "keyformer"):
-        assert f"divergence of {method} 0.3 task.max_new_tokens=6: 3 texts were not forced" in said
+        assert f"divergence of {method} 0.3 task.max_new_tokens=6: 3 KL passes were not made" in said
 
 
 # One example's prompt is too much in any company, or never answered.

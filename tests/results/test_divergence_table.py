@@ -259,7 +259,7 @@ def test_a_picture_of_each_kind_and_why_there_is_none(tmp_path, capsys):
     for axis in ("kv_ratio", "position"):
         assert main([str(tmp_path), "--plot", str(tmp_path / f"{axis}.svg"), "--x", axis]) == 0
     drawn = (tmp_path / "kv_ratio.svg").read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("near", "far", "epsilon 0.05"))
+    assert all(f"<!-- {text} -->" in drawn for text in ("near", "far", "equivalent below 0.05"))
     assert main([str(tmp_path), "--plot", str(tmp_path / "b.png"), "--x", "bytes"]) == 2, "no rows, so no bytes"
     assert main([str(tmp_path), "--plot", str(tmp_path / "b.png"), "--text", "reference"]) == 2
     assert "--view divergence --measure" in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_the_time_left_is_right_within_a_factor_of_two_once_it_is_said(clock, ca
                     passed(kind, prompts * each / steps, took)
                 progress.advance(prompts * each, kind)
     assert wrong and max(wrong) <= 2
-    assert capsys.readouterr().out.startswith("runs: 16 prompts, 48 answers, 32 texts\n")
+    assert capsys.readouterr().out.startswith("runs: 16 prompts, 48 answers, 32 KL passes\n")
 
 
 RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "progress.json").read_text())

@@ -360,14 +360,14 @@ def test_a_plan_tells_what_the_sweep_then_does(command, tmp_path, monkeypatch):
     prompts = scaled(sum(row["prompt_tokens"] for row in rows) / 5)  # each is read once
     assert f"total: 0 done, 0 partly, 5 to do; {prompts} prompt tokens" in out
     assert "100 new tokens" in out and len(rows) == 20
-    assert "h2o kv_ratio=0.5 task.max_new_tokens=5 task.nll=False, 4 texts to force" in out and "16 texts forced" in out
+    assert "h2o kv_ratio=0.5 task.max_new_tokens=5 task.nll=False, 4 KL passes" in out and "16 KL passes" in out
     assert "text" not in command("--dry-run", "divergence=false", *sweep)[1]
     assert "total: 5 done, 0 partly, 0 to do; 0 prompt tokens, at most 0 new tokens" in command("--dry-run", *sweep)[1]
     more = command("--dry-run", "divergence_text=both", *sweep)[1]
-    assert "1 done, 4 partly, 0 to do" in more and "4 texts to force" in more and "16 texts forced" in more
+    assert "1 done, 4 partly, 0 to do" in more and "4 KL passes" in more and "16 KL passes" in more
     assert f"{prompts} prompt tokens" in more, "the prompts are read once more"
     only = command("--dry-run", "divergence=only", "divergence_text=reference", *sweep)[1]
-    assert "16 texts forced" in only and "0 new tokens" in only and "/4 rows" not in only
+    assert "16 KL passes" in only and "0 new tokens" in only and "/4 rows" not in only
     assert "total: 1 done, 0 partly, 4 to do" in only
     one = next(run for run in runs(tmp_path / "out") if run.baseline)
     file = one.path / "examples.jsonl"

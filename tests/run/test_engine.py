@@ -7,7 +7,7 @@ import pytest
 from experiments.studies import composed_runs
 from kvexp.diagnose.show import main
 from kvexp.generate.openvino import WHEEL
-from kvexp.run.batches import can_share, evaluate_run, opened
+from kvexp.run.batches import evaluate_run, opened, why_alone
 from kvexp.run.labels import refusal
 from kvexp.run.store import run_hash
 from kvexp.util import ConfigError, Session
@@ -55,7 +55,7 @@ def test_identity_has_the_engine_and_its_precisions_and_no_other_run_changes():
     assert engine.baseline().identity["engine"] == engine.identity["engine"]
     assert run_hash(eight.baseline().identity) != run_hash(engine.baseline().identity)
     assert ENGINE in engine.labels["setting"]
-    assert not can_share(engine)
+    assert why_alone(engine)
     assert "its twin" in refusal(engine)
 
 

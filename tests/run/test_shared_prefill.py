@@ -96,7 +96,7 @@ def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, sweep, tas
 def test_processes_side_by_side_write_the_same_rows(command, tmp_path):
     """Two threads: two processes with one thread each."""
     words = ("-m", "method=h2o,keyformer", "kv_ratio=0.3", "task=testbed_summary", "limit=7", "batch_size=2")
-    words, work = (*words, "model=testbed_rope"), "7 prompts, 21 answers, 14 texts"
+    words, work = (*words, "model=testbed_rope"), "7 prompts, 21 answers, 14 KL passes"
     for threads in (1, 2):
         code, said = command(*words, f"outputs_dir={tmp_path / str(threads)}", threads=threads)
         assert code == 0, said

@@ -205,7 +205,7 @@ def test_what_goes_wrong_in_its_own_turn_is_said(tmp_path, monkeypatch, capsys):
 def test_why_an_example_is_forced_nothing_is_said_where_there_are_no_rows(tmp_path, capsys):
     _, run = group(tmp_path, *ONE_BY_ONE, "divergence=only", "kv_ratio=0.0172", methods=("streaming_llm",))
     measure_rest(run, Session())
-    assert "3 texts were not forced (budget of 4 slots cannot hold sink=4" in capsys.readouterr().err
+    assert "3 KL passes were not made (budget of 4 slots cannot hold sink=4" in capsys.readouterr().err
     assert len(lines_of(tmp_path)) == 1, "the longest prompt alone has five slots"
 
 
@@ -231,7 +231,7 @@ def test_a_run_that_could_force_nothing_fails(command, tmp_path):
     few = ("task=testbed_summary", "task.max_prompt_tokens=120", "limit=2", "divergence=only")
     code, said = command("-m", "method=h2o,window", *few, f"outputs_dir={tmp_path / 'out'}")
     assert code == 1, said
-    assert "2 texts were not forced" in said and "no text was forced, so the run has no divergence" in said
+    assert "2 KL passes were not made" in said and "no KL pass was made, so the run has no divergence" in said
     assert "2 run(s) failed" in said
 
 

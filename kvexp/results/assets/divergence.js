@@ -30,7 +30,7 @@ kvexp.section("divergence", (root, data, page) => {
     return [
       `<b>${plain(name(run))}</b>`,
       `KL ${fixed(found.kl, 4)}${interval}; 99 % of tokens below ${fixed(found.kl_p99, 2)}`,
-      `${plain(found.verdict_kl)} (epsilon ${found.epsilon}); same likeliest token ${fixed(100 * found.top1, 1)} %`,
+      `${plain(found.verdict_kl)} (equivalent below ${found.epsilon}); same likeliest token ${fixed(100 * found.top1, 1)} %`,
       `${found.n} examples, ${found.tokens} tokens`,
     ].join("<br>");
   }
@@ -60,7 +60,7 @@ kvexp.section("divergence", (root, data, page) => {
   function layout(runs, title) {
     const { model, task } = runs[0];
     const marks = data.marks.find((each) => each.model === model && each.task === task)?.changes ?? [];
-    const levels = [...new Set(runs.map((run) => own(run).epsilon))].map((value) => [`epsilon ${value}`, value, "#000", "dash"]);
+    const levels = [...new Set(runs.map((run) => own(run).epsilon))].map((value) => [`equivalent below ${value}`, value, "#000", "dash"]);
     levels.push(...marks.filter(([, kl]) => kl > P.LEAST).map(([change, kl]) => [change, kl, "#8a8a8a", "dot"]));
     return {
       ...P.frame(P.WIDE, { title: { text: plain(title), standoff: 6 }, rangemode: "tozero" }, P.logAxis("KL, nats per token")),
