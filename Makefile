@@ -5,13 +5,13 @@ SHELL       := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS   += --no-builtin-rules
 
-PYTHON  ?= python3
-WORKERS ?= 2
-TIMEOUT ?= 300
-SCALE   ?=
-DATA    ?=
-ARGS    ?=
-DEMO    ?= 20
+PYTHON  ?= python3## the Python of a new .venv
+WORKERS ?= 2## processes side by side
+TIMEOUT ?= 300## seconds per test
+SCALE   ?=## of reproduce-*: testbed, real (SmolLM2-135M) or paper
+DATA    ?=## of reproduce-*: rows of the real scale, a folder (experiments/real_data.yaml) or hub
+ARGS    ?=## further words for the command: pytest's options, --smoke of reproduce-*
+DEMO    ?= 20## articles of the demo; below 20 there are no intervals
 
 VENV  := .venv
 PEERS := .venv-peers
@@ -35,11 +35,12 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
-	@echo 'Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS)  TIMEOUT=$(TIMEOUT) (seconds per test)  ARGS= (passed on to pytest)'
+	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## /{printf "  %-15s %s\n", $$1, $$2}' Makefile
+	@echo 'Variables, as in make demo DEMO=40:'
+	@awk -F ' *[?]= *| *## ' '/^[A-Z]+ *[?]=.*## /{printf "  %-15s %s\n", $$1 "=" $$2, $$3}' Makefile
 
 setup: $(VENV)/.stamp ## build .venv with the pinned versions and fetch the default model (once, and again when they change)
 
@@ -54,11 +55,14 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(BIN)/kvexp fetch || echo 'no weights were fetched: kvexp fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 
-demo: $(VENV)/.stamp ## three methods at three budgets on a real model: tables and figures (outputs/demo/demo.png, kl.png)
+DEMO_RUNS = $(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
+
+demo: $(VENV)/.stamp ## three methods at three budgets on a real model: a table and two figures (outputs/demo/kl.png, demo.png)
 	@$(BIN)/kvexp fetch smollm2_135m
-	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
-	@$(BIN)/kvexp results outputs/demo --plot outputs/demo/demo.png --metric rouge1
-	@$(BIN)/kvexp results outputs/demo --view divergence --plot outputs/demo/kl.png
+	@$(DEMO_RUNS) --dry-run | tail -n 1
+	@$(DEMO_RUNS)
+	@$(BIN)/kvexp results outputs/demo --view divergence --plot outputs/demo/kl.png > /dev/null
+	@$(BIN)/kvexp results outputs/demo --plot outputs/demo/demo.png > /dev/null
 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
 	@$(BIN)/python -m experiments.studies.testbed train
@@ -166,7 +170,7 @@ $(OPENVINO)/.stamp: $(VENV)/.stamp
 	@$(BIN)/pip install --quiet --no-deps --target $(OPENVINO) openvino==$(OPENVINO_VERSION) openvino-tokenizers==$(OPENVINO_VERSION).0 openvino-genai==$(OPENVINO_VERSION).0
 	@touch $@
 
-reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=testbed|real|paper)
+reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (SCALE=testbed|real|paper)
 	@$(REPRODUCE) all --workers $(WORKERS) $(ARGS)
 
 reproduce-real: SCALE := real
@@ -178,6 +182,9 @@ reproduce-smoke: $(VENV)/.stamp ## all with one or two examples, under outputs/s
 	@if $(BIN)/python -m experiments.lib.real_scale; then \
 	    $(BIN)/python -m experiments.reproduce all --smoke --scale real --workers $(WORKERS) $(ARGS); \
 	fi
+
+reproduce-NAME: ## one of them, such as reproduce-keyformer_fig7: says how long it takes; into outputs/reproduce
+	@echo 'NAME stands for an exhibit of experiments/README.md: make reproduce-keyformer_fig7'
 
 reproduce-%: $(VENV)/.stamp
 	@$(REPRODUCE) $* $(ARGS)

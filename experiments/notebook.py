@@ -10,14 +10,14 @@ from IPython.display import Image, Markdown, display
 from experiments.lib.exhibits import REAL, load
 from experiments.lib.real_scale import scale_of
 from experiments.lib.record import VERDICT, is_speed
-from experiments.lib.runner import Asked, make
+from experiments.lib.runner import OUTPUTS, Asked, make
 
 # transformers' progress bars ask for ipywidgets where there is a notebook; what they would show goes to sweep.log.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def show(
-    name: str, scale: str | None = None, outputs: str = "outputs", smoke: bool = False, data: str | None = None
+    name: str, scale: str | None = None, outputs: str = str(OUTPUTS), smoke: bool = False, data: str | None = None
 ) -> None:
     """outputs: where runs are kept and looked for; a smoke run has the folder `smoke` in it for itself.
 

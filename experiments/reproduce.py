@@ -19,10 +19,11 @@ import pandas as pd
 
 from experiments.lib.exhibits import REAL, SCALES, full_name, load, names, size_of, sweeps
 from experiments.lib.real_scale import commands, layout, scale_of
-from experiments.lib.record import SECOND, VERDICT, record, record_real
-from experiments.lib.runner import Asked, results
+from experiments.lib.record import SECOND, VERDICT, record, record_real, recorded
+from experiments.lib.runner import OUTPUTS, Asked, results, seconds_left
 from kvexp.run.jobs import INTERRUPTED, KEPT
-from kvexp.util import ConfigError, tells_errors, watch_pipes
+from kvexp.run.store import runs
+from kvexp.util import ConfigError, duration, tells_errors, watch_pipes
 
 SHOWN = 20  # rows of a table that are printed
 
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("--scale", choices=SCALES, help="default: real where its model and --data are there, else testbed")
     add("--data", metavar="FOLDER", help=f"rows of the real scale: {layout()}")
     add("--smoke", action="store_true", help="one or two examples, one model, two budgets: does it run at all?")
-    add("--outputs", type=Path, help="default: outputs, or outputs/smoke with --smoke")
+    add("--outputs", type=Path, help=f"default: {OUTPUTS}, or outputs/smoke with --smoke")
     add("--workers", type=int, default=1, metavar="N", help="processes that make exhibits side by side (default: 1)")
     add(
         "--set",
@@ -60,9 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.names == ["all"] and args.scale == REAL:
         wanted = _with_a_real_scale(wanted, args.data)
     _check(args, wanted)
-    outputs = (args.outputs or Path("outputs/smoke" if args.smoke else "outputs")).resolve()
-    fresh = not outputs.exists() or not any(outputs.iterdir())
+    outputs = (args.outputs or (Path("outputs/smoke") if args.smoke else OUTPUTS)).resolve()
     asked = Asked(args.scale, outputs, args.smoke, tuple(args.given), args.data, shows=len(wanted) == 1)
+    fresh = not outputs.exists() or not any(outputs.iterdir())
+    fresh &= asked.earlier is None or not (any(runs(asked.earlier)) or (asked.earlier / "collected").exists())
     try:
         failed = _made(args, wanted, asked, fresh)
     except KeyboardInterrupt as error:
@@ -78,6 +80,11 @@ def _made(args: argparse.Namespace, wanted: Sequence[str], asked: Asked, fresh: 
     failed = []
     if len(wanted) == 1:
         print(f"{_title(wanted[0], asked)}\n{_plan(wanted[0], asked)}", flush=True)
+    else:
+        known = recorded(asked.scale)
+        took = sum(known.get(name, {}).get("seconds") or 0 for name in wanted) if not asked.smoke else 0
+        more = f": {duration(took)} of CPU time from nothing, when they were recorded" if took else ""
+        print(f"{len(wanted)} exhibits{more}", flush=True)
     for name, made in results(wanted, asked, args.workers):
         if len(wanted) > 1:
             print(_title(name, asked), flush=True)
@@ -107,12 +114,17 @@ def _title(name: str, asked: Asked) -> str:
 
 
 def _plan(name: str, asked: Asked) -> str:
-    """How many runs an exhibit takes, where they are kept, and at which scale README's result of it was made."""
+    """How many runs an exhibit takes and how long, where they are kept, and how it is made with another model."""
     runs = sum(size_of(each) for each in dict.fromkeys(each.experiment for each in asked.commands(name)))
     small = ", fewer with --smoke" if asked.smoke else ""
     said = (
         f"{runs} runs{small} and their full caches; those in {asked.outputs} are not made again (Ctrl-C keeps the rest)"
     )
+    left = seconds_left(name, asked)
+    if left is None and (took := recorded(asked.scale).get(name, {}).get("seconds")):
+        said += f"\ntime: {duration(took)} of CPU time from nothing, when it was recorded"
+    elif left is not None:
+        said += f"\ntime: about {duration(left)} for what is missing"
     if asked.scale == "testbed" and sweeps(name, REAL):
         said += (
             "\nThe testbed is a synthetic language. SmolLM2-135M: DATA=FOLDER, or SCALE=real on kvexp's own articles"

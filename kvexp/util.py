@@ -479,8 +479,8 @@ class Session:
     which jobs of a sweep differ, empty where not known. begun: a job has been composed. job_seconds: of the jobs that
     made rows. unmeasured: reason -> runs without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that are
     composed for a launcher or a plan, None while a job is run as soon as it is composed. made: (job, its runs'
-    settings) of those that went well. unrecorded: it was said that failures cannot be written to the disk. said: lines of
-    `say_once`.
+    settings) of those that went well. unrecorded: it was said that failures cannot be written to the disk. said: lines
+    of `say_once`.
     """
 
     typed_keys: set[str] | None = None

@@ -8,6 +8,7 @@ import hashlib
 import io
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -26,11 +27,13 @@ from experiments.lib.draw import draw_divergence
 from experiments.lib.exhibits import HERE, REAL, Exhibit, full_name, load, sweeps
 from experiments.lib.real_scale import Command, commands
 from experiments.lib.record import VERDICT, Made, provenance_of, recorded
-from experiments.lib.sweep import jobs, late, limit_of, smaller, sweep
+from experiments.lib.sweep import jobs, late, limit_of, planned_seconds, smaller, sweep
 from experiments.lib.tables import KEYS, frame_of, spelled, without
 from experiments.lib.verdicts import divergence_frame, measure_missing
-from kvexp.run.store import run_hash
+from kvexp.run.store import Run, run_hash, runs
 from kvexp.util import ConfigError, use_threads
+
+OUTPUTS = Path("outputs/reproduce")  # a folder of their own: hundreds of runs, which tables of `outputs` would list
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,23 @@ class Asked:
         if self.scale == REAL:
             return commands(name, self.data)
         return [Command(each, (), "") for each in sweeps(name, self.scale)]
+
+    @property
+    def earlier(self) -> Path | None:
+        """The folder that exhibits had before OUTPUTS, whose runs still count; None for a folder of another name."""
+        return self.outputs.parent if self.outputs.name == OUTPUTS.name else None
+
+    def words(self, name: str, command: Command) -> list[str]:
+        """All overrides of one of an exhibit's sweeps."""
+        given = [*command.overrides, *self.overrides(command.experiment)]
+        small = smaller(command.experiment) if self.smoke else []
+        # The pass costs as much as the answers do: only where a claim is judged by it.
+        judged = [] if load(name).measure else [f"divergence={str(self.judged(name)).lower()}"]
+        return [f"outputs_dir={self.outputs}", *small, *map(late, given), *judged]
+
+    def judged(self, name: str) -> bool:
+        """Whether the claim is judged by divergence too."""
+        return load(name).divergence is not None and self.scale == REAL
 
     def overrides(self, sweep: str) -> list[str]:
         """The words of `given` that this sweep takes, at any scale."""
@@ -121,16 +141,15 @@ def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd
         contextlib.redirect_stdout(_Both(log, sys.stdout) if asked.shows else log),
         contextlib.redirect_stderr(log),
     ):
-        judged = exhibit.divergence is not None and asked.scale == REAL
+        judged = asked.judged(name)
+        adopt(name, asked)
         for each in wanted:
-            own = [*each.overrides, *asked.overrides(each.experiment)]
-            overrides = [f"outputs_dir={asked.outputs}", *small[each.experiment], *map(late, own)]
+            overrides = asked.words(name, each)
             if exhibit.measure is not None:
+                own = [*each.overrides, *asked.overrides(each.experiment)]
                 parts.append(measured(name, each.experiment, overrides, asked.outputs / "collected", own))
                 continue
-            # The pass costs as much as the answers do: only where a claim is judged by it.
-            with_pass = [f"divergence={str(judged).lower()}"]
-            hashes += [found for found in sweep(each.experiment, [*overrides, *with_pass]) if found not in hashes]
+            hashes += [found for found in sweep(each.experiment, overrides) if found not in hashes]
         if judged and hashes:
             measure_missing(asked.outputs, hashes)
     if parts:
@@ -139,6 +158,50 @@ def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd
         return pd.DataFrame(), None
     frame = frame_of(asked.outputs, hashes, experiments, *limits, given=given)
     return frame, divergence_frame(asked.outputs, frame, *limits) if judged else None
+
+
+def adopt(name: str, asked: Asked) -> None:
+    """Copy what an exhibit needs and `asked.earlier` has: what was measured inside models, runs and their baselines."""
+    earlier, outputs = asked.earlier, asked.outputs
+    if earlier is None:
+        return
+    for file in (earlier / "collected").glob(f"{name}-*.csv"):
+        target = outputs / "collected" / file.name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+    there = {run.hash for run in runs(earlier)} - {run.hash for run in runs(outputs)}
+    if not there:
+        return
+    wanted = {
+        run_hash(run.identity)
+        for command in asked.commands(name)
+        for settings in jobs(command.experiment, asked.words(name, command))
+        for part in settings.parts()
+        for run in (part, part if part.is_baseline else part.baseline())
+    }
+    for key in sorted(wanted & there):
+        with Run.load(earlier / key).claim():
+            if (outputs / key).exists():  # another process was faster
+                continue
+            draft = outputs / f".{key}.draft"
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.copytree(earlier / key, draft, ignore=shutil.ignore_patterns(".*"))
+            draft.replace(outputs / key)
+    if count := len(wanted & there):
+        print(f"{count} run{'s' * (count != 1)} found in {earlier} and copied", flush=True)
+
+
+def seconds_left(name: str, asked: Asked) -> float | None:
+    """Seconds that an exhibit takes on this machine, without runs that are there; None where that is not known."""
+    wanted = asked.commands(name)
+    if not wanted or load(name).measure is not None:
+        return None
+    try:
+        adopt(name, asked)
+        return sum(planned_seconds(each.experiment, asked.words(name, each)) for each in wanted)
+    except ConfigError:  # the sweep says what is wrong
+        return None
 
 
 def write(

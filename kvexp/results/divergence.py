@@ -380,11 +380,11 @@ def choice_columns(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]
 
 
 def ordered(part: pd.DataFrame, order: str | None) -> pd.DataFrame:
-    """Rows by kv_ratio, and runs of one kv_ratio and n (there is no rank across n) by one of DIVERGENCES."""
+    """Rows by kv_ratio, the largest first; of one kv_ratio and n (there is no rank across n) by one of DIVERGENCES."""
     metric = order or DIVERGENCES[0]
     if metric not in DIVERGENCES:
         raise ConfigError(f"a divergence is ordered by one of {', '.join(DIVERGENCES)}, got {metric}")
-    return part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])
+    return part.sort_values(["kv_ratio", "n", metric], ascending=[False, False, metric == "kl"])
 
 
 def heading(rows: Sequence[TableRow]) -> str:

@@ -32,6 +32,7 @@ from kvexp.results.table import (
     fixed,
     numeric,
     parts,
+    place,
     plain,
     records,
     shared_settings,
@@ -86,7 +87,7 @@ def print_screen(
     several = len(list(parts(shown))) > 1
     below: dict[str, None] = dict.fromkeys(frame.attrs.get("left_out", ()))
     for title, _, part in parts(shown):
-        rows = sorted((_with_distance(row, far.get(row["hash"]), part) for row in records(part)), key=_place)
+        rows = sorted((_with_distance(row, far.get(row["hash"]), part) for row in records(part)), key=place)
         known = {folder.run.hash: folder for folder in runs.ran}
         console.print(_title(title, rows, known, "" if several else took))
         console.print()
@@ -97,7 +98,7 @@ def print_screen(
     if several and took:
         lines.append(f"{len(shown)} runs in {took}")
     more = f" · also: --view {', '.join(views)}" if views else ""
-    end = f"All columns: kvexp results {runs.outputs} --full · legend: --explain · texts: kvexp report {runs.outputs}"
+    end = f"All columns: kvexp results {runs.outputs} --full · legend: --explain · answers: kvexp report {runs.outputs}"
     for line in [*lines, end + more]:
         console.print(Text(line), soft_wrap=not console.is_terminal)
     if explain:
@@ -126,14 +127,6 @@ def _with_distance(row: Row, far: Row | None, part: pd.DataFrame) -> Record:
     more = {name: (far or {}).get(name) for name in [*names, "rests_on", "rests_on_share"]}
     full = part.loc[part["hash"] == row["baseline"], "peak_kv_bytes"]
     return {**row, **more, "far_n": (far or {}).get("n"), "full_peak": float(full.iloc[0]) if len(full) else None}
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    """Sort key: the full cache first, the largest budget next; of one budget the nearest to the full cache first."""
-    of_full = f"{row['headline']}_of_full"
-    ratio, tokens, kl, score = (number(row.get(name)) for name in ("kv_ratio", "tokens", "kl", of_full))
-    each = (-ratio, -tokens, kl, -score)
-    return (not _is_full(row), *(math.inf if math.isnan(value) else value for value in each))
 
 
 def _is_full(row: Row) -> bool:

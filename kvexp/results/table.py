@@ -931,13 +931,26 @@ def _name(row: Row) -> str:
     return " ".join([*parts, f"({row['hash'][:6]})"])
 
 
+def place(row: Row) -> tuple[Any, ...]:
+    """Sort key: the full cache first, the largest budget next; of one budget the nearest to the full cache first.
+
+    By KL where the row has one, else by score.
+    """
+    of_full = f"{row['headline']}_of_full"
+    ratio, tokens, kl, score = (number(row.get(name)) for name in ("kv_ratio", "tokens", "kl", of_full))
+    each = (-ratio, -tokens, kl, -score)
+    return (row["verdict99"] != "baseline", *(math.inf if math.isnan(value) else value for value in each))
+
+
 def groups(df: pd.DataFrame, x: str) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per NUMERICS, model and task; without refused jobs."""
     if x not in X_AXES:
         raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")
     for title, _, part in parts(df if only_refused(df) else df[df["status"] != "refused"]):
-        part = part.sort_values("kv_bytes", kind="stable") if x == "bytes" else part
-        shared, inside = shared_settings(without_question([without(row, "code=") for row in records(part)]))
+        rows = (
+            records(part.sort_values("kv_bytes", kind="stable")) if x == "bytes" else sorted(records(part), key=place)
+        )
+        shared, inside = shared_settings(without_question([without(row, "code=") for row in rows]))
         keys = keys_of(inside, x)
         title = ", ".join([title, *marks_of(inside).values(), *shared])
         yield title, inside, [*keys, *columns_of(inside, x)], len(keys)

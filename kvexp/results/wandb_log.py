@@ -10,6 +10,7 @@ import json
 import math
 import netrc
 import os
+import shutil
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def publish(
 
     mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
     experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
-    Returns the folders that wandb wrote, under `wandb` in the folder of the run folders. Verdicts are corrected for the
+    Returns the folders that wandb wrote, under `wandb` in the folder of the run folders: one of each run, however often
+    it was published. Verdicts are corrected for the
     number of the given runs: publish a sweep at once, not run by run.
     """
     mode = check(project, mode)
@@ -242,6 +244,15 @@ def _started(**settings: Any) -> Iterator[Any]:
         raise ConfigError(f"wandb does not start ({error}); the runs are safe on disk: {offline}") from error
     with run:
         yield run
+    if settings["mode"] != "disabled":
+        _remove_earlier(Path(run.dir).parent, settings["id"])
+
+
+def _remove_earlier(written: Path, key: str) -> None:
+    """Remove what wandb wrote of this run before, whole or interrupted: `wandb sync` would upload it too."""
+    for folder in written.parent.glob(f"*run-*-{key}"):
+        if folder != written:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

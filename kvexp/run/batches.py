@@ -116,8 +116,8 @@ def _examples(settings: Settings, session: Session) -> list[Example]:
     examples = list(settings.task.examples())
     if settings.limit is not None and len(examples) < settings.limit:
         more = "; task.size=N makes more" if hasattr(settings.task, "size") else ""
-        count, name = len(examples), settings.labels["task"]
-        session.say_once(f"limit={settings.limit}: task={name} has {count} examples, all of which are taken{more}")
+        counted = f"{len(examples)} example{'s' * (len(examples) != 1)}{more}"
+        session.say_once(f"limit={settings.limit} is more than task={settings.labels['task']} has: {counted}")
     return examples
 
 

@@ -77,14 +77,14 @@ def compose_and_run() -> None:
 
 def _option_lists(hydra: Hydra) -> str:
     """The options of every group in lines of the terminal's width; of `experiment` those that no paper's figure has."""
-    papers, lines = listed("experiment"), []
+    papers, lines = {name for name in listed("experiment") if "/" not in name}, []
     for group in hydra.list_all_config_groups():
         if group.partition("/")[0] == "hydra" or group.startswith("experiment/"):
             continue
         names = sorted(hydra.config_loader.get_group_options(group))
         if group == "experiment":
             names = [name for name in names if name not in papers]
-            names.append(f"and {len(papers)} of papers' figures and tables (experiment=: all of them)")
+            names.append(f"and {len(papers)} of papers' figures and tables: kvexp run experiment= lists their names")
         words = f"{group}: {', '.join(names)}"
         lines.append(textwrap.fill(words, get_terminal_size((100, 24)).columns - 1, subsequent_indent="  "))
     return "\n".join(lines)

@@ -111,6 +111,34 @@ def test_an_interrupt_says_what_is_kept_and_begins_no_other_exhibit(tmp_path, ca
     assert "did not begin" not in said
 
 
+def test_runs_made_before_exhibits_had_a_folder_of_their_own_are_found(tmp_path, capsys):
+    name, asked = "keyformer_fig3c", Asked("testbed", tmp_path / "reproduce", smoke=True)
+    (command,) = asked.commands(name)
+    settings = sweep.jobs(command.experiment, asked.words(name, command))[0]
+    known = [Run.open(tmp_path, config, settings.labels, {}) for config in (settings.identity, {"method": "other"})]
+    for run in known:
+        (run.path / "examples.jsonl").write_text("rows\n")
+    runner.adopt(name, asked)
+    assert f"1 run found in {tmp_path} and copied" in capsys.readouterr().out
+    assert [run.hash for run in runs(asked.outputs)] == [known[0].hash]
+    assert (asked.outputs / known[0].hash / "examples.jsonl").read_text() == "rows\n" and known[0].path.exists()
+    runner.adopt(name, asked)
+    assert not capsys.readouterr().out and Asked("testbed", tmp_path / "mine").earlier is None
+
+
+def test_an_exhibit_says_how_long_it_takes_and_keeps_its_runs_apart(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "planned_seconds", lambda experiment, words: 3600.0)
+    monkeypatch.setattr(reproduce, "results", lambda names, asked, workers: iter(()))
+    assert reproduce.main(["keyformer_fig3c", "--scale", "testbed"]) == 0
+    said = capsys.readouterr().out
+    assert "time: about 60 min for what is missing" in said and f"those in {tmp_path}/outputs/reproduce are" in said
+    assert reproduce.main(["keyformer_fig3b", "--scale", "testbed"]) == 0, "measured inside the model: no plan knows it"
+    assert re.search(r"time: \d+ (s|min) of CPU time from nothing, when it was recorded", capsys.readouterr().out)
+    assert reproduce.main(["all", "--scale", "testbed"]) == 0
+    assert re.search(r"\d+ exhibits: \d+ min of CPU time from nothing", capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_a_smoke_run_writes_table_figure_and_judgement(tmp_path, capsys):
     """The real thing: a sweep of two examples, its table, its picture, resumed the second time."""

@@ -196,7 +196,7 @@ def test_the_command_measures_once_and_changes_no_row(sweep, capsys):
     lines = {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
     assert len(lines) == 3 and all(len(content.splitlines()) == 4 for content in lines.values())
     assert main([str(sweep), "--measure", "--text", "both"]) == 0
-    assert "measured already" in capsys.readouterr().out
+    assert "made already" in capsys.readouterr().out
     assert lines == {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
     assert before == {file: file.read_bytes() for file in sweep.glob("*/examples.jsonl")}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from report_runs import write
 from test_bytes import settings
 from turns import in_turn
 
-from kvexp.results.plots import color_of, draw_quality, heatmap, marker_of, quality
+from kvexp.results.plots import color_of, curves, divergence, draw_quality, heatmap, marker_of, quality
 from kvexp.results.plots import draw_bytes as draw
 from kvexp.results.read import read_runs
 from kvexp.results.table import table
@@ -214,6 +215,23 @@ def test_the_legend_covers_no_panel_and_lies_within_the_picture(models, methods,
     assert len(named) == len(set(named)) == 2 + len(methods) * len(settings)
 
 
+def test_no_bar_hides_another():
+    """Lines of several methods at one budget stand beside each other: of quality, divergence, and along bytes."""
+    quality_of = frame(methods=METHODS[:3])
+    ends = {"kl": 0.2, "kl_low": 0.1, "kl_high": 0.4}
+    far = quality_of[quality_of["method"] != "full"].assign(**ends, epsilon=0.05, kv_bytes=1000.0)
+    few_bits = far.assign(bits=16, rest="", bytes_share=0.5)
+    axes = [Figure().add_subplot() for _ in range(3)]
+    quality(quality_of, "rouge2", axes[0])
+    divergence(far, axes[1])
+    curves(few_bits, "kl", axes[2])
+    for panel in axes:
+        drawn(panel.figure)
+        bars = [bar for container in panel.containers for bar in container.lines[2]]
+        places = [round(bar.get_transform().transform(bar.get_segments()[0][0])[0], 1) for bar in bars]
+        assert len(places) == 3 == len(set(places))
+
+
 def test_the_mark_is_named_where_it_lies():
     figure = drawn(draw_quality(frame(), "rouge2"))
     (axes,) = figure.axes
@@ -231,7 +249,8 @@ def test_a_methods_settings_differ_in_dashes_and_what_all_share_is_the_title():
     lines = [bars.lines[0] for bars in figure.axes[0].containers]
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 6
     assert len({line.get_color() for line in lines}) == 3
-    assert figure.get_suptitle() == "task.size=120"
+    (title,) = (" ".join(axes.get_title().split()) for axes in figure.axes)
+    assert re.fullmatch(r"\S+ / \S+, task\.size=120 \(n = \d+\)", title) and not figure.get_suptitle()
     assert not any("task.size" in text.get_text() for text in figure.legends[0].get_texts())
 
 

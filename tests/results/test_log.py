@@ -174,6 +174,19 @@ def check_sweep(found: dict[str, Any], folder: Path) -> None:
     assert len(whole["data"]) == 4
 
 
+def test_a_run_published_again_has_one_folder(outputs: Path, tmp_path: Path) -> None:
+    """The first time it was interrupted: a folder of it lies there, half written."""
+    key = next(iter(table(outputs)["hash"]))
+    cut, other = (outputs / "wandb" / f"offline-run-20200101_000000-{name}" for name in (key, "0123456789abcdef"))
+    for folder in (cut, other):
+        folder.mkdir(parents=True)
+    for _ in range(2):
+        assert command(outputs, tmp_path, "--project", "trial").returncode == 0
+    names = [path.name for path in (outputs / "wandb").glob("offline-run-*") if path.is_dir()]
+    assert len(names) == len({name.rpartition("-")[2] for name in names}) == 6, "four runs, their sweep, another's"
+    assert not cut.exists() and other.exists()
+
+
 @pytest.mark.parametrize(
     ("variables", "netrc", "expected"),
     [

@@ -10,8 +10,10 @@ import pytest
 from report_runs import write
 
 from kvexp.results.read import read_runs
+from kvexp.results.report import index, read
 from kvexp.results.screen import print_answers, print_screen
 from kvexp.results.views import main
+from kvexp.results.views import shown as blocks_of
 from kvexp.run.store import EPSILON_KL, OWN
 from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
 
@@ -85,6 +87,16 @@ def test_a_sweep_is_a_table_of_one_line_per_run_and_six_lines_around_it(sweep):
 
 METHODS = ("full", "keyformer", "a2sf", "h2o")
 NEAREST = ("keyformer", "a2sf", "h2o")
+
+
+def test_report_and_tables_have_the_screens_order(sweep):
+    """Larger budgets first, of one budget by KL, though h2o scores better than a2sf here."""
+    wanted = [("full", 1.0), *((name, ratio) for ratio in (0.7, 0.3) for name in NEAREST)]
+    assert [(run["method"], run["kv_ratio"]) for run in index(read(sweep))][1:] == wanted[1:]
+    for name in ("runs", "divergence"):
+        _, ((_, rows, *_), *_), _ = blocks_of(read_runs(sweep), name)
+        ratios = [row["kv_ratio"] for row in rows if row["method"] != "full"]
+        assert ratios == [ratio for _, ratio in wanted[1:]], name
 
 
 def test_the_title_says_where_all_answers_were_cut(tmp_path):

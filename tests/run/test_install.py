@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -126,15 +127,37 @@ def test_the_commands_are_listed_without_torch_or_hydra():
         assert any(line.split()[:1] == [name] for line in lines), name
 
 
-COMMANDS = [name for name in (*cli.COMMANDS, *cli.PARTS) if name not in ("run", "methods", "lm-eval")]
+COMMANDS = [name for name in (*cli.COMMANDS, *cli.PARTS) if name not in ("run", "lm-eval")]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_calls_a_command_by_its_name(name, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["kvexp", *name.split(), "--help"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0 and capsys.readouterr().out.startswith(f"usage: kvexp {name} ")
+    for option in ("--help", "-h"):
+        monkeypatch.setattr(sys, "argv", ["kvexp", *name.split(), option])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0 and capsys.readouterr().out.startswith(f"usage: kvexp {name} ")
+
+
+def test_what_setup_installs_runs_a_notebook_from_the_command_line():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
+    assert {"nbconvert", "nbclient", "ipykernel"} <= set(tools) & set(pins)
+    assert {"mistune", "bleach", "beautifulsoup4", "pandocfilters"} <= set(pins), "what nbconvert brings"
+
+
+def test_make_help_lists_every_variable_and_the_demo_prints_one_table():
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    variables = [line for line in lines if re.match(r"[A-Z]+ *\?=", line)]
+    assert {line.split()[0] for line in variables} >= {"DEMO", "SCALE", "DATA"} and all("## " in v for v in variables)
+    start = next(place for place, line in enumerate(lines) if line.startswith("demo:"))
+    recipe = list(itertools.takewhile(lambda line: line.startswith("\t"), lines[start + 1 :]))
+    plan, runs, *figures = recipe[1:]
+    assert plan == f"{runs} --dry-run | tail -n 1", "how long it takes, before it begins"
+    assert [re.findall(r"--plot (\S+) > /dev/null$", line) for line in figures] == [
+        ["outputs/demo/kl.png"],
+        ["outputs/demo/demo.png"],
+    ]
 
 
 def command(monkeypatch, capsys, *words):

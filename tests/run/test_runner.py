@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -244,6 +245,10 @@ def test_help_is_quick_and_complete():
     done = command("--help")
     assert done.returncode == 0
     assert "method: a2sf" in done.stdout
+    first = done.stdout.partition("== Config ==")[0]
+    assert max(map(len, first.splitlines())) <= 100 and "first_look" in first and "keyformer_fig7" not in first
+    named = re.findall(r"[\w.]+", re.search(r"^experiment: .*(?:\n  .*)*", first, re.M)[0])
+    assert len(named) < 40 and named.count("first_look") == 1
     assert "torch" not in done.stderr
     assert time.perf_counter() - start < 20  # 2 s on an idle machine; this guards against importing torch
 

@@ -104,7 +104,7 @@ def test_processes_side_by_side_write_the_same_rows(command, tmp_path):
     assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == 3
 
 
-def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monkeypatch):
+def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monkeypatch, capsys):
     """Three prompts in one group of batches, in groups of one, and one after the other where the group runs out."""
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
     groups, original = [], together.outputs_of_batches
@@ -122,7 +122,9 @@ def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monke
         return original(model, tokenizer, batches, pace)
 
     monkeypatch.setattr(together, "outputs_of_batches", short)
+    assert "too little memory" not in capsys.readouterr().err
     assert filled(tmp_path / "short", *THREE) == whole
+    assert capsys.readouterr().err.count("too little memory for all at once: in parts, which is slower") == 1
 
 
 def test_groups_of_batches_are_even_and_enough_for_all_processes(tmp_path, monkeypatch):
@@ -267,6 +269,19 @@ def test_what_shares_no_prompt_is_in_no_group(tmp_path):
     chunks = settings(tmp_path, "h2o", "generation.prefill_chunk=8")
     own = settings(tmp_path, "infllm", "method.prefill=blockwise")
     assert together.prefill_groups([beams, whole, chunks, own]) == []
+    said = [together.why_alone(each) for each in (beams, whole, chunks, own)]
+    assert said[0] == "generation.num_beams=4" and said[1] == "method.score_batch=sum_all of h2o"
+    assert said[2] == "generation.prefill_chunk=8" and said[3] == "method=infllm changes the prefill"
+
+
+def test_a_sweep_says_once_why_it_shares_nothing_and_that_the_task_has_no_more_examples(command, tmp_path):
+    words = ("-m", "method=h2o,a2sf", "kv_ratio=0.3", "task=testbed_summary", "task.size=1", "limit=3")
+    words = (*words, "model=testbed_rope", "task.max_new_tokens=2", "generation.prefill_chunk=64")
+    code, said = command(*words, f"outputs_dir={tmp_path / 'out'}")
+    assert code == 0, said
+    alone = "2 runs do not share prefills with others, which is slower: generation.prefill_chunk=64"
+    few = "limit=3 is more than task=testbed_summary has: 1 example; task.size=N makes more"
+    assert said.count(alone) == 1 == said.count(few)
 
 
 def test_rows_say_nothing_about_time_and_the_table_says_why(command, tmp_path):
