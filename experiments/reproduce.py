@@ -124,7 +124,7 @@ def _plan(name: str, asked: Asked) -> str:
     if left is None and (took := recorded(asked.scale).get(name, {}).get("seconds")):
         said += f"\ntime: {duration(took)} of CPU time from nothing, when it was recorded"
     elif left is not None:
-        said += f"\ntime: about {duration(left)} for what is missing"
+        said += f"\ntime for what is missing: {f'about {duration(left)}' if left >= 60 else 'less than a minute'}"
     if asked.scale == "testbed" and sweeps(name, REAL):
         said += (
             "\nThe testbed is a synthetic language. SmolLM2-135M: DATA=FOLDER, or SCALE=real on kvexp's own articles"

@@ -680,13 +680,14 @@ class Progress:
         self.shown = now
         left = self.seconds_left()
         about = "about" if any(self.written.values()) else "at most"  # answers may end before max_new_tokens
-        words = f"{self._counts()}, {'time not known yet' if left is None else f'{about} {duration(left)} left'}"
+        time_left = "time not known yet" if left is None else f"{about} {duration(left)} left"
         if self.bar is None:
-            say(f"{self.title}: {words}", flush=True)
+            say(f"{self.title}: {self._counts()}, {time_left}", flush=True)
             return
         spent = sum(self.spent.values())
         share = self.done / max(1, self.total) if left is None else spent / max(spent + left, 1e-9)
-        self.bar.update(self.task, completed=share, words=words)
+        # A narrow terminal cuts the end off: the time left stands first.
+        self.bar.update(self.task, completed=share, words=f"{time_left}, {self._counts()}")
 
     def _counts(self, *, done: bool = True) -> str:
         """ "12/20 prompts, 30/76 answers"; without what is done, "20 prompts, 76 answers"."""

@@ -57,7 +57,7 @@ def compose_and_run() -> None:
     hydra.config_loader = CheckedLoader(path)
     try:
         if args.help:
-            hydra.format_config_groups = lambda *_: _option_lists(hydra)
+            hydra.format_config_groups = lambda *_: _option_lists(hydra)  # type: ignore[method-assign]
             hydra.app_help(config_name=name, args_parser=parser, args=args)
         elif args.hydra_help:
             hydra.hydra_help(config_name=name, args_parser=parser, args=args)

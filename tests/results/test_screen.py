@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,15 @@ def test_piped_progress_is_a_line_a_minute_at_most(clock, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run: 100 examples" and len(lines) == 9
     assert lines[1] == "run: 12/100 examples, about 7 min left"
+
+
+def test_a_bar_says_the_time_left_first_for_a_narrow_terminal_cuts_the_end(clock, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with Progress("run", 100, 0) as progress:
+        for _ in range(20):
+            clock.now += 5.0
+            progress.advance()
+        assert progress.bar.tasks[0].fields["words"] == "about 7 min left, 20/100 examples"
 
 
 def test_work_that_tells_of_no_steps_is_counted_by_what_is_written(clock):
