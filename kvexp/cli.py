@@ -45,7 +45,7 @@ PARTS = {  # the same, of commands under one of the above
 
 
 def main() -> NoReturn:
-    """Do what the command line says; the exit code is the command's, 2 for a command that does not exist."""
+    """Do what the command line says; exit code: the command's, 2 where there is none, 130 for an interrupt."""
     watch_pipes()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
@@ -67,7 +67,11 @@ def main() -> NoReturn:
     if name == "run":
         run()
     watch_torch()
-    sys.exit(_function((COMMANDS | PARTS)[name][0])(rest))
+    try:
+        sys.exit(_function((COMMANDS | PARTS)[name][0])(rest))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

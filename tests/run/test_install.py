@@ -173,6 +173,14 @@ def test_a_command_is_misspelt(monkeypatch, capsys):
     assert code == 2 and "one of run, results" in err
 
 
+def test_an_interrupted_command_ends_without_a_traceback(monkeypatch, capsys):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "tasks", interrupted)
+    assert command(monkeypatch, capsys, "tasks") == (130, "", "\ninterrupted\n")
+
+
 def test_methods_are_listed_with_what_they_are(monkeypatch, capsys):
     code, out, _ = command(monkeypatch, capsys, "methods")
     assert code == 0 and {line.split()[0] for line in out.splitlines()} == {*options("method")}
