@@ -75,8 +75,7 @@ def publish(
     mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
     experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
     Returns the folders that wandb wrote, under `wandb` in the folder of the run folders: one of each run, however often
-    it was published. Verdicts are corrected for the
-    number of the given runs: publish a sweep at once, not run by run.
+    it was published. Verdicts are corrected for the number of the given runs: publish a sweep at once, not run by run.
     """
     mode = check(project, mode)
     written: list[Path] = []
@@ -134,7 +133,8 @@ def _publish_sweep(
     """The table of all runs and, per model and task, quality and divergence against kv_ratio and against bytes."""
     import wandb
 
-    key = hashlib.sha256(" ".join(sorted(df["hash"])).encode()).hexdigest()[:16]
+    # By the group too: two experiments may have asked for the same runs.
+    key = hashlib.sha256(" ".join([group, *sorted(df["hash"])]).encode()).hexdigest()[:16]
     with _started(
         **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
         **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
