@@ -372,6 +372,8 @@ class Settings:
             del identity["model"]["strip_thinking"]  # as auto does
         if (source := source_of(type(self.method))) is not None:
             identity["method"]["source"] = source
+        if corrected := self.task.corrected():
+            identity["task"]["corrected"] = list(corrected)
         if self.cache.calibration is not None:
             identity["method"]["calibration"] = self.cache.calibration.digest
         if self.cache.surrogate is not None:

@@ -34,6 +34,9 @@ SET_BY_THE_RUN = (
 )  # of a task: by limit=, questions=, samples=, model=
 
 
+_KNOWN: dict[tuple[str, str], bool] = {}  # what `Task.any_row` found: the runs of a sweep ask for it over and over
+
+
 def once(option: str, part: str) -> Rule[Any]:
     """The rule that a text holds {part} once; null passes."""
     return (
@@ -274,6 +277,26 @@ class Task:
         same = all(getattr(self, name) == before[name] for name in self.later_options)
         return self.later_options if same else ()
 
+    def corrected(self) -> tuple[str, ...]:
+        """Names of corrections of this NUMERICS that can move a score of this task's rows: part of a run's identity."""
+        return ()
+
+    def any_row(self, holds: Callable[[dict[str, Any]], bool]) -> bool:
+        """Whether `holds` is true of a row of the task's files, whatever the limit; true where only the hub has them.
+
+        False where a row cannot be read: `check` says what is wrong.
+        """
+        if self.data_files is None:
+            return True
+        whole = replace(self, limit=None, sample="first")
+        key = (repr(whole), self.pinned)
+        if key not in _KNOWN:
+            try:
+                _KNOWN[key] = any(holds(row) for _, row in whole.rows())
+            except (ConfigError, KeyError, TypeError, AttributeError):
+                return False
+        return _KNOWN[key]
+
     def label(self, choice: str) -> str:
         """The task's name in tables; choice: its name in the configuration."""
         return choice
@@ -408,6 +431,12 @@ class RougeTask(Task):
 
     def check_examples(self, examples: Sequence[Example]) -> None:
         super().check_examples(examples)
+        for example in examples:
+            if example.reference and not example.skipped and not any(map(str.isalnum, example.reference)):
+                raise ConfigError(
+                    f"the reference of {example.id}, {example.reference[:60]!r}, has no word for ROUGE to compare: any "
+                    "answer would get 0; correct the row, or leave it out"
+                )
         if self.rouge_tokenizer == "default":
             check_references(example.reference for example in examples if not example.skipped)
 

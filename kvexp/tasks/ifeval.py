@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 from kvexp.tasks.articles import articles, articles_digest
 from kvexp.tasks.base import Example, Positive, QuestionTask, Task, Truncation, When, row_id
 from kvexp.tasks.data import misshapen, text
-from kvexp.tasks.lm_eval import mend, quiet, require
+from kvexp.tasks.lm_eval import drawing_by, mend, quiet, require
 from kvexp.util import ConfigError
 
 STRICT, LOOSE = "strict", "loose"
@@ -41,13 +42,46 @@ def checkers() -> ModuleType:
 def followed(asked: Mapping[str, Any], answer: str) -> dict[str, list[bool]]:
     """Whether an answer follows each instruction: strict, as it stands; loose, in any of eight variants without its
     first line, its last line and asterisks. asked: key, prompt, instruction_id_list and kwargs of a row.
+
+    An option that a checker draws (`check_options_of`) is drawn by the row: the same for strict, loose and any answer.
     """
     module = checkers()
     entry = module.InputExample(**{name: asked[name] for name in ("key", "instruction_id_list", "prompt", "kwargs")})
-    found = {STRICT: module.test_instruction_following_strict, LOOSE: module.test_instruction_following_loose}
-    return {
-        name: [bool(each) for each in check(entry, answer).follow_instruction_list] for name, check in found.items()
-    }
+    graders = {STRICT: module.test_instruction_following_strict, LOOSE: module.test_instruction_following_loose}
+    grades: dict[str, list[bool]] = {}
+    for name, grader in graders.items():
+        with drawing_by(zlib.crc32(f"{asked['key']} {asked['prompt']}".encode())):
+            grades[name] = [bool(passed) for passed in grader(entry, answer).follow_instruction_list]
+    return grades
+
+
+def check_options_of(kind: str, options: Mapping[str, Any], where: str) -> None:
+    """ConfigError where the checker of an instruction cannot take its options, or would draw one at random.
+
+    It draws what is missing, null, 0, empty or out of range. One draw is official: of a letter in place of another
+    character, as of the # and ! of two rows.
+    """
+    checker = checkers().instructions_registry.INSTRUCTION_DICT[kind](kind)
+    given = {name: value for name, value in options.items() if value}  # as lm-eval gives them
+    with drawing_by(0):
+        before = random.getstate()
+        try:
+            checker.build_description(**given)
+        except Exception as error:  # of whatever an option of a wrong type or name leads to
+            raise ConfigError(f"{where}: field 'kwargs' has what {kind} cannot take: {options} ({error})") from error
+        draws = random.getstate() != before
+    names = checker.get_instruction_args_keys()
+    if draws and not (set(names) <= set(given) and draws_letter(options)):
+        raise ConfigError(
+            f"{where}: field 'kwargs' must give {kind} its options ({', '.join(names)}), none of them 0 or empty, got "
+            f"{options}: lm-eval's checker would draw the rest at random"
+        )
+
+
+def draws_letter(options: Mapping[str, Any]) -> bool:
+    """Whether the options of an instruction name a character to count that is no letter, so that a letter is drawn."""
+    letter = options.get("letter")
+    return isinstance(letter, str) and len(letter) == 1 and not (letter.isascii() and letter.isalpha())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +117,10 @@ class IFEval(Task):
     def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
         return dict(followed(json.loads(reference), output))
 
+    def corrected(self) -> tuple[str, ...]:
+        """The letter of an official row was drawn anew for every grade."""
+        return ("letter_draws",) if self.any_row(lambda row: any(map(draws_letter, row["kwargs"]))) else ()
+
     def check(self) -> None:
         checkers()
         super().check()
@@ -103,6 +141,8 @@ def asked_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(f"{where}: lm-eval has no checker of {', '.join(unknown)}; it has {', '.join(known)}")
     given = [{name: value for name, value in (each or {}).items() if value is not None} for each in options]
+    for kind, of_kind in zip(kinds, given, strict=True):
+        check_options_of(kind, of_kind, where)
     return {
         "key": row_id(dict(row), "key", prompt),
         "prompt": prompt,

@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -209,7 +210,9 @@ def outcome(task: Any, item: Item, results: Sequence[Any]) -> tuple[dict[str, fl
         lists: Lists = {}
         names = list(item.instances[0].filtered_resps)
         for name in names:
-            values = task.process_results(item.instances[0].doc, [i.filtered_resps[name] for i in item.instances])
+            doc = item.instances[0].doc
+            with drawing_by(zlib.crc32(repr(doc).encode())):  # a grader that draws does so by the item alone
+                values = task.process_results(doc, [i.filtered_resps[name] for i in item.instances])
             ending = "" if len(names) == 1 else f",{name}"
             for metric, value in values.items():
                 if isinstance(value, list) and value and all(isinstance(each, bool) for each in value):
@@ -674,13 +677,20 @@ def seeded(config: Mapping[str, Any], seed: int) -> Iterator[None]:
     """Block in which random and numpy.random draw by `seed`, and the module that makes the rows is read anew, for it
     may have a generator of its own. Afterwards the generators are where they were.
     """
+    file = f"{str(config.get('custom_dataset') or '').rpartition('.')[0]}.py"
+    for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == file]:
+        del sys.modules[name]
+    with drawing_by(seed):
+        yield
+
+
+@contextmanager
+def drawing_by(seed: int) -> Iterator[None]:
+    """Block in which random and numpy.random draw by `seed`, 32 bits. Afterwards they are where they were."""
     import random
 
     import numpy as np
 
-    file = f"{str(config.get('custom_dataset') or '').rpartition('.')[0]}.py"
-    for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == file]:
-        del sys.modules[name]
     before = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
@@ -879,6 +889,10 @@ class LMEval(Task):
 
     def not_identifying(self) -> tuple[str, ...]:
         return (*super().not_identifying(), "tokenizer")
+
+    def corrected(self) -> tuple[str, ...]:
+        """IFEval's checkers drew what the rows before had left of Python's random numbers."""
+        return ("letter_draws",) if any("ifeval" in name for name in self.tasks) else ()
 
     def parts(self) -> Sequence[LMEval]:
         """One task per name, groups and tags taken apart."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import string
 import sys
 from pathlib import Path
 
@@ -79,6 +82,71 @@ def test_answers_judged_by_hand(rows, row, answer, strict, loose):
         "prompt_loose": 100.0 * all(loose),
         "instruction_loose": 50.0 * sum(loose),
     }
+
+
+# As rows 1122 and 1129 of google/IFEval: the character to count is no letter, and the official checker draws one.
+DRAWN = [
+    {
+        "key": key,
+        "prompt": "Write about rivers.",
+        "instruction_id_list": ["keywords:letter_frequency"],
+        "kwargs": [{"letter": letter, "let_relation": "at least", "let_frequency": 4}],
+    }
+    for key, letter in ((1122, "#"), (1129, "!"))
+]
+
+
+def test_a_drawn_letter_is_the_rows_own_and_the_same_in_every_grade(tmp_path):
+    path = tmp_path / "drawn.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in DRAWN))
+    task = IFEval(data_files=str(path))
+    state = random.getstate()
+    for example in task.examples():
+        answers = [4 * letter for letter in string.ascii_lowercase]
+        grades = [task.of_answer(answer, example.reference) for answer in answers]
+        assert sum(grade["strict"][0] for grade in grades) == 1  # one letter, whatever was drawn before
+        for answer, grade in zip(answers, grades, strict=True):
+            assert grade["strict"] == grade["loose"]
+            random.seed(answer)
+            assert task.score(answer, example.reference, example)["prompt_strict"] == 100.0 * grade["strict"][0]
+    random.setstate(state)
+    assert task.corrected() == ("letter_draws",)
+
+
+def test_only_rows_with_a_drawn_letter_are_touched(rows):
+    assert IFEval(data_files=rows).corrected() == ()
+    assert IFEval().corrected() == ("letter_draws",)  # the hub's rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("keywords:letter_frequency", {"letter": "#"}, "letter, let_frequency, let_relation"),
+        ("keywords:letter_frequency", {}, "drawn|draw the rest"),
+        ("keywords:letter_frequency", {"letter": "ab", "let_relation": "at least", "let_frequency": 4}, "letter"),
+        ("keywords:existence", {"keywords": []}, r"\(keywords\)"),
+        ("keywords:frequency", {"keyword": "rhine", "relation": "at least"}, "keyword, frequency, relation"),
+        ("keywords:frequency", {"keyword": "rhine", "relation": "at least", "frequency": 0}, "none of them 0"),
+        ("length_constraints:number_words", {"num_words": 20}, "num_words, relation"),
+        ("length_constraints:number_words", {"num_words": "20", "relation": "at least"}, "cannot take"),
+        ("length_constraints:number_words", {"num_words": 20, "relation": "about"}, "about"),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 2, "nth_paragraph": 5, "first_word": "x"},
+            "nth_paragraph",
+        ),
+        ("startend:end_checker", {"end_phrase": None}, "end_phrase"),
+        ("language:response_language", {"language": "klingon"}, "cannot take"),
+        ("punctuation:no_comma", {"commas": 3}, "cannot take"),
+        ("combination:repeat_prompt", {}, "cannot take"),
+    ],
+)
+def test_an_instruction_without_its_options_is_refused(tmp_path, kind, options, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({**ROWS[0], "instruction_id_list": [kind], "kwargs": [options]}))
+    with pytest.raises(ConfigError, match=rf"^row 1 of .*{kind}") as error:
+        IFEval(data_files=str(path)).check()
+    assert re.search(words, str(error.value))
 
 
 def test_the_prompt_is_the_rows_and_stands_behind_articles(rows):
