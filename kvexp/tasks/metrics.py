@@ -114,6 +114,66 @@ def normalise(text: str, unicode: bool = False) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
+# A minus of any shape in front of a number; the minus of 5-3 is none of a number.
+_MINUS = re.compile(r"(?<![\w.)])[-\u2010-\u2015\u2212\ufe58\ufe63\uff0d](?=\.?\d)")
+# Marks that tell names and numbers apart, and the words that stand for them: C# and C++, B-, 3.5 and 35, 1/2 and 12.
+_SPELLED = (
+    (re.compile(r"(?<=[^\W_])#(?!\w)"), "sharp"),
+    (re.compile(r"(?<=[^\W_])\++(?!\w)"), lambda plus: "plus" * len(plus.group())),
+    (re.compile(r"(?<=\b[A-Za-z])-(?![\w-])"), "minus"),
+    (re.compile(r"(?<![\w.])\.(?=\d)"), "0."),
+    (re.compile(r"(?<![\d./])(\d+)\.(\d+)(?![./]?\d)"), r"\1point\2"),
+    (re.compile(r"(?<![\d./])(\d+)/(\d+)(?![./]?\d)"), r"\1over\2"),
+)
+_NAME_OR_NUMBER = re.compile(r"[A-Za-z]|[\d,]+")  # with a mark it is another one: C# and C, -5 and 5
+
+
+def with_plain_minus(text: str) -> str:
+    """The text with a hyphen for every minus sign or dash in front of a number."""
+    return _MINUS.sub("-", text)
+
+
+def _spelled(text: str) -> str:
+    """The text with words for marks that SQuAD's normalisation drops though they tell names and numbers apart."""
+    text = _MINUS.sub("minus", text)
+    for mark, word in _SPELLED:
+        text = mark.sub(word, text)
+    return text
+
+
+def needs_marks(reference: str, unicode: bool = False) -> bool:
+    """Whether SQuAD's normalisation leaves nothing of a reference, or takes it for another one (C# for C, -5 for 5)."""
+    if _spelled(reference) != reference or _NAME_OR_NUMBER.fullmatch(reference.strip()):
+        return True
+    return not normalise(reference, unicode)
+
+
+def compared(answer: str, reference: str, unicode: bool = False, marks: bool = False) -> tuple[str, str]:
+    """Both texts as they are compared: SQuAD's normalisation (`normalise`).
+
+    marks=True, for references of one's own: where they need their marks (`needs_marks`), these count as words. Of a
+    reference that would have nothing left, articles and punctuation stay: "A" is then one of the answer's words as
+    written, "-" one of its signs.
+    """
+    if marks and needs_marks(reference, unicode):
+        answer, reference = _spelled(answer), _spelled(reference)
+        if not normalise(reference, unicode):
+            return _as_written(answer, reference)
+    return normalise(answer, unicode), normalise(reference, unicode)
+
+
+def _as_written(answer: str, reference: str) -> tuple[str, str]:
+    """Both texts as words and signs. A capital article matches capitals alone, unless it is all that is said."""
+
+    def bare(text: str) -> str:
+        return " ".join(word.strip(".,;:!?\"'`*_()[]{}") or word for word in text.split())
+
+    said, wanted = bare(answer), bare(reference)
+    if not wanted.isupper() or said.lower() == wanted.lower():
+        said, wanted = said.lower(), wanted.lower()
+    return said, wanted
+
+
 def f1(answer: Sequence[str], reference: Sequence[str]) -> float:
     """Harmonic mean of precision and recall of two bags of words; 0 where they share none."""
     shared = sum((Counter(answer) & Counter(reference)).values())
@@ -123,9 +183,10 @@ def f1(answer: Sequence[str], reference: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def qa_f1(answer: str, reference: str, unicode: bool = False) -> float:
-    """F1 of the normalised words of an answer and one reference, as SQuAD and LongBench measure it."""
-    return f1(normalise(answer, unicode).split(), normalise(reference, unicode).split())
+def qa_f1(answer: str, reference: str, unicode: bool = False, marks: bool = False) -> float:
+    """F1 of the normalised words of an answer and one reference, as SQuAD and LongBench measure it; see `compared`."""
+    said, wanted = compared(answer, reference, unicode, marks)
+    return f1(said.split(), wanted.split())
 
 
 def exact_match(answer: str, reference: str) -> float:
@@ -133,20 +194,23 @@ def exact_match(answer: str, reference: str) -> float:
     return float(normalise(answer) == normalise(reference))
 
 
-def contains(answer: str, reference: str, unicode: bool = False) -> float:
-    """1 if the normalised reference stands in the normalised answer, word for word; the empty one stands in none."""
-    wanted = normalise(reference, unicode)
-    return float(bool(wanted) and f" {wanted} " in f" {normalise(answer, unicode)} ")
+def contains(answer: str, reference: str, unicode: bool = False, marks: bool = False) -> float:
+    """1 if the normalised reference stands in the normalised answer, word for word (`compared`); the empty one stands
+    in none.
+    """
+    said, wanted = compared(answer, reference, unicode, marks)
+    return float(bool(wanted) and f" {wanted} " in f" {said} ")
 
 
-def word_recall(answer: str, reference: str, unicode: bool = False) -> float:
-    """Share of the reference's distinct normalised words that the answer holds, in whatever order.
+def word_recall(answer: str, reference: str, unicode: bool = False, marks: bool = False) -> float:
+    """Share of the reference's distinct normalised words that the answer holds, in whatever order; see `compared`.
 
     Function words, which any English answer holds, do not count, unless the reference has no other.
     """
-    wanted = set(normalise(reference, unicode).split())
+    said, reference = compared(answer, reference, unicode, marks)
+    wanted = set(reference.split())
     wanted = wanted - FUNCTION_WORDS or wanted
-    return len(wanted & set(normalise(answer, unicode).split())) / len(wanted) if wanted else 0.0
+    return len(wanted & set(said.split())) / len(wanted) if wanted else 0.0
 
 
 # Of all references' letters, of their words, and so many different words: more is no English text with some names.

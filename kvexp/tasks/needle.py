@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, own_digest
 from kvexp.tasks.base import Example, FramedQuestions, Positive, Rules, Truncation, filled, longest_fit
 from kvexp.tasks.data import random_state
-from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, word_recall
+from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, needs_marks, word_recall
 from kvexp.tasks.qa import NewsQuestions
 from kvexp.util import ConfigError, Range, Stamp, path_of, stamp
 
@@ -296,9 +296,13 @@ class Needle(FramedQuestions):
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """Scores in percent, the mean over the answers that were asked for."""
         wanted = example.info["answers"]
-        recall = sum(word_recall(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)
-        exact = sum(contains(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)
+        recall = sum(word_recall(output, answer, self.beyond_ascii, marks=True) for answer in wanted) / len(wanted)
+        exact = sum(contains(output, answer, self.beyond_ascii, marks=True) for answer in wanted) / len(wanted)
         return {"word_recall": 100 * recall, "exact": 100 * exact}
+
+    def corrected(self) -> tuple[str, ...]:
+        """Answers that need their marks (`needs_marks`) were compared without them."""
+        return ("marks",) if any(needs_marks(answer, self.beyond_ascii) for answer in self.answers) else ()
 
     def fingerprint(self) -> str:
         return f"needle:{digest(self.filler or self.text)}"

@@ -25,7 +25,7 @@ from kvexp.tasks.base import (
     row_id,
 )
 from kvexp.tasks.data import misshapen, text
-from kvexp.tasks.metrics import beyond_ascii, contains, qa_f1
+from kvexp.tasks.metrics import beyond_ascii, contains, needs_marks, qa_f1, with_plain_minus
 from kvexp.util import AtLeast, ConfigError, path_of
 
 
@@ -36,9 +36,10 @@ class ContextQA(FramedQuestions):
     all right. An example per question, `limit` counts questions.
 
     Scores in percent, the best over the answers: `f1` of the words of both (SQuAD's), `exact`, whether an answer stands
-    in the model's word for word. Where a question or an answer has letters beyond ASCII,
-    words of any script count (`kvexp.tasks.metrics.words_of`), and the row's info says so (`words`: unicode). All
-    questions count, also where the full cache does not answer.
+    in the model's word for word. Signs that tell names and numbers apart count (C# and C, -5 and 5), and so does an
+    article or sign that is all of an answer (`kvexp.tasks.metrics.compared`). Where a question or an answer has letters
+    beyond ASCII, words of any script count (`kvexp.tasks.metrics.words_of`), and the row's info says so (`words`:
+    unicode). All questions count, also where the full cache does not answer.
     """
 
     name: ClassVar[str] = "context_qa"
@@ -67,8 +68,18 @@ class ContextQA(FramedQuestions):
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         answers = example.info["answers"]
         unicode = "words" in example.info
-        best = max(qa_f1(output, answer, unicode) for answer in answers)
-        return {"f1": 100 * best, "exact": 100 * max(contains(output, answer, unicode) for answer in answers)}
+        best = max(qa_f1(output, answer, unicode, marks=True) for answer in answers)
+        exact = max(contains(output, answer, unicode, marks=True) for answer in answers)
+        return {"f1": 100 * best, "exact": 100 * exact}
+
+    def corrected(self) -> tuple[str, ...]:
+        """Answers that need their marks (`needs_marks`) were compared without them."""
+
+        def needs(row: dict[str, Any]) -> bool:
+            info = self.example(row, "").info
+            return any(needs_marks(answer, "words" in info) for answer in info["answers"])
+
+        return ("marks",) if self.any_row(needs) else ()
 
 
 def entries(row: Mapping[str, Any], field: str, where: str) -> list[Mapping[str, Any]]:
@@ -223,6 +234,10 @@ class GSM8K(SampledTask, QuestionTask):
         found = last_number(output.partition("\nQuestion:")[0], self.signed)
         return {"accuracy": 100.0 * (found == last_number(reference, self.signed))}
 
+    def corrected(self) -> tuple[str, ...]:
+        """Minus signs other than the hyphen were no signs."""
+        return ("minus",) if self.signed else ()
+
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} {hashlib.sha256(self.lesson.encode()).hexdigest()[:16]}"
 
@@ -232,6 +247,6 @@ class GSM8K(SampledTask, QuestionTask):
 
 
 def last_number(words: str, signed: bool = True) -> float | None:
-    """The last number of a text, commas left out; None if there is none."""
-    found = (_SIGNED if signed else _UNSIGNED).findall(words.replace(",", ""))
-    return float(found[-1]) if found else None
+    """The last number of a text, commas left out, a minus of any shape its sign; None if there is none."""
+    numbers = (_SIGNED if signed else _UNSIGNED).findall(with_plain_minus(words.replace(",", "")))
+    return float(numbers[-1]) if numbers else None

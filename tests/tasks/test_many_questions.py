@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from commands import composed
+from commands import composed, settings
 
 import kvexp.run.store
 from kvexp.hf.load import byte_tokenizer
@@ -17,8 +18,10 @@ from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import batches, tokenize
 from kvexp.run.settings import settings_of
-from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, NewsNeedle, NewsQA
+from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, Needle, NewsNeedle, NewsQA
+from kvexp.tasks.articles import articles, needles
 from kvexp.tasks.base import with_shared_context
+from kvexp.tasks.metrics import contains, normalise, qa_f1
 from kvexp.util import ConfigError, Console
 
 AFTER = "after_eviction"
@@ -194,6 +197,74 @@ def test_a_file_of_texts_with_lists_of_questions(tmp_path) -> None:
     assert task.score("She is in the city of Rome.", one.reference, one)["exact"] == 100
     assert task.score("the city of rome", one.reference, one) == {"f1": 100, "exact": 100}
     assert task.score("Oslo", one.reference, one) == {"f1": 0, "exact": 0}
+
+
+# (right answer, what is answered, whether it is right), by hand
+MARKED = [
+    *(("A", said, said != "B") for said in ("A", "a", "(A)", "The answer is A.", "**A**", "B")),
+    *(("A", said, False) for said in ("", "It is a dog", "the")),
+    *(("the", said, True) for said in ("the", "The.", "It is the")),
+    *(("-", said, said in "-" and said != "") for said in ("-", "", "the", "+")),
+    ("-", "It is -.", True),
+    *(("$", said, said == "$") for said in ("$", "", "%")),
+    *(("C#", said, said.startswith("C#")) for said in ("C#", "C#.", "C", "C++", "F#")),
+    *(("C++", said, "C++" in said) for said in ("C++", "I use C++, mostly", "C", "C#", "C+")),
+    *(("C", said, said == "C") for said in ("C", "C#", "C++")),
+    *(("-5", said, said in ("-5", "\u22125", "\u20135")) for said in ("-5", "\u22125", "\u20135", "5", "3-5")),
+    *(("5", said, "-" not in said) for said in ("5", "It was 5.", "-5")),
+    *(("3.5", said, said == "3.5") for said in ("3.5", "35", "5")),
+    *(("1/2", said, said == "1/2") for said in ("1/2", "12")),
+    *(("B-", said, said == "B-") for said in ("B-", "B", "B+")),
+]
+
+
+def asked(tmp_path: Path, answer: str) -> ContextQA:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"context": "A text.", "question": "Which?", "answer": answer}))
+    return ContextQA(data_files=str(file))
+
+
+@pytest.mark.parametrize(("answer", "said", "right"), MARKED)
+def test_an_answer_keeps_what_tells_it_from_others(tmp_path, answer, said, right) -> None:
+    task = asked(tmp_path, answer)
+    (example,) = task.examples()
+    scores = task.score(said, answer, example)
+    assert scores["exact"] == 100 * right
+    assert (scores["f1"] > 0) == right
+    assert task.corrected() == ("marks",)
+    hay = Needle(filler="Sand. ", needles=("It is {key}.",), questions=("Which?",), answers=(answer,), lengths=(300,))
+    needle = replace(example, info={"answers": [answer]})
+    assert hay.score(said, answer, needle)["exact"] == 100 * right
+    assert (hay.score(said, answer, needle)["word_recall"] > 0) == right
+    assert hay.corrected() == ("marks",)
+
+
+@pytest.mark.parametrize("answer", ["Rome", "the city of Rome", "twenty-one", "St. Ives", "John's", "1990s", "x"])
+def test_other_answers_are_compared_as_they_were(tmp_path, answer) -> None:
+    """A letter alone is one that a mark could make another; its score is SQuAD's all the same."""
+    task = asked(tmp_path, answer)
+    (example,) = task.examples()
+    for said in (answer, answer.upper(), f"It is {answer}!", "no"):
+        assert task.score(said, answer, example) == {
+            "f1": 100 * qa_f1(said, answer),
+            "exact": 100 * contains(said, answer),
+        }
+    assert task.corrected() == (("marks",) if answer == "x" else ())
+
+
+@pytest.mark.parametrize("answers", [["Rome", "C#"], ["Rome"]])
+def test_the_identity_names_corrections_of_the_runs_that_they_touch(tmp_path, answers) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(
+        "".join(json.dumps({"context": "A text.", "question": "Which?", "answer": a}) + "\n" for a in answers)
+    )
+    identity = settings("task=context_qa", f"task.data_files={file}", "limit=1").identity
+    assert identity["task"].get("corrected") == (["marks"] if "C#" in answers else None)  # whatever the limit
+
+
+def test_own_generated_answers_need_no_marks_of_which_nothing_would_be_left() -> None:
+    answers = {question.answer for article in articles() for question in article.questions}
+    assert all(map(normalise, answers | {needle.answer for needle in needles()}))
 
 
 def test_a_row_of_one_question_is_as_in_squad(tmp_path) -> None:

@@ -473,6 +473,10 @@ def test_pqcaches_prompt_is_its_file():
         ("$-7", -7, 7),
         (".5 of it", 0.5, 0.5),
         ("18.", 18, 18),
+        ("it is \u22123.5 degrees", -3.5, 3.5),  # a minus sign, and dashes in its place
+        ("it is \u20137", -7, 7),
+        ("$\u22127", -7, 7),
+        ("5\u22123", 3, 3),
         ("The answer is 18.00", 18, 18),
         ("none", None, None),
     ],
