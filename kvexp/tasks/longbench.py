@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from kvexp.tasks.base import Example, Rules, SharedContextTask, SubsetTask, Truncation, once, row_id
 from kvexp.tasks.data import Members, text, texts
+from kvexp.tasks.infinitebench import check_right
 from kvexp.tasks.metrics import CHINESE_PUNCTUATION, f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
 from kvexp.util import AtLeast, ConfigError
@@ -295,6 +296,8 @@ SUBSETS = {
     )
 }
 CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
+# Compare whole lines: some official lines of code have a comment, for which nothing is right, not even the line itself.
+LINES = (rouge_l, rouge_l_zh, code_similarity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,10 +396,16 @@ class LongBench(SubsetTask, SharedContextTask):
             raise ConfigError(
                 f"{where}: field 'all_classes' must list the class names, {self.subset} is scored by them"
             )
+        info = {"answers": answers, "all_classes": classes, "length": row.get("length")}
+        if self.of.metric not in LINES:
+            try:
+                check_right(lambda said, _: score(self.of, said, info), answers, where, self.answers_field)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
         before, _, after = self.of.prompt.partition("{context}")
         name = row_id(row, "_id", context, asked, *answers)
         made = self.ask(name, (before, context, ""), after.replace("{input}", asked), answers[0])
-        return replace(made, info={"answers": answers, "all_classes": classes, "length": row.get("length")})
+        return replace(made, info=info)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """The subset's metric in percent, the best over the references."""

@@ -41,6 +41,8 @@ from kvexp.tasks.infinitebench import (
     LETTERS,
     Grader,
     answers_of,
+    any_stands_in,
+    check_words,
     f1_of_characters,
     first_integer,
     first_number,
@@ -55,12 +57,6 @@ from kvexp.util import ConfigError, Range
 def stands_in(output: str, answers: Sequence[Any]) -> float:
     """Whether the answer stands in the output, letter for letter."""
     return float(str(answers[0]) in output)
-
-
-def any_stands_in(output: str, answers: Sequence[Any]) -> float:
-    """Whether one of the answers stands in the output, whatever its case."""
-    said = output.strip().upper()
-    return float(any(str(answer).upper() in said for answer in answers))
 
 
 def share_of(output: str, answers: Sequence[Any]) -> float:
@@ -152,7 +148,9 @@ def session_of(row: Mapping[str, Any], subset: str, conversation: bool, where: s
             goal = f"What is {target.group().lower()[:-3]}?\n\n"
             before = before or (goal if conversation else f"{asked}\n\n")
             asked = asked if conversation and not number else goal + asked
-        turns.append(Asked(words.replace("{input}", asked), answers, str(one.get("task") or "")))
+        task = str(one.get("task") or "")
+        check_words(MIXED.get(task, kind.grader), answers, here)
+        turns.append(Asked(words.replace("{input}", asked), answers, task))
     name = row_id(dict(row), "id", context, *(turn.message for turn in turns))
     return Session(name, before + context, turns)
 

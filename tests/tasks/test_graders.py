@@ -10,6 +10,7 @@ import pytest
 from kvexp.tasks import (
     BABILong,
     InfiniteBench,
+    LongBench,
     LongBenchV2,
     SCBench,
     SCBenchTurns,
@@ -18,6 +19,7 @@ from kvexp.tasks import (
     longbench_v2,
     scbench,
 )
+from kvexp.util import ConfigError
 
 RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "graders.json").read_text(encoding="utf-8"))
 GRADERS = {
@@ -80,3 +82,40 @@ def test_prompts_are_the_official_ones(recorded):
     turn = made.for_chat_template()
     assert made.prompt in (turn.prompt, turn.prompt + "\n\n" + turn.opening, turn.prompt + " " + turn.opening)
     assert bool(turn.opening) == (name in ("passkey", "number_string", "longbook_choice_eng", "code_run", "code_debug"))
+
+
+def test_only_the_corrected_subset_of_infinitebench_says_so():
+    touched = [name for name in infinitebench.SUBSETS if InfiniteBench(subset=name).corrected()]
+    assert touched == ["longdialogue_qa_eng"]
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        (InfiniteBench(subset="longbook_qa_eng"), {"answer": ["The", "..."]}),
+        (InfiniteBench(subset="longbook_qa_chn"), {"answer": "。"}),
+        (InfiniteBench(subset="longbook_sum_eng"), {"answer": "-"}),
+        (InfiniteBench(subset="longdialogue_qa_eng"), {"answer": " "}),
+        (LongBench(subset="qasper"), {"answers": ["a", "-"]}),
+        (LongBench(subset="passage_retrieval_en"), {"answers": ["page 7"]}),
+        (LongBench(subset="passage_count"), {"answers": ["seven"]}),
+        (LongBench(subset="trec"), {"answers": ["Place"], "all_classes": ["City", "State"]}),
+        (SCBench(subset="scbench_qa_chn"), {"multi_turns": [{"input": "谁?", "answer": "。"}]}),
+        (SCBench(subset="scbench_qa_eng"), {"multi_turns": [{"input": "Who?", "answer": " "}]}),
+    ],
+    ids=lambda part: part.subset if hasattr(part, "subset") else "",
+)
+def test_a_row_that_no_answer_could_be_right_for_is_refused(task, changes):
+    row = {"context": "A book.", "input": "Who?", "answer": "Ann", "answers": ["Ann"]}
+
+    def example() -> None:
+        (_, part), *_ = task.split_row({**row, **changes}, "row 1")
+        task.example(part, "row 1")
+
+    with pytest.raises(ConfigError, match=r"^(turn 0 of )?row 1"):
+        example()
+
+
+def test_one_answer_of_several_is_enough():
+    row = {"context": "A book.", "input": "Who?", "answers": ["The", "Ann"]}
+    assert LongBench(subset="qasper").example(row, "row 1").info["answers"] == ["The", "Ann"]
