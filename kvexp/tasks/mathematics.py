@@ -1,8 +1,9 @@
 """Mathematics with a final answer in a box, and the one grader of such answers.
 
-`grade` reads the last balanced box behind the thinking. Texts without one are of three kinds: the model stopped, was
-cut off, or went round in a circle until it was cut off. Whole numbers are compared as such, expressions
-after a plain normalisation and then by math-verify, which is given the last box alone.
+`grade` reads the last box behind the thinking, if it is closed. Texts without one are of three kinds: the model
+stopped, was cut off, or went round in a circle until it was cut off. Whole numbers are compared as such, expressions
+after a plain normalisation and then by math-verify, which is given the last box alone. `same_value` reads the same box
+as a careful person does.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from kvexp.tasks.base import Example, Positive, Rules, SampledTask, Truncation, once, row_id
 from kvexp.tasks.data import misshapen, text
-from kvexp.tasks.metrics import COPIES, LONGEST, first_loop
+from kvexp.tasks.metrics import COPIES, LONGEST, first_loop, with_plain_minus
 from kvexp.util import ConfigError
 
 Answer = Literal["integer", "expression", "number"]
@@ -44,15 +46,19 @@ def without_thinking(text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last \boxed or \fbox of a text whose braces are balanced and that is not empty.
+    r"""The content of the last \boxed or \fbox of a text that is not empty; None where the text ends inside its last.
 
     Of a box inside a box, the inner one. A box without braces (`\boxed 5`) is what stands up to the next white space.
     """
-    for found in reversed(list(_BOX.finditer(text))):
-        inside = _braced(text, found.end()) if text[found.end() : found.end() + 1] == "{" else None
-        if inside is None and text[found.end() : found.end() + 1] != "{":
-            bare = _UNBRACED.match(text, found.end())
+    boxes = list(_BOX.finditer(text))
+    for box in reversed(boxes):
+        if text[box.end() : box.end() + 1] == "{":
+            inside = _braced(text, box.end())
+        else:
+            bare = _UNBRACED.match(text, box.end())
             inside = bare.group() if bare else None
+        if inside is None and box is boxes[-1] and text[box.end() : box.end() + 1] in ("{", ""):
+            return None
         if inside is not None and inside.strip(" \n\t{}$"):
             return inside.strip()
     return None
@@ -140,8 +146,9 @@ def as_integer(answer: str) -> int | None:
 
 def as_number(answer: str) -> float | None:
     """The number that an answer is, with a unit or not; None if it holds none or several."""
-    found = re.findall(r"-?\d+(?:\.\d+)?|-?\.\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer.replace("{,}", ",")))
-    return float(found[0]) if len(found) == 1 else None
+    plain = re.sub(r"(?<=\d),(?=\d{3})", "", with_plain_minus(answer).replace("{,}", ","))
+    numbers = re.findall(r"-?\d+(?:\.\d+)?|-?\.\d+", plain)
+    return float(numbers[0]) if len(numbers) == 1 else None
 
 
 _BASE = re.compile(r"\w+_\{(?:\\text)?\{?(\w+)\}?\}")  # 4210_{5}: a number and what it is to the base of
@@ -151,9 +158,10 @@ SECONDS = 5.0  # for one comparison
 _TOO_LARGE = re.compile(r"\^\{?[^{}]*\^|\^\s*\{?\s*\d{4,}|\d{4,}\s*!|!\s*!")
 
 
-def same_expression(answer: str, reference: str) -> bool:
+def same_expression(answer: str, reference: str, relations: bool = False) -> bool:
     """Whether two LaTeX expressions have one value, by math-verify, each boxed by itself.
 
+    relations=True: an inequality equals the interval of its solutions.
     A comparison that takes longer than SECONDS, and one of expressions too large to compute, finds no equality.
     """
     if max(len(answer), len(reference)) > LONGEST_BOX or any(map(_TOO_LARGE.search, (answer, reference))):
@@ -166,7 +174,8 @@ def same_expression(answer: str, reference: str) -> bool:
     try:
         with _at_most(SECONDS):
             sides = [math_verify.parse(f"\\boxed{{{side}}}", parsing_timeout=0) for side in (reference, answer)]
-            return bool(all(sides) and math_verify.verify(*sides, timeout_seconds=0))
+            how = {"timeout_seconds": 0, "allow_set_relation_comp": relations}
+            return bool(all(sides) and math_verify.verify(*sides, **how))
     except _TookTooLong:
         return False
     finally:
@@ -227,6 +236,92 @@ def is_right(box: str, reference: str, answer: Answer) -> bool:
     return len(bases) < 2 and same_expression(box, reference)
 
 
+# --- as a careful person reads it
+
+_PLAIN_SIGNS = {
+    **{"\u2264": r"\le ", "\u2265": r"\ge ", "<=": r"\le ", ">=": r"\ge ", "\u2208": r"\in ", "\u222a": r"\cup "},
+    **{"\u221e": r"\infty ", "\u03c0": r"\pi ", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00b1": r"\pm "},
+    **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u00b2": "^2", "\u00b3": "^3"},
+    **{
+        "\u2212": "-",
+        "\u2044": "/",
+        "\u00f7": "/",
+        "{,}": ",",
+        r"\(": "",
+        r"\)": "",
+        r"\[": "",
+        r"\]": "",
+        r"\left": "",
+    },
+    **{r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\leqslant": r"\le ", r"\geqslant": r"\ge "},
+}
+_ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\w+))")
+_NARROW = re.compile(r"(?<!\\)\\[,;: ]|~|\\quad|\s+")
+_GROUPS = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d| \d)")
+_MIXED = re.compile(r"(?<![\d.}])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}|(?<![\d.}])(\d+) (\d+)/(\d+)(?!\d)")
+_APART = re.compile(r"\d \.?\d|^\d{1,3}(?:, \d{3})+$")
+_NUMERAL = re.compile(r"\(?(\w+)\)?_\{(?:\\text)?\{?(\w+)\}?\}")
+_NAME = re.compile(r"\\?[A-Za-z][\w{}]*(?:\([^()=]*\))?=")
+_FRACTION = re.compile(r"(-?)(?:\\frac\{(-?\d+)\}\{(\d+)\}|(\d+)/(\d+)|(\d*\.?\d+))")
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    """A mixed number as a fraction: 3 1/2 is \\frac{7}{2}; what stands there, where it is none (2 4/2, 2 1/0)."""
+    whole, over, under = map(int, filter(None, mixed.groups()))
+    return f"\\frac{{{whole * under + over}}}{{{under}}}" if over < under else mixed.group()
+
+
+def plainly_written(answer: str) -> str:
+    r"""An answer in LaTeX that math-verify knows: \le for a sign of Unicode, \frac{7}{2} for 3 1/2, 10000 for 10 000.
+
+    Marks around it are left out. A space between two digits that parts no thousands stays: 4 2 is no number, and
+    neither is 32, 349.
+    """
+    text = re.sub(r"\\!\s*", "", answer)
+    for sign, plain in _PLAIN_SIGNS.items():
+        text = text.replace(sign, plain)
+    text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", with_plain_minus(text))
+    text = _NARROW.sub(" ", text).lstrip(" $*").rstrip(" .,;:$*")
+    text = _GROUPS.sub(lambda number: number.group().replace(" ", ""), text)
+    return _MIXED.sub(_improper, _braced_arguments(text))
+
+
+def fraction_of(answer: str) -> Fraction | None:
+    """The value of a number or fraction, named (x=) or not, percent signs and units left out; None of anything else."""
+    number = _FRACTION.fullmatch(_NAME.sub("", normalised(answer)).removeprefix("+"))
+    if number is None or "0" in (number[3], number[5]):
+        return None
+    sign, over, under, before, behind, decimal = number.groups()
+    value = Fraction(decimal) if decimal else Fraction(int(over or before), int(under or behind))
+    return -value if sign else value
+
+
+def same_value(box: str, reference: str, answer: Answer) -> bool:
+    r"""Whether the content of a box has the reference's value, read as a careful person reads it.
+
+    Beyond `is_right`: 2\le x\le 3 is [2,3], 3 1/2 is \frac72, 10\% is 0.1 and 42, is 42; 4210 is not 4210_5, and 4 2 is
+    not 42.
+    """
+    said, wanted = plainly_written(box), plainly_written(reference)
+    if _APART.search(said) or _APART.search(wanted):
+        return said == wanted
+    numerals = [numeral and numeral.groups() for numeral in (_NUMERAL.fullmatch(normalised(s)) for s in (said, wanted))]
+    if any(numerals):  # 4210_5: digits to a base
+        return numerals[0] == numerals[1]
+    if answer != "expression":  # the sum that an exam asks for may be spelt out: m+n=42
+        said = said.rpartition("=")[2].strip()
+    value, right = fraction_of(said), fraction_of(wanted)
+    if value is not None and right is not None:
+        shares = value / (100 if said.endswith("%") else 1), right / (100 if wanted.endswith("%") else 1)
+        if value == right or shares[0] == shares[1]:
+            return True
+    if answer == "integer":
+        return False
+    if answer == "number":
+        return is_right(said, reference, answer)
+    return normalised(said) == normalised(wanted) or same_expression(said, wanted, relations=True)
+
+
 @functools.lru_cache(maxsize=1024)  # a row asks for its score and for its class
 def grade(output: str, reference: str, answer: Answer, cut: bool) -> tuple[str, str | None]:
     """(one of CLASSES, what stands in the box) of an answer. cut: whether its number of tokens ended it."""
@@ -249,8 +344,10 @@ class Mathematics(SampledTask):
     answer: what is compared, `integer` (AIME: digits alone, 0 to 999), `expression` (MATH: LaTeX, by math-verify) or
     `number` (GSM8K: the number behind #### of a solution). Names of columns are matched whatever their case, since the
     copies of a data set differ in it. The prompt is one user turn, `template` with the problem in it; `answer_prefix`
-    begins a base model's answer and is left out for a chat model. `accuracy` is 100 where the last box is right
-    (`grade`); a row's info has its class (`graded`), what the box holds (`boxed`), and of which item and sample it is.
+    begins a base model's answer and is left out for a chat model. `accuracy` is 100 where the last box is right by the
+    benchmark's rule (`grade`), `accuracy_by_value` where it has the right value as a careful person reads it
+    (`same_value`); a row's info has its class (`graded`), what the box holds (`boxed`), and of which item and sample it
+    is.
 
     Prompt and rule for AIME are MathArena's (arXiv:2505.23281): no system prompt, no answer from outside a box. A
     prompt has 50 to 300 tokens, so what is evicted is the model's own chain: take budget=tokens. `keep=prompt` spares
@@ -258,7 +355,7 @@ class Mathematics(SampledTask):
     """
 
     name: ClassVar[str] = "mathematics"
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "accuracy_by_value")
     uncut: ClassVar[str] = "a problem cut short is another problem"
     rules: ClassVar[Rules] = (once("template", "problem"),)
 
@@ -307,10 +404,22 @@ class Mathematics(SampledTask):
                     f"{found[:60]!r}"
                 )
             return str(whole)
-        return last_box(found) or found.strip()
+        found = last_box(found) or found.strip()
+        if not normalised(found):
+            raise ConfigError(f"{where}: field {field!r} has {found!r}, of which nothing is left to compare with")
+        return found
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        return {"accuracy": 100.0 * (grade(output, reference, self.answer, False)[0] == RIGHT)}
+        graded, box = grade(output, reference, self.answer, False)
+        by_value = box is not None and same_value(box, reference, self.answer)
+        return {"accuracy": 100.0 * (graded == RIGHT), "accuracy_by_value": 100.0 * by_value}
+
+    def corrected(self) -> tuple[str, ...]:
+        """A text cut inside its last box was graded by the box before it; minus signs other than the hyphen were none.
+
+        `accuracy_by_value` was not there.
+        """
+        return ("open_box", "by_value", *(("minus",) if self.answer == "number" else ()))
 
     def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
         graded, box = grade(output, reference, self.answer, finish_reason == "length")

@@ -17,7 +17,16 @@ from kvexp.run.settings import settings_of
 from kvexp.run.store import Run
 from kvexp.tasks import GSM8K, Mathematics, mathematics
 from kvexp.tasks.base import with_samples
-from kvexp.tasks.mathematics import CLASSES, as_integer, ends_in_loop, grade, last_box, normalised, without_thinking
+from kvexp.tasks.mathematics import (
+    CLASSES,
+    as_integer,
+    ends_in_loop,
+    grade,
+    last_box,
+    normalised,
+    same_value,
+    without_thinking,
+)
 from kvexp.util import ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -54,11 +63,95 @@ def test_enough_answers_of_every_class_were_graded_by_hand():
 
 def test_the_last_box_is_the_balanced_one():
     assert last_box(r"\boxed{1} and \boxed{\frac{a}{\{b\}}}") == r"\frac{a}{\{b\}}"
-    assert last_box(r"\boxed{1} and \boxed{2") == "1"
+    assert last_box(r"\boxed{1 and \boxed{2}") == "2"
     assert last_box(r"\boxed{ } \boxed{$$} \boxed{{}}") is None
     assert last_box(r"\fbox{ 7 }") == "7"
     assert last_box(r"so \boxed 7.") == "7"
     assert last_box(r"\boxedness{7}") is None
+
+
+@pytest.mark.parametrize("end", [r"\boxed{", r"\boxed{4", r"\boxed{\frac{1}{2}", r"\fbox{", r"\boxed"])
+@pytest.mark.parametrize("answer", ["integer", "expression", "number"])
+def test_a_chain_cut_inside_its_last_box_has_no_answer(end, answer):
+    text = rf"\boxed{{4}}. Wait: {end}"
+    assert last_box(text) is None
+    assert grade(text, "4", answer, True) == ("truncated", None)
+    assert grade(text, "4", answer, False) == ("no box", None)
+    task = Mathematics(answer=answer)
+    assert set(task.score(text, "4", None).values()) == {0.0}
+    assert grade(r"\boxed{4}. Wait: \boxed{}", "4", answer, True)[0] == "right"
+
+
+# (box, reference, official, by value), the last by hand
+BY_VALUE = {
+    "expression": [
+        (r"2\le x\le 3", "[2,3]", False, True),
+        ("2\u2264x\u22643", "[2,3]", False, True),
+        (r"2<x<3", "[2,3]", False, False),
+        (r"x\ge 2", r"[2,\infty)", False, True),
+        ("3 1/2", r"\frac72", False, True),
+        ("\u22123 1/2", r"-\frac72", False, True),
+        (r"3\tfrac{1}{2}", r"\frac72", True, True),
+        ("31/2", r"\frac72", False, False),
+        (r"10\%", "0.1", False, True),
+        ("0.1", r"10\%", False, True),
+        ("10", r"10\%", True, True),
+        ("10", "0.1", False, False),
+        ("4210", "4210_5", True, False),
+        ("4210_{5}", "4210_5", True, True),
+        ("4210_{6}", "4210_5", False, False),
+        ("4 2", "42", True, False),
+        (r"4\ 2", "42", True, False),
+        ("32, 349", "32349", True, False),
+        ("10 000", "10000", True, True),
+        (r"32{,}349", r"32,\!349", True, True),
+        ("42,", "42", False, True),
+        (".4", "0.4", True, True),
+        ("\u221a2", r"\sqrt2", False, True),
+        ("1, 2", "2,1", True, True),
+        ("(1,2)", "(2,1)", False, False),
+        ("0", "a+3z=0", False, False),
+        ("2x+3", "y=2x+3", True, True),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", True, True),
+        (r"\text{Evelyn}", "Evelyn", True, True),
+    ],
+    "integer": [
+        ("4 2", "42", True, False),
+        ("42,", "42", False, True),
+        ("m+n=42", "42", True, True),
+        ("042.0", "42", True, True),
+        (r"4\,2", "42", True, False),
+        ("4,2", "42", False, False),
+        ("\u221242", "42", False, False),
+    ],
+    "number": [
+        ("\u22125", "-5", True, True),
+        ("\u20135", "-5", True, True),
+        ("5", "-5", False, False),
+        ("\u22125", "5", False, False),
+        ("4 2", "42", True, False),
+        ("3 1/2", "3.5", False, True),
+        ("18 dollars", "18", True, True),
+        ("1,450", "1450", True, True),
+    ],
+}
+
+
+@pytest.mark.parametrize(("answer", "case"), [(answer, case) for answer, cases in BY_VALUE.items() for case in cases])
+def test_a_box_is_read_by_the_official_rule_and_as_a_careful_person_does(answer, case):
+    box, reference, official, by_value = case
+    scores = Mathematics(answer=answer).score(rf"\boxed{{{box}}}", reference, None)
+    assert scores == {"accuracy": 100.0 * official, "accuracy_by_value": 100.0 * by_value}
+
+
+def test_both_readings_differ_on_graded_answers_only_where_a_person_would_say_so():
+    """Answers graded by hand by the official rules: a base is part of a numeral, and 33/1 is a whole number."""
+    differ = set()
+    for case in GRADED:
+        graded, box = grade(case["output"], case["reference"], case["answer"], case["cut"])
+        if box is not None and same_value(box, case["reference"], case["answer"]) != (graded == "right"):
+            differ.add((box, case["reference"]))
+    assert differ == {("4210", "4210_{5}"), ("33/1", "33"), (r"\frac{33}{1}", "33")}
 
 
 def test_thinking_is_what_ends_last_or_never_ends():
@@ -114,7 +207,7 @@ def test_the_prompt_is_one_turn(exam):
     assert first.prompt == asked + "\n\nSolution:"
     assert next(iter(task.for_model(chat=True).examples())).prompt == asked
     assert (first.id, first.reference, first.info) == ("1", "2", {"year": 2024})
-    assert task.score(r"\boxed{2}", "2", first) == {"accuracy": 100.0}
+    assert task.score(r"\boxed{2}", "2", first) == {"accuracy": 100.0, "accuracy_by_value": 100.0}
     assert task.of_answer(r"\boxed{3}", "2", "length") == {"graded": "wrong", "boxed": "3"}
     assert task.of_answer("3", "2", "length") == {"graded": "truncated"}
     assert task.of_answer("3", "2", "stop") == {"graded": "no box"}
