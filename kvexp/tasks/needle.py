@@ -295,9 +295,9 @@ class Needle(FramedQuestions):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """Scores in percent, the mean over the answers that were asked for."""
-        wanted = example.info["answers"]
-        recall = sum(word_recall(output, answer, self.beyond_ascii, marks=True) for answer in wanted) / len(wanted)
-        exact = sum(contains(output, answer, self.beyond_ascii, marks=True) for answer in wanted) / len(wanted)
+        wanted, how = example.info["answers"], (self.beyond_ascii, bool(self.corrected()))
+        recall = sum(word_recall(output, answer, *how) for answer in wanted) / len(wanted)
+        exact = sum(contains(output, answer, *how) for answer in wanted) / len(wanted)
         return {"word_recall": 100 * recall, "exact": 100 * exact}
 
     def corrected(self) -> tuple[str, ...]:

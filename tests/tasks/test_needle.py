@@ -172,3 +172,10 @@ def test_a_folder_without_text(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match="cannot read it as text"):
         replace(ONE, haystack=f"{tmp_path}/latin.txt").check()
+
+
+def test_drawn_keys_are_compared_as_they_were():
+    hay = Needle(filler="Sand. ", needles=("It is {key}.",), questions=("Which?",), answers=("{key}",), lengths=(300,))
+    example = next(hay.examples())
+    assert hay.corrected() == ()
+    assert hay.score(f"-{example.reference}", example.reference, example)["exact"] == 100
