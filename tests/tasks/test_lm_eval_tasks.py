@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -323,3 +325,23 @@ def test_without_lm_eval(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install kvexp\[eval\]"):
         of("piqa").check()
+
+
+def test_a_grader_that_draws_does_so_by_the_item_alone():
+    def process_results(doc, results):
+        return {"drawn": random.random()}
+
+    task = SimpleNamespace(process_results=process_results, apply_filters=lambda: None, higher_is_better=dict)
+
+    def graded(doc: dict[str, str]) -> float:
+        instance = SimpleNamespace(doc=doc, resps=[], filtered_resps={})
+        task.apply_filters = lambda: instance.filtered_resps.update(none="Yes.")
+        (value,) = definition.outcome(task, SimpleNamespace(instances=[instance]), ["Yes."])[0].values()
+        return value
+
+    first = graded({"prompt": "One."})
+    state = random.getstate()
+    assert graded({"prompt": "Two."}) != first == graded({"prompt": "One."})
+    assert random.getstate() == state
+    assert LMEval(tasks=("ifeval",)).corrected() == ("letter_draws",)
+    assert LMEval(tasks=("piqa",)).corrected() == ()

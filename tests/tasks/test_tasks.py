@@ -464,6 +464,15 @@ def test_pqcaches_prompt_is_its_file():
     assert next(task.examples()).prompt == file.read_text(encoding="utf-8") + f"\nQuestion: {question}\n"
 
 
+@pytest.mark.parametrize("tokenizer", ["default", "unicode"])
+def test_a_summary_without_a_word_is_refused(tmp_path, tokenizer):
+    rows = [{"document": "A text.", "summary": summary, "id": str(n)} for n, summary in enumerate(["Fine.", "..."])]
+    task = XSum(data_files=write(tmp_path / "rows.jsonl", *rows), rouge_tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match=r"reference of 1, '\.\.\.', has no word for ROUGE"):
+        task.check()
+    replace(task, limit=1).check()
+
+
 @pytest.mark.parametrize(
     ("text", "signed", "unsigned"),
     [
