@@ -118,7 +118,7 @@ class IFEval(Task):
         return dict(followed(json.loads(reference), output))
 
     def corrected(self) -> tuple[str, ...]:
-        """The letter of an official row was drawn anew for every grade."""
+        """The letter that a checker draws, which was another one for every grade, where a row has one."""
         return ("letter_draws",) if self.any_row(lambda row: any(map(draws_letter, row["kwargs"]))) else ()
 
     def check(self) -> None:

@@ -281,7 +281,7 @@ class InfiniteBench(SubsetTask, SharedContextTask):
         return {"score": 100 * SUBSETS[self.subset].grader(output, example.info["answers"])}
 
     def corrected(self) -> tuple[str, ...]:
-        """Of several names the first one alone was right, and none of several words."""
+        """The grader of names (`any_stands_in`), which took the first name alone and none of several words."""
         return ("any_name",) if SUBSETS[self.subset].grader is any_stands_in else ()
 
     def check_options(self) -> None:

@@ -891,7 +891,7 @@ class LMEval(Task):
         return (*super().not_identifying(), "tokenizer")
 
     def corrected(self) -> tuple[str, ...]:
-        """IFEval's checkers drew what the rows before had left of Python's random numbers."""
+        """The letter that a checker of IFEval draws, which depended on the rows before."""
         return ("letter_draws",) if any("ifeval" in name for name in self.tasks) else ()
 
     def parts(self) -> Sequence[LMEval]:

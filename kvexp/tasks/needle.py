@@ -301,7 +301,7 @@ class Needle(FramedQuestions):
         return {"word_recall": 100 * recall, "exact": 100 * exact}
 
     def corrected(self) -> tuple[str, ...]:
-        """Answers that need their marks (`needs_marks`) were compared without them."""
+        """The marks of answers that need them (`needs_marks`), without which they were compared."""
         return ("marks",) if any(needs_marks(answer, self.beyond_ascii) for answer in self.answers) else ()
 
     def fingerprint(self) -> str:

@@ -73,7 +73,7 @@ class ContextQA(FramedQuestions):
         return {"f1": 100 * best, "exact": 100 * exact}
 
     def corrected(self) -> tuple[str, ...]:
-        """Answers that need their marks (`needs_marks`) were compared without them."""
+        """The marks of answers that need them (`needs_marks`), without which they were compared."""
 
         def needs(row: dict[str, Any]) -> bool:
             info = self.example(row, "").info
@@ -235,7 +235,7 @@ class GSM8K(SampledTask, QuestionTask):
         return {"accuracy": 100.0 * (found == last_number(reference, self.signed))}
 
     def corrected(self) -> tuple[str, ...]:
-        """Minus signs other than the hyphen were no signs."""
+        """The minus signs other than the hyphen, which were no signs."""
         return ("minus",) if self.signed else ()
 
     def fingerprint(self) -> str:
