@@ -415,7 +415,7 @@ class Mathematics(SampledTask):
         return {"accuracy": 100.0 * (graded == RIGHT), "accuracy_by_value": 100.0 * by_value}
 
     def corrected(self) -> tuple[str, ...]:
-        """The open box, in front of which an earlier box was graded; `accuracy_by_value`, which was not there; the minus
+        """The open box, in front of which an earlier box was graded; `accuracy_by_value`, which was new; the minus
         signs of numbers other than the hyphen, which were none.
         """
         return ("open_box", "by_value", *(("minus",) if self.answer == "number" else ()))
