@@ -1,23 +1,25 @@
-"""Formats in which engines store the key or the value of one token and head, byte for byte.
+"""Formats in which engines store the key or the value of one token and head.
 
 A vector of D numbers becomes one row of bytes that holds its scales too, whatever other tokens hold, so that slots can
 move and go. Layouts and formulas:
 
-fp8: vLLM's `fp8_e4m3` cache with its default scale of 1: one E4M3 byte a number, 448 at most.
+fp8: vLLM's `fp8_e4m3` cache on a GPU with its default scale of 1: one E4M3 byte a number, 448 at most.
+fp8_truncated: vLLM's on a CPU, whose conversion cuts off what E4M3 cannot hold where the GPU rounds to nearest.
 nvfp4: NVIDIA's FP4 with a scale of 1 for the tensor, as without calibration: E2M1 codes, two in a byte, the first in
     the low half, then one E4M3 scale for each 16 numbers.
 q8_0, q4_0: llama.cpp's blocks of 32 numbers: a float16 scale, then 32 signed bytes; or 16 bytes, number j in the low
-    and number j + 16 in the high half.
-u8: OpenVINO's, by token: D bytes, then scale and zero point in float32.
+    and number j + 16 in the high half. What llama.cpp does to a vector before is in `GGMLBlocks`.
+u8: OpenVINO's formula by token: D bytes, then scale and zero point in float32. Its bytes were not compared.
 turboquant: TurboQuant (arXiv:2504.19874) as vLLM ships it (vllm-project/vllm, PR 38479), all layers compressed where
-    vLLM leaves the first and last two: see `TurboKeys`, `TurboValues`.
+    vLLM leaves the first and last two: see `TurboKeys`, `TurboValues`. 0.03 to 0.19 % of codes are one step off vLLM's,
+    where a number lies so near the middle of two values that another order of sums decides.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Protocol
 
@@ -28,6 +30,7 @@ from torch.nn.functional import pad
 HALF, SINGLE = torch.float16, torch.float32
 E4M3 = torch.float8_e4m3fn
 E4M3_MOST = 448.0
+TURNED = 64  # channels that llama.cpp turns together at least
 
 
 class Format(Protocol):
@@ -96,15 +99,23 @@ def _inverse(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FP8:
-    """One E4M3 number a value, under a scale of 1. What is larger than 448 becomes 448."""
+    """One E4M3 number a value, under a scale of 1. What is larger than 448 becomes 448.
 
+    truncate: towards zero, as vLLM's `float_to_fp8e4m3_scalar` does on a CPU; else to the nearest, of two the even one.
+    """
+
+    truncate: bool = False
     divides: ClassVar[int] = 1
 
     def row_bytes(self, width: int) -> int:
         return width
 
     def encode(self, x: Tensor) -> Tensor:
-        return _bytes(x.to(SINGLE).clamp(-E4M3_MOST, E4M3_MOST).to(E4M3))
+        x = x.to(SINGLE).clamp(-E4M3_MOST, E4M3_MOST)
+        if not self.truncate:
+            return _bytes(x.to(E4M3))
+        bits = (x * 2.0**-120).contiguous().view(torch.int32)  # exponents as E4M3 counts them, subnormal numbers too
+        return torch.where(x == 0, 0, bits >> 24 & 0x80 | bits >> 20 & 0x7F).to(torch.uint8)
 
     def decode(self, rows: Tensor, width: int) -> Tensor:
         return _numbers(rows, E4M3).to(SINGLE)
@@ -143,10 +154,32 @@ class NVFP4:
 
 @dataclass(frozen=True)
 class GGMLBlocks:
-    """llama.cpp's q8_0 (bits 8) and q4_0 (bits 4): blocks of 32 numbers with a float16 scale in front."""
+    """llama.cpp's q8_0 (bits 8) and q4_0 (bits 4): blocks of 32 numbers with a float16 scale in front.
+
+    neighbours: channels that RoPE turns together, half a head apart in Hugging Face's order, are put beside each other
+        first, as llama.cpp keeps the keys of a llama. Blocks then hold other channels.
+    turn: channels that a Hadamard matrix turns together before they are stored (llama.cpp's PR 21038): 0, none; 64, as
+        of its values; -1, as of its keys, the largest power of two that divides D. Only where 64 divides D. Decoding
+        turns back, in place of the query and the output that llama.cpp turns: the same product.
+    """
 
     bits: int
+    neighbours: bool = False
+    turn: int = 0
     divides: ClassVar[int] = 32
+
+    @property
+    def query(self) -> GGMLBlocks:
+        """The format of a query that is multiplied with keys in this one: turned alike, and rounded to q8_0."""
+        return replace(self, bits=8)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """x [..., D] turned by blocks of channels; its own inverse."""
+        width = x.shape[-1]
+        if not self.turn or width % TURNED:
+            return x
+        size = TURNED if self.turn == TURNED else width & -width
+        return hadamard(x.unflatten(-1, (-1, size))).flatten(-2)
 
     @property
     def _block(self) -> int:
@@ -156,7 +189,10 @@ class GGMLBlocks:
         return width // 32 * self._block
 
     def encode(self, x: Tensor) -> Tensor:
-        blocks = x.to(SINGLE).unflatten(-1, (-1, 32))
+        x = x.to(SINGLE)
+        if self.neighbours:
+            x = x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        blocks = self._turned(x).unflatten(-1, (-1, 32))
         if self.bits == 8:
             scale = blocks.abs().amax(-1, keepdim=True) / 127
             codes = _bytes(_away_from_zero(blocks * _inverse(scale)).to(torch.int8))
@@ -171,9 +207,11 @@ class GGMLBlocks:
         blocks = rows.unflatten(-1, (-1, self._block))
         scale, codes = _numbers(blocks[..., :2], HALF).to(SINGLE), blocks[..., 2:]
         if self.bits == 8:
-            return (_numbers(codes, torch.int8).to(SINGLE) * scale).flatten(-2)
-        both = torch.cat([codes & 15, codes >> 4], -1)
-        return ((both.to(SINGLE) - 8) * scale).flatten(-2)
+            numbers = _numbers(codes, torch.int8).to(SINGLE)
+        else:
+            numbers = torch.cat([codes & 15, codes >> 4], -1).to(SINGLE) - 8
+        x = self._turned((numbers * scale).flatten(-2))
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.neighbours else x
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -303,7 +303,7 @@ class EvictionLayer:
         )
         if config.renumbered and self.has_evicted:
             inputs = with_renumbered_positions(inputs, slots.positions[:, :, :s].expand(b, h, s))
-        return inputs
+        return replace(inputs, query=slots.read_query(inputs.query)) if isinstance(slots, QuantizedSlots) else inputs
 
     def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
         """Join the forward in progress and return the position ids [B, Q] of its new tokens, -1 for padding.

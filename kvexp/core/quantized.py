@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvexp.core.codecs import FP8, NVFP4, U8, Format, GGMLBlocks, TurboKeys, TurboValues, pack, unpack
+from kvexp.core.codecs import FP8, NVFP4, TURNED, U8, Format, GGMLBlocks, TurboKeys, TurboValues, pack, unpack
 from kvexp.core.slot_order import INT64_MAX
 from kvexp.core.slots import GROWTH, Slots, rows_view
 from kvexp.util import AtLeast, ConfigError, check_fields
@@ -152,8 +152,8 @@ class Codec:
         return (1 << self.bits - 1) - 1
 
 
-CodecName = Literal["kivi", "turboquant", "fp8", "nvfp4", "q8_0", "q4_0", "u8"]
-EngineFormat = Literal["turboquant", "fp8", "nvfp4", "q8_0", "q4_0", "u8"]
+CodecName = Literal["kivi", "turboquant", "fp8", "fp8_truncated", "nvfp4", "q8_0", "q4_0", "u8"]
+EngineFormat = Literal["turboquant", "fp8", "fp8_truncated", "nvfp4", "q8_0", "q4_0", "u8"]
 TurboBits = Literal[16, 8, 4, 3]  # as typed; 16: the usual number of bits
 TURBO_BITS = (8, 4, 3)
 
@@ -164,6 +164,8 @@ class EngineQuantization:
 
     codec: of keys and values. key_bits, value_bits: of turboquant alone; keys of 8 bits are fp8, values have 4 or 3.
     signs: turboquant turns keys behind random signs. residual: as of `Quantization`; engines have no such window.
+    rotate, neighbours: of q8_0 and q4_0 alone (`GGMLBlocks`). rotate: None, where 64 divides a head's channels, as
+    llama.cpp does. neighbours: of the model, which `EvictionCache` fills in.
     """
 
     codec: EngineFormat
@@ -171,12 +173,16 @@ class EngineQuantization:
     value_bits: int | None = None
     signs: bool = False
     residual: Annotated[int, AtLeast(0)] = 0
+    rotate: bool | None = None
+    neighbours: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         turbo = self.codec == "turboquant"
         if not turbo and (self.key_bits, self.value_bits, self.signs) != (None, None, False):
             raise ConfigError(f"key_bits, value_bits and signs are of codec=turboquant; {self.codec} has its own bits")
+        if not self.in_blocks and (self.rotate, self.neighbours) != (None, False):
+            raise ConfigError(f"rotate and neighbours are of codec=q8_0 and q4_0, got codec={self.codec}")
         if turbo and (self.key_bits not in TURBO_BITS or self.value_bits not in TURBO_BITS[1:]):
             raise ConfigError(
                 f"codec=turboquant stores keys in 8, 4 or 3 bits and values in 4 or 3, got key_bits={self.key_bits} "
@@ -186,11 +192,19 @@ class EngineQuantization:
             raise ConfigError("signs=true has no effect with key_bits=8, where keys are fp8 and not turned")
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether it is a format of llama.cpp's."""
+        return self.codec in BLOCK_BITS
+
+    @property
     def keys(self) -> ByteCodec:
         """How keys are stored."""
         if self.codec == "turboquant" and self.key_bits != FP8_BITS:
             assert self.key_bits is not None
             return ByteCodec(TurboKeys(self.key_bits, self.signs), self.residual)
+        if self.in_blocks:
+            turn = 0 if self.rotate is False else -1
+            return ByteCodec(GGMLBlocks(BLOCK_BITS[self.codec], self.neighbours, turn), self.residual)
         return ByteCodec(FP8() if self.codec == "turboquant" else _FORMATS[self.codec], self.residual)
 
     @property
@@ -199,6 +213,9 @@ class EngineQuantization:
         if self.codec == "turboquant":
             assert self.value_bits is not None
             return ByteCodec(TurboValues(self.value_bits), self.residual)
+        if self.in_blocks:
+            turn = 0 if self.rotate is False else TURNED
+            return ByteCodec(GGMLBlocks(BLOCK_BITS[self.codec], turn=turn), self.residual)
         return ByteCodec(_FORMATS[self.codec], self.residual)
 
     def check_head(self, key_dim: int, value_dim: int) -> None:
@@ -209,6 +226,11 @@ class EngineQuantization:
                 raise ConfigError(f"codec={self.codec} turns a {name} head's channels, a power of two; it has {width}")
             if divides and width % divides:
                 raise ConfigError(f"codec={self.codec} packs {divides} channels at a time; a {name} head has {width}")
+            if self.rotate and width % TURNED:
+                raise ConfigError(
+                    f"rotate=true turns {TURNED} channels at a time, and llama.cpp leaves other heads as they are; a "
+                    f"{name} head has {width}: leave out rotate"
+                )
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """As of `Quantization`."""
@@ -216,9 +238,8 @@ class EngineQuantization:
 
 
 FP8_BITS = 8
-_FORMATS: dict[str, Format] = {
-    **{"fp8": FP8(), "nvfp4": NVFP4(), "q8_0": GGMLBlocks(8), "q4_0": GGMLBlocks(4), "u8": U8()}
-}
+BLOCK_BITS = {"q8_0": 8, "q4_0": 4}
+_FORMATS: dict[str, Format] = {"fp8": FP8(), "fp8_truncated": FP8(truncate=True), "nvfp4": NVFP4(), "u8": U8()}
 AnyQuantization = Quantization | EngineQuantization
 
 
@@ -661,6 +682,13 @@ class QuantizedSlots(Slots):
     def values(self) -> Tensor:  # type: ignore[override]
         """Values [B, H, C, Dv] as attention reads them, of dead slots anything finite; not to be written to."""
         return self._read("values", self.value_states)
+
+    def read_query(self, query: Tensor) -> Tensor:
+        """A query [..., D] as it is multiplied with the keys: rounded where the engine rounds it, in query's dtype."""
+        form = self.key_states.codec.format if isinstance(self.key_states, ByteStates) else None
+        if not isinstance(form, GGMLBlocks):
+            return query
+        return form.query.decode(form.query.encode(query), query.shape[-1]).to(query.dtype)
 
     def _read(self, name: str, states: PlainStates) -> Tensor:
         if type(states) is PlainStates:

@@ -44,6 +44,7 @@ from kvexp.hf.traits import (
     max_positions,
     num_kv_heads,
     num_layers,
+    quantization_for,
     query_shape,
     traits_of,
 )
@@ -276,6 +277,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         check_logits(model.config, config)
         if config.quantization is not None:
             check_quantization(model.config, config.quantization, model.dtype)
+            self.config = config = replace(config, quantization=quantization_for(model.config, config.quantization))
         if config.calibration is not None and method.needs.calibration:
             config.calibration.check_shape(*query_shape(model.config))
         if config.head_scores is not None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, Quantization, RoPE, triton_ops
+from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, RoPE, triton_ops
 from kvexp.core.budget import OtherLayers, PromptSizes
+from kvexp.core.codecs import TURNED
 from kvexp.core.config import Sliding
+from kvexp.core.quantized import AnyQuantization
 from kvexp.util import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
@@ -64,6 +66,15 @@ VERIFIED = frozenset(
             "stablelm starcoder2 vaultgemma zamba zamba2 zaya",
         ]
     ).split()
+)
+
+# Types with RoPE pairs half a head apart in transformers whose keys llama.cpp holds with the pairs beside each other:
+# those whose query and key weights its conversion permutes. Other types have there the order of transformers.
+NEIGHBOURS = frozenset(
+    [
+        *("arcee", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "internlm3", "iquestcoder"),
+        *("llama", "ministral3", "mistral", "mixtral", "olmo", "smollm3"),
+    ]
 )
 
 # Types whose states are right only after a prompt that was fed whole, in transformers too.
@@ -364,7 +375,17 @@ def check_logits(config: Any, cache: CacheConfig) -> None:
         triton_ops.check_logits(params)
 
 
-def check_quantization(config: Any, quantization: Quantization | EngineQuantization, dtype: torch.dtype) -> None:
+def quantization_for(config: Any, quantization: AnyQuantization) -> AnyQuantization:
+    """The quantisation with what an engine takes from the model: order of channels, no rotation of small heads."""
+    if not isinstance(quantization, EngineQuantization) or not quantization.in_blocks:
+        return quantization
+    traits, rotate = traits_of(config), quantization.rotate
+    if rotate is None and traits.key_dim % TURNED and traits.value_dim % TURNED:
+        rotate = False
+    return replace(quantization, rotate=rotate, neighbours=traits.type in NEIGHBOURS)
+
+
+def check_quantization(config: Any, quantization: AnyQuantization, dtype: torch.dtype) -> None:
     """ConfigError where keys and values of the model's heads, or of its dtype, cannot be quantised so."""
     traits = traits_of(config)
     quantization.check_head(traits.key_dim, traits.value_dim)

@@ -25,12 +25,13 @@ SCORE: dict[str, Any] = root_values()["score"]
 # Keys of the group `cache` that say how keys and values are stored.
 STORAGE = (
     *("bits", "key_bits", "value_bits", "residual", "group", "key_axis", "value_axis", "symmetric"),
-    *("codec", "signs"),
+    *("codec", "signs", "rotate"),
 )
 KIVI, TURBOQUANT = "kivi", "turboquant"
 CODEC_KEYS = {  # codec -> the keys of STORAGE that it reads, `codec` and `residual` aside; others read none
     KIVI: ("bits", "key_bits", "value_bits", "group", "key_axis", "value_axis", "symmetric"),
     TURBOQUANT: ("bits", "key_bits", "value_bits", "signs"),
+    **dict.fromkeys(("q8_0", "q4_0"), ("rotate",)),
 }
 KIVI_WINDOW, TURBO_BITS = 32, 4  # where cache.residual is null; where cache.bits is 16
 # Keys of the group `cache` that runs of older versions have not recorded.
@@ -163,8 +164,9 @@ def quantization_of(node: Mapping[str, Any]) -> AnyQuantization | None:
     if codec != KIVI:
         turbo = {"key_bits": bits[0], "value_bits": bits[1], "signs": known["signs"]} if codec == TURBOQUANT else {}
         turbo |= {name: TURBO_BITS for name in ("key_bits", "value_bits") if turbo.get(name) == FULL_BITS}
+        rotate = typed(known["rotate"], bool | None, "cache.rotate")
         with keys_named(CACHE_KEYS):
-            return EngineQuantization(codec, residual=0 if window is None else window, **turbo)
+            return EngineQuantization(codec, residual=0 if window is None else window, rotate=rotate, **turbo)
     if bits == [FULL_BITS, FULL_BITS]:
         return None
     rest = {name: known[name] for name in ("key_axis", "value_axis", "group", "symmetric")}

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvexp.run.build import CODEC_KEYS, KIVI, STORAGE, TURBOQUANT, build
+from kvexp.run.build import CODEC_KEYS, KIVI, STORAGE, build
 from kvexp.run.compose import option, root_values
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
 from kvexp.util import CONF, AtLeast, ConfigError, Range, Rule, model_folder, path_of, reason_against, typed
@@ -216,9 +216,10 @@ def _check_idle_storage(cache: Any, typed_keys: Collection[str]) -> None:
     codec = cache.get("codec", KIVI)
     for name in STORAGE:
         if name not in ("codec", "residual", *CODEC_KEYS.get(codec, ())) and f"cache.{name}" in typed_keys:
+            reader = next(other for other, names in CODEC_KEYS.items() if name in names)
             raise ConfigError(
                 f"cache.{name} has no effect with cache.codec={codec}: leave out cache.{name}={cache[name]}, or take "
-                f"cache.codec={TURBOQUANT if name == 'signs' else KIVI}"
+                f"cache.codec={reader}"
             )
     if codec != KIVI or any(f"cache.{name}" in typed_keys for name in bits):
         return

@@ -20,6 +20,7 @@ from kvexp.util import ConfigError, cached_commit, did_you_mean, field_types, fi
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
+    from kvexp.core.quantized import AnyQuantization
     from kvexp.hf.calibrate import Made, StatisticsFile
     from kvexp.hf.chat_template import Thinking
     from kvexp.hf.load import Model, Tokenizer
@@ -370,6 +371,16 @@ def has_sinks(spec: ModelSpec) -> bool:
         return traits.has_sinks(config_of_spec(spec))
     except ConfigError:
         return False
+
+
+def quantization_of_model(spec: ModelSpec, quantization: AnyQuantization) -> AnyQuantization:
+    """As `kvexp.hf.traits.quantization_for`; as it is where the configuration, which alone is read, cannot be read."""
+    from kvexp.hf import traits
+
+    try:
+        return traits.quantization_for(config_of_spec(spec), quantization)
+    except ConfigError:
+        return quantization
 
 
 def evicts_in_windows(spec: ModelSpec, cache: CacheConfig) -> bool:

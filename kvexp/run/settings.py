@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvexp.core import Budget, BytesBudget, CacheConfig, Method
+from kvexp.core import Budget, BytesBudget, CacheConfig, EngineQuantization, Method
 from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
+from kvexp.core.quantized import AnyQuantization
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import check_generation_config
 from kvexp.generate.openvino import WHEEL, OpenVINO
@@ -39,6 +40,7 @@ from kvexp.run.model_spec import (
     generation_config_of,
     has_sinks,
     moving_rope,
+    quantization_of_model,
     rows_alone,
     thinking_of_model,
     tokenizer_folder,
@@ -383,7 +385,8 @@ class Settings:
             identity |= {"budget": _budget_identity(cache.budget) if cache.budget is not None else None}
             identity |= {"cadence": _plain(cache.cadence), "mode": cache.mode, "observe": cache.observe}
             if cache.quantization is not None:
-                identity["quantization"] = _plain(cache.quantization)
+                quantization = quantization_of_model(self.model, cache.quantization)
+                identity["quantization"] = _quantization_identity(quantization)
             if cache.head_scores is not None:
                 identity["head_scores"] = cache.head_scores.digest
             if not cache.select.plain:
@@ -499,6 +502,8 @@ def _budget_identity(budget: Any) -> dict[str, Any]:
     """Settings of a budget; newer ones only where they do something, so that older runs keep their hashes."""
     later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
     plain = _plain(budget, without=(*later, "others"))  # which the model says
+    if plain.get("quantization") is not None:
+        plain["quantization"] = _plain(budget.quantization, without=_OF_BLOCKS)
     if budget.threshold is not None:
         plain |= {"threshold": budget.threshold, "threshold_recent": budget.newest}
     if budget.heads != "uniform":
@@ -509,6 +514,17 @@ def _budget_identity(budget: Any) -> dict[str, Any]:
         plain["stream_sinks"], plain["stream_recent"] = budget.stream
     if budget.layers is not None:
         plain["layers"] = budget.layers
+    return plain
+
+
+_OF_BLOCKS = ("rotate", "neighbours")  # fields of quantisation for llama.cpp's formats alone
+
+
+def _quantization_identity(quantization: AnyQuantization) -> dict[str, Any]:
+    """Settings of a quantisation as it is for the model; those of one format only with it."""
+    plain = _plain(quantization, without=_OF_BLOCKS)
+    if isinstance(quantization, EngineQuantization) and quantization.in_blocks:
+        plain |= {"rotate": quantization.rotate is not False, "neighbours": quantization.neighbours}
     return plain
 
 

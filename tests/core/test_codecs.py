@@ -29,11 +29,13 @@ from kvexp.core.codecs import (
 )
 from kvexp.core.quantized import SlotBytes
 from kvexp.generate import generate
+from kvexp.hf import EvictionCache
 from kvexp.methods import H2O, Full
 from kvexp.util import ConfigError
 
 FORMATS = {
-    **{"fp8": FP8(), "nvfp4": NVFP4(), "q8_0": GGMLBlocks(8), "q4_0": GGMLBlocks(4), "u8": U8()},
+    **{"fp8": FP8(), "fp8_truncated": FP8(truncate=True), "nvfp4": NVFP4(), "u8": U8()},
+    **{"q8_0": GGMLBlocks(8), "q4_0": GGMLBlocks(4), "q4_0 keys of a llama": GGMLBlocks(4, neighbours=True, turn=-1)},
     **{f"turbo keys {bits}": TurboKeys(bits) for bits in (3, 4)},
     **{"turbo keys, signs": TurboKeys(3, signs=True), "turbo keys, not corrected": TurboKeys(4, correct=False)},
     **{f"turbo values {bits}": TurboValues(bits) for bits in (3, 4)},
@@ -73,6 +75,53 @@ def test_llama_cpps_blocks_are_its_own_to_the_byte(bits, kind):
         rows = form.encode(x)
         assert np.array_equal(rows.numpy(), wanted) and form.row_bytes(128) == wanted.shape[1]
         assert np.array_equal(form.decode(rows, 128).numpy(), gguf.dequantize(wanted, of))
+
+
+def sylvester(width):
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < width:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+TURNS = {  # channels of a head, turn of the format -> channels that are turned together
+    **{(64, 0): 1, (64, -1): 64, (64, 64): 64, (96, -1): 1, (128, -1): 128, (128, 64): 64, (192, -1): 64},
+}
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("width", "turn"), TURNS)
+def test_llama_cpp_turns_vectors_before_it_stores_them(width, turn, neighbours):
+    """Whole numbers, whose sums are exact: its conversion's permutation, its matrix, then the bytes of its package."""
+    size = TURNS[width, turn]
+    order = np.arange(width).reshape(2, -1).swapaxes(0, 1).ravel() if neighbours else np.arange(width)
+    q8_0, q4_0 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
+
+    def turned(x):
+        return (x.reshape(30, -1, size) @ sylvester(size) / np.float32(math.sqrt(size))).reshape(30, width)
+
+    generator = torch.Generator().manual_seed(11)
+    x, query = (torch.randint(-40, 41, (30, width), generator=generator).float() for _ in range(2))
+    for bits, kind in ((8, q8_0), (4, q4_0)):
+        form, wanted = GGMLBlocks(bits, neighbours, turn), gguf.quantize(turned(x.numpy()[:, order]), kind)
+        assert np.array_equal(form.encode(x).numpy(), wanted)
+        back = turned(gguf.dequantize(wanted, kind))
+        assert np.allclose(form.decode(form.encode(x), width).numpy()[:, order], back, atol=1e-4)
+        rounded = gguf.dequantize(gguf.quantize(turned(query.numpy()[:, order]), q8_0), q8_0)
+        read = form.query.decode(form.query.encode(query), width)
+        products = (read * form.decode(form.encode(x), width)).sum(-1)
+        assert np.allclose(products.numpy(), (rounded * gguf.dequantize(wanted, kind)).sum(-1), rtol=1e-4, atol=0.05)
+
+
+def test_vllms_cpu_cuts_off_what_e4m3_cannot_hold():
+    """The largest value that is not above a magnitude, subnormal numbers too."""
+    positive = [e4m3(code) for code in range(127)]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(positive)]
+    just_below = [math.nextafter(np.float32(value), 0) for value in positive[1:]]
+    numbers = [*positive, *middles, *just_below, *(some(200, seed=2) * 5).tolist(), 449.0, -1e6, -0.0]
+    for x, code in zip(numbers, FP8(truncate=True).encode(torch.tensor(numbers)).tolist(), strict=True):
+        assert code & 127 == max(n for n, value in enumerate(positive) if value <= abs(np.float32(x)))
+        assert code >> 7 == (x < 0)
 
 
 def e4m3(code):
@@ -223,14 +272,14 @@ def test_vllms_presets_take_its_bytes(preset):
     assert slots.of(101) - slots.of(100) == wanted
 
 
-@pytest.mark.parametrize("codec", ["fp8", "nvfp4", "q8_0", "q4_0", "u8"])
+@pytest.mark.parametrize("codec", ["fp8", "fp8_truncated", "nvfp4", "q8_0", "q4_0", "u8"])
 def test_bytes_are_those_of_the_buffers(codec):
     """A row of bytes for each slot, and one place in full precision (64 float32 and an index) for a token to come."""
     how = EngineQuantization(codec)
     streams = streams_of(9, 200, batch=1, heads=1, group=1, dim=64, value_dim=64, dtype=torch.float32)
     state = run_core(CacheConfig(Full(), quantization=how), streams, [200], max_new_tokens=1).states[0]
     slots = state.require_slots()
-    row = {"fp8": 64, "nvfp4": 36, "q8_0": 68, "q4_0": 36, "u8": 72}[codec]
+    row = {"fp8": 64, "fp8_truncated": 64, "nvfp4": 36, "q8_0": 68, "q4_0": 36, "u8": 72}[codec]
     assert slots.kv_bytes == 2 * (slots.positions.shape[2] * row + 64 * 4 + 8)
     assert SlotBytes(64, 64, how, itemsize=4).of(200) == 2 * (200 * row + 64 * 4 + 8)
 
@@ -252,10 +301,28 @@ def test_a_cache_is_the_plain_path_over_decoded_tensors(name, mode):
     agree(CacheConfig(H2O(), Budget(kv_ratio=0.5), mode=mode), how, streams_of(1, 26), [14, *[1] * 12])
 
 
+@pytest.mark.parametrize("codec", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_llama_cpps_query_is_rounded_at_every_step(codec, neighbours):
+    """Prompts are read in full precision; then eviction, and queries as `GGMLBlocks.query` reads them."""
+    how = EngineQuantization(codec, neighbours=neighbours)
+    streams = streams_of(1, 26, dim=64, value_dim=128)
+    agree(CacheConfig(H2O(), Budget(kv_ratio=0.5)), how, streams, [14, *[1] * 12])
+
+
+def test_the_model_says_how_llama_cpp_orders_its_keys():
+    for family, neighbours in {"llama": True, "qwen2": False}.items():
+        for width, rotate in {32: False, 64: None}.items():
+            cache = EvictionCache(tiny(family, head_dim=width), Full(), quantization=EngineQuantization("q8_0"))
+            assert cache.config.quantization == EngineQuantization("q8_0", rotate=rotate, neighbours=neighbours)
+    fp8 = EngineQuantization("fp8")
+    assert EvictionCache(tiny("llama"), Full(), quantization=fp8).config.quantization == fp8
+
+
 @pytest.mark.parametrize("codec", ["nvfp4", "q8_0", "q4_0"])
 def test_formats_of_blocks_run_under_a_model(codec):
     """Rows do not depend on their neighbours."""
-    model = tiny("llama", head_dim=32)
+    model = tiny("llama", head_dim=64)
     prompts = prompts_of(3, (40, 23))
     how = EngineQuantization(codec)
     both = generate(model, prompts, Full(), quantization=how)
@@ -267,6 +334,7 @@ REFUSED = {
     "bits of q8_0": (dict(codec="q8_0", key_bits=4), "q8_0 has its own bits"),
     "values of 8 bits": (dict(codec="turboquant", key_bits=4, value_bits=8), "values in 4 or 3, got key_bits=4"),
     "signs of fp8 keys": (dict(codec="turboquant", key_bits=8, value_bits=4, signs=True), "no effect with key_bits=8"),
+    "rotated fp8": (dict(codec="fp8", rotate=True), "rotate and neighbours are of codec=q8_0"),
     "no codec": (dict(codec="q5_0"), "codec must be"),
 }
 
@@ -281,6 +349,9 @@ def test_what_means_nothing_is_refused(case):
 def test_heads_that_a_format_cannot_hold():
     with pytest.raises(ConfigError, match="packs 32 channels at a time; a key head has 48"):
         EngineQuantization("q8_0").check_head(48, 64)
+    with pytest.raises(ConfigError, match=r"rotate=true turns 64 channels at a time.*a value head has 96"):
+        EngineQuantization("q8_0", rotate=True).check_head(64, 96)
+    EngineQuantization("q8_0").check_head(64, 96)
     with pytest.raises(ConfigError, match="a power of two; it has 96"):
         EngineQuantization("turboquant", 4, 4).check_head(96, 96)
     EngineQuantization("turboquant", 8, 4).check_head(96, 96)

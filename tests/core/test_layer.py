@@ -271,7 +271,9 @@ def test_what_cannot_be(case):
 def test_the_keys_of_the_group_are_fields():
     fields = {field.name for field in dataclasses.fields(CacheConfig)}
     assert set(CACHE) - {"evict_at_prefill", "evict_every", *STORAGE} <= fields
-    assert set(STORAGE) - {"bits", "codec", "signs"} == {field.name for field in dataclasses.fields(Quantization)}
+    assert set(STORAGE) - {"bits", "codec", "signs", "rotate"} == {
+        field.name for field in dataclasses.fields(Quantization)
+    }
 
 
 def test_one_object_stands_for_method_budget_and_keywords():

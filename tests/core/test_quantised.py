@@ -110,6 +110,9 @@ def by_hand(
         part = slice(start, start + width)
         padding = None if mask is None else mask[:, : start + width]
         new = [tensor[:, :, :, part] for tensor in (streams.q, streams.k, streams.v)]
+        form = how.keys.format if isinstance(how, EngineQuantization) and how.in_blocks and start else None
+        if form is not None:
+            new[0] = form.query.decode(form.query.encode(new[0]), new[0].shape[-1]).to(new[0].dtype)
         seen.out.append([state.forward(*(x[i] for x in new), params, padding) for i, state in enumerate(states)])
         seen.kept.append([state.kept_positions() for state in states])
         seen.score.append([scores_of(state) for state in states])
