@@ -50,7 +50,7 @@ SETTINGS = {
     "SUM, all queries (H2O)": ["method.aggregation=sum", "method.window=0"],
 }
 FULL, EIGHT = "full cache, f32", "full cache, u8 (default)"
-FORMATS = {  # of other engines, by their bytes: setting -> (engine, cache.codec)
+FORMATS = {  # of other engines, as kvexp stores them: setting -> (engine, cache.codec)
     "full cache, q8_0": ("llama.cpp, format", "q8_0"),
     "full cache, q4_0": ("llama.cpp, format", "q4_0"),
     "full cache, fp8": ("vLLM, format", "fp8"),
