@@ -156,8 +156,8 @@ class NVFP4:
 class GGMLBlocks:
     """llama.cpp's q8_0 (bits 8) and q4_0 (bits 4): blocks of 32 numbers with a float16 scale in front.
 
-    neighbours: channels that RoPE turns together, half a head apart in Hugging Face's order, are put beside each other
-        first, as llama.cpp keeps the keys of a llama. Blocks then hold other channels.
+    neighbours: channels that RoPE turns together, half a head apart in Hugging Face's order, become neighbours first,
+        as in llama.cpp's keys of a llama. Blocks then hold other channels.
     turn: channels that a Hadamard matrix turns together before they are stored (llama.cpp's PR 21038): 0, none; 64, as
         of its values; -1, as of its keys, the largest power of two that divides D. Only where 64 divides D. Decoding
         turns back, in place of the query and the output that llama.cpp turns: the same product.

@@ -68,7 +68,7 @@ VERIFIED = frozenset(
     ).split()
 )
 
-# Types with RoPE pairs half a head apart in transformers whose keys llama.cpp holds with the pairs beside each other:
+# Types with RoPE pairs half a head apart in transformers whose keys llama.cpp holds with the pairs as neighbours:
 # those whose query and key weights its conversion permutes. Other types have there the order of transformers.
 NEIGHBOURS = frozenset(
     [

@@ -521,7 +521,7 @@ _OF_BLOCKS = ("rotate", "neighbours")  # fields of quantisation for llama.cpp's 
 
 
 def _quantization_identity(quantization: AnyQuantization) -> dict[str, Any]:
-    """Settings of a quantisation as it is for the model; those of one format only with it."""
+    """Settings of a quantisation; rotation and order of channels only where the format has them."""
     plain = _plain(quantization, without=_OF_BLOCKS)
     if isinstance(quantization, EngineQuantization) and quantization.in_blocks:
         plain |= {"rotate": quantization.rotate is not False, "neighbours": quantization.neighbours}
