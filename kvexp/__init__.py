@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 # Bumped by every change that can move a number; part of the identity of a run.
-NUMERICS = 11
+NUMERICS = 12
 
 PUBLIC = ("compare", "generate", "list_methods", "list_models", "list_tasks", "load")
 PACKAGES = ("core", "generate", "hf", "methods", "results", "retrieval", "tasks")

@@ -30,7 +30,6 @@ from kvexp.generate import (
     GenerationParams,
     PrefilledContext,
     Token,
-    can_score_in_one_forward,
     generate,
     prefill,
     receipts,
@@ -427,7 +426,7 @@ class Bench:
                 [asks[place].continuation for _, place in some],
                 [asks[place].question for _, place in some],
                 max_new_tokens=ahead,
-                one_forward=can_score_in_one_forward(forks.cache.config) and not moves,
+                one_forward=forks.cache.config.only_grows and not moves,
             )
             for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
                 made[place] = Judged(judgement, receipt, context.seconds)

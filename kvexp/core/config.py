@@ -186,6 +186,12 @@ class CacheConfig:
         """Decode steps between evictions; None: none while decoding, by cadence or because the method does none."""
         return self.cadence.every if self.method.evicts_while_decoding else None
 
+    @property
+    def only_grows(self) -> bool:
+        """Whether no slot is evicted, selected or quantised while decoding: a forward may take several new tokens."""
+        selects = self.method.full_cache or self.method.per_query or self.quantization is not None
+        return not selects and (not self.method.evicts or self.evict_every is None)
+
 
 OPTIONS = tuple(each.name for each in fields(CacheConfig) if each.name not in ("method", "budget"))
 

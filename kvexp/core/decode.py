@@ -39,15 +39,19 @@ class BatchedEviction:
     def __init__(self, states: list[EvictionLayer], sizes: list[int], backends: list[InPlace]) -> None:
         self.states, self.sizes, self._backends = states, sizes, backends
         self.capacities = [state.require_slots().positions.shape[2] for state in states]
-        self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) == 1
+        self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) <= 1
         self.at_budget = all(backend.at_budget for backend in backends)  # then what is dead never changes
         self.out_of_budget = None if self.no_padding_slots else self.reach
         self.is_ragged = any(state.config.is_ragged for state in states)
+        self.max_sinks, self.priority_is_score = 0, True
+        self.sinks: int | Tensor = 0
+        if not states:
+            return
         budgets = [state.layer_slots for state in states if state.layer_slots is not None]
         self.recent = cat_rows([allowed.recent_by_head for allowed in budgets])[..., None]
         self.has_recent = any(recent for allowed in budgets for recent in allowed.recent)
         sinks = [state.config.method.sinks for state in states]
-        self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
+        self.sinks = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
         self.max_sinks = max(sinks)
         self.streaming = budgets[0].streaming  # such a cache has a stack of its own
         if self.streaming is not None:
@@ -248,7 +252,9 @@ class NoisedObserver:
 
 
 def stack_order(state: EvictionLayer) -> tuple[int, str]:
-    """Sort key of caches in a stack: plain attention first, then tempered or noised, last without observation."""
+    """Sort key of caches in a stack: plain attention, tempered or noised, without observation, last those that grow."""
+    if state.config.only_grows:
+        return 3, ""
     if state.score_spec is None:
         return 2, ""
     return (0, "") if state.score_spec.is_plain else (1, repr(state.score_spec.noise))

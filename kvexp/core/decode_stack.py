@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvexp.core import triton_ops
 from kvexp.core.attention import AttentionParams, apply_probs_any_width, decode_logits, token_share
-from kvexp.core.backends import InPlace
+from kvexp.core.backends import InPlace, stackable_width
 from kvexp.core.budget_shares import union_priority
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvexp.core.eviction import EvictionLayer
 
 # Slots of all rows, heads and layers: above it, merged buffers do not fit into a CPU's caches.
-MAX_MERGED_SLOTS = 1 << 20
+MAX_MERGED_SLOTS = 1 << 22
 # Layers whose heads have slots of their own are widened to the widest, up to so many times the columns of all: at 1.3
 # times, merged bookkeeping took 0.4 of the time of each layer by itself (30 layers, batch 1, 4k tokens on a CPU).
 MAX_WIDENING = 2.0
@@ -66,6 +66,7 @@ class CrossLayerBuffers:
     def reset(self) -> None:
         """Forget all layers, because the caches or their rows have changed; they merge again after the next step."""
         self.merged = False
+        self.dead = torch.empty(0)  # [L, R, H, S] bool: slots without a token, by the first layer for all
         self.out_of_budget: Tensor | None = None  # [L, R, H, S], of heads with slots of their own
         self._stacks: list[StackedLayer] = []  # of the layers registered so far, in order
         self._windows: list[int | None] = []
@@ -94,15 +95,14 @@ class CrossLayerBuffers:
         positions, width = first.slots.positions, self._width
         if positions.device.type == "cpu" and self.layers * positions[..., :1].numel() * width > MAX_MERGED_SLOTS:
             return False
-        ragged = first.eviction.is_ragged
+        ragged = first.products is not None
         limit = MAX_WIDENING if first.groups < ORDERED_GROUP else min(MAX_WIDENING, NEAR_WIDENING)
         if ragged and self.layers * width > limit * sum(one.slots.positions.shape[2] for one in self._stacks):
             return False
-        alike = len(set(self._windows)) == 1 and not first.pools_scores
-        return alike and all(
+        return len(set(self._windows)) == 1 and all(
             one.slots.positions.device == positions.device
             and (ragged or one.slots.positions.shape == positions.shape)
-            and first.eviction.same_policy(one.eviction)
+            and first.same_policy(one)
             for one in others
         )
 
@@ -114,7 +114,7 @@ class CrossLayerBuffers:
     def _merge(self) -> None:
         """Copy positions, scores and free slots of all layers into common buffers; the layers' own become views."""
         stacks = self._stacks
-        if stacks[0].eviction.is_ragged:
+        if stacks[0].products is not None:
             width = self._width
             for stack in stacks:
                 stack.widen(width)
@@ -130,16 +130,11 @@ class CrossLayerBuffers:
 
     # -- a step of all ------------------------------------------------------------------------------------------------
 
-    def write_token(self, stack: StackedLayer, positions: Tensor) -> Tensor:
-        """The slots [R, H, 1] that this layer's new tokens are written to.
-
-        Layer 0 writes the positions [R, 1] of all layers.
-        """
-        if stack.index == 0:
-            self.positions.scatter_(3, self.free_slots, positions[None, :, None].expand(self.free_slots.shape))
-            self.score.scatter_(3, self.free_slots, 0.0)
-            self._sums = []
-        return self.free_slots[stack.index]
+    def write_tokens(self, positions: Tensor) -> None:
+        """Write the positions [R, 1] of the new tokens into their slots of all layers."""
+        self.positions.scatter_(3, self.free_slots, positions[None, :, None].expand(self.free_slots.shape))
+        self.score.scatter_(3, self.free_slots, 0.0)
+        self._sums = []
 
     def collect(self, stack: StackedLayer, sums: Tensor, newest: Tensor) -> None:
         """Collect a layer's column sums [n, H, S]; after the last layer, accumulate and select victims for all layers.
@@ -149,19 +144,26 @@ class CrossLayerBuffers:
         self._sums.append(sums)
         if stack.index + 1 < self.layers:
             return
-        eviction = stack.eviction
-        eviction.accumulate(self.score, torch.stack(self._sums))
-        priority = (
-            self.score if eviction.priority_is_score else torch.stack([one.priority(newest) for one in self._stacks])
-        )
-        victim = eviction.select_victim(self.positions, priority, newest, self._windows[0], self.out_of_budget)
-        self.positions.scatter_(3, victim, -1)
-        self.free_slots.copy_(victim)
+        count, eviction = stack.num_evicting_rows, stack.eviction
+        if count:
+            columns = stack.evicting_columns
+            positions, score = (x[:, :count, :, :columns] for x in (self.positions, self.score))
+            eviction.accumulate(score, torch.stack(self._sums))
+            priority = score
+            if not eviction.priority_is_score:
+                priority = torch.stack([layer.priority(newest) for layer in self._stacks])
+            victims = eviction.select_victim(positions, priority, newest[:count], self._windows[0], self.out_of_budget)
+            positions.scatter_(3, victims, -1)
+            self.free_slots[:, :count] = victims
+        if stack.growing:
+            self.free_slots[:, count:] += 1
         self._sums = []
 
 
 def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     """Whether steady caches of this configuration can take the fast step; shared: one score spans all layers."""
+    if config.only_grows:
+        return config.mode == "overwrite" and config.positions == "original" and not config.is_ragged
     method, kind = config.method, type(config.method)
     plain = kind.initial_score is Method.initial_score and kind.after_eviction is Method.after_eviction
     plain = plain and method.needs == NOTHING and config.select.plain and config.keep is None
@@ -173,8 +175,9 @@ def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
 
 
 def can_fast_decode(state: EvictionLayer, query: Tensor, padding: Tensor | None) -> bool:
-    """Whether this forward brings one real token to every row, and each row has a free slot for it."""
-    return query.shape[2] == 1 and padding is None and state.is_steady
+    """Whether this forward brings one real token to every row, each row has a free slot, and no gradient is wanted."""
+    wants_gradients = query.requires_grad and torch.is_grad_enabled()
+    return query.shape[2] == 1 and padding is None and state.is_steady and not wants_gradients
 
 
 class StackedLayer:
@@ -184,24 +187,42 @@ class StackedLayer:
     of several caches become views of common buffers, so each cache still holds and reports its own slots. A cache with
     fewer slots than the largest has dead slots behind its own, which no token may take. buffers: what all layers of
     these caches share; None: each layer keeps its own.
+
+    free_slots [R, H, 1]: the slot that the next token of each row is written to, the last victim's or, of caches that
+    only grow, the first behind those in use. growing: those caches' layers, which come last.
     """
 
     def __init__(self, states: list[EvictionLayer], buffers: CrossLayerBuffers | None = None) -> None:
         self.states, self.index = states, states[0].index
         held = [state.require_slots() for state in states]
-        self.slots = held[0] if len(held) == 1 else Slots.stacked(held)
+        self.sizes = [slots.positions.shape[0] for slots in held]
+        self.growing = [state for state in states if state.config.only_grows]
+        evicting = states[: len(states) - len(self.growing)]
+        self.num_evicting_rows = sum(self.sizes[: len(evicting)])
+        most = max(slots.positions.shape[2] for slots in held)
+        if self.growing:
+            most = stackable_width(most, held[0].positions.device)
+        alone = len(held) == 1 and held[0].positions.shape[2] == most
+        self.slots = held[0] if alone else Slots.stacked(held, most)
         self.keys = self.slots.kv_buffers[0]
-        backends = [state.backend for state in states]
+        self._held = [slots.kv_buffers[0] for slots in held]
+        backends = [state.backend for state in evicting]
         assert all(isinstance(backend, InPlace) for backend in backends)
         self.backends: list[InPlace] = backends  # type: ignore[assignment]
-        self.sizes = [slots.positions.shape[0] for slots in held]
         self.products = RaggedProducts(self.slots) if isinstance(self.slots, RaggedSlots) else None
-        self.eviction = BatchedEviction(states, self.sizes, self.backends)
-        self.score_specs = [state.score_spec for state in states]
+        self.eviction = BatchedEviction(evicting, self.sizes[: len(evicting)], self.backends)
+        free = [backend.free_slots for backend in self.backends if backend.free_slots is not None]
+        heads = self.slots.positions.shape[1]
+        free += [
+            torch.full((rows, heads, 1), slots.length, device=slots.positions.device)
+            for slots, rows in list(zip(held, self.sizes, strict=True))[len(evicting) :]
+        ]
+        self.set_free(cat_rows(free))
+        self.score_specs = [None if state.config.only_grows else state.score_spec for state in states]
         self._sees_sinks: Tensor | None = None
         self.num_observing = sum(spec is not None for spec in self.score_specs)  # caches, and their rows
         self.num_observed_rows = sum(self.sizes[: self.num_observing])
-        self.pools_scores = any(map(_pools_scores, states))
+        self.pools_scores = any(map(_pools_scores, evicting))
         self.num_plain_rows = sum(
             n for n, spec in zip(self.sizes, self.score_specs, strict=True) if spec is not None and spec.is_plain
         )
@@ -211,6 +232,7 @@ class StackedLayer:
         moves = renumbered[0] and self.eviction.max_sinks
         self.sink_rerotation = SinkRerotation(self.eviction.max_sinks, self.eviction.sinks) if moves else None
         kernels = triton_ops.supported(states) and self.keys.dtype != torch.float64 and self.products is None
+        kernels = kernels and not self.growing
         self.fused = triton_ops.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
         self.buffers = CrossLayerBuffers(1) if buffers is None else buffers
         self.buffers.reset()
@@ -226,12 +248,15 @@ class StackedLayer:
             [state.advance(k, None) for state, k in zip(self.states, key.split(self.sizes), strict=True)]
         )
         newest = positions[:, None]  # [R, 1, 1]
-        if buffers.merged:
-            slots.write(buffers.write_token(self, positions), key, value)
-        else:
-            free = cat_rows([backend.pop_free() for backend in self.backends])
-            slots.write(free, key, value)
-            slots.set_metadata(free, positions, torch.zeros((), device=key.device).expand(free.shape))
+        if buffers.merged and self.index == 0:
+            buffers.write_tokens(positions)
+        slots.write(self.free_slots, key, value, behind=not self.num_evicting_rows)
+        if not buffers.merged:
+            slots.set_metadata(
+                self.free_slots, positions, torch.zeros((), device=key.device).expand_as(self.free_slots)
+            )
+        for state in self.growing:
+            state.require_slots().length += 1
         query = query.unflatten(1, (key.shape[1], -1))
         self.groups = query.shape[2]
         if self.fused is None:
@@ -242,25 +267,43 @@ class StackedLayer:
         if self.pools_scores:
             each = zip(self.states, self.score_specs, sums.split(self.sizes[: self.num_observing]), strict=False)
             sums = cat_rows([pool_sums(spec, own, state.sequence) for state, spec, own in each if spec is not None])
+        window = params.sliding_window
         if buffers.merged:
             buffers.collect(self, sums, newest)
         else:
-            self.eviction.accumulate(slots.score, sums)
-            window = params.sliding_window
-            free = self.eviction.select_victim(slots.positions, self.priority(newest), newest, window)
-            slots.invalidate(free)
-            for backend, part in zip(self.backends, free.split(self.sizes), strict=True):
-                backend.refill(part)
+            self._choose_next(slots.positions, slots.score, sums, newest, window)
             buffers.register_layer(self, window)
         for state in self.states:
-            state.note_first_eviction()
+            if not state.config.only_grows:
+                state.note_first_eviction()
             state.sequence.layer_done()
         return out.flatten(1, 2)
 
+    def _choose_next(self, positions: Tensor, score: Tensor, sums: Tensor, newest: Tensor, window: int | None) -> None:
+        """Add column sums to the scores, evict, and set the slots of the next tokens."""
+        count, columns = self.num_evicting_rows, self.evicting_columns
+        if count:
+            evicting = positions[:count, :, :columns]
+            self.eviction.accumulate(score[:count, :, :columns], sums)
+            victims = self.eviction.select_victim(evicting, self.priority(newest), newest[:count], window)
+            evicting.scatter_(2, victims, -1)
+            self.free_slots[:count] = victims
+        if self.growing:
+            self.free_slots[count:] += 1
+
     @property
-    def free_slots(self) -> Tensor:
-        """The free slot [R, H, 1] that the next token of each row is written to."""
-        return cat_rows([backend.free_slots for backend in self.backends if backend.free_slots is not None])
+    def is_current(self) -> bool:
+        """Whether the caches still hold the slots that this stack was made of, with room for a token more."""
+        held = [state.require_slots().kv_buffers[0] for state in self.states]
+        return all(one is other for one, other in zip(held, self._held, strict=True)) and not any(
+            state.lacks_slot for state in self.growing
+        )
+
+    def set_free(self, free: Tensor) -> None:
+        """Take free [R, H, 1] as the slots of the next tokens, a buffer that steps write in place."""
+        self.free_slots = free
+        for backend, part in zip(self.backends, free.split(self.sizes), strict=False):
+            backend.set_free(part)
 
     def hold_inputs(self, positions: Tensor) -> None:
         """Hold what the step in progress takes from schedules of the host at fixed addresses (`NoisedObserver`).
@@ -297,26 +340,32 @@ class StackedLayer:
         self.slots.widen(columns)
         self.eviction.widen(columns)
 
+    def same_policy(self, other: StackedLayer) -> bool:
+        """Whether another layer's stack of the same caches can choose its next slots together with this one's."""
+        grown, others = ([state.require_slots().length for state in stack.growing] for stack in (self, other))
+        return grown == others and (not self.num_evicting_rows or self.eviction.same_policy(other.eviction))
+
     def rebind(self, positions: Tensor, score: Tensor, free: Tensor) -> None:
         """Use these buffers, which hold the same numbers: positions, score [R, H, S]; free [R, H, 1]."""
         self.slots.positions, self.slots.score = positions, score
-        parts = [x.split(self.sizes) for x in (positions, score, free)]
-        for state, backend, slot_positions, own, spot in zip(self.states, self.backends, *parts, strict=True):
+        self.set_free(free)
+        parts = (x.split(self.sizes) for x in (positions, score))
+        for state, slot_positions, scores in zip(self.states, *parts, strict=True):
             slots = state.require_slots()
             count = slots.positions.shape[2]
-            slots.positions, slots.score = slot_positions[:, :, :count], own[:, :, :count]
-            backend.set_free(spot)
+            slots.positions, slots.score = slot_positions[:, :, :count], scores[:, :, :count]
 
     def _attend(self, query: Tensor, positions: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """Output [R, H, G, 1, Dv], and column sums [n, H, S] of the n rows that are observed, which come first.
 
         query [R, H, G, 1, D]; positions [R, 1]: of the new tokens.
         """
-        slots, newest = self.slots, positions[:, None]
-        if self.products is None:
-            x = decode_logits(query, slots.keys, slots.positions, newest, params)
+        slots, newest, products = self.slots, positions[:, None], self.products
+        columns, observed_columns = self._columns, self.evicting_columns
+        if products is None:
+            x = decode_logits(query, slots.keys[:, :, :columns], slots.positions[:, :, :columns], newest, params)
         else:
-            x = self.products.logits(query, newest, params)
+            x = products.logits(query, newest, params)
         offset: Tensor | None = None
         if (rotation := self.sink_rerotation) is not None:
             offset = rotation.offset(slots.positions, newest, no_padding_slots=self.eviction.no_padding_slots)
@@ -324,19 +373,37 @@ class StackedLayer:
         dead = self._invisible_mask(newest, offset, params)
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
-        probabilities = torch.softmax(x, dim=-1) if self.products is None else self.products.softmax(x)
+        probabilities = torch.softmax(x, dim=-1) if products is None else products.softmax(x)
         observed = probabilities
         if params.sinks is not None:
             share = token_share(x, params.sinks)
             observed = probabilities * torch.where(self.sees_sinks, share, 1.0)
             probabilities *= share
         drawn = self._noise_and_tau(positions, query.shape[2])
-        tempered = (part.observed_probs(x[part.rows], *its) for part, its in zip(self.noised, drawn, strict=True))
-        seen = cat_rows([part for part in (observed[: self.num_plain_rows], *tempered) if len(part)] or [observed[:0]])
+        tempered = (
+            part.observed_probs(x[part.rows][..., :observed_columns], *noise_and_tau)
+            for part, noise_and_tau in zip(self.noised, drawn, strict=True)
+        )
+        plain = observed[: self.num_plain_rows][..., :observed_columns]
+        seen = cat_rows([part for part in (plain, *tempered) if len(part)] or [plain])
         sums = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
-        if self.products is not None:
-            return self.products.output(), sums
-        return apply_probs_any_width(probabilities, slots.values), sums
+        if products is not None:
+            return products.output(), sums
+        return apply_probs_any_width(probabilities, slots.values[:, :, :columns]), sums
+
+    @property
+    def _columns(self) -> int:
+        """Columns that a step reads: on a CPU those in use, so that a cache's room to grow costs nothing."""
+        capacity = self.slots.positions.shape[2]
+        if not self.growing:
+            return capacity
+        used = max(state.require_slots().length for state in self.growing)
+        return min(capacity, stackable_width(max(used, self.evicting_columns), self.keys.device))
+
+    @property
+    def evicting_columns(self) -> int:
+        """Columns of the caches that evict, whose attention may be observed."""
+        return max(self.eviction.capacities, default=0)
 
     def _noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
         """Noise (None: none) and temperature of every group of rows in `noised`, at this step.
@@ -346,6 +413,7 @@ class StackedLayer:
         """
         buffers = self.buffers
         slot_positions = buffers.positions if buffers.merged else self.slots.positions[None]
+        slot_positions = slot_positions[..., : self.evicting_columns]
         layers = range(buffers.layers) if buffers.merged else [self.index]
         if not buffers.merged or self.index == 0:
             buffers.drawn = [part.noise_and_tau(positions, slot_positions, layers, groups) for part in self.noised]
@@ -357,10 +425,20 @@ class StackedLayer:
 
         newest [R, 1, 1]: position id of the new token; offset [R, 1, 1]: of `SinkRerotation`, None: not renumbered.
         """
-        slot_positions = self.slots.positions
-        dead = self.eviction.out_of_budget if self.eviction.at_budget else slot_positions < 0
-        if self.products is not None and self.eviction.at_budget:
-            dead = None  # the products leave out what lies behind a head's own slots
+        columns, buffers = self._columns, self.buffers
+        slot_positions = self.slots.positions[:, :, :columns]
+        if not self.growing:
+            dead = self.eviction.out_of_budget if self.eviction.at_budget else slot_positions < 0
+            if self.products is not None and self.eviction.at_budget:
+                dead = None  # the products leave out what lies behind a head's own slots
+        elif self._sees_all(columns):
+            dead = None
+        elif buffers.merged:
+            if self.index == 0:
+                buffers.dead = buffers.positions[..., :columns] < 0
+            dead = buffers.dead[self.index]
+        else:
+            dead = slot_positions < 0
         if params.sliding_window is None:
             return dead
         past = slot_positions <= newest - params.sliding_window
@@ -371,14 +449,25 @@ class StackedLayer:
             )
         return past if dead is None else past | dead
 
+    def _sees_all(self, columns: int) -> bool:
+        """Whether all of the first `columns` slots of every row hold a token that new ones see, as far as is known."""
+        return not self.num_evicting_rows and all(
+            slots.same_order and slots.length == columns and not state.sequence.padded
+            for state, slots in ((state, state.require_slots()) for state in self.growing)
+        )
+
     def priority(self, newest: Tensor) -> Tensor:
-        """The priority [R, H, S] of every slot, by the method of each row's cache; newest [R, 1, 1]."""
+        """The priority [n, H, S] of every slot of the caches that evict, by their methods; newest [R, 1, 1]."""
+        count, columns = self.num_evicting_rows, self.evicting_columns
         if self.eviction.priority_is_score:
-            return self.slots.score
-        priorities = []
-        for state, last in zip(self.states, newest[:, 0, 0].split(self.sizes), strict=True):
+            return self.slots.score[:count, :, :columns]
+        priorities, evicting = [], self.eviction.states
+        for state, last in zip(evicting, newest[:count, 0, 0].split(self.eviction.sizes), strict=True):
             allowed, slots = state.layer_slots, state.require_slots()
             assert allowed is not None
+            if state.config.method.priority_is_score and not state.config.is_union and allowed.streaming is None:
+                priorities.append(slots.score)
+                continue
             seeds = state.sequence.seeds.to(last.device)
             ctx = EvictionContext(
                 *(slots, state.index, allowed.slots_t, allowed.recent_t, last, seeds),
@@ -389,7 +478,7 @@ class StackedLayer:
             if state.config.is_union:
                 priority = union_priority(priority, logarithmic=state.config.method.priority_kind == "log_share")
             priorities.append(priority)
-        return cat_rows([pad_last_dim(priority, max(self.eviction.capacities), -torch.inf) for priority in priorities])
+        return cat_rows([pad_last_dim(priority, columns, -torch.inf) for priority in priorities])
 
 
 def _pools_scores(state: EvictionLayer) -> bool:

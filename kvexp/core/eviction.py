@@ -400,7 +400,7 @@ class EvictionLayer:
         None in place of the probabilities where they were not kept. observers: of a prompt, which fill here.
         """
         method, count = self.config.method, inputs.query.shape[3]
-        unobserved = method.score_spec is None and not method.per_query
+        unobserved = self.config.only_grows or (method.score_spec is None and not method.per_query)
         # For one query on a CPU, SDPA takes longer than the two matrix products.
         if self.sequence.in_prompt or (unobserved and (count > 1 or inputs.query.device.type != "cpu")):
             return compute_attention(inputs, list(observers)), None
@@ -494,7 +494,7 @@ class EvictionLayer:
     def _update_score(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
         """Sum up this forward's attention as the method's `score_spec` says and add it to the score; see `update`."""
         spec, sequence, config = self.score_spec, self.sequence, self.config
-        if spec is None or (not sequence.in_prompt and not config.method.evicts_while_decoding):
+        if spec is None or (not sequence.in_prompt and (config.only_grows or not config.method.evicts_while_decoding)):
             return
         key = (spec.sums_key, config.observe)
         sums = seen.get(key) if sequence.in_prompt else None
@@ -740,14 +740,30 @@ class EvictionLayer:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the next token fits into a free slot and its eviction frees exactly one, as the fast step needs."""
-        steady = self.fast_path_allowed and isinstance(self.backend, InPlace) and self.backend.is_steady
-        return steady and not self._lacks_room
+        """Whether the next token has a slot of its own, behind those in use or the one that an eviction has freed."""
+        if not self.fast_path_allowed or self.slots is None:
+            return False
+        if self.config.only_grows:
+            return self.sequence.prompt_complete and self.due_eviction is None
+        return isinstance(self.backend, InPlace) and self.backend.is_steady and not self._lacks_room
+
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether the buffers of a cache that grows are full."""
+        return self.require_slots().length == self.require_slots().keys.shape[2]
+
+    def grow(self) -> None:
+        """Give a cache that grows room for another token."""
+        self.require_slots().make_room(1, self.final_length)
+        self._count_bytes()
 
     def _single_stack(self) -> StackedLayer:
         """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
-        self.require_slots().own()  # it is about to overwrite a slot
-        if self._stack is None or self._stack.keys is not self.require_slots().kv_buffers[0]:
+        if not self.config.only_grows:
+            self.require_slots().own()  # it is about to overwrite a slot
+        elif self.lacks_slot:
+            self.grow()
+        if self._stack is None or not self._stack.is_current:
             # By a proxy: if layer and stack held each other, the slots would stay until Python looks for cycles.
             self._stack = StackedLayer([weakref.proxy(self)], self.cross_layer_buffers)
         return self._stack
@@ -756,8 +772,7 @@ class EvictionLayer:
     def decode_stacks(self) -> list[StackedLayer] | None:
         """What takes the next decode step, once fast steps have been taken; None: no fast step has been, or will be."""
         stack = self._stack
-        steady = stack is not None and self.is_steady and stack.keys is self.require_slots().kv_buffers[0]
-        return [stack] if stack is not None and steady else None
+        return [stack] if stack is not None and self.is_steady and stack.is_current else None
 
     def _leave_fast_path(self) -> None:
         """Drop the stacked layer and the merged buffers: this forward is computed by `store`, `attend` and `update`."""

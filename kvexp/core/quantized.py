@@ -755,7 +755,7 @@ class QuantizedSlots(Slots):
         for states in self._states:
             states.own()
 
-    def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, index: Tensor, keys: Tensor, values: Tensor, *, behind: bool = False) -> None:
         """Store tokens in the slots index [B, H, Q], in full precision: keys [B, H, Q, D], values [B, H, Q, Dv]."""
         self._dense = {}
         self.key_states.add(index, keys)

@@ -65,6 +65,7 @@ class SequenceState:
     it. max_new_tokens: tokens to come, for budgets and temperatures that depend on them. max_positions: of the model;
     None: no limit. num_beams: rows of each sample. seeds [B]: of noise inside methods.
 
+    by_token: whether each layer takes the tokens of a chunk one by one (`begin_chunk`); else a forward's at once.
     past_len: columns before the forward in progress; seq_len: columns with it; num_real [B] int64: real tokens so far;
     decode_steps: columns after the prompt and before the forward; layers_done: layers that have finished the forward.
     ConfigError for impossible prompts, CacheError for forwards out of order.
@@ -86,6 +87,7 @@ class SequenceState:
         self.prompt_columns, self.max_new_tokens = prompt_columns, max_new_tokens
         self.max_positions, self.num_beams, self.initial_seeds = max_positions, num_beams, seeds
         self.multi_token_steps_allowed = False
+        self.by_token = False
         self._declared_prompt = prompt_columns
         self.reset()
 
@@ -116,6 +118,8 @@ class SequenceState:
         self.num_real: Tensor | None = None
         self.seeds: Tensor = torch.zeros(0)
         self._positions: dict[torch.device, Tensor] = {}
+        self._chunk: list[tuple[int, int, Tensor, dict[torch.device, Tensor]]] | None = None
+        self._chunk_place = 0
         self.spans: MarkedSpans | None = None  # of the prompts, where any were marked
 
     @property
@@ -145,7 +149,10 @@ class SequenceState:
         mask [B, columns so far]: 0 for padding; None: no padding. layers: how many layers must have finished the
         previous forward, else CacheError.
         """
-        if self.seq_len and self.layers_done != layers:
+        if self._chunk is not None and self._chunk_place + 1 < len(self._chunk):
+            self._take_chunk_place(self._chunk_place + 1)
+            return
+        if self._chunk is None and self.seq_len and self.layers_done != layers:
             raise CacheError(
                 f"the last forward reached {self.layers_done} of {layers} layers, so their caches are out of step: "
                 "after an interrupted forward start again with a new cache"
@@ -180,12 +187,37 @@ class SequenceState:
         else:
             self.num_real = num_real + width
         self._positions = {device: positions}
+        if self._chunk is not None:
+            self._chunk.append((self.past_len, self.seq_len, self.num_real, self._positions))
+            self._chunk_place += 1
         if self.seq_len == self.prompt_columns:
             self.prompt_lengths = [int(n) for n in self.num_real.tolist()]
             if 0 in self.prompt_lengths:
                 row = self.prompt_lengths.index(0)
                 raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
             self.padded = min(self.prompt_lengths) != self.prompt_columns
+
+    # A chunk of a forced text passes layer by layer: each layer takes its tokens one by one, in forwards of one column,
+    # and the next layer begins with the first token again, in the forwards that the first layer has started.
+
+    def begin_chunk(self) -> None:
+        """Begin a chunk of new tokens behind the prompt, all of which the first layer takes before the second."""
+        assert self._chunk is None and self.num_real is not None
+        self._chunk, self._chunk_place = [(self.past_len, self.seq_len, self.num_real, self._positions)], 0
+
+    def restart_chunk(self) -> None:
+        """Go back to the chunk's first token, for the next layer."""
+        self._take_chunk_place(0)
+
+    def end_chunk(self, layers: int) -> None:
+        """End the chunk, which all `layers` layers have taken."""
+        self._chunk, self.layers_done = None, layers
+
+    def _take_chunk_place(self, place: int) -> None:
+        """Be in the forward of the chunk's token number `place`, from 1; 0: before the first."""
+        assert self._chunk is not None
+        self._chunk_place = place
+        self.past_len, self.seq_len, self.num_real, self._positions = self._chunk[place]
 
     def mark_spans(self, spans: Sequence[Sequence[Span]], prompts: Sequence[int]) -> None:
         """Mark spans of every sample's prompt, in its real tokens; prompts: real tokens of each. Before the prompt."""

@@ -96,15 +96,19 @@ class Slots:
         known.
         """
         count = keys.shape[2]
-        if self.length + count > self.keys.shape[2]:
-            reserve = max(reserve - self.length - count, 0) if reserve else (GROWTH if self.length else 0)
-            self._grow(count + reserve)
+        self.make_room(count, reserve)
         new = slice(self.length, self.length + count)
         self.keys[:, :, new], self.values[:, :, new] = keys, values
         self.positions[:, :, new], self.score[:, :, new] = positions[:, None], score
         if self.visible is not None:
             self.visible[:, :, new] = True
         self.length += count
+
+    def make_room(self, count: int, reserve: int = 0) -> None:
+        """Grow the buffers unless they have room for `count` tokens more; reserve: as of `append`."""
+        if self.length + count > self.keys.shape[2]:
+            reserve = max(reserve - self.length - count, 0) if reserve else (GROWTH if self.length else 0)
+            self._grow(count + reserve)
 
     def alias(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor) -> None:
         """Share the buffers of another cache's prompt: keys, values [B, H, S, *], positions [B, S], score [B, H, S].
@@ -123,8 +127,7 @@ class Slots:
         for name, old in self.tensors.items():
             new = old.new_empty(*old.shape[:2], self.length + by, *old.shape[3:])
             new[:, :, : self.length] = old[:, :, : self.length]
-            if name == "positions":
-                new[:, :, self.length :] = -1
+            _fill_invalid(name, new[:, :, self.length :])
             self._replace(name, new)
         self._shared = False
 
@@ -140,12 +143,14 @@ class Slots:
         """Whether a copy reads the same keys and values, so that the next write moves these to buffers of their own."""
         return self._shared
 
-    def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, index: Tensor, keys: Tensor, values: Tensor, *, behind: bool = False) -> None:
         """Overwrite the key and value of one slot per head.
 
-        index [B, H, 1]: of the slots; keys [B, H, 1, D]; values [B, H, 1, Dv].
+        index [B, H, 1]: of the slots; keys [B, H, 1, D]; values [B, H, 1, Dv]. behind: whether the slots lie behind all
+        that a copy can share.
         """
-        self.own()
+        if not behind:
+            self.own()
         self.keys.scatter_(2, index[..., None].expand(-1, -1, -1, self.keys.shape[-1]), keys)
         self.values.scatter_(2, index[..., None].expand(-1, -1, -1, self.values.shape[-1]), values)
 
@@ -192,12 +197,12 @@ class Slots:
         self._shared = False
 
     @classmethod
-    def stacked(cls, parts: list[Slots]) -> Slots:
-        """The slots of several caches in common buffers [R, H, largest C, *]; `parts` become views of them.
+    def stacked(cls, parts: list[Slots], most: int) -> Slots:
+        """The slots of several caches in common buffers [R, H, most, *]; `parts` become views of them.
 
-        Behind the slots of a cache with fewer than the largest, slots are dead.
+        Behind the slots of a cache with fewer, slots are dead. most: columns, at least as many as any part has.
         """
-        sizes, most = [part.keys.shape[0] for part in parts], max(part.keys.shape[2] for part in parts)
+        sizes = [part.keys.shape[0] for part in parts]
         capacities = [part.keys.shape[2] for part in parts]
         whole = []
         for name, like in parts[0].tensors.items():
@@ -422,7 +427,7 @@ class RaggedSlots(Slots):
             self.positions = torch.cat([self.positions, self.positions.new_full((b, h, count), -1)], dim=2)
             self.score = torch.cat([self.score, self.score.new_zeros(b, h, count)], dim=2)
 
-    def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, index: Tensor, keys: Tensor, values: Tensor, *, behind: bool = False) -> None:
         """As `Slots.write`, of n slots per head: index [B, H, n], keys [B, H, n, D], values [B, H, n, Dv]."""
         places = self.packed("keys").places(index)  # of values too, which are as wide
         self.packed("keys").write(places, keys)

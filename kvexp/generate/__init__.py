@@ -13,7 +13,6 @@ from kvexp.generate.inputs import EvictionStats, Generation, GenerationParams, T
 from kvexp.generate.kl import KL, Forcing, divergence_from_full, divergence_of_batches
 from kvexp.generate.loglikelihood import (
     Token,
-    can_score_in_one_forward,
     continuation_logprobs,
     score_continuations,
     score_tokens,
@@ -31,7 +30,6 @@ __all__ = [
     "PrefilledContext",
     "Timing",
     "Token",
-    "can_score_in_one_forward",
     "continuation_logprobs",
     "decode",
     "decode_batches",

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvexp.core.decode import cat_rows
 from kvexp.generate.inputs import check_finite, check_length, check_tokens, rows_that_fit
 from kvexp.generate.loop import MIN_ENDED_SHARE, batched_cache
-from kvexp.generate.prefill import PrefilledContext, decode_step
+from kvexp.generate.prefill import PrefilledContext, decode_step, feed_chunk
+from kvexp.hf import MultiMethodCache
 from kvexp.util import TEXTS, ConfigError, worked
 
+# Tokens of a text in one forward. A single one would be attended to by other products, so that a row's last digits
+# would depend on the company that cuts its text into chunks.
+MIN_CHUNK, MAX_CHUNK = 2, 32
+MAX_LOGIT_BYTES = 256 << 20  # of such a forward
 ROWS_AT_ONCE = 16  # rows whose log-softmax is held at a time: 16 x 49k x 4 bytes is 3 MB
 
 
@@ -57,14 +63,14 @@ class Forcing:
     writes while the variants are fed it.
 
     The fields below belong to `divergence_of_batches`: logits [R, V], of R rows, one per context and prompt, for the
-    next token; positions [R, 1]: of the token that is fed next; ended: nothing of the texts is left to compare.
+    next token; prompt_lengths [B, 1]; ended: nothing of the texts is left to compare.
     """
 
     full: PrefilledContext
     variants: Sequence[PrefilledContext]
     texts: Sequence[Sequence[int]] | None = None
     logits: Tensor = field(init=False, repr=False)
-    positions: Tensor = field(init=False, repr=False)
+    prompt_lengths: Tensor = field(init=False, repr=False)
     ended: bool = field(init=False, default=False)
 
     @property
@@ -85,7 +91,7 @@ class Forcing:
     def begin(self, max_new_tokens: int | None, eos: Sequence[int]) -> None:
         """Set the state before the first token; max_new_tokens, eos: of the full cache's own answers."""
         self.logits = torch.cat([context.logits for context in self.contexts])
-        self.positions = (self.full.mask.sum(1, keepdim=True) - 1).repeat(len(self.contexts), 1)
+        self.prompt_lengths = self.full.mask.sum(1, keepdim=True)
         device = self.full.ids.device
         self._width = max(map(len, self.texts)) if self.texts is not None else int(max_new_tokens or 0)
         self._padded = None if self.texts is None else _padded(self.texts, self._width).to(device)
@@ -94,19 +100,30 @@ class Forcing:
         self._steps: list[Tensor] = []
         self._fed: list[Tensor] = []
 
-    def compare_next(self) -> Tensor:
-        """Compare the next token, unless all are; returns what is to be fed then, [R, 1]."""
+    def compare_next(self, logits: Tensor) -> None:
+        """Compare the next token, unless all are, by the logits [R, V] that predict it."""
         if not self.ended:
-            full, column = self.logits[: self.size], len(self._fed)
+            full, column = logits[: self.size], len(self._fed)
             token = full.argmax(-1).to(self._over.device) if self._padded is None else self._padded[:, column]
-            self._steps.append(compare(full, self.logits[self.size :], token))
+            self._steps.append(compare(full, logits[self.size :], token))
             self._fed.append(token)
             self.ended = column + 1 == self._width
             if self._padded is None and not self.ended:  # only own answers end early, and asking waits for the device
                 self._over = self._over | torch.isin(token, self._end_ids)
                 self.ended = bool(self._over.all())
-        self.positions = self.positions + 1
-        return self._fed[-1][:, None].repeat(len(self.contexts), 1)
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be compared."""
+        return self._width - len(self._fed)
+
+    def tokens_and_positions(self, count: int) -> tuple[Tensor, Tensor]:
+        """What is fed next, [R, count]: tokens from the last compared one on, and their position ids."""
+        ahead = len(self._fed) - 1 + torch.arange(count, device=self.prompt_lengths.device)
+        last = self._width - 1  # which is repeated behind the text of a batch that has ended
+        tokens = self._fed[-1][:, None] if self._padded is None else self._padded[:, ahead.clamp_max(last)]
+        positions = self.prompt_lengths + ahead
+        return tokens.repeat(len(self.contexts), 1), positions.repeat(len(self.contexts), 1)
 
     def found(self) -> list[list[KL]]:
         """Variant -> row, once all tokens are compared."""
@@ -211,26 +228,70 @@ def divergence_of_batches(
         return [[[row for rows in groups for row in rows] for groups in variants] for variants in each]
     for batch in batches:
         batch.begin(max_new_tokens, eos)
-    going, cache = batches, batched_cache([context for batch in batches for context in batch.contexts])
+    going, feeder = batches, _Feeder(model, batches)
     texts = sum(len(batch.variants) * batch.size for batch in batches)
     longest = max((len(text) for batch in batches for text in batch.texts or ()), default=max_new_tokens or 0)
     while True:
         worked(TEXTS, texts / max(1, longest))
-        tokens = [batch.compare_next() for batch in going]
+        for batch in going:
+            batch.compare_next(batch.logits)
         if all(batch.ended for batch in going):
             break
         # Leaving some out copies the caches of the others: worth it once they are many.
-        if sum(each.rows for each in going if each.ended) >= MIN_ENDED_SHARE * sum(each.rows for each in going):
-            tokens = [token for batch, token in zip(going, tokens, strict=True) if not batch.ended]
+        if sum(batch.rows for batch in going if batch.ended) >= MIN_ENDED_SHARE * sum(batch.rows for batch in going):
             going = [batch for batch in going if not batch.ended]
-            cache = batched_cache([context for batch in going for context in batch.contexts])
-        logits = decode_step(model, torch.cat(tokens), torch.cat([batch.positions for batch in going]), cache)
-        for batch, own in zip(going, logits.split([batch.rows for batch in going]), strict=True):
-            batch.logits = own
+            feeder = _Feeder(model, going)
+        width = feeder.width(min(batch.left for batch in going if not batch.ended))
+        fed = [batch.tokens_and_positions(width) for batch in going]
+        logits = feeder.feed(*(torch.cat(each) for each in zip(*fed, strict=True)))
+        for batch, columns in zip(going, logits.split([batch.rows for batch in going]), strict=True):
+            for column in range(width - 1):
+                batch.compare_next(columns[:, column])
+            batch.logits = columns[:, -1]
+        worked(TEXTS, (width - 1) * texts / max(1, longest))
     for batch in batches:
         for context in batch.contexts:
             check_finite(context.cache)
     return [batch.found() for batch in batches]
+
+
+class _Feeder:
+    """Feeds the rows of some batches: texts in chunks of up to `most` tokens, own answers token by token.
+
+    Caches that cannot take a chunk layer by layer (`EvictionCache.takes_chunks`) take its tokens in as many forwards.
+    """
+
+    def __init__(self, model: PreTrainedModel, batches: Sequence[Forcing]) -> None:
+        contexts = [context for batch in batches for context in batch.contexts]
+        self.model, self.sizes = model, [len(context.ids) for context in contexts]
+        known = all(batch.texts is not None for batch in batches)
+        token_bytes = 4 * contexts[0].logits.shape[-1] * sum(self.sizes)
+        self.most = min(MAX_CHUNK, max(MIN_CHUNK, MAX_LOGIT_BYTES // token_bytes)) if known else 1
+        chunked = [i for i, context in enumerate(contexts) if known and context.cache.takes_chunks]
+        single = [i for i in range(len(contexts)) if i not in chunked]
+        self.parts = [
+            (members, batched_cache([contexts[i] for i in members], by_layer=members is chunked))
+            for members in (chunked, single)
+            if members
+        ]
+
+    def width(self, left: int) -> int:
+        """Tokens to feed next where the shortest text has `left`, behind which its last token is repeated."""
+        return min(self.most, max(left, MIN_CHUNK))
+
+    def feed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits [R, n, V] after each of n tokens per row, token ids and position ids [R, n]."""
+        outputs: dict[int, Tensor] = {}
+        rows = list(zip(tokens.split(self.sizes), positions.split(self.sizes), strict=True))
+        for members, cache in self.parts:
+            ids, places = (torch.cat(each) for each in zip(*(rows[i] for i in members), strict=True))
+            if isinstance(cache, MultiMethodCache) and cache.by_layer:
+                logits = feed_chunk(self.model, ids, places, cache)
+            else:
+                columns = zip(ids.split(1, dim=1), places.split(1, dim=1), strict=True)
+                logits = torch.stack([decode_step(self.model, *column, cache) for column in columns], dim=1)
+            outputs |= zip(members, logits.split([self.sizes[i] for i in members]), strict=True)
+        return cat_rows([outputs[i] for i in range(len(rows))]) if len(self.parts) > 1 else logits
 
 
 @torch.no_grad()

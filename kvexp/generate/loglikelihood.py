@@ -104,7 +104,7 @@ def score_tokens(
     for row, (question, continuation) in enumerate(zip(before, continuations, strict=True)):
         fed[row, : lengths[row]] = torch.as_tensor([*question, *continuation])
     fed = fed.to(context.ids.device)
-    if one_forward and not can_score_in_one_forward(cache.config):
+    if one_forward and not cache.config.only_grows:
         what = "quantises" if cache.config.quantization is not None else "evicts"
         raise ConfigError(f"method {cache.config.method.name} {what} while decoding: feed it one token at a time")
     if one_forward and (moving := MovingRope.of(model.config)) is not None:
@@ -120,14 +120,6 @@ def score_tokens(
     check_finite(cache)
     rows = [[Token(*pair) for part in parts for pair in part] for parts in zip(*tokens, strict=True)]
     return [row[len(question) : length] for row, question, length in zip(rows, before, lengths, strict=True)]
-
-
-def can_score_in_one_forward(config: CacheConfig) -> bool:
-    """Whether nothing is evicted, selected or quantised while decoding, so that one forward may take several tokens."""
-    method = config.method
-    if method.full_cache or method.per_query or config.quantization is not None:
-        return False
-    return not method.evicts or config.evict_every is None
 
 
 def score_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:

@@ -281,11 +281,12 @@ class _Output:
         self.early_stats |= {row: receipt_of(self.cache, row) for row in fresh}
 
 
-def batched_cache(contexts: Sequence[PrefilledContext]) -> EvictionCache | MultiMethodCache:
-    """The cache through which the rows of all contexts take their next token together."""
-    if len(contexts) == 1:
+def batched_cache(contexts: Sequence[PrefilledContext], *, by_layer: bool = False) -> EvictionCache | MultiMethodCache:
+    """The cache through which the rows of all contexts take their next tokens; by_layer: as of `MultiMethodCache`."""
+    if len(contexts) == 1 and not by_layer:
         return contexts[0].cache
-    return MultiMethodCache([context.cache for context in contexts], [len(context.ids) for context in contexts])
+    sizes = [len(context.ids) for context in contexts]
+    return MultiMethodCache([context.cache for context in contexts], sizes, by_layer=by_layer)
 
 
 class _TokenWatch(StoppingCriteria):  # type: ignore[misc]

@@ -169,6 +169,15 @@ def decode_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache:
     return forward_columns(model, token, token.new_ones(token.shape[0], 0), positions, cache, keep=1)[:, -1]
 
 
+def feed_chunk(model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: MultiMethodCache) -> Tensor:
+    """Logits [R, n, V] after each of n known tokens per row: token ids and position ids [R, n].
+
+    The numbers of n `decode_step`s, but layer by layer (`MultiMethodCache.chunk`).
+    """
+    with cache.chunk():
+        return forward_columns(model, tokens, tokens.new_ones(len(tokens), 0), positions, cache, keep=tokens.shape[1])
+
+
 @torch.no_grad()
 def prefill_together(
     model: PreTrainedModel,

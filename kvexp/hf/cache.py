@@ -6,7 +6,8 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -29,7 +30,16 @@ from kvexp.core.eviction import CacheState
 from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
-from kvexp.hf.layers import WindowLayer, compose, hand_out, join, select_states, state_bytes, state_numbers
+from kvexp.hf.layers import (
+    EvictionCacheLayer,
+    WindowLayer,
+    compose,
+    hand_out,
+    join,
+    select_states,
+    state_bytes,
+    state_numbers,
+)
 from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.hf.patch import check_patched, layer_input, output_blocks, output_factors
 from kvexp.hf.probe import check_heads, layer_ropes, other_layers
@@ -330,6 +340,12 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return [self.layers[number].state for number in self.held]
 
     @property
+    def takes_chunks(self) -> bool:
+        """Whether several known tokens can pass layer by layer, since no layer reads what another has made of them."""
+        apart = self.cross_layer_score is None and not self.config.method.joins_layers and self.moving is None
+        return apart and all(type(layer) is EvictionCacheLayer and not layer.shared for layer in self.layers)
+
+    @property
     def windows(self) -> list[WindowLayer]:
         """What the layers keep whose queries see a window or a chunk."""
         states = (getattr(layer, "state", None) for layer in self.layers)
@@ -533,19 +549,22 @@ MAX_PAD_BYTES = 8 << 20  # about what a step of another stack takes to read on a
 class FastStepGroup:
     """The caches that take a decode step together, because every layer of theirs can take the fast step.
 
-    states: the layers of each cache. eligible: indices of these caches, as of the step in progress.
+    states: the layers of each cache. by_layer: as of `MultiMethodCache`; then each layer stacks the caches that can in
+    it, and shares no buffers with others. eligible: indices of these caches, as of the step in progress.
     """
 
-    def __init__(self, states: list[list[State]]) -> None:
-        self.states = states
+    def __init__(self, states: list[list[State]], *, by_layer: bool = False) -> None:
+        self.states, self.by_layer = states, by_layer
         self.eligible: list[int] = []
         self._buffers: dict[tuple[int, ...], CrossLayerBuffers] = {}
 
-    def refresh(self, query: Tensor, padding: Tensor | None) -> None:
-        """Find the eligible caches; called at a decode step's first layer, so that all its layers stack the same ones.
+    def refresh(self, index: int, query: Tensor, padding: Tensor | None) -> None:
+        """Find the caches that are eligible in layer `index`, or the first layer's for all layers of a decode step.
 
         query [R, H * G, 1, D]; padding as of `LayerCache.forward`.
         """
+        if index and not self.by_layer:
+            return
         # Layers whose heads hold different numbers of slots take the fast step by themselves.
         eligible = [
             i
@@ -553,8 +572,9 @@ class FastStepGroup:
             if all(
                 isinstance(state, EvictionLayer)
                 and not state.config.is_ragged
+                and not (self.by_layer and state.config.only_grows)  # which take chunks at once
                 and can_fast_decode(state, query, padding)
-                for state in layers
+                for state in (layers[index : index + 1] if self.by_layer else layers)
             )
         ]
         if eligible != self.eligible:
@@ -563,6 +583,8 @@ class FastStepGroup:
 
     def buffers(self, members: list[int]) -> CrossLayerBuffers:
         """The buffers that all layers of the stack of caches `members` (indices) share; made at the first call."""
+        if self.by_layer:
+            return CrossLayerBuffers(1)
         return self._buffers.setdefault(tuple(members), CrossLayerBuffers(len(self.states[0])))
 
 
@@ -575,6 +597,7 @@ class MultiLayer:
 
     def __init__(self, states: list[State], rows: list[int], fast_group: FastStepGroup) -> None:
         self.states, self.rows, self.fast_group = states, rows, fast_group
+        self._inputs: dict[int, Tensor] = {}  # of the layer, by cache, where methods score tokens by them
         self._eligible: list[int] = []
         self._stacks: list[tuple[list[int], StackedLayer]] = []
 
@@ -586,8 +609,9 @@ class MultiLayer:
     def take_input(self, hidden: Tensor) -> None:
         """Hand what this layer gets [rows, Q, n] to the caches whose methods score tokens by it."""
         parts = [hidden] * len(self.states) if self.seq_len == 0 else hidden.split(self.rows)
+        self._inputs = dict(enumerate(parts))
         for state, part in zip(self.states, parts, strict=True):
-            if isinstance(state, EvictionLayer):
+            if isinstance(state, EvictionLayer) and not state.sequence.by_token:
                 state.take_input(part)
 
     def forward(
@@ -596,29 +620,54 @@ class MultiLayer:
         """As `LayerCache.forward`."""
         if self.seq_len == 0:
             return self._prompt(query, key, value, params, padding)
-        parts = [x.split(self.rows) for x in (query, key, value)]
+        inputs = dict(enumerate(zip(*(x.split(self.rows) for x in (query, key, value)), strict=True)))
+        by_token = {i: inputs.pop(i) for i, state in enumerate(self.states) if state.sequence.by_token}
+        outputs = self._step(inputs, params, padding)
+        if by_token:
+            steps = []
+            for member in by_token:
+                self.states[member].sequence.restart_chunk()
+            for j in range(query.shape[2]):
+                token = {i: tuple(x[:, :, j : j + 1] for x in each) for i, each in by_token.items()}
+                for i in token:
+                    if i in self._inputs and isinstance(state := self.states[i], EvictionLayer):
+                        state.take_input(self._inputs[i][:, j : j + 1])
+                steps.append(self._step(token, params, None))
+            outputs |= {i: torch.cat([step[i] for step in steps], dim=2) for i in by_token}
+        return torch.cat([outputs[member] for member in range(len(self.states))])
+
+    def _step(
+        self, inputs: dict[int, tuple[Tensor, ...]], params: AttentionParams, padding: Tensor | None
+    ) -> dict[int, Tensor]:
+        """The attention output of caches, by index; inputs: query, key and value of the rows of each."""
         outputs: dict[int, Tensor] = {}
-        for members, stack in self._stacked(query, padding):
-            q, k, v = (torch.cat([part[member] for member in members]) for part in parts)
-            sizes = [self.rows[member] for member in members]
-            outputs |= zip(members, stack.forward(q, k, v, params).split(sizes), strict=True)
-        for member, state in enumerate(self.states):
+        if not inputs:
+            return outputs
+        for members, stack in self._stacked(next(iter(inputs.values()))[0], padding):
+            if members[0] in inputs:
+                q, k, v = (torch.cat(parts) for parts in zip(*(inputs[member] for member in members), strict=True))
+                sizes = [self.rows[member] for member in members]
+                outputs |= zip(members, stack.forward(q, k, v, params).split(sizes), strict=True)
+        for member, (q, k, v) in inputs.items():
             if member not in outputs:
                 mask = None if padding is None else padding.split(self.rows)[member]
-                q, k, v = (part[member] for part in parts)
-                outputs[member] = state.forward(q, k, v, params, mask)
-        return torch.cat([outputs[member] for member in range(len(self.states))])
+                outputs[member] = self.states[member].forward(q, k, v, params, mask)
+        return outputs
 
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], StackedLayer]]:
         """The stacks of caches that take this step together, as pairs (indices of the caches, their stacked layer).
 
         Made anew when other caches are eligible. Caches of renumbered positions have stacks of their own.
         """
-        if self.states[0].index == 0:
-            self.fast_group.refresh(query, padding)
+        if query.shape[2] > 1 and self.fast_group.by_layer:
+            return []
+        self.fast_group.refresh(self.states[0].index, query, padding)
         eligible = self.fast_group.eligible
-        if eligible != self._eligible:
-            slots = {i: state for i in eligible if isinstance(state := self.states[i], EvictionLayer)}
+        slots = {i: state for i in eligible if isinstance(state := self.states[i], EvictionLayer)}
+        full = [state for state in slots.values() if state.config.only_grows and state.lacks_slot]
+        for state in full:
+            state.grow()
+        if full or eligible != self._eligible:
             self._stacks = []
             for renumbered in (False, True):
                 some = {i: slot.require_slots() for i, slot in slots.items() if slot.config.renumbered == renumbered}
@@ -701,22 +750,23 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
     """Caches of one model, for a prefill of the same prompts in one forward and then for decoding together.
 
     rows: batch rows of every cache, or one number for all. All caches are new, or all have seen their prompt, which may
-    be another one for each where forwards are given position ids. Each keeps and counts what it would alone.
+    be another one for each where forwards are given position ids. Each keeps and counts what it would alone. by_layer:
+    forwards are chunks of known tokens (`chunk`), for caches that `take_chunks`.
     """
 
-    def __init__(self, caches: list[EvictionCache], rows: int | Sequence[int]) -> None:
+    def __init__(self, caches: list[EvictionCache], rows: int | Sequence[int], *, by_layer: bool = False) -> None:
         sizes = [rows] * len(caches) if isinstance(rows, int) else list(rows)
         for cache in caches:
             if cache.config.method.modifies_prefill and cache.get_seq_length() == 0 and len(caches) > 1:
                 raise ConfigError(f"{cache.config.method.name} computes prompts in its own way: prefill it apart")
             if cache.sequence.num_beams > 1:
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
-        self.caches = caches
+        self.caches, self.by_layer = caches, by_layer
         alike: dict[tuple[int, ...], list[int]] = {}  # caches that hold the same layers
         for member, cache in enumerate(caches):
             alike.setdefault(cache.held, []).append(member)
         together = {
-            numbers: (members, FastStepGroup([caches[member].layer_states for member in members]))
+            numbers: (members, FastStepGroup([caches[member].layer_states for member in members], by_layer=by_layer))
             for numbers, members in alike.items()
         }
         self.held = min(alike, key=len)
@@ -736,6 +786,25 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
     def layer_states(self) -> list[Any]:
         """The layers that every cache holds, in order, each of all caches."""
         return [self.layers[number].state for number in self.held]
+
+    @contextmanager
+    def chunk(self) -> Iterator[None]:
+        """Around a forward of several new tokens per row, all known: caches that evict take them one by one per layer.
+
+        Those that only grow attend for all at once; linear layers see all in any case.
+        """
+        evicting = [cache for cache in self.caches if not cache.config.only_grows]
+        for cache in evicting:
+            cache.sequence.by_token = True
+            cache.sequence.begin_chunk()
+        for cache in self.caches:
+            cache.allow_multi_token_steps()
+        yield
+        for cache in self.caches:
+            cache.allow_multi_token_steps(False)
+        for cache in evicting:
+            cache.sequence.by_token = False
+            cache.sequence.end_chunk(len(cache.held))
 
     def hand_out(self) -> None:
         """Give every cache the states that the prompt has left in layers that kvexp does not hold."""

@@ -332,11 +332,15 @@ class JoinedWindows:
             return self.states[0].attend(*stored[0], query, params)
         parts = [each.split(self.rows) for each in (query, key, value)]
         masks = [None] * len(self.rows) if padding is None else padding.split(self.rows)
-        made = [
-            state.forward(q, k, v, params, mask)
-            for state, q, k, v, mask in zip(self.states, *parts, masks, strict=True)
-        ]
-        return torch.cat(made)
+        outputs = []
+        for state, q, k, v, mask in zip(self.states, *parts, masks, strict=True):
+            if state.sequence.by_token:
+                state.sequence.restart_chunk()
+                tokens = zip(*(each.split(1, dim=2) for each in (q, k, v)), strict=True)
+                outputs.append(torch.cat([state.forward(*token, params, mask) for token in tokens], dim=2))
+            else:
+                outputs.append(state.forward(q, k, v, params, mask))
+        return torch.cat(outputs)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Always a CacheError: the rows belong to several caches."""

@@ -18,6 +18,7 @@ from turns import in_turn
 import kvexp.core.decode_stack as cross_layer
 import kvexp.core.eviction as layer
 import kvexp.core.noise as noise
+import kvexp.core.slots
 import kvexp.generate
 from kvexp import util as free_memory
 from kvexp.core import Budget, Cadence, Slots
@@ -39,10 +40,13 @@ from kvexp.methods import (
     H2O,
     TOVA,
     DilatedWindow,
+    ExpectedAttention,
     Full,
     KeyAttention,
     Keyformer,
     KeyformerA2SF,
+    LagKV,
+    SnapKV,
     StreamingLLM,
     Window,
 )
@@ -67,6 +71,7 @@ METHODS = [
     StreamingLLM(),
     StreamingLLM(n_sinks=0),
 ]
+GROWING = [Full(), SnapKV(window=6), LagKV(n_sinks=2, lag=8), ExpectedAttention(n_sinks=2)]
 ROWS = {"padded": (40, 33, 40), "equal": (36, 36)}
 
 
@@ -111,7 +116,7 @@ def alike(short, general, *, peak=True):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, *GROWING], ids=repr)
 def test_short_step_is_the_general_one(method, rows, monkeypatch):
     short, general, taken = both("llama", method, HALF, ROWS[rows], monkeypatch)
     assert taken == 13 * 2, "every decode step of both layers goes the short way, or nothing is tested"
@@ -125,6 +130,7 @@ WINDOW = {"family": "mistral", "sliding_window": 11}
 VARIANTS = {
     **{f"{name}, h2o": (H2O(), {"family": name}) for name in CONFIGS},
     **{f"{name}, keyformer": (Keyformer(), {"family": name}) for name in CONFIGS},
+    **{f"{name}, full": (Full(), {"family": name}) for name in CONFIGS},
     **{
         f"{name}, sinks, {rows}": (
             StreamingLLM(n_sinks=3),
@@ -135,6 +141,8 @@ VARIANTS = {
     },
     "sliding window": (A2SF(alpha=0.5), WINDOW),
     "sinks within a sliding window": (StreamingLLM(), WINDOW),
+    "full within a sliding window": (Full(), WINDOW),
+    "no eviction while decoding": (H2O(), {"plan": {"cadence": Cadence(every=None)}}),
     "short rows still grow while the long one overwrites": (
         H2O(),
         {"budget": Budget(tokens=30), "lengths": (40, 22, 18)},
@@ -195,7 +203,7 @@ def test_all_layers_keep_their_books_together_once_each_has_taken_a_step():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, *GROWING], ids=repr)
 def test_rows_selected_between_steps(method, monkeypatch):
     """Rows are exchanged, repeated and dropped while all layers' books lie together; against the general path."""
     model, rows = tiny("llama"), prompts_of(3, (40, 33, 40))
@@ -252,6 +260,31 @@ def test_caches_that_decode_together_keep_one_set_of_books():
         decode_step(model, places % 50 + 1, places + step, cache)
     each = [[stack.buffers for _, stack in layer.state._stacks] for layer in cache.layers]
     assert each[0] == each[1] and len(each[0]) == 2 and all(cross_layer.merged for cross_layer in each[0])
+
+
+@torch.no_grad()
+def test_a_cache_that_grows_is_the_same_to_the_bit_in_any_company(monkeypatch):
+    """Beside copies of itself and beside caches that evict or grow by other lengths; buffers grow in the middle."""
+    monkeypatch.setattr(kvexp.core.slots, "GROWTH", 5)
+    half, most = Budget(kv_ratio=0.5), Budget(kv_ratio=0.8)
+    grows = [CacheConfig(Full()), CacheConfig(SnapKV(window=6), half), CacheConfig(LagKV(n_sinks=2, lag=8), most)]
+    evicts = [CacheConfig(method, share) for method in (H2O(), Keyformer()) for share in (half, most)]
+    model, rows = tiny("llama"), prompts_of(3, (41, 41))
+
+    def stepped(variants):
+        contexts = prefill_together(model, rows, variants, max_new_tokens=30, seeds=[4, 5])
+        cache, places = batched_cache(contexts), torch.tensor([[41]] * 2 * len(variants))
+        logits = [decode_step(model, (places + step) * 7 % 50 + 1, places + step, cache) for step in range(14)]
+        peaks = [context.cache.memory_tracker.peak_bytes for context in contexts]
+        kept = [[context.cache.kept_positions(number) for number in range(2)] for context in contexts]
+        return torch.stack(logits).unflatten(1, (len(variants), 2)).unbind(1), peaks, kept
+
+    together = stepped([*evicts, *grows])
+    # Linear layers of a model that is not packed depend on the number of rows and the place among them.
+    for place, variant in enumerate(grows, len(evicts)):
+        beside_copies = stepped([variant] * (len(evicts) + len(grows)))
+        assert torch.equal(together[0][place], beside_copies[0][place])
+        assert [x[place] for x in together[1:]] == [x[place] for x in beside_copies[1:]]
 
 
 # Copies of a prefilled context share keys and values with it until one of them overwrites a slot.

@@ -10,7 +10,9 @@ import torch
 from tiny import prompts_of, stock, tiny, tokens
 from transformers import StaticCache
 
+import kvexp.generate.kl as kl
 from kvexp.core import Budget
+from kvexp.core.eviction import EvictionLayer
 from kvexp.core.noise import Noise, uniform
 from kvexp.generate import (
     KL,
@@ -27,11 +29,12 @@ from kvexp.generate import (
 from kvexp.generate.kl import compare
 from kvexp.hf import EvictionCache, patch_model
 from kvexp.hf.patch import forward_logits
-from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
+from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
 from kvexp.retrieval import PQCache
 from kvexp.util import CacheError, ConfigError
 
 HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
+REACHED_LATER = Budget(tokens=45)  # which the longest prompts exceed in the middle of their texts
 VARIANTS = [
     CacheConfig(H2O(), FIFTH),
     CacheConfig(Full()),
@@ -111,7 +114,7 @@ def test_the_full_caches_own_answer_is_what_it_generates():
     for own, forced in zip(*runs, strict=True):
         for a, b, text in zip(own, forced, texts, strict=True):
             assert a.tokens == b.tokens == text
-            assert a.kl == pytest.approx(b.kl, abs=1e-6) and a.same_top1 == b.same_top1
+            assert a.kl == pytest.approx(b.kl, rel=1e-5, abs=1e-6) and a.same_top1 == b.same_top1
             assert len(a.kl) == len(a.logprob) == len(text)
 
 
@@ -137,6 +140,38 @@ def test_batches_of_other_prompts_are_forced_in_the_same_steps(own):
                 assert row.tokens == other.tokens and row.same_top1 == other.same_top1
                 for name in ("kl", "full_logprob", "logprob"):
                     assert getattr(other, name) == pytest.approx(getattr(row, name), abs=2e-6), name
+
+
+@pytest.mark.parametrize("most", [2, 3, 5])
+def test_chunks_of_a_text_change_no_bit(most, monkeypatch):
+    """A text passes the linear layers in chunks, and where they are cut changes no row."""
+    model, runs = tiny("llama"), []
+    for width in (kl.MAX_CHUNK, most):
+        monkeypatch.setattr(kl, "MAX_CHUNK", width)
+        specs = [CacheConfig(Full()), *VARIANTS, CacheConfig(SnapKV(window=6), HALF), CacheConfig(H2O(), REACHED_LATER)]
+        full, *others = prefill_together(model, PROMPTS, specs, max_new_tokens=12, seeds=SEEDS)
+        rows = divergence_from_full(model, full, others, TEXTS)
+        runs.append([[row.line for row in some] for some in rows])
+    assert runs[0] == runs[1]
+
+
+def test_a_text_goes_through_the_model_in_chunks_and_evicting_caches_in_steps(monkeypatch):
+    """Nine tokens of one prompt in two forwards; each layer of H2O takes them one by one, the full cache's at once."""
+    widths, original = [], EvictionLayer.advance
+
+    def counted(state, key, padding):
+        widths.append((state.config.method.name, key.shape[2]))
+        return original(state, key, padding)
+
+    monkeypatch.setattr(EvictionLayer, "advance", counted)
+    full, variant = prefill_together(
+        tiny("llama"), PROMPTS[:1], [CacheConfig(Full()), CacheConfig(H2O(), HALF)], max_new_tokens=9, seeds=1
+    )
+    widths.clear()
+    monkeypatch.setattr(kl, "MAX_CHUNK", 5)
+    divergence_from_full(tiny("llama"), full, [variant], TEXTS[:1])
+    assert [width for name, width in widths if name == "full"] == [5, 5, 3, 3]
+    assert [width for name, width in widths if name == "h2o"] == [1] * 16
 
 
 def test_full_against_full_is_zero():
