@@ -252,9 +252,9 @@ class NoisedObserver:
 
 
 def stack_order(state: EvictionLayer) -> tuple[int, str]:
-    """Sort key of caches in a stack: plain attention, tempered or noised, without observation, last those that grow."""
+    """Sort key of caches in a stack: those that grow, plain attention, tempered or noised, without observation."""
     if state.config.only_grows:
-        return 3, ""
+        return -1, ""
     if state.score_spec is None:
         return 2, ""
     return (0, "") if state.score_spec.is_plain else (1, repr(state.score_spec.noise))

@@ -66,6 +66,7 @@ class CrossLayerBuffers:
     def reset(self) -> None:
         """Forget all layers, because the caches or their rows have changed; they merge again after the next step."""
         self.merged = False
+        self.newest = torch.empty(0)  # [R, 1]: positions of the new tokens, by the first layer for all
         self.dead = torch.empty(0)  # [L, R, H, S] bool: slots without a token, by the first layer for all
         self.out_of_budget: Tensor | None = None  # [L, R, H, S], of heads with slots of their own
         self._stacks: list[StackedLayer] = []  # of the layers registered so far, in order
@@ -132,6 +133,7 @@ class CrossLayerBuffers:
 
     def write_tokens(self, positions: Tensor) -> None:
         """Write the positions [R, 1] of the new tokens into their slots of all layers."""
+        self.newest = positions
         self.positions.scatter_(3, self.free_slots, positions[None, :, None].expand(self.free_slots.shape))
         self.score.scatter_(3, self.free_slots, 0.0)
         self._sums = []
@@ -144,19 +146,19 @@ class CrossLayerBuffers:
         self._sums.append(sums)
         if stack.index + 1 < self.layers:
             return
-        count, eviction = stack.num_evicting_rows, stack.eviction
-        if count:
+        rows, eviction = stack.evicting_rows, stack.eviction
+        if stack.backends:
             columns = stack.evicting_columns
-            positions, score = (x[:, :count, :, :columns] for x in (self.positions, self.score))
+            positions, score = (x[:, rows, :, :columns] for x in (self.positions, self.score))
             eviction.accumulate(score, torch.stack(self._sums))
             priority = score
             if not eviction.priority_is_score:
                 priority = torch.stack([layer.priority(newest) for layer in self._stacks])
-            victims = eviction.select_victim(positions, priority, newest[:count], self._windows[0], self.out_of_budget)
+            victims = eviction.select_victim(positions, priority, newest[rows], self._windows[0], self.out_of_budget)
             positions.scatter_(3, victims, -1)
-            self.free_slots[:, :count] = victims
+            self.free_slots[:, rows] = victims
         if stack.growing:
-            self.free_slots[:, count:] += 1
+            self.free_slots[:, : rows.start] += 1
         self._sums = []
 
 
@@ -189,7 +191,7 @@ class StackedLayer:
     these caches share; None: each layer keeps its own.
 
     free_slots [R, H, 1]: the slot that the next token of each row is written to, the last victim's or, of caches that
-    only grow, the first behind those in use. growing: those caches' layers, which come last.
+    only grow, the first behind those in use. growing: those caches' layers, which come first.
     """
 
     def __init__(self, states: list[EvictionLayer], buffers: CrossLayerBuffers | None = None) -> None:
@@ -197,8 +199,9 @@ class StackedLayer:
         held = [state.require_slots() for state in states]
         self.sizes = [slots.positions.shape[0] for slots in held]
         self.growing = [state for state in states if state.config.only_grows]
-        evicting = states[: len(states) - len(self.growing)]
-        self.num_evicting_rows = sum(self.sizes[: len(evicting)])
+        evicting, evicting_sizes = states[len(self.growing) :], self.sizes[len(self.growing) :]
+        first = sum(self.sizes[: len(self.growing)])
+        self.evicting_rows = slice(first, first + sum(evicting_sizes))
         most = max(slots.positions.shape[2] for slots in held)
         if self.growing:
             most = stackable_width(most, held[0].positions.device)
@@ -210,23 +213,23 @@ class StackedLayer:
         assert all(isinstance(backend, InPlace) for backend in backends)
         self.backends: list[InPlace] = backends  # type: ignore[assignment]
         self.products = RaggedProducts(self.slots) if isinstance(self.slots, RaggedSlots) else None
-        self.eviction = BatchedEviction(evicting, self.sizes[: len(evicting)], self.backends)
-        free = [backend.free_slots for backend in self.backends if backend.free_slots is not None]
+        self.eviction = BatchedEviction(evicting, evicting_sizes, self.backends)
         heads = self.slots.positions.shape[1]
-        free += [
+        free = [
             torch.full((rows, heads, 1), slots.length, device=slots.positions.device)
-            for slots, rows in list(zip(held, self.sizes, strict=True))[len(evicting) :]
+            for slots, rows in zip(held[: len(self.growing)], self.sizes, strict=False)
         ]
+        free += [backend.free_slots for backend in self.backends if backend.free_slots is not None]
         self.set_free(cat_rows(free))
-        self.score_specs = [None if state.config.only_grows else state.score_spec for state in states]
+        self.score_specs = [state.score_spec for state in evicting]
         self._sees_sinks: Tensor | None = None
         self.num_observing = sum(spec is not None for spec in self.score_specs)  # caches, and their rows
-        self.num_observed_rows = sum(self.sizes[: self.num_observing])
+        self.num_observed_rows = sum(evicting_sizes[: self.num_observing])
         self.pools_scores = any(map(_pools_scores, evicting))
         self.num_plain_rows = sum(
-            n for n, spec in zip(self.sizes, self.score_specs, strict=True) if spec is not None and spec.is_plain
+            n for n, spec in zip(evicting_sizes, self.score_specs, strict=True) if spec is not None and spec.is_plain
         )
-        self.noised = group_by_noise(states, self.sizes, self.num_plain_rows)
+        self.noised = group_by_noise(evicting, evicting_sizes, first + self.num_plain_rows)
         renumbered = [state.config.renumbered for state in states]
         assert all(renumbered) or not any(renumbered)
         moves = renumbered[0] and self.eviction.max_sinks
@@ -244,13 +247,12 @@ class StackedLayer:
         query [R, H * G, 1, D], key [R, H, 1, D], value [R, H, 1, Dv].
         """
         slots, buffers = self.slots, self.buffers
-        positions = cat_rows(
-            [state.advance(k, None) for state, k in zip(self.states, key.split(self.sizes), strict=True)]
-        )
-        newest = positions[:, None]  # [R, 1, 1]
+        by_cache = [state.advance(k, None) for state, k in zip(self.states, key.split(self.sizes), strict=True)]
+        positions = buffers.newest if buffers.merged and self.index else cat_rows(by_cache)
         if buffers.merged and self.index == 0:
             buffers.write_tokens(positions)
-        slots.write(self.free_slots, key, value, behind=not self.num_evicting_rows)
+        newest = positions[:, None]  # [R, 1, 1]
+        slots.write(self.free_slots, key, value, behind=not self.backends)
         if not buffers.merged:
             slots.set_metadata(
                 self.free_slots, positions, torch.zeros((), device=key.device).expand_as(self.free_slots)
@@ -265,7 +267,10 @@ class StackedLayer:
             out, sums = self.fused(query, slots, positions, params)
         sums = sums[: self.num_observed_rows]
         if self.pools_scores:
-            each = zip(self.states, self.score_specs, sums.split(self.sizes[: self.num_observing]), strict=False)
+            eviction = self.eviction
+            each = zip(
+                eviction.states, self.score_specs, sums.split(eviction.sizes[: self.num_observing]), strict=False
+            )
             sums = cat_rows([pool_sums(spec, own, state.sequence) for state, spec, own in each if spec is not None])
         window = params.sliding_window
         if buffers.merged:
@@ -281,15 +286,15 @@ class StackedLayer:
 
     def _choose_next(self, positions: Tensor, score: Tensor, sums: Tensor, newest: Tensor, window: int | None) -> None:
         """Add column sums to the scores, evict, and set the slots of the next tokens."""
-        count, columns = self.num_evicting_rows, self.evicting_columns
-        if count:
-            evicting = positions[:count, :, :columns]
-            self.eviction.accumulate(score[:count, :, :columns], sums)
-            victims = self.eviction.select_victim(evicting, self.priority(newest), newest[:count], window)
+        rows, columns = self.evicting_rows, self.evicting_columns
+        if self.backends:
+            evicting = positions[rows, :, :columns]
+            self.eviction.accumulate(score[rows, :, :columns], sums)
+            victims = self.eviction.select_victim(evicting, self.priority(newest), newest[rows], window)
             evicting.scatter_(2, victims, -1)
-            self.free_slots[:count] = victims
+            self.free_slots[rows] = victims
         if self.growing:
-            self.free_slots[count:] += 1
+            self.free_slots[: rows.start] += 1
 
     @property
     def is_current(self) -> bool:
@@ -302,7 +307,7 @@ class StackedLayer:
     def set_free(self, free: Tensor) -> None:
         """Take free [R, H, 1] as the slots of the next tokens, a buffer that steps write in place."""
         self.free_slots = free
-        for backend, part in zip(self.backends, free.split(self.sizes), strict=False):
+        for backend, part in zip(self.backends, free.split(self.sizes)[len(self.growing) :], strict=True):
             backend.set_free(part)
 
     def hold_inputs(self, positions: Tensor) -> None:
@@ -343,7 +348,7 @@ class StackedLayer:
     def same_policy(self, other: StackedLayer) -> bool:
         """Whether another layer's stack of the same caches can choose its next slots together with this one's."""
         grown, others = ([state.require_slots().length for state in stack.growing] for stack in (self, other))
-        return grown == others and (not self.num_evicting_rows or self.eviction.same_policy(other.eviction))
+        return grown == others and (not self.backends or self.eviction.same_policy(other.eviction))
 
     def rebind(self, positions: Tensor, score: Tensor, free: Tensor) -> None:
         """Use these buffers, which hold the same numbers: positions, score [R, H, S]; free [R, H, 1]."""
@@ -384,9 +389,11 @@ class StackedLayer:
             part.observed_probs(x[part.rows][..., :observed_columns], *noise_and_tau)
             for part, noise_and_tau in zip(self.noised, drawn, strict=True)
         )
-        plain = observed[: self.num_plain_rows][..., :observed_columns]
+        first = self.evicting_rows.start
+        plain = observed[first : first + self.num_plain_rows, ..., :observed_columns]
         seen = cat_rows([part for part in (plain, *tempered) if len(part)] or [plain])
-        sums = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
+        # A sum over no rows is a launch all the same.
+        sums = seen[:, :, 0, 0] if seen.shape[2] == 1 or not len(seen) else seen[..., 0, :].sum(2)
         if products is not None:
             return products.output(), sums
         return apply_probs_any_width(probabilities, slots.values[:, :, :columns]), sums
@@ -451,18 +458,18 @@ class StackedLayer:
 
     def _sees_all(self, columns: int) -> bool:
         """Whether all of the first `columns` slots of every row hold a token that new ones see, as far as is known."""
-        return not self.num_evicting_rows and all(
+        return not self.backends and all(
             slots.same_order and slots.length == columns and not state.sequence.padded
             for state, slots in ((state, state.require_slots()) for state in self.growing)
         )
 
     def priority(self, newest: Tensor) -> Tensor:
         """The priority [n, H, S] of every slot of the caches that evict, by their methods; newest [R, 1, 1]."""
-        count, columns = self.num_evicting_rows, self.evicting_columns
-        if self.eviction.priority_is_score:
-            return self.slots.score[:count, :, :columns]
-        priorities, evicting = [], self.eviction.states
-        for state, last in zip(evicting, newest[:count, 0, 0].split(self.eviction.sizes), strict=True):
+        rows, columns, eviction = self.evicting_rows, self.evicting_columns, self.eviction
+        if eviction.priority_is_score:
+            return self.slots.score[rows, :, :columns]
+        priorities = []
+        for state, last in zip(eviction.states, newest[rows, 0, 0].split(eviction.sizes), strict=True):
             allowed, slots = state.layer_slots, state.require_slots()
             assert allowed is not None
             if state.config.method.priority_is_score and not state.config.is_union and allowed.streaming is None:

@@ -763,10 +763,13 @@ class EvictionLayer:
             self.require_slots().own()  # it is about to overwrite a slot
         elif self.lacks_slot:
             self.grow()
-        if self._stack is None or not self._stack.is_current:
+        # Where a chunk passes layer by layer, the layers of a cache are not at the same token.
+        buffers = None if self.sequence.by_token else self.cross_layer_buffers
+        stack = self._stack
+        if stack is None or not stack.is_current or (buffers is None and stack.buffers is self.cross_layer_buffers):
             # By a proxy: if layer and stack held each other, the slots would stay until Python looks for cycles.
-            self._stack = StackedLayer([weakref.proxy(self)], self.cross_layer_buffers)
-        return self._stack
+            self._stack = stack = StackedLayer([weakref.proxy(self)], buffers)
+        return stack
 
     @property
     def decode_stacks(self) -> list[StackedLayer] | None:

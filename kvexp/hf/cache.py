@@ -620,9 +620,12 @@ class MultiLayer:
         """As `LayerCache.forward`."""
         if self.seq_len == 0:
             return self._prompt(query, key, value, params, padding)
+        stacks = self._stacked(query, padding)
+        if len(stacks) == 1 and stacks[0][0] == list(range(len(self.states))):
+            return stacks[0][1].forward(query, key, value, params)
         inputs = dict(enumerate(zip(*(x.split(self.rows) for x in (query, key, value)), strict=True)))
         by_token = {i: inputs.pop(i) for i, state in enumerate(self.states) if state.sequence.by_token}
-        outputs = self._step(inputs, params, padding)
+        outputs = self._step(inputs, stacks, params, padding)
         if by_token:
             steps = []
             for member in by_token:
@@ -632,22 +635,24 @@ class MultiLayer:
                 for i in token:
                     if i in self._inputs and isinstance(state := self.states[i], EvictionLayer):
                         state.take_input(self._inputs[i][:, j : j + 1])
-                steps.append(self._step(token, params, None))
+                stacks = self._stacked(query[:, :, j : j + 1], None)
+                steps.append(self._step(token, stacks, params, None))
             outputs |= {i: torch.cat([step[i] for step in steps], dim=2) for i in by_token}
         return torch.cat([outputs[member] for member in range(len(self.states))])
 
     def _step(
-        self, inputs: dict[int, tuple[Tensor, ...]], params: AttentionParams, padding: Tensor | None
+        self,
+        inputs: dict[int, tuple[Tensor, ...]],
+        stacks: list[tuple[list[int], StackedLayer]],
+        params: AttentionParams,
+        padding: Tensor | None,
     ) -> dict[int, Tensor]:
         """The attention output of caches, by index; inputs: query, key and value of the rows of each."""
         outputs: dict[int, Tensor] = {}
-        if not inputs:
-            return outputs
-        for members, stack in self._stacked(next(iter(inputs.values()))[0], padding):
-            if members[0] in inputs:
-                q, k, v = (torch.cat(parts) for parts in zip(*(inputs[member] for member in members), strict=True))
-                sizes = [self.rows[member] for member in members]
-                outputs |= zip(members, stack.forward(q, k, v, params).split(sizes), strict=True)
+        for members, stack in stacks:
+            q, k, v = (torch.cat(parts) for parts in zip(*(inputs[member] for member in members), strict=True))
+            sizes = [self.rows[member] for member in members]
+            outputs |= zip(members, stack.forward(q, k, v, params).split(sizes), strict=True)
         for member, (q, k, v) in inputs.items():
             if member not in outputs:
                 mask = None if padding is None else padding.split(self.rows)[member]

@@ -142,6 +142,20 @@ def test_batches_of_other_prompts_are_forced_in_the_same_steps(own):
                     assert getattr(other, name) == pytest.approx(getattr(row, name), abs=2e-6), name
 
 
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@pytest.mark.parametrize("method", [H2O(), Keyformer(), TOVA(), SnapKV(window=6)], ids=repr)
+def test_one_cache_by_itself(method, heads, monkeypatch):
+    """Its layers are at other tokens of a chunk, and keep no books together."""
+    monkeypatch.setattr(kl, "MAX_CHUNK", 5)
+    model, variant = tiny("llama"), CacheConfig(method, Budget(kv_ratio=0.5, heads=heads))
+    for prompt, text, seed in zip(PROMPTS, TEXTS, SEEDS, strict=True):
+        ((row,),) = measured(model, [variant], [text], [prompt], [seed])
+        full, logits = (
+            logits_alone(model, one, prompt, text, seed, len(text)) for one in (CacheConfig(Full()), variant)
+        )
+        assert row.kl == pytest.approx(truth(full, logits, text)["kl"], abs=2e-5)
+
+
 @pytest.mark.parametrize("most", [2, 3, 5])
 def test_chunks_of_a_text_change_no_bit(most, monkeypatch):
     """A text passes the linear layers in chunks, and where they are cut changes no row."""
