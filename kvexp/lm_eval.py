@@ -47,6 +47,10 @@ from kvexp.tasks.lm_eval import Protocol
 from kvexp.util import ConfigError
 
 
+class NothingToJudge(ConfigError):
+    """Texts of one request of which no token is left to judge, or to read before: the others can be answered."""
+
+
 @dataclass(frozen=True)
 class Ask:
     """The log-probability of `continuation` after context and question; lists of ids as tuples.
@@ -153,7 +157,7 @@ class Encoder:
             whole, before = self.text(context + continuation), self.text(kept)
             made = (before, whole[len(before) :])
         if not made[0] or not made[1]:
-            raise ConfigError(
+            raise NothingToJudge(
                 f"there is nothing to judge in {continuation!r} after {context[-40:]!r}: no token is left"
             )
         return made
@@ -174,7 +178,7 @@ class Encoder:
         differ = (i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b)
         same = min(next(differ, len(alone)), len(whole) - 1)
         if same < 1:
-            raise ConfigError(f"no token of the context {context[-40:]!r} is left before the question")
+            raise NothingToJudge(f"no token of the context {context[-40:]!r} is left before the question")
         return whole[:same], whole[same:]
 
     def start(self) -> int:

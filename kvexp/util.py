@@ -480,7 +480,7 @@ class Session:
     made rows. unmeasured: reason -> runs without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that are
     composed for a launcher or a plan, None while a job is run as soon as it is composed. made: (job, its runs'
     settings) of those that went well. unrecorded: it was said that failures cannot be written to the disk. said: lines
-    of `say_once`.
+    of `say_once`. disk_error: of a disk that is full, after which no job is begun.
     """
 
     typed_keys: set[str] | None = None
@@ -499,6 +499,7 @@ class Session:
     made: list[tuple[Any, Any]] = field(default_factory=list)
     unrecorded: bool = False
     said: set[str] = field(default_factory=set)
+    disk_error: Exception | None = None
     started: float = field(default_factory=time.monotonic)
 
     @property

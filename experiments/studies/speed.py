@@ -44,7 +44,7 @@ from kvexp.hf.cpu_linear import MAX_MEMORY_SHARE
 from kvexp.hf.load import ModelSize
 from kvexp.hf.traits import max_positions
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, Window
-from kvexp.run.batches import MAX_DECODE_ROWS, MIN_UTILISATION
+from kvexp.run.batches import MAX_DECODE_ROWS, MIN_UTILISATION, batch_cost, group_sizes
 from kvexp.run.main import main as run_command
 from kvexp.run.model_spec import ModelSpec, load, prepare_for_fork, rows_alone
 from kvexp.run.plan import Planned, PlannedGroup, second_passes, seconds_of, slots_bytes, slots_of
@@ -546,11 +546,18 @@ class GroupPlan:
         most = (
             1 if limited or rows_alone(self.lead.model) else max(1, MAX_DECODE_ROWS // (members * self.lead.batch_size))
         )
-        groups = min(self.batches, several * math.ceil(self.batches / (several * most)))
-        if math.ceil(self.batches / groups) * need > room / several:
-            groups = self.batches
+        sizes = group_sizes(self.batches, several, most, *self._cost(self.threads / several))
+        groups = self.batches if max(sizes) * need > room / several else len(sizes)
         parts = 1 if need <= room / several else math.ceil((need - prompt_bytes) / max(1.0, room - prompt_bytes))
         return Arrangement(several, groups, min(parts, members))
+
+    def _cost(self, cores: float) -> tuple[float, float]:
+        """`batch_cost` of a batch on a CPU."""
+        if self.device != "cpu":
+            return 0.0, 1.0
+        rows = sum(bool(run.left) + sum(map(bool, run.forced.values())) for run in self.active)
+        new = self.lead.decoding.max_new_tokens
+        return batch_cost(self.shape.parameters, self.lead.batch_size * (self.prompt + rows * new), new, cores)
 
     def parts(self) -> list[GroupPlan]:
         """What is done in turn: a run alone makes its answers, then reads its prompts anew for its texts."""

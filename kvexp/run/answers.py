@@ -117,7 +117,8 @@ def outputs_of_batches(
     straight: list[tuple[int, PromptBatch]] = []
     for place, batch in enumerate(batches):
         if len(batch.runs) == 1 and not batch.texts:
-            yield Outputs(place, 0, _answers_alone(batch.runs[0], model, tokenizer, batch.prompts))
+            for answers in _answers_alone(batch.runs[0], model, tokenizer, batch.prompts):
+                yield Outputs(place, 0, answers)
             continue
         groups: dict[bool, list[tuple[int, TokenizedExample]]] = defaultdict(list)
         for item in batch.prompts:
@@ -135,17 +136,22 @@ def _has_more(prompt: TokenizedExample) -> bool:
     return bool(prompt.question_ids or prompt.choices)
 
 
-def _answers_alone(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items) -> dict[int, ModelOutput]:
-    """Index -> answer, of one run that shares nothing."""
+def _answers_alone(
+    settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
+) -> Iterator[dict[int, ModelOutput]]:
+    """Index -> answer, of one run that shares nothing: those that are made together at a time."""
     if settings.engine is not None:
-        return engine_answers(settings, model, tokenizer, batch)
+        yield engine_answers(settings, model, tokenizer, batch)
+        return
     if settings.task.only_nll:
-        return {index: ModelOutput("", 0, {}) for index, _ in batch}  # a row measures its continuation
+        yield from ({index: ModelOutput("", 0, {})} for index, _ in batch)  # a row measures its continuation
+        return
     if isinstance(settings.task, LMEval):
-        return item_answers(settings, model, tokenizer, batch)
+        yield from item_answers(settings, model, tokenizer, batch)
+        return
     if settings.task.has_turns:
-        return conversation_outputs(settings, model, tokenizer, batch)
-    made: dict[int, ModelOutput] = {}
+        yield from conversation_outputs(settings, model, tokenizer, batch)
+        return
     if straight := [(index, prompt) for index, prompt in batch if not _has_more(prompt)]:
         prompts = [prompt.ids for _, prompt in straight]
         result = generation.generate(
@@ -158,11 +164,10 @@ def _answers_alone(settings: Settings, model: Model, tokenizer: Tokenizer, batch
             seeds=_sampling_seeds(settings, straight),
             spans=[prompt.spans for _, prompt in straight],
         )
-        made |= _by_index(straight, outputs_of(result, tokenizer))
+        yield _by_index(straight, outputs_of(result, tokenizer))
     if others := [(index, prompt) for index, prompt in batch if _has_more(prompt)]:
         for part in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), None):
-            made |= part.answers
-    return made
+            yield part.answers
 
 
 def _by_index(batch: Items, outputs: Sequence[ModelOutput]) -> dict[int, ModelOutput]:
@@ -590,8 +595,8 @@ def _pick_choice(
 
 def conversation_outputs(
     settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
-) -> dict[int, ModelOutput]:
-    """Index -> answer, of prompts that are turns of conversations: every conversation is held from its beginning.
+) -> Iterator[dict[int, ModelOutput]]:
+    """Index -> answer, of prompts that are turns of conversations, one by one: each is held from its beginning.
 
     Its turns up to the last one in the batch are taken, one conversation after the other. Conversations are the same
     where all their turns are: two may begin alike.
@@ -599,12 +604,10 @@ def conversation_outputs(
     conversations = defaultdict(list)
     for index, prompt in batch:
         conversations[prompt.example.turns].append((index, prompt))
-    made: dict[int, ModelOutput] = {}
     for items in conversations.values():
         last = max(prompt.example.number for _, prompt in items)
         answers = _Conversation.begin(settings, model, tokenizer, items[0][1], last).hold()
-        made |= {index: answers[prompt.example.number] for index, prompt in items}
-    return made
+        yield {index: answers[prompt.example.number] for index, prompt in items}
 
 
 @dataclass
@@ -729,16 +732,16 @@ class ItemAnswer(ModelOutput):
 
 def item_answers(
     settings: Settings, model: Model, tokenizer: Tokenizer, batch: Sequence[tuple[int, TokenizedExample]]
-) -> dict[int, ModelOutput]:
-    """Index -> answer. Items are measured together; what each answers does not depend on that."""
+) -> Iterator[dict[int, ModelOutput]]:
+    """Index -> answer. Items are measured together, which changes no answer; texts come one by one."""
     bench = bench_of(settings, model, tokenizer)
-    measured = [(index, prompt) for index, prompt in batch if isinstance(prompt, ItemPrompt) and prompt.asks]
-    made: dict[int, ModelOutput] = {}
-    judged = iter(bench.measure([ask for _, prompt in measured for ask in prompt.asks]))
-    for index, prompt in measured:
-        made[index] = _judged(bench, prompt, [next(judged) for _ in prompt.asks])
-    others = {index: prompt for index, prompt in batch if index not in made}
-    return made | {index: _generated(settings, bench, tokenizer, prompt) for index, prompt in others.items()}
+    measured = {index: prompt for index, prompt in batch if isinstance(prompt, ItemPrompt) and prompt.asks}
+    if measured:
+        judged = iter(bench.measure([ask for prompt in measured.values() for ask in prompt.asks]))
+        yield {index: _judged(bench, prompt, [next(judged) for _ in prompt.asks]) for index, prompt in measured.items()}
+    for index, prompt in batch:
+        if index not in measured:
+            yield {index: _generated(settings, bench, tokenizer, prompt)}
 
 
 def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> ModelOutput:

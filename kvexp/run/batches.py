@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import re
 import sys
@@ -81,8 +83,13 @@ PROMPT, NEW = 128, 3  # tokens of a warm-up: enough for every kind of call
 MIN_UTILISATION = 4 / 3
 # Rows of a decode step, above which reading the weights once for more of them gains little (DECISIONS.md).
 MAX_DECODE_ROWS = 64
-# Rows of one batch that are decoded or forced before they are written, about: a kill loses no more than these.
+# Rows that are decoded or forced before they are written, about.
 MAX_UNWRITTEN_ROWS: int | None = 64
+# What a kill loses at most, about, on a CPU whose cores do so many operations per second. Counted, not timed: what is
+# decoded together, and with it the last digit of a small model's KL, depends on no clock.
+MAX_UNWRITTEN_S, CORE_FLOPS = 60.0, 4e10
+# A step reads the weights in the time of so many rows: prompts are decoded together until that is this share of all.
+WEIGHT_ROWS, WEIGHT_SHARE = 9, 0.06
 ANSWER = "answer"  # what a row is of; the other kinds of work are TEXTS, which are forced
 
 Row = dict[str, Any]
@@ -351,7 +358,9 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
     if timed:
         runnable = (some for batch in work if (some := prompts.for_run(lead, batch)[0]))
         warm_up(members[0].settings, model, tokenizer, next(runnable, []), filler.time_limit)
-    groups = [[batch] for batch in work] if timed else decode_groups(work, members, size)
+    groups = [[batch] for batch in work]
+    if not timed:
+        groups = decode_groups(work, members, size, *_cost(members, model, prompts, work, size))
     lacking = [kind for member in members if member.error is None for _, kind in member.lacking]
     answers = lacking.count(ANSWER)
     prompts_read = len({example.prompt for batch in work for _, example in batch})
@@ -379,18 +388,54 @@ def _title(members: Sequence[Member], names: Collection[str]) -> str:
     return f"{evicting} run{'s' * (evicting != 1)}{full} that share each prompt's prefill"
 
 
-def decode_groups(work: Sequence[Batch], members: Sequence[Member], processes: int) -> list[list[Batch]]:
-    """The batches in groups whose answers are decoded in the same steps: as even as they go, enough for all processes.
+def decode_groups(
+    work: Sequence[Batch], members: Sequence[Member], processes: int, seconds: float = 0.0, share: float = 1.0
+) -> list[list[Batch]]:
+    """The batches in groups whose answers are decoded in the same steps; seconds, share: of a batch, see `batch_cost`.
 
-    A group of several has at most MAX_DECODE_ROWS rows. Each batch by itself where the time per batch is limited, and
-    where prompts would change each other.
+    Each batch by itself where the time per batch is limited, and where prompts would change each other.
     """
     lead = members[0].settings
     alone = lead.timeout_s is not None or rows_alone(lead.model)
     most = 1 if alone else max(1, MAX_DECODE_ROWS // (len(members) * lead.batch_size))
-    count = min(len(work), processes * -(-len(work) // (processes * most)))
-    ends = [len(work) * (place + 1) // count for place in range(count)]
-    return [list(work[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    ends = list(itertools.accumulate(group_sizes(len(work), processes, most, seconds, share), initial=0))
+    return [list(work[start:end]) for start, end in itertools.pairwise(ends)]
+
+
+def group_sizes(batches: int, processes: int, most: int, seconds: float = 0.0, share: float = 1.0) -> list[int]:
+    """Batches of each group: as even as they go, enough for all processes, at most `most`.
+
+    Where a batch takes over a second, the first of each process is a group by itself, so that rows come soon, and the
+    others are as few together as WEIGHT_SHARE allows, and no more than MAX_UNWRITTEN_S does.
+    """
+    first = 0
+    if seconds > 1:
+        most = max(1, min(most, int(MAX_UNWRITTEN_S / seconds), math.ceil(share / WEIGHT_SHARE)))
+        first = min(batches, processes)
+    left = batches - first
+    count = min(left, processes * -(-left // (processes * most)))
+    return [1] * first + [left * (place + 1) // count - left * place // count for place in range(count)]
+
+
+def batch_cost(parameters: int, tokens: float, new: int, cores: float) -> tuple[float, float]:
+    """Seconds that a batch takes on so many CPU cores, and the share of them that reading the model's weights adds.
+
+    tokens: read, written and forced, of all rows; new: of a row's answer.
+    """
+    return 2.0 * tokens * parameters / (CORE_FLOPS * cores), WEIGHT_ROWS * new / max(1.0, tokens)
+
+
+def _cost(
+    members: Sequence[Member], model: Model, prompts: Prompts, work: Sequence[Batch], processes: int
+) -> tuple[float, float]:
+    """`batch_cost` of the first batch of which a prompt can be answered; nothing on a GPU, which is fast."""
+    if model.device.type != "cpu" or MAX_UNWRITTEN_ROWS is None:
+        return 0.0, 1.0
+    runnable = (items for batch in work if (items := prompts.for_run(members[0].settings, batch)[0]))
+    items, new = next(runnable, []), members[0].settings.decoding.max_new_tokens
+    kinds = sum(len(member.kinds([prompt.example.id for _, prompt in items])) for member in members)
+    tokens = sum(prompt.size + kinds * new for _, prompt in items)
+    return batch_cost(model.num_parameters(), tokens, new, environment()["threads"] / processes)
 
 
 def _processes(members: Sequence[Member], model: Model, prompts: Prompts, work: Sequence[Batch]) -> int:
@@ -499,8 +544,8 @@ class Filler:
         try:
             with self.time_limit.of(items, sum(len(member.kinds(pieces[0].names)) for member in members)):
                 # An alarm must not ring while rows are written: where it may, all of them are made before.
-                parts = iter(list(parts)) if limited or self.timed else parts
-                if not limited and not self.timed:
+                parts = iter(list(parts)) if limited else parts
+                if not limited:
                     yield from parts
         except (Exception, TimeLimitExceeded) as error:
             failure = failure_kind(error) or "error"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 POLL_S = 0.5
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RUN_FOLDER = re.compile(r"\b[0-9a-f]{16}\b")  # in an error: the same one in two folders is one
 
 
@@ -255,9 +257,11 @@ def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> l
 
     def filled(group: list[Settings]) -> bool:
         try:
-            return run_group(group, session, wait=False)
+            return session.disk_error is not None or run_group(group, session, wait=False)
         except Exception as error:  # a run's own turn comes, and tells what is wrong with it
-            if not is_user_error(error):
+            if is_disk_full(error):
+                session.disk_error = error
+            elif not is_user_error(error):
                 traceback.print_exc()
             return True
 
@@ -280,6 +284,8 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
     start, rows, found = time.monotonic(), session.rows_written, None
     settings: Settings | None = None
     try:
+        if session.disk_error is not None:  # what is computed now could not be kept either
+            raise session.disk_error
         settings = settings_of_job(job, session)
         diagnosis = diagnosis_of(job.config)
         made, wrong, parts = [], [], settings.parts()
@@ -302,6 +308,8 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
         session.made.append((job, parts))
         found = objective(made, job.config.get("objective"))
     except Exception as error:
+        if is_disk_full(error):
+            session.disk_error = error
         report_failure(job, error, session)
         if settings is None or not _recorded(settings, error):
             _refuse(job, settings, error, session)
@@ -331,6 +339,11 @@ def is_user_error(error: Exception) -> bool:
     return isinstance(error, ConfigError | CacheError) or (
         isinstance(error, OSError) and isinstance(error.__cause__, OSError)
     )
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Whether nothing can be written any more, which the next job would only find out after its work."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL
 
 
 def error_text(error: Exception) -> str:

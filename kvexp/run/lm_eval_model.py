@@ -13,8 +13,10 @@ import argparse
 import ast
 import contextlib
 import functools
+import itertools
 import json
 import logging
+import math
 import re
 import sys
 from collections import Counter, defaultdict
@@ -23,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
@@ -34,7 +36,7 @@ from kvexp.hf import chat_template, cpu_linear, load_model, load_tokenizer
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.lm_eval import Ask, Bench, check_row_mask, padded
+from kvexp.lm_eval import Ask, Bench, NothingToJudge, check_row_mask, padded
 from kvexp.run.build import build, build_cache
 from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
@@ -169,8 +171,11 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
     seed + its number in its task. chat_template_args, enable_thinking, think_end_token: as of lm-eval's own hf
     model; where its template is applied, answers go without their thinking by the template's own tags too.
     batch_size: rows per forward (one in half precision on a CPU), of no effect on any number but in half precision on
-    a GPU.
+    a GPU. unanswered: requests of all models that could not be judged, which count as wrong; `kvexp lm-eval` then fails
+    at its end.
     """
+
+    unanswered: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -264,19 +269,28 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability, greedy) per request. Requests of one item share what they have in common."""
-        asks = [self._ask(request, place) for place, request in enumerate(requests)]
-        tasks: dict[Any, list[int]] = defaultdict(list)
+        asks, places = list[Ask](), list[int]()
+        results: list[tuple[float, bool]] = [(-math.inf, False)] * len(requests)
         for place, request in enumerate(requests):
-            tasks[request.task_name].append(place)
+            try:
+                asks.append(self._ask(request, place))
+                places.append(place)
+            except NothingToJudge as error:  # costs its row, not what has been and will be answered
+                self.unanswered.append(f"{request.task_name}, document {request.doc_id}: {error}")
+                say(f"error: counts as wrong: {self.unanswered[-1]}", file=sys.stderr)
+        tasks: dict[Any, list[int]] = defaultdict(list)
+        for index, place in enumerate(places):
+            tasks[requests[place].task_name].append(index)
         how = self.bench.protocol
         if how.budget_length == "padded":
-            for places in tasks.values():
-                some = padded([asks[place] for place in places], how.padded_batch, how.whole_text)
-                for place, ask in zip(places, some, strict=True):
-                    asks[place] = ask
-        results: list[tuple[float, bool]] = []
+            for indices in tasks.values():
+                some = padded([asks[index] for index in indices], how.padded_batch, how.whole_text)
+                for index, ask in zip(indices, some, strict=True):
+                    asks[index] = ask
+        left = iter(places)
         for part in _items(asks, self.bench.batch_size):
-            results += map(self.bench.result, self.bench.measure(part))
+            for place, judged in zip(itertools.islice(left, len(part)), self.bench.measure(part), strict=True):
+                results[place] = self.bench.result(judged)
         return results
 
     def _ask(self, request: Instance, place: int) -> Ask:
@@ -284,7 +298,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         group = place if request.doc_id is None else (request.task_name, request.doc_id)
         ask = self.bench.ask(context, "", continuation, group=group, seed=self._seed(request))
         if ask is None:
-            raise ConfigError(f"the model holds {self.max_length} tokens, too few for the answer {continuation[:40]!r}")
+            raise NothingToJudge(f"the model holds {self.max_length} tokens, too few for {continuation[:40]!r}")
         return ask
 
     def _seed(self, request: Instance) -> int:
@@ -377,7 +391,13 @@ def run_lm_eval(arguments: list[str]) -> None:
 
                 rest += ["--device", "cuda:0" if torch.cuda.is_available() else "cpu"]
         sys.argv = [sys.argv[0], *rest]
+        KvexpLM.unanswered.clear()
         cli_evaluate()
+    if failed := KvexpLM.unanswered:
+        raise ConfigError(
+            f"{len(failed)} requests could not be judged and count as wrong in the numbers above (kvexp run "
+            f"task=lm_eval leaves their rows out): {'; '.join(failed[:3])}"
+        )
 
 
 def _read(rest: list[str]) -> argparse.Namespace:

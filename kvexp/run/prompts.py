@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -394,6 +395,8 @@ def bench_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> Bench:
 
 def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: Item) -> TokenizedExample:
     """The item in tokens, or why it is skipped."""
+    from kvexp.lm_eval import NothingToJudge
+
     bench = bench_of(settings, model, tokenizer)
     if item.kind == "generate_until":
         return _generation_prompt(settings, bench, item)
@@ -401,10 +404,16 @@ def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: It
     if item.kind == "loglikelihood_rolling":
         asks = bench.windows(item.requests[0].continuation, seed=seed)
     else:
-        asked = [bench.ask(r.context, r.question, r.continuation, group=item.number, seed=seed) for r in item.requests]
+        how = {"group": item.number, "seed": seed}
+        try:
+            asked = [bench.ask(r.context, r.question, r.continuation, **how) for r in item.requests]
+        except NothingToJudge as error:
+            return TokenizedExample(item, "", [], skipped=str(error))
         asks = [ask for ask in asked if ask is not None]
         if len(asks) < len(asked):
             return TokenizedExample(item, "", [], skipped="too long")
+    if not asks:
+        return TokenizedExample(item, "", [], skipped="there is nothing to judge in a text without tokens")
     assert isinstance(settings.task, LMEval)
     if bench.protocol.budget_length == "padded":
         bases = _bases(settings.task, settings.task.pinned, tokenizer, bench.holds)
@@ -437,13 +446,15 @@ def _bases(task: LMEval, data: str, tokenizer: Tokenizer, holds: int) -> dict[tu
 
     data: the task's fingerprint, for equal tasks whose files have changed.
     """
-    from kvexp.lm_eval import Encoder, padded
+    from kvexp.lm_eval import Encoder, NothingToJudge, padded
 
     how, keys, asks = task.measured, [], []
     encoder = Encoder(tokenizer, how.add_bos)
     for item in task.everything():
         for place, request in enumerate(item.requests):
-            ask = encoder.ask(request.context, "", request.continuation, holds)
+            ask = None
+            with contextlib.suppress(NothingToJudge):  # the item's own turn says so
+                ask = encoder.ask(request.context, "", request.continuation, holds)
             if ask is not None:
                 keys.append((item.number, place))
                 asks.append(ask)

@@ -130,6 +130,50 @@ def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, 
     assert rows("killed") == rows("whole") and len(rows("whole")[0]) == 10 and len(rows("whole")[1]) == 8
 
 
+@pytest.mark.slow
+def test_a_sweep_that_is_interrupted_has_the_rows_of_every_finished_prompt(smollm2, stage, tmp_path):
+    """At four moments of the command of ten runs; gone on with, it ends with the rows of one that was left alone."""
+    report = """
+import kvexp.generate, os
+decode = kvexp.generate.decode_batches
+def reporting(*given, **named):
+    made = decode(*given, **named)
+    os.write(1, f"DECODED {sum(map(len, given[1]))}\\n".encode())
+    return made
+kvexp.generate.decode_batches = reporting
+"""
+
+    def words(name):
+        asked = ("method=keyformer,h2o,a2sf", "kv_ratio=0.2,0.5,0.7", "limit=6", "task.max_new_tokens=24")
+        return ("-m", *asked, f"outputs_dir={tmp_path / name}")
+
+    def rows(name):
+        left_out = ("seconds", "halved")
+        return {
+            (run.hash, row["example"]): {key: value for key, value in row.items() if key not in left_out}
+            for run in runs(tmp_path / name)
+            for row in run.rows()
+        }
+
+    start = time.monotonic()
+    code, said = stage.run(words("whole"), tmp_path / "log", report)
+    seconds = time.monotonic() - start
+    assert code == 0, said
+    whole = rows("whole")
+    assert len(whole) == 60
+    for share in (0.2, 0.4, 0.6, 0.8):
+        child = stage.start(words(f"{share}"), tmp_path / f"log{share}", report)
+        time.sleep(share * seconds)
+        child.send(signal.SIGINT)
+        assert child.wait() in (0, 130)
+        decoded = [int(line.split()[1]) for line in child.said.splitlines() if line.startswith("DECODED")]
+        made = len(rows(f"{share}"))  # what was decoded in the moment of the interrupt may not be written
+        assert made in (sum(decoded), sum(decoded[:-1])) and (made >= 10 or share < 0.5), child.said
+        assert all(whole[key] == row for key, row in rows(f"{share}").items())
+    code, said = stage.run(words("0.8"), tmp_path / "log2")
+    assert code == 0 and rows("0.8") == whole, said
+
+
 # Quantised slots of a real language model, where `kvexp fetch` has put it: few bits beside the full cache.
 
 

@@ -154,6 +154,15 @@ def test_encoding_is_lm_evals(stories260k):
         encoder.pair("Once", "")
 
 
+def test_a_request_without_a_token_counts_as_wrong_and_the_others_are_answered(capsys):
+    lm, first, last = ours(), ("Once", " upon"), ("a", " b")
+    requests = text_requests("loglikelihood", first, ("Once", ""), last)
+    KvexpLM.unanswered.clear()
+    made = lm.loglikelihood(requests)
+    assert made[1] == (-math.inf, False) and [made[0], made[2]] == lm.loglikelihood([requests[0], requests[2]])
+    assert len(KvexpLM.unanswered) == 1 and "there is nothing to judge in ''" in capsys.readouterr().err
+
+
 # -- under eviction: what each request is by itself --------------------------------------------------------------------
 
 EVICTING = {

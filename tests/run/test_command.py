@@ -10,6 +10,7 @@ import pytest
 from commands import run_py
 from small import small
 
+import kvexp.run.batches as batches
 from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.table import table
 from kvexp.results.views import main as results
@@ -137,6 +138,21 @@ def test_a_full_disk_is_one_clear_line(command, monkeypatch, mode):
     assert code == 1
     assert "No space left on device; free disk space and run the same command again" in err
     assert "Traceback" not in err + out
+
+
+def test_on_a_full_disk_a_sweep_computes_once(command, monkeypatch):
+    calls, original = [], batches.outputs_of_batches
+
+    def append(self, *rows):
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(errno.ENOSPC, "cannot write rows: No space left on device; free disk space") from full
+
+    monkeypatch.setattr(Run, "append", append)
+    monkeypatch.setattr(batches, "outputs_of_batches", lambda *given: calls.append(1) or original(*given))
+    for launcher in ("shared_prefill", "basic"):
+        code, out, err = command("-m", f"hydra/launcher={launcher}", "method=h2o,window,tova", "kv_ratio=0.5")
+        assert code == 1 and err.count("No space left on device") == 1 and "Traceback" not in err + out
+    assert len(calls) == 2, "once for each command"
 
 
 def test_a_disk_that_fills_up_stops_the_run_and_keeps_its_rows(command, tmp_path, monkeypatch):

@@ -20,11 +20,13 @@ from kvexp.methods import H2O
 from kvexp.results.read import read_runs
 from kvexp.results.table import print_blocks
 from kvexp.results.views import VIEWS, shown
+from kvexp.run import answers
 from kvexp.run.answers import conversation_outputs
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import batches, prompt_of, tokenize, turn_ids
 from kvexp.run.settings import Settings
+from kvexp.run.store import runs
 from kvexp.tasks import Dialogue, Example, SodaTurns
 from kvexp.tasks.articles import articles
 from kvexp.tasks.base import Turn
@@ -74,7 +76,7 @@ def answers_of(one: Settings) -> tuple[Any, Any, list[Any]]:
     """The model, its tokenizer and the outputs of one conversation's turns."""
     model, tokenizer = load(one.model)
     batch = [(i, prompt_of(one, model, tokenizer, example)) for i, example in enumerate(one.task.examples())]
-    made = conversation_outputs(one, model, tokenizer, batch)
+    made = dict(pair for some in conversation_outputs(one, model, tokenizer, batch) for pair in some.items())
     assert sorted(made) == list(range(6))
     return model, tokenizer, [made[i] for i in range(3)]
 
@@ -100,6 +102,26 @@ class ByHand:
             found.append(self.logits[0].float().log_softmax(-1))
             self.logits = self._feed([token])
         return found
+
+
+def test_a_conversation_is_written_before_the_next_is_held(tmp_path, monkeypatch):
+    """Two in one batch: an interrupt within the second leaves the rows of the first."""
+    held, hold = [], answers._Conversation.hold
+
+    def interrupted(talk: Any) -> Any:
+        held.append(1)
+        if len(held) == 2:
+            raise KeyboardInterrupt
+        return hold(talk)
+
+    one = talk(tmp_path, "method=full", "batch_size=6")
+    with monkeypatch.context() as patch:
+        patch.setattr(answers._Conversation, "hold", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_run(one)
+    (run,) = runs(tmp_path)
+    assert [row["index"] for row in run.rows()] == [0, 1, 2]
+    assert [row["index"] for row in evaluate_run(one).rows()] == list(range(6))
 
 
 @pytest.mark.parametrize("history", ["own", "full", "reference"])
@@ -253,7 +275,7 @@ def test_conversations_that_begin_alike_stay_apart(tmp_path: Any) -> None:
         for number, turn in enumerate(turns):
             example = Example(f"{name} {number}", turns[0].message, turn.reference, number=number, turns=turns)
             batch.append((len(batch), prompt_of(one, model, tokenizer, example)))
-    made = conversation_outputs(one, model, tokenizer, batch)
+    made = dict(pair for some in conversation_outputs(one, model, tokenizer, batch) for pair in some.items())
     assert sorted(made) == list(range(9))  # a row of each turn of each
     fed = [made[place].info["fed"] for place in range(9)]
     assert fed[:2] == fed[3:5] and fed[2] < fed[5] and fed[3:6] == fed[6:]

@@ -50,6 +50,17 @@ def sums(lm, part):
     return [[next(made) for _ in item.instances] for item in items]
 
 
+def test_an_item_with_nothing_to_judge_is_a_skipped_row(tmp_path, monkeypatch):
+    from kvexp.lm_eval import Encoder
+
+    (part,) = settings(tmp_path, "method=full", "limit=2")
+    first, pair = next(iter(part.task.examples())).requests[0].continuation, Encoder.pair
+    empty = lambda self, context, words: pair(self, context, "" if words == first else words)  # noqa: E731
+    monkeypatch.setattr(Encoder, "pair", empty)
+    rows = evaluate_run(part).rows()
+    assert rows[0]["skipped"].startswith("there is nothing to judge in ''") and not rows[1]["skipped"]
+
+
 @pytest.mark.slow
 def test_a_run_per_task(tmp_path):
     parts = settings(tmp_path, "method=h2o", "kv_ratio=0.2", "limit=1", tasks=",".join(SEVEN))

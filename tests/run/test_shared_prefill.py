@@ -138,6 +138,15 @@ def test_groups_of_batches_are_even_and_enough_for_all_processes(tmp_path, monke
     assert sizes(7, 1) == [2, 2, 3]
 
 
+def test_slow_prompts_begin_one_by_one_and_are_as_few_together_as_costs_little():
+    """Six prompts of 919 tokens and 20 rows of 24 new ones on SmolLM2-135M; then one that takes over half a minute."""
+    cost = together.batch_cost(134_515_008, 919 + 20 * 24, 24, 1)
+    assert cost[0] == pytest.approx(9.4, abs=0.1) and cost[1] == pytest.approx(0.154, abs=0.001)
+    assert together.group_sizes(6, 2, 6) == [3, 3] and together.group_sizes(6, 2, 6, 0.9, 0.2) == [3, 3]
+    assert together.group_sizes(6, 2, 6, *cost) == [1, 1, 2, 2] and together.group_sizes(6, 1, 6, *cost) == [1, 2, 3]
+    assert together.group_sizes(6, 2, 6, 31, 0.3) == [1] * 6 and together.group_sizes(1, 2, 6, *cost) == [1]
+
+
 def test_how_many_processes(tmp_path, monkeypatch):
     """As many as there are threads, or one: where some would have no work or no memory, or where time is limited."""
     asked, found, needs = [], [], memory.kv_bytes_needed

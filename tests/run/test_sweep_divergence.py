@@ -179,6 +179,31 @@ def test_what_is_decoded_is_written_before_the_next_is(tmp_path, prefills, monke
     }
 
 
+@pytest.mark.parametrize(("asked", "made"), [("true", (4, 3)), ("only", (0, 3)), ("false", (4, 0))])
+def test_prompts_that_take_long_are_written_before_the_next_is_read(tmp_path, monkeypatch, asked, made):
+    """Three runs and the full cache; on so slow a core a prompt takes over a minute."""
+    monkeypatch.setattr(batch, "CORE_FLOPS", 1.0)
+    there, original = [], kvexp.generate.prefill_together
+
+    def prefill(*given, **named):
+        there.append((sum(len(run.rows()) for run in runs(tmp_path)), len(lines_of(tmp_path))))
+        return original(*given, **named)
+
+    monkeypatch.setattr(kvexp.generate, "prefill_together", prefill)
+    run_group(group(tmp_path, *ONE_BY_ONE, f"divergence={asked}"), Session())
+    assert there == [(made[0] * prompt, made[1] * prompt) for prompt in range(4)]
+
+
+def test_a_run_alone_is_forced_texts_prompt_by_prompt(tmp_path, monkeypatch):
+    (run,) = [one for one in group(tmp_path, *ONE_BY_ONE, methods=("h2o",)) if not one.is_baseline]
+    monkeypatch.setattr(batch, "CORE_FLOPS", 1.0)
+    there, original = [], kvexp.generate.prefill_together
+    watched = lambda *call, **more: there.append(len(lines_of(tmp_path))) or original(*call, **more)  # noqa: E731
+    monkeypatch.setattr(kvexp.generate, "prefill_together", watched)
+    measure_rest(dataclasses.replace(run, divergence=DivergenceOptions(("own",), True)), Session())
+    assert there == [0, 1, 2, 3] and len(lines_of(tmp_path)) == 4
+
+
 def test_an_example_without_a_row_is_forced_nothing(tmp_path, prefills):
     members = group(tmp_path, *ONE_BY_ONE, methods=("h2o",))
     run_group([dataclasses.replace(m, divergence=DivergenceOptions()) for m in members], Session())
