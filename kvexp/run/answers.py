@@ -166,8 +166,10 @@ def _answers_alone(
         )
         yield _by_index(straight, outputs_of(result, tokenizer))
     if others := [(index, prompt) for index, prompt in batch if _has_more(prompt)]:
+        made: dict[int, ModelOutput] = {}  # by question length, and rows keep the order of the prompts
         for part in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), None):
-            yield part.answers
+            made |= part.answers
+        yield made
 
 
 def _by_index(batch: Items, outputs: Sequence[ModelOutput]) -> dict[int, ModelOutput]:
