@@ -114,28 +114,40 @@ def normalise(text: str, unicode: bool = False) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-# A minus of any shape in front of a number; the minus of 5-3 is none of a number.
-_MINUS = re.compile(r"(?<![\w.)])[-\u2010-\u2015\u2212\ufe58\ufe63\uff0d](?=\.?\d)")
-# Marks that tell names and numbers apart, and the words that stand for them: C# and C++, B-, 3.5 and 35, 1/2 and 12.
+_DASHES = re.compile(r"[\u2010-\u2015\u2212]")
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # ASCII as wide as Chinese letters
+# A minus of any shape in front of a number or an amount; the minus of 5-3 is none of a number.
+_MINUS = re.compile(r"(?<![\w.)])[-\u2010-\u2015\u2212\ufe58\ufe63](?:\\?[$\u20ac\u00a3])?(?=\.?\d)")
+# Marks that tell names and numbers apart, and the words that stand for them: C# and C++, AB-, 3.5, 1/2 and 12, <5.
 _SPELLED = (
+    (re.compile(r"(?<![\w.])\.(?=\d)"), "0."),
+    (_MINUS, "minus"),
+    (re.compile(r"\b(?:minus|negative) (?=\d)", re.IGNORECASE), "minus"),
     (re.compile(r"(?<=[^\W_])#(?!\w)"), "sharp"),
     (re.compile(r"(?<=[^\W_])\++(?!\w)"), lambda plus: "plus" * len(plus.group())),
-    (re.compile(r"(?<=\b[A-Za-z])-(?![\w-])"), "minus"),
-    (re.compile(r"(?<![\w.])\.(?=\d)"), "0."),
-    (re.compile(r"(?<![\d./])(\d+)\.(\d+)(?![./]?\d)"), r"\1point\2"),
-    (re.compile(r"(?<![\d./])(\d+)/(\d+)(?![./]?\d)"), r"\1over\2"),
+    (re.compile(r"(?<=\b[A-Za-z])[-\u2010-\u2013\u2212](?![\w-])"), "minus"),
+    (re.compile(r"(?<=\b[A-Z][A-Za-z])[-\u2010-\u2013\u2212](?![\w-])"), "minus"),
+    (re.compile(r"[<>]=?(?=\s*(?:minus)?\d)"), lambda sign: "".join(_THAN[letter] for letter in sign.group())),
+    (re.compile(r"(?<=\d)[-\u2010-\u2015\u2212](?=\d)"), "to"),
+    (re.compile(r"(?<=\d):(?=\d)"), "colon"),
+    (re.compile(r"(?<=\d)\.(?=\d)"), "point"),
+    (re.compile(r"(?<=\d)/(?=\d)"), "over"),
 )
-_NAME_OR_NUMBER = re.compile(r"[A-Za-z]|[\d,]+")  # with a mark it is another one: C# and C, -5 and 5
+_THAN = {"<": "less", ">": "more", "=": "equal"}
+# With a mark it is another one: C# and C, -5 and 5, 1/2 cup and 12 cup.
+_NAME_OR_NUMBER = re.compile(r"[A-Za-z]|[^\w\s]*\d[\d,]*(?:[^\w,].*)?", re.DOTALL)
+_LABEL = re.compile(r"\w A\W*$")  # Vitamin A: at the end it is no article
+_LABELLED = re.compile(r"(?<=\w )(?:A\b|a\b(?!\s*\w))")
 
 
 def with_plain_minus(text: str) -> str:
-    """The text with a hyphen for every minus sign or dash in front of a number."""
-    return _MINUS.sub("-", text)
+    """The text with a hyphen for every minus sign or dash in front of a number, also of an amount (-$5 is -5)."""
+    return _MINUS.sub("-", text.translate(_FULL_WIDTH))
 
 
 def _spelled(text: str) -> str:
     """The text with words for marks that SQuAD's normalisation drops though they tell names and numbers apart."""
-    text = _MINUS.sub("minus", text)
+    text = text.translate(_FULL_WIDTH)
     for mark, word in _SPELLED:
         text = mark.sub(word, text)
     return text
@@ -143,7 +155,7 @@ def _spelled(text: str) -> str:
 
 def needs_marks(reference: str, unicode: bool = False) -> bool:
     """Whether SQuAD's normalisation leaves nothing of a reference, or takes it for another one (C# for C, -5 for 5)."""
-    if _spelled(reference) != reference or _NAME_OR_NUMBER.fullmatch(reference.strip()):
+    if _spelled(reference) != reference or _NAME_OR_NUMBER.fullmatch(reference.strip()) or _LABEL.search(reference):
         return True
     return not normalise(reference, unicode)
 
@@ -156,6 +168,8 @@ def compared(answer: str, reference: str, unicode: bool = False, marks: bool = F
     written, "-" one of its signs.
     """
     if marks and needs_marks(reference, unicode):
+        if _LABEL.search(reference):
+            answer, reference = (_LABELLED.sub("lettera", text) for text in (answer, reference))
         answer, reference = _spelled(answer), _spelled(reference)
         if not normalise(reference, unicode):
             return _as_written(answer, reference)
@@ -166,6 +180,7 @@ def _as_written(answer: str, reference: str) -> tuple[str, str]:
     """Both texts as words and signs. A capital article matches capitals alone, unless it is all that is said."""
 
     def bare(text: str) -> str:
+        text = _DASHES.sub("-", text)
         return " ".join(word.strip(".,;:!?\"'`*_()[]{}") or word for word in text.split())
 
     said, wanted = bare(answer), bare(reference)

@@ -248,5 +248,6 @@ class GSM8K(SampledTask, QuestionTask):
 
 def last_number(words: str, signed: bool = True) -> float | None:
     """The last number of a text, commas left out, a minus of any shape its sign; None if there is none."""
-    numbers = (_SIGNED if signed else _UNSIGNED).findall(with_plain_minus(words.replace(",", "")))
+    words = with_plain_minus(words) if signed else words
+    numbers = (_SIGNED if signed else _UNSIGNED).findall(words.replace(",", ""))
     return float(numbers[-1]) if numbers else None

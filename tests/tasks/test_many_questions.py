@@ -215,6 +215,15 @@ MARKED = [
     *(("3.5", said, said == "3.5") for said in ("3.5", "35", "5")),
     *(("1/2", said, said == "1/2") for said in ("1/2", "12")),
     *(("B-", said, said == "B-") for said in ("B-", "B", "B+")),
+    *(("Vitamin A", said, said != "B") for said in ("It is vitamin A.", "vitamin a", "B")),
+    *((reference, said, True) for reference, said in (("5", "\uff15"), ("\uff21", "A"), ("A-", "A\u2212"))),
+    *((reference, said, True) for reference, said in (("-5", "negative 5"), ("-0.5", "-.5"), ("3-5", "3\u20135"))),
+    *(("AB-", said, said == "AB-") for said in ("AB-", "AB", "AB+")),
+    *(("-$5", said, said == "\u2212$5") for said in ("\u2212$5", "$5")),
+    *((">5", said, said == ">5") for said in (">5", "<5", "5")),
+    *(("5%", said, said == "5%") for said in ("5%", "-5%", "1.5%")),
+    *((reference, "35", False) for reference in ("3-5", "3:5", "3.5", "3/5")),
+    *(("1.2.3", said, said == "1.2.3") for said in ("1.2.3", "123", "12.3")),
 ]
 
 

@@ -486,6 +486,8 @@ def test_a_summary_without_a_word_is_refused(tmp_path, tokenizer):
         ("it is \u20137", -7, 7),
         ("$\u22127", -7, 7),
         ("5\u22123", 3, 3),
+        ("a loss of \u2212$1,200", -1200, 1200),
+        ("\uff0d\uff15\uff0c\uff10\uff10\uff10", -5000, 0),  # as wide as Chinese letters
         ("The answer is 18.00", 18, 18),
         ("none", None, None),
     ],
