@@ -33,7 +33,8 @@ CLASSES = (RIGHT, WRONG, NO_BOX, TRUNCATED, LOOPING)
 
 _ENDS_OF_THINKING = re.compile(r"</[\w:|-]*(?:think|thought|reason)[\w:|-]*>|\[/\w*think\w*\]|◁/think▷", re.IGNORECASE)
 _BEGINS_THINKING = re.compile(r"<(?:[\w:|-]*(?:think|thought|reason)[\w:|-]*)>|\[\w*think\w*\]|◁think▷", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_CUT_BOX = re.compile(r"\\(?:boxe?|fbo)$")
 _UNBRACED = re.compile(r"[^\s${}\\,;]+(?<!\.)")
 
 
@@ -50,6 +51,8 @@ def last_box(text: str) -> str | None:
 
     Of a box inside a box, the inner one. A box without braces (`\boxed 5`) is what stands up to the next white space.
     """
+    if _CUT_BOX.search(text):
+        return None
     boxes = list(_BOX.finditer(text))
     for box in reversed(boxes):
         if text[box.end() : box.end() + 1] == "{":
@@ -241,7 +244,8 @@ def is_right(box: str, reference: str, answer: Answer) -> bool:
 _PLAIN_SIGNS = {
     **{"\u2264": r"\le ", "\u2265": r"\ge ", "<=": r"\le ", ">=": r"\ge ", "\u2208": r"\in ", "\u222a": r"\cup "},
     **{"\u221e": r"\infty ", "\u03c0": r"\pi ", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00b1": r"\pm "},
-    **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u00b2": "^2", "\u00b3": "^3"},
+    **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}"},
+    **{"\u2205": r"\emptyset ", r"\varnothing": r"\emptyset ", r"\text{ percent}": r"\%", " percent": r"\%"},
     **{
         "\u2212": "-",
         "\u2044": "/",
@@ -255,6 +259,11 @@ _PLAIN_SIGNS = {
     },
     **{r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\leqslant": r"\le ", r"\geqslant": r"\ge "},
 }
+_RAISED = dict(
+    zip(map(ord, "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"), "0123456789-", strict=True)
+)
+_POWER = re.compile(f"[{''.join(map(chr, _RAISED))}]+")
+_PI = re.compile(r"(?<![A-Za-z\\])pi\b")
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\w+))")
 _NARROW = re.compile(r"(?<!\\)\\[,;: ]|~|\\quad|\s+")
 _GROUPS = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d| \d)")
@@ -262,7 +271,12 @@ _MIXED = re.compile(r"(?<![\d.}])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}|(?<![\d.}])(\d+
 _APART = re.compile(r"\d \.?\d|^\d{1,3}(?:, \d{3})+$")
 _NUMERAL = re.compile(r"\(?(\w+)\)?_\{(?:\\text)?\{?(\w+)\}?\}")
 _NAME = re.compile(r"\\?[A-Za-z][\w{}]*(?:\([^()=]*\))?=")
-_FRACTION = re.compile(r"(-?)(?:\\frac\{(-?\d+)\}\{(\d+)\}|(\d+)/(\d+)|(\d*\.?\d+))")
+_FRACTION = re.compile(r"(-?)(?:\\frac\{(-?\d+)\}\{(\d+)\}|(\d+)/(\d+)|(\d*\.?\d+(?:[eE][-+]?\d\d?)?))")
+_SCIENTIFIC = re.compile(r"(-?)(?:([\d.]+)\\(?:times|cdot))?10\^\{?(-?\d{1,2})\}?")  # 1.5\times10^{3}
+_SET, _TUPLE = re.compile(r"\\\{[^\\:|<>]*\\\}"), re.compile(r"[(\[].*,.*[)\]]")
+_SCALE = re.compile("hundred|thousand|million|billion|trillion|dozen")
+_WORDS = re.compile(r"(?<=\d)(?: [A-Za-z]{3,})+$")
+_OR = re.compile(r"\\text\{ *or *\}|\bor\b|\\cup|\\lor|\\vee")
 
 
 def _improper(mixed: re.Match[str]) -> str:
@@ -280,15 +294,20 @@ def plainly_written(answer: str) -> str:
     text = re.sub(r"\\!\s*", "", answer)
     for sign, plain in _PLAIN_SIGNS.items():
         text = text.replace(sign, plain)
+    text = _POWER.sub(lambda power: f"^{{{power.group().translate(_RAISED)}}}", _PI.sub(r"\\pi ", text))
     text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", with_plain_minus(text))
     text = _NARROW.sub(" ", text).lstrip(" $*").rstrip(" .,;:$*")
+    text = re.sub(r" +(?=\\(?:text|mathrm|mbox)\{)", "", text)  # in front of a unit
     text = _GROUPS.sub(lambda number: number.group().replace(" ", ""), text)
     return _MIXED.sub(_improper, _braced_arguments(text))
 
 
 def fraction_of(answer: str) -> Fraction | None:
     """The value of a number or fraction, named (x=) or not, percent signs and units left out; None of anything else."""
-    number = _FRACTION.fullmatch(_NAME.sub("", normalised(answer)).removeprefix("+"))
+    plain = re.sub(r"^[({]([^(){}]*)[)}]$", r"\1", _NAME.sub("", normalised(answer))).removeprefix("+")
+    if scientific := _SCIENTIFIC.fullmatch(plain):
+        plain = f"{scientific[1]}{scientific[2] or 1}e{scientific[3]}"
+    number = _FRACTION.fullmatch(plain)
     if number is None or "0" in (number[3], number[5]):
         return None
     sign, over, under, before, behind, decimal = number.groups()
@@ -308,8 +327,14 @@ def same_value(box: str, reference: str, answer: Answer) -> bool:
     numerals = [numeral and numeral.groups() for numeral in (_NUMERAL.fullmatch(normalised(s)) for s in (said, wanted))]
     if any(numerals):  # 4210_5: digits to a base
         return numerals[0] == numerals[1]
+    if any(_SET.fullmatch(one) and _TUPLE.fullmatch(other) for one, other in ((said, wanted), (wanted, said))):
+        return False
     if answer != "expression":  # the sum that an exam asks for may be spelt out: m+n=42
         said = said.rpartition("=")[2].strip()
+    if _SCALE.findall(said) != _SCALE.findall(wanted):  # 5 million is not 5
+        return False
+    if answer == "integer":
+        said = _WORDS.sub("", said)
     value, right = fraction_of(said), fraction_of(wanted)
     if value is not None and right is not None:
         shares = value / (100 if said.endswith("%") else 1), right / (100 if wanted.endswith("%") else 1)
@@ -319,7 +344,11 @@ def same_value(box: str, reference: str, answer: Answer) -> bool:
         return False
     if answer == "number":
         return is_right(said, reference, answer)
-    return normalised(said) == normalised(wanted) or same_expression(said, wanted, relations=True)
+    if normalised(said) == normalised(wanted) or same_expression(said, wanted, relations=True):
+        return True
+    first, second = (_OR.split(side) for side in (said, wanted))  # x<0 or x>1: math-verify compares one at a time
+    same = [[same_expression(one, other, relations=True) for other in second] for one in first if len(second) > 1]
+    return len(first) == len(second) > 1 and all(map(any, same)) and all(map(any, zip(*same, strict=True)))
 
 
 @functools.lru_cache(maxsize=1024)  # a row asks for its score and for its class

@@ -66,11 +66,11 @@ def test_the_last_box_is_the_balanced_one():
     assert last_box(r"\boxed{1 and \boxed{2}") == "2"
     assert last_box(r"\boxed{ } \boxed{$$} \boxed{{}}") is None
     assert last_box(r"\fbox{ 7 }") == "7"
-    assert last_box(r"so \boxed 7.") == "7"
+    assert last_box(r"so \boxed 7.") == last_box(r"so \boxed7.") == "7"
     assert last_box(r"\boxedness{7}") is None
 
 
-@pytest.mark.parametrize("end", [r"\boxed{", r"\boxed{4", r"\boxed{\frac{1}{2}", r"\fbox{", r"\boxed"])
+@pytest.mark.parametrize("end", [r"\boxed{", r"\boxed{4", r"\boxed{\frac{1}{2}", r"\fbox{", r"\boxed", r"\box"])
 @pytest.mark.parametrize("answer", ["integer", "expression", "number"])
 def test_a_chain_cut_inside_its_last_box_has_no_answer(end, answer):
     text = rf"\boxed{{4}}. Wait: {end}"
@@ -114,6 +114,17 @@ BY_VALUE = {
         ("2x+3", "y=2x+3", True, True),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", True, True),
         (r"\text{Evelyn}", "Evelyn", True, True),
+        (r"x<0 \text{ or } x>1", r"(-\infty,0)\cup(1,\infty)", False, True),
+        (r"x\le 0 \text{ or } x>1", r"(-\infty,0)\cup(1,\infty)", False, False),
+        ("10 percent", "0.1", False, True),
+        ("1.5e-3", "0.0015", False, True),
+        (r"-1.5\times10^{-3}", "-0.0015", True, True),
+        ("2pi", r"2\pi", False, True),
+        ("x\u207b\u2074", "x^{-4}", False, True),
+        (r"\varnothing", r"\emptyset", False, True),
+        (r"5\text{ million}", "5", True, False),
+        (r"\{1,2\}", "(1,2)", True, False),
+        (r"\{2,1\}", r"\{1,2\}", True, True),
     ],
     "integer": [
         ("4 2", "42", True, False),
@@ -122,6 +133,10 @@ BY_VALUE = {
         ("042.0", "42", True, True),
         (r"4\,2", "42", True, False),
         ("4,2", "42", False, False),
+        (r"42 \text{ units}", "42", False, True),
+        ("42 apples", "42", False, True),
+        ("{42}", "42", False, True),
+        ("42 million", "42", False, False),
         ("\u221242", "42", False, False),
     ],
     "number": [
@@ -133,6 +148,10 @@ BY_VALUE = {
         ("3 1/2", "3.5", False, True),
         ("18 dollars", "18", True, True),
         ("1,450", "1450", True, True),
+        ("1e3", "1000", False, True),
+        (r"1\times10^3", "1000", False, True),
+        ("1\uff0c000", "1000", True, True),
+        ("5 million", "5", True, False),
     ],
 }
 
