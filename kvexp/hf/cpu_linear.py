@@ -76,7 +76,7 @@ class PackedLinear(nn.Linear):
 
     def _same(self, copy: Tensor) -> bool:
         """Whether the packed copy and the weights give a test row the same product, to the bit."""
-        row = torch.linspace(0.5, 1.5, self.in_features).expand(2, -1)
+        row = torch.linspace(0.5, 1.5, self.weight.shape[1]).expand(2, -1)
         return torch.equal(_product(row, copy), _product(row, self.weight))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -679,7 +679,8 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
 # LoRA adapters (peft's files): found in a model's folder, and merged.
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-BY_TOKEN = (".weight", ".base_layer.weight", ".lora_B.weight", ".lora_embedding_A")  # of embeddings, a row per token
+# Endings of the names of what has a row per token, of embeddings.
+BY_TOKEN = (".weight", ".base_layer.weight", ".token_adapter.base_layer.weight", ".lora_B.weight", ".lora_embedding_A")
 
 
 def adapter_settings(path: str) -> dict[str, Any] | None:
@@ -807,7 +808,15 @@ def _with_adapter(model: Any, path: str) -> Any:
     if model.device.type == "meta":
         config.init_lora_weights = False  # some first values are made of the weights
     wrapped = peft.get_peft_model(model, config)
-    found: Any = peft.set_peft_model_state_dict(wrapped, state)
+    try:
+        found: Any = peft.set_peft_model_state_dict(wrapped, state)
+    except RuntimeError as error:
+        if len(lines := str(error).split("size mismatch for ")) < 2:
+            raise
+        raise ConfigError(
+            f"its weights have other sizes than r and its model ask for ({lines[1].strip()}); give it the model and "
+            f"the {ADAPTER} that it was trained with"
+        ) from error
     missing = [name for name in found.missing_keys if "lora_" in name or "modules_to_save" in name]
     if said := named_weights({"missing": missing, "unexpected": found.unexpected_keys}):
         raise ConfigError(f"it is not one of this model ({said}); give it its own model")

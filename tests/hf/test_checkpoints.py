@@ -584,6 +584,8 @@ TIED = {
     "both": {"target_modules": ["embed_tokens", "lm_head"]},
     "both tied": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
     "parameter": {"target_modules": [], "target_parameters": ["lm_head.weight"]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "saved tied": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True},
     "others": {"target_modules": ["q_proj"]},
 }
 
@@ -596,8 +598,8 @@ def test_an_adapter_of_tied_embeddings_is_merged_as_it_runs_unmerged(case, tmp_p
     model, _ = load(spec)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
-    untied = case != "others"
-    assert model.config.tie_word_embeddings is not untied
+    untied = case not in ("others", "saved", "saved tied")  # whose numbers were right before
+    assert model.config.tie_word_embeddings is (case in ("others", "saved tied"))
     assert ("untied" in spec.identity()) is untied and ("untied" in model_digest(spec)) is untied
 
 
@@ -609,7 +611,10 @@ def test_a_merge_that_is_not_the_adapter_is_refused(tmp_path, monkeypatch):
             load_model(str(place), dtype=dtype)
 
 
-RESIZED = {"head": TIED["head"], "embeddings": TIED["embeddings"], "others": TIED["others"]}
+RESIZED = {
+    **{name: TIED[name] for name in ("head", "embeddings", "saved", "others")},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [260, 261]},
+}
 
 
 @pytest.mark.parametrize("case", RESIZED)
@@ -619,6 +624,20 @@ def test_an_adapter_of_a_resized_vocabulary_says_so_before_weights_load(case, tm
     code, out, err = run_py(monkeypatch, capsys, *FEW, f"model.path={place}", f"outputs_dir={tmp_path / 'out'}")
     assert code == 1
     assert_one_line(out, err, "error: .*resized to 264 tokens, and its model has 259: call resize_token_embeddings")
+
+
+@pytest.mark.parametrize("changes", [{"r": RANK + 1}, {"hidden_size": 60}])
+def test_an_adapter_of_other_sizes_says_what_does_not_fit(changes, tmp_path):
+    place, _, _ = tied_adapter(tmp_path, target_modules=["q_proj"])
+    configured(
+        place if "r" in changes else tmp_path / "tied",
+        "adapter_config.json" if "r" in changes else "config.json",
+        **changes,
+    )
+    with pytest.raises(
+        ConfigError, match=r"other sizes than r and its model ask for \(.*q_proj.*; give it the model and"
+    ):
+        ModelSpec.of(node(place))
 
 
 def test_an_adapter_on_the_hub_is_asked_for_as_a_folder(tmp_path, monkeypatch):
