@@ -141,6 +141,8 @@ class Asked:
                     raise ConfigError(f"advise takes a folder of runs or KEY=VALUE, got {word!r}")
                 rest.append(word)
                 continue
+            if key in found:
+                raise ConfigError(f"{key} is given twice, as {found[key]} and as {value}: give one")
             kind = OWN_WORDS[key][0]
             found[key] = typed(value if kind is str else _number(value, key), kind, key)
         if len(given := [name for name in LOSSES if name in found]) > 1:
@@ -582,7 +584,10 @@ def _candidate(folder: Folder, baseline: Folder, losses: Mapping[str, float]) ->
 
 
 def _planned_share(folder: Folder, baseline: Folder) -> float:
-    """Share of the bytes by the run's settings: rows of divergence=only hold none. Its kv_ratio where they are lost."""
+    """Share of the bytes by the run's settings: rows of divergence=only hold none.
+
+    Its kv_ratio where those are lost, or the full cache has no rows either.
+    """
     from kvexp.results.advise_search import planned_share  # late: torch
 
     try:

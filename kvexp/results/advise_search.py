@@ -61,8 +61,16 @@ def _settings_of(path: Path) -> Settings:
 
 
 def planned_share(run: Run, rows: Iterable[Mapping[str, Any]]) -> float:
-    """Bytes of a run's cache over the full cache's, for a prompt as long as these rows' are in the mean, at 16 bits."""
+    """Bytes of a run's cache over the full cache's, for a prompt as long as these rows' are in the mean, at 16 bits.
+
+    ConfigError where no row has a length.
+    """
     prompts = [row["prompt_tokens"] for row in rows if row.get("prompt_tokens")]
+    if not prompts:  # the full cache of divergence=only answers nothing
+        raise ConfigError(
+            f"{run.path}: how many bytes it saves is not known, as its full cache has no rows: run both with "
+            "divergence=true"
+        )
     kept, full = _bytes(run, _settings_of(run.path).model, fmean(prompts))
     return kept / full
 

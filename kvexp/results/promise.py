@@ -53,7 +53,7 @@ def most_beyond(n: int, share: float, error: float) -> int:
 
 def prompts_needed(share: float, error: float, beyond: int = 0) -> int:
     """The fewest prompts that carry the promise on the share with so many of them beyond the limit."""
-    n = max(1, math.ceil(math.log(error) / math.log(share)))
+    n = max(beyond + 1, math.ceil(math.log(error) / math.log(share)))
     while share_p_value(beyond, n, share) > error:
         n += 1
     return n

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_py
 from report_runs import write
 
 from kvexp.results import advise_search
@@ -304,6 +305,7 @@ def test_scores_and_tokens(tmp_path, capsys):
         (["share=0.99"], r"give 598 prompts \(299 of them make the promise\); or ask for share=0.927"),
         (["kl=0.1", "top1=0.9"], "kl and top1 are two losses: give one"),
         (["kl=a"], "kl must be a number, got 'a'"),
+        (["kl=0.3", "kl=0.1"], "kl is given twice, as 0.3 and as 0.1: give one"),
         (["kl=-1"], "kl must be above 0, got -1"),
         (["confidence=2"], r"confidence must be in \[0.5, 0.9999\], got 2"),
         (["target=llama"], "target must be a model of `kvexp models`, got llama"),
@@ -334,6 +336,9 @@ def test_what_n_prompts_carry():
     with pytest.raises(ConfigError, match="56 prompts are too few"):
         asked.check(56)
     assert asked.carries(40).startswith("40 make the promise: at confidence 0.95 they carry shares up to 0.928")
+    some = Asked(share=0.5).carries(40)  # 15 of 16 prompts beyond the limit carry no half
+    more = int(re.search(r"at most 14 beyond the limit \(15 would take (\d+) prompts\)", some)[1])
+    assert Asked(share=0.5).carries(more).startswith(f"{more} make the promise") and 40 < more < 50
     assert [asked.many(n) for n in (29, 40, 46, 55, 60)] == [1, 3, 1, 2, 3], "further methods where they cost nothing"
 
 
@@ -483,6 +488,16 @@ def prompts(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def test_runs_that_answer_nothing_have_bytes_by_their_ratio(prompts, capsys, monkeypatch):
+    """The full cache of divergence=only has no rows that say how long the prompts are."""
+    outputs = prompts.parent / "outputs"
+    task = ["task=prompts", f"task.data_files={prompts}", "task.max_new_tokens=4", "limit=16"]
+    run = ["model=tiny", "method=window", "kv_ratio=0.5", "divergence=only", f"outputs_dir={outputs}"]
+    assert run_py(monkeypatch, capsys, *run, *task)[0] == 0
+    out = said(capsys, outputs, "kl=50", "share=0.6", "confidence=0.8")
+    assert re.search(r"^window +kv_ratio=0.5 +50 +- +0 of 8", out, re.MULTILINE)
 
 
 def words(prompts, *more):
