@@ -67,9 +67,12 @@ def check_options_of(kind: str, options: Mapping[str, Any], where: str) -> None:
         before = random.getstate()
         try:
             checker.build_description(**given)
+            draws = random.getstate() != before
+            checker.check_following("A word. Another.")
+            if isinstance(words := given.get("keywords", given.get("forbidden_words", [])), str) or "" in words:
+                raise ValueError("a list of words, none of them empty")  # else each letter would be a word
         except Exception as error:  # of whatever an option of a wrong type or name leads to
             raise ConfigError(f"{where}: field 'kwargs' has what {kind} cannot take: {options} ({error})") from error
-        draws = random.getstate() != before
     names = checker.get_instruction_args_keys()
     if draws and not (set(names) <= set(given) and draws_letter(options)):
         raise ConfigError(
@@ -135,7 +138,11 @@ def asked_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     )
     if not isinstance(kinds, list) or not kinds or not all(isinstance(kind, str) for kind in kinds):
         raise misshapen(row, "instruction_id_list", where, "a list of names of instructions")
-    if not isinstance(options, list) or len(options) != len(kinds):
+    if (
+        not isinstance(options, list)
+        or len(options) != len(kinds)
+        or not all(isinstance(each, Mapping | None) for each in options)
+    ):
         raise misshapen(row, "kwargs", where, "a list of objects, one for each of instruction_id_list")
     known = checkers().instructions_registry.INSTRUCTION_DICT
     if unknown := [kind for kind in kinds if kind not in known]:

@@ -139,6 +139,11 @@ def test_only_rows_with_a_drawn_letter_are_touched(rows):
         ("language:response_language", {"language": "klingon"}, "cannot take"),
         ("punctuation:no_comma", {"commas": 3}, "cannot take"),
         ("combination:repeat_prompt", {}, "cannot take"),
+        ("keywords:existence", {"keywords": "rhine"}, "a list of words"),
+        ("keywords:existence", {"keywords": [7]}, "cannot take"),
+        ("keywords:existence", {"keywords": [""]}, "none of them empty"),
+        ("keywords:existence", {"keywords": ["c++ (x"]}, "cannot take"),
+        ("keywords:forbidden_words", {"forbidden_words": "rhine"}, "a list of words"),
     ],
 )
 def test_an_instruction_without_its_options_is_refused(tmp_path, kind, options, words):
@@ -173,6 +178,7 @@ def test_both_are_options(rows, option):
     [
         ({"instruction_id_list": []}, "instruction_id_list' must be a list of names"),
         ({"kwargs": [{}]}, "kwargs' must be a list of objects, one for each"),
+        ({"kwargs": ["", ["end_phrase"]]}, "kwargs' must be a list of objects, one for each"),
         ({"instruction_id_list": ["a:b", "c:d"]}, "lm-eval has no checker of a:b, c:d; it has "),
         ({"prompt": None}, "has no field 'prompt'"),
     ],
