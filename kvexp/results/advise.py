@@ -212,8 +212,8 @@ class Asked:
         """ConfigError where n prompts, half of them, cannot carry the promise even with none beyond the limit."""
         half, needed = n - n // 2, self.needed
         if half < needed:
-            least = promise.largest_share(half, self.error / (self.finalists or 1))
-            lower = f"share={math.floor(1000 * least) / 1000:g}" if least >= 0.01 else "more prompts"
+            least = _rounded_down(promise.largest_share(half, self.error / (self.finalists or 1)))
+            lower = f"share={least:g}" if least >= 0.01 else "more prompts"
             raise ConfigError(
                 f"{n} prompts are too few: half of them chooses, and {half} can promise share={least:.3f} at "
                 f"confidence={self.confidence:g} at most, with none of them beyond the limit. For share={self.share:g} "
@@ -228,7 +228,7 @@ class Asked:
         none = "none" if may == 0 else f"at most {may}"
         return (
             f"{n} make the promise: at confidence {self.confidence:g} they carry shares up to "
-            f"{promise.largest_share(n, error):.3f}, and {self.share:g} with {none} beyond the limit "
+            f"{_rounded_down(promise.largest_share(n, error)):.3f}, and {self.share:g} with {none} beyond the limit "
             f"({may + 1} would take {more} prompts)"
         )
 
@@ -540,7 +540,7 @@ def losses_of(
         measured = per_example(folder.run, OWN)
         each = None if measured is None else (measured.kl if loss == "kl" else measured.differs) / measured.tokens
         losses = {} if measured is None or each is None else dict(zip(measured.names, each.tolist(), strict=True))
-    if not losses or baseline is None:
+    if baseline is None or not (losses or (folder.unscored and not folder.scored)):  # a run of which all failed counts
         return losses
     answers = baseline.of_answered(baseline).scored if loss == "score_loss" else baseline.scored
     for name, row in answers.items():
@@ -703,8 +703,8 @@ def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[
         "share": one.bytes_share if answer else math.nan,
         "saved": full * (1 - one.bytes_share) if answer else math.nan,
     }
-    row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": shown.share_bound}
-    row |= {"mean": shown.mean_bound if answer else math.nan}
+    row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": _rounded_down(shown.share_bound)}
+    row |= {"mean": _mean_rounded_up(shown, asked) if answer else math.nan}
     if asked.target and answer:
         from kvexp.results.advise_search import target_bytes  # late: torch
 
@@ -745,8 +745,8 @@ def said(advice: Advice, found: Recorded, words: Sequence[str]) -> list[str]:
         lines.append(
             f"Promise: under {name} a new prompt of this kind stays {asked.within} with probability at least "
             f"{asked.share:g}, at confidence {error:g} for all lines that hold together; "
-            f"{LOSSES[asked.loss].mean} at most {best.mean_bound:.{LOSSES[asked.loss].digits}f}, at confidence "
-            f"{error:g} by itself (a prompt counts at most {asked.most:g})."
+            f"{LOSSES[asked.loss].mean} at most {_mean_rounded_up(best, asked):.{LOSSES[asked.loss].digits}f}, at "
+            f"confidence {error:g} by itself (a prompt counts at most {asked.most:g})."
         )
     else:
         lines.append(f"None of these: no budget that was tested holds the promise of {asked.share:g} {asked.within}.")
@@ -819,6 +819,17 @@ def _next_step(advice: Advice, words: Sequence[str]) -> list[str]:
     else:
         lines.append("Next: other methods= or budgets= (kvexp methods), or longer prompts.")
     return lines
+
+
+def _rounded_down(share: float) -> float:
+    """A share to three digits that is no larger: what is promised is not more than what holds."""
+    return math.floor(1000 * share + ROUNDING) / 1000 if share == share else share
+
+
+def _mean_rounded_up(tested: Promise, asked: Asked) -> float:
+    """The bound of the mean loss, to the digits that are shown, no smaller."""
+    scale = 10 ** LOSSES[asked.loss].digits
+    return math.ceil(scale * tested.mean_bound - ROUNDING) / scale
 
 
 def _rounded_up(value: float) -> float:
