@@ -828,8 +828,8 @@ def _rounded_down(share: float) -> float:
 
 def _mean_rounded_up(tested: Promise, asked: Asked) -> float:
     """The bound of the mean loss, to the digits that are shown, no smaller."""
-    scale = 10 ** LOSSES[asked.loss].digits
-    return math.ceil(scale * tested.mean_bound - ROUNDING) / scale
+    scale = 10.0 ** LOSSES[asked.loss].digits
+    return float(math.ceil(scale * tested.mean_bound - ROUNDING) / scale)
 
 
 def _rounded_up(value: float) -> float:

@@ -118,6 +118,7 @@ _DASHES = re.compile(r"[\u2010-\u2015\u2212]")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # ASCII as wide as Chinese letters
 # A minus of any shape in front of a number or an amount; the minus of 5-3 is none of a number.
 _MINUS = re.compile(r"(?<![\w.)])[-\u2010-\u2015\u2212\ufe58\ufe63](?:\\?[$\u20ac\u00a3])?(?=\.?\d)")
+_THAN = {"<": "less", ">": "more", "=": "equal"}
 # Marks that tell names and numbers apart, and the words that stand for them: C# and C++, AB-, 3.5, 1/2 and 12, <5.
 _SPELLED = (
     (re.compile(r"(?<![\w.])\.(?=\d)"), "0."),
@@ -133,7 +134,6 @@ _SPELLED = (
     (re.compile(r"(?<=\d)\.(?=\d)"), "point"),
     (re.compile(r"(?<=\d)/(?=\d)"), "over"),
 )
-_THAN = {"<": "less", ">": "more", "=": "equal"}
 # With a mark it is another one: C# and C, -5 and 5, 1/2 cup and 12 cup.
 _NAME_OR_NUMBER = re.compile(r"[A-Za-z]|[^\w\s]*\d[\d,]*(?:[^\w,].*)?", re.DOTALL)
 _LABEL = re.compile(r"\w A\W*$")  # Vitamin A: at the end it is no article
