@@ -27,7 +27,7 @@ from kvexp.core.decode import (
     group_by_noise,
     pad_last_dim,
 )
-from kvexp.core.method import NOTHING, EvictionContext, Method
+from kvexp.core.method import NOTHING, EvictionContext, Method, reads
 from kvexp.core.observe import pool_sums
 from kvexp.core.ranking import float_priority
 from kvexp.core.slots import RaggedSlots, Slots
@@ -169,6 +169,7 @@ def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     method, kind = config.method, type(config.method)
     plain = kind.initial_score is Method.initial_score and kind.after_eviction is Method.after_eviction
     plain = plain and method.needs == NOTHING and config.select.plain and config.keep is None
+    plain = plain and not reads(method, "steps")  # which a captured graph would not count
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
     steady = config.mode == "overwrite" and config.evict_every == 1
     steady = steady and (config.positions == "original" or (method.is_window and not config.is_ragged))
@@ -479,6 +480,8 @@ class StackedLayer:
             ctx = EvictionContext(
                 *(slots, state.index, allowed.slots_t, allowed.recent_t, last, seeds),
                 compares_heads=state.config.compares_heads,
+                steps=state.steps,
+                layers=state.layers,
                 nan_flag=state.nan_flag,
             )
             priority = allowed.by_stream(float_priority(state.config.method, ctx), ctx.positions)

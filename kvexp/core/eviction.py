@@ -657,7 +657,7 @@ class EvictionLayer:
             sinks=self._score_sinks(due.params),
             kept_prompt=None if kept is None else torch.tensor(kept, device=newest.device),
             output_projection=self.output_projection,
-            steps=self.sequence.seq_len - (self.sequence.prompt_columns or 0),
+            steps=self.steps,
             layers=self.layers,
             nan_flag=self.nan_flag,
         )
@@ -737,6 +737,11 @@ class EvictionLayer:
             self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.layer_slots.least)
 
     # -- fast decode steps --------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Tokens since the prompt."""
+        return self.sequence.seq_len - (self.sequence.prompt_columns or 0)
 
     @property
     def is_steady(self) -> bool:

@@ -285,10 +285,15 @@ class EvictionContext:
         return self.age() == self.recent[:, None, None]
 
 
+def reads(method: Method, name: str) -> bool:
+    """Whether the code of a method's `priority` has an attribute or variable of this name."""
+    code = getattr(inspect.unwrap(type(method).priority), "__code__", None)
+    return code is not None and name in code.co_names
+
+
 def undeclared(method: Method, ctx: EvictionContext) -> str | None:
     """Why a method's `priority` met None: the input that it reads and does not declare; None where there is none."""
-    code = getattr(inspect.unwrap(type(method).priority), "__code__", None)
-    names = [name for name in DECLARED_BY if code and name in code.co_names and getattr(ctx, name) is None]
+    names = [name for name in DECLARED_BY if reads(method, name) and getattr(ctx, name) is None]
     if not names:
         return None
     name = type(method).__qualname__
@@ -464,19 +469,17 @@ def is_users(cls: type[Method]) -> bool:
 
 
 def _guarded(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The hook, with a ConfigError where it changes a tensor of its arguments in place; name: for the message.
-
-    What torch counts is compared, not numbers: nothing is read from a device.
-    """
+    """The hook, with a ConfigError where it changes a tensor of its arguments in place; name: for the message."""
     parameters = list(inspect.signature(hook).parameters)[1:]
 
     @wraps(hook)
     def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
-        watched = _watched({**dict(zip(parameters, arguments, strict=False)), **named})
-        versions = {of: tensor._version for of, tensor in watched.items() if not tensor.is_inference()}
+        given = {**dict(zip(parameters, arguments, strict=False)), **named}
+        watched, before = _watched(given), _state(given)
         made = hook(self, *arguments, **named)
-        for of, version in versions.items():
-            if watched[of]._version != version:
+        after = _state(given)
+        for of in watched:
+            if after.get(of) != before[of]:
                 raise ConfigError(
                     f"{name} changes {of} in place, which the model goes on with: change a copy, as in {of}.clone()"
                 )
@@ -500,6 +503,27 @@ def _watched(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
             elif key == "memory":
                 found |= {f"{name}.{key}.keys": part.keys, f"{name}.{key}.values": part.values}
     return found
+
+
+def _state(arguments: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
+    """Name -> what differs after a change, of each tensor in `_watched`: which it is, and torch's count of changes.
+
+    That count misses `.data`, NumPy and DLPack: for a prompt, and in simulations by query, the tensor's numbers are
+    compared too. In other decode steps nothing is read from a device.
+    """
+    numbers = any(getattr(value, "steps", None) == 0 for value in arguments.values()) or "probabilities" in arguments
+    numbers |= "keys" in arguments and arguments["keys"].shape[2] > 1
+    return {
+        name: (
+            id(tensor),
+            None if tensor.is_inference() else tensor._version,
+            int(tensor.view(BITS[tensor.element_size()]).sum()) if numbers else None,
+        )
+        for name, tensor in _watched(arguments).items()
+    }
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> whole numbers of it
 
 
 def nan_error(cls: type[Method], hook: str) -> ConfigError:
@@ -534,6 +558,8 @@ def checked(
         raise ConfigError(
             f"{type(method).__qualname__}.{hook} must return a tensor of shape {axes} = {list(shape)}, got {got}"
         )
+    if made.is_complex():
+        raise ConfigError(f"{type(method).__qualname__}.{hook} must return real numbers, got {made.dtype}")
     if mask and made.dtype != torch.bool:
         raise ConfigError(
             f"{type(method).__qualname__}.{hook} must return a tensor of dtype torch.bool, got {made.dtype}; "

@@ -415,6 +415,13 @@ CHANGES = {  # a hook, its arguments, what it changes, what it returns; what is 
     "positions": ("priority", "ctx", "ctx.slots.positions[:, :, :2].fill_(5)", "ctx.score", "ctx.slots.positions"),
     "budget": ("priority", "ctx", "ctx.budget.add_(1)", "ctx.score", "ctx.budget"),
     "later": ("priority", "ctx", "ctx.newest[0] > 32 and ctx.slots.keys.zero_()", "ctx.score", "ctx.slots.keys"),
+    "data": ("priority", "ctx", "ctx.slots.keys.data.mul_(2)", "ctx.score", "ctx.slots.keys"),
+    "NumPy": ("priority", "ctx", "ctx.slots.values.numpy()[..., 0] = 0", "ctx.score", "ctx.slots.values"),
+    "another": ("priority", "ctx", "ctx.slots.keys = ctx.slots.keys * 2", "ctx.score", "ctx.slots.keys"),
+    "new data": ("initial_score", "keys, positions, seeds, layer", "keys.data.div_(2)", "None", "keys"),
+    "seen data": (
+        *("query_mask", "probabilities, ctx", "ctx.slots.keys.data.mul_(2)", "probabilities > 0.1", "ctx.slots.keys"),
+    ),
     "new keys": ("initial_score", "keys, positions, seeds, layer", "keys.div_(2)", "None", "keys"),
     "old score": ("after_eviction", "score", "score.mul_(2)", "score", "score"),
     "seen": ("query_mask", "probabilities, ctx", "ctx.slots.keys.mul_(2)", "probabilities > 0.1", "ctx.slots.keys"),
@@ -434,6 +441,29 @@ def test_a_change_in_place_is_refused(case):
         generate(
             tiny("llama"), prompts_of(4, (PROMPT,)), scope["Odd"](), Budget(tokens=7), decoding=decoding, mode=mode
         )
+
+
+def test_a_context_counts_steps_and_layers_in_the_fast_step_too():
+    class Counts(Method):
+        def priority(self, ctx):
+            assert ctx.layers == 2
+            return ctx.positions.float() * (-1) ** ctx.steps
+
+    def kept(mode):
+        decoding = GenerationParams(max_new_tokens=8, eos=None)
+        done = generate(tiny("llama"), prompts_of(4, (30,)), Counts(), Budget(tokens=9), decoding=decoding, mode=mode)
+        return [done.cache.kept_positions(layer) for layer in range(2)]
+
+    assert kept("overwrite") == kept("compact")
+
+
+def test_complex_priorities_are_refused():
+    class Odd(Method):
+        def priority(self, ctx):
+            return ctx.score * 1j
+
+    with pytest.raises(ConfigError, match=r"Odd.priority must return real numbers, got torch.complex64"):
+        generate(tiny("llama"), prompts_of(4, (PROMPT,)), Odd(), Budget(tokens=7))
 
 
 @pytest.mark.parametrize("form", FORMS)
