@@ -141,6 +141,20 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
+def as_python(value: Any) -> Any:
+    """Numbers of NumPy and torch, their arrays, paths, dtypes and devices as plain numbers, lists and texts.
+
+    Lists and tuples hold them too; anything else is as it was.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(as_python(item) for item in value) if type(value) in (list, tuple) else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value).removeprefix("torch.")
+    return value.tolist() if type(value).__module__ in ("numpy", "torch") and hasattr(value, "tolist") else value
+
+
 def _check_size(value: Any, where: str) -> None:
     """ConfigError for a whole number, alone or in a list, that no integer of 64 bits holds."""
     if isinstance(value, int) and abs(value) >= TOO_LARGE:
@@ -757,7 +771,10 @@ def cached_commit(model: str, revision: str | None) -> str | None:
     """The commit that this revision of a model (None: main) stood for when its config.json was last fetched."""
     from huggingface_hub import try_to_load_from_cache
 
-    file = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        file = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError as error:
+        raise ConfigError(f"{model!r} is no folder, file or hub id (OWNER/NAME): correct it") from error
     return Path(file).parent.name if isinstance(file, str) else None
 
 

@@ -66,6 +66,8 @@ def real_prompts(
     tokenizer, and for prompts without a mask that look padded.
     """
     if isinstance(prompts, Mapping):
+        if "content" in prompts:
+            raise ConfigError("a chat is a list of messages: write [{...}] in place of one message")
         if "input_ids" not in prompts:
             raise ConfigError(f"prompts has no input_ids; it holds {', '.join(map(str, prompts))}")
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
@@ -75,6 +77,8 @@ def real_prompts(
         raise ConfigError(
             f"a prompt must be a text, a list of messages or token ids, or a batch of these, got {prompts!r}"
         )
+    if wrong := [row for row in prompts if not isinstance(row, list | tuple) or not all(type(t) is int for t in row)]:
+        raise ConfigError(f"token ids must be whole numbers, a list of them for each prompt, got {wrong[0]!r:.80}")
     check_prompts(model, prompts)
     if attention_mask is None:
         _check_unpadded(model, prompts, tokenizer)

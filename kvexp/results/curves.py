@@ -27,6 +27,7 @@ from kvexp.results.plots import draw_runs, without_shared
 from kvexp.results.read import Runs, read_runs
 from kvexp.results.screen import distances
 from kvexp.results.table import parts, quality_table
+from kvexp.run import model_spec
 from kvexp.run.compose import (
     check_groups,
     explained,
@@ -44,7 +45,7 @@ from kvexp.run.compose import (
 )
 from kvexp.run.jobs import HydraJob, run_jobs
 from kvexp.run.user_methods import MISSING, admitted, class_method, settings_of_class
-from kvexp.util import CONF, ConfigError, Session, replace
+from kvexp.util import CONF, ConfigError, Session, as_python, replace
 
 RUN = ("model", "task", "method", "setting", "kv_ratio", "n")  # columns that name a run
 DISTANCE = ("kl", "kl_low", "kl_high", "top1", "verdict_kl")  # from the full cache, as in `kvexp results`
@@ -89,6 +90,7 @@ class Curves(pd.DataFrame):
     def __repr__(self) -> str:
         return "\n\n".join(f"{title}\n{rows.to_string(**_PRINTED)}" for title, rows in self._shown())
 
+    @in_python("__")
     def figure(self, metric: str | None = None) -> Figure:
         """Runs against kv_ratio, a line per method, n in the title.
 
@@ -139,6 +141,9 @@ def compare(
     **settings: Any,
 ) -> Curves:
     """Do what `kvexp.compare` says, which tells the arguments."""
+    model_spec.forget_changed()
+    task, kv_ratio, data, model, outputs_dir = map(as_python, (task, kv_ratio, data, model, outputs_dir))
+    settings = {name: as_python(value) for name, value in settings.items()}
     if isinstance(methods, str | Method | type) or not methods:
         raise ConfigError(f'methods must be a list with at least one method, as in methods=["h2o"], got {methods!r}')
     if task is not None and not isinstance(task, str):
@@ -149,7 +154,14 @@ def compare(
         if task is not None or data is not None:
             raise ConfigError("prompts are a task of their own: leave out task and data")
         data = _file_of(prompts, Path(outputs_dir))
-    ratios = [kv_ratio] if isinstance(kv_ratio, int | float | str) else list(kv_ratio)
+    for name, value in {"data": data, "model": model}.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} must be a name or a path, got {value!r:.80}")
+    if kv_ratio is None or kv_ratio == [] or kv_ratio == ():
+        raise ConfigError(
+            f"kv_ratio must be a number or a list of numbers, as in kv_ratio=[0.2, 0.5], got {kv_ratio!r}"
+        )
+    ratios = [kv_ratio] if isinstance(kv_ratio, int | float | str) else as_python(list(kv_ratio))
     given = {"outputs_dir": outputs_dir, "divergence": True, **settings}
     if model is not None:
         given |= {"model": "local", "model__path": model} if is_model_place(model) else {"model": model}
@@ -175,6 +187,9 @@ def _words_of_task(task: str | None, data: str | None) -> list[str]:
 
 def _file_of(prompts: Sequence[Any], outputs: Path) -> str:
     """A file of these prompts, texts or rows; the same ones are the same file, so that their runs are found again."""
+    if isinstance(prompts, pd.DataFrame):
+        prompts = prompts.to_dict("records")
+    prompts = prompts if isinstance(prompts, str | Mapping) else list(prompts)
     if isinstance(prompts, str | Mapping) or not prompts:
         raise ConfigError(
             f'prompts must be a list of texts, as in prompts=["A text.", "Another."], got {prompts!r:.80}'
@@ -182,11 +197,21 @@ def _file_of(prompts: Sequence[Any], outputs: Path) -> str:
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
     if wrong := [row for row in rows if not isinstance(row, Mapping)]:
         raise ConfigError(f'prompts holds {wrong[0]!r:.80}; a prompt is a text, or a row {{"prompt": TEXT}}')
-    data = "".join(f"{json.dumps(dict(row), ensure_ascii=False)}\n" for row in rows).encode()
+    try:
+        data = "".join(f"{json.dumps(dict(row), ensure_ascii=False, default=_plain)}\n" for row in rows).encode()
+    except ValueError as error:
+        raise ConfigError(f"prompts hold {error}: rows have texts, numbers and lists of these") from error
     file = outputs / PROMPTS / f"{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     replace(file, data)
     return str(file)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has in place of this one; ValueError for what is none."""
+    if (plain := as_python(value)) is value:
+        raise ValueError(f"{value!r:.80}")
+    return plain
 
 
 def _words_of(method: Method | type[Method] | str) -> list[str]:

@@ -441,7 +441,8 @@ def check_groups(words: Sequence[str]) -> None:
         if key in defaults() and re.fullmatch(r"[-+.\d]+(e-?\d+)?|true|false", value):
             way = f"{key} may be {', '.join(options(key))}"
             if key == "budget":
-                way = f"write kv_ratio={value} for a share of the prompt, budget=tokens budget.tokens=N for N tokens"
+                share = value if value.replace(".", "", 1).isdigit() and float(value) <= 1 else "0.5"
+                way = f"write kv_ratio={share} for a share of the prompt, budget=tokens budget.tokens=N for N tokens"
             raise ConfigError(f"there is no {word}: {way}")
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvexp.run.build import CACHE_KEYS, keys_named
 from kvexp.run.labels import MOVING
-from kvexp.util import ConfigError, cached_commit, did_you_mean, field_types, file_digest, path_of, typed
+from kvexp.util import ConfigError, cached_commit, did_you_mean, field_types, file_digest, path_of, stamp, typed
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
@@ -97,7 +97,8 @@ class ModelSpec:
         kind = typed(node.get("kind"), hints["kind"], "model.kind")
         for name in node:
             if name not in SETTINGS[kind] | SETTINGS["both"]:
-                near = did_you_mean(name, SETTINGS[kind] | SETTINGS["both"])
+                known = SETTINGS[kind] | SETTINGS["both"]
+                near = did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
                 raise ConfigError(f"model.{name} is not a setting of a {kind} model{near}")
         chat = typed(node.pop("chat", False), hints["strip_thinking"], "model.chat")
         given = typed(node.pop("template_args", None) or {}, dict, "model.template_args")
@@ -230,7 +231,7 @@ def _unties(spec: ModelSpec) -> bool:
 @functools.lru_cache(maxsize=1)
 def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
     """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
-    from kvexp.hf import load_model, pack_linear, random_model
+    from kvexp.hf import pack_linear, random_model
     from kvexp.hf.cpu_linear import round_weights
 
     if spec.kind == "random":
@@ -243,8 +244,18 @@ def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
             check=spec.check,
             **config,
         )
-        round_weights(model, spec.weights)
-        return pack_linear(model) if spec.pack_linear else model, tokenizer_of(spec)
+        tokenizer = tokenizer_of(spec)
+    else:
+        model, tokenizer = _pretrained(spec)
+    round_weights(model, spec.weights)
+    model = pack_linear(model) if spec.pack_linear else model
+    _KEPT[:] = [(spec, model, _state(spec, model))]
+    return model, tokenizer
+
+
+def _pretrained(spec: ModelSpec) -> tuple[Model, Tokenizer]:
+    from kvexp.hf import load_model
+
     assert spec.path is not None
     model = load_model(
         spec.path,
@@ -259,8 +270,33 @@ def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
     tokenizer = tokenizer_of(spec)
     if spec.contents_now() != spec.contents:
         raise ConfigError(f"{spec.path} changed after this run was set up; start it again when nothing writes there")
-    round_weights(model, spec.weights)
-    return pack_linear(model) if spec.pack_linear else model, tokenizer
+    return model, tokenizer
+
+
+_KEPT: list[tuple[ModelSpec, Model, tuple[Any, ...]]] = []  # what `load` keeps, and its state then
+
+
+def _state(spec: ModelSpec, model: Model) -> tuple[Any, ...]:
+    """What differs once the files of a hub id were replaced, or the model was changed by who holds it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    is_hub = spec.path is not None and spec.contents[0] is None
+    file = try_to_load_from_cache(spec.path, "config.json", revision=spec.revision) if is_hub else None
+    folder = Path(file).parent if isinstance(file, str) else None
+    return (
+        folder and sorted((path.name, stamp(path)) for path in folder.iterdir() if path.is_file()),
+        [(weight.data_ptr(), weight.dtype, weight._version) for weight in model.parameters()],
+        (model.config.to_json_string(), model.generation_config.to_json_string()),
+        model.config._attn_implementation,
+    )
+
+
+def forget_changed() -> None:
+    """Drop what `load` and `tokenizer_of` keep where the model is no longer what was loaded (`_state`)."""
+    if any(_state(spec, model) != state for spec, model, state in _KEPT):
+        _KEPT.clear()
+        for kept in (load, _tokenizer, _thinking):
+            kept.cache_clear()
 
 
 def prepare_for_fork(model: Model) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import TYPE_CHECKING, Any
 
 from kvexp.run import model_spec
 from kvexp.run.compose import in_python, is_model_place, meant, named_user_method, option, options
 from kvexp.run.labels import with_packaged_path
-from kvexp.util import ConfigError, watch_torch
+from kvexp.util import ConfigError, as_python, watch_torch
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
@@ -21,6 +22,7 @@ MODEL = "smollm2_135m"  # as conf/config.yaml has it
 @in_python(None)
 def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
     """Do what `kvexp.load` says, which tells the arguments."""
+    name, settings = as_python(name), {key: as_python(value) for key, value in settings.items()}
     if not isinstance(name, str):
         raise ConfigError(f"name must be a model's name, a folder, a GGUF file or a hub id, got {name!r}")
     watch_torch()
@@ -35,7 +37,10 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
         raise ConfigError(
             f"there is no model {name!r}{near or '; `kvexp models` lists them'} (or give a folder or hub id)"
         )
-    return model_spec.load(model_spec.ModelSpec.of({**with_packaged_path(node, "model.path"), **settings}))
+    model_spec.forget_changed()
+    spec = model_spec.ModelSpec.of({**with_packaged_path(node, "model.path"), **settings})
+    model, tokenizer = model_spec.load(spec)
+    return model, copy.deepcopy(tokenizer)  # whose template and tokens may be changed, where runs go on with theirs
 
 
 @in_python(None)
@@ -72,9 +77,13 @@ def generate(
     check_keywords(options, {*OPTIONS, *GENERATION_NAMES, *arguments} - {"options", "prompts"})
     if hasattr(prompt, "generate"):  # in the order of kvexp.generate.generate: model, prompts
         prompt, model = model, prompt
+    model, method, kv_ratio, tokens = map(as_python, (model, method, kv_ratio, tokens))
+    options = {name: as_python(value) for name, value in options.items()}
     if isinstance(model, str):
         loaded, own = load(model)
         model, tokenizer = loaded, tokenizer or own
+    elif not callable(getattr(model, "get_input_embeddings", None)):
+        raise ConfigError(f"model must be a model's name or what kvexp.load returns first, got {model!r:.80}")
     if isinstance(method, str):
         method = method_of(method)
     elif isinstance(method, type) and issubclass(method, Method):
@@ -93,7 +102,7 @@ def generate(
         kv_ratio=kv_ratio,
         tokens=tokens,
         tokenizer=tokenizer,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=as_python(max_new_tokens),
         **options,
     )
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,54 @@ def test_a_model_is_the_one_that_lies_at_its_path_now(tmp_path, monkeypatch):
     kvexp.generate(TEXT, "./model", max_new_tokens=1)
 
 
+def test_a_model_that_was_changed_is_not_the_one_of_its_name():
+    """In place, in its dtype or in its attention; nor is a tokenizer with another template."""
+    before = digest(load("testbed_rope")[0])
+    for change in (
+        lambda model: model.lm_head.weight.detach().mul_(2),
+        lambda model: model.half(),
+        unpatch_model,
+        lambda model: setattr(model.generation_config, "eos_token_id", 3),
+    ):
+        model, tokenizer = load("testbed_rope")
+        assert load("testbed_rope")[0] is model
+        change(model)
+        tokenizer.chat_template = "another"
+        again, fresh = load("testbed_rope")
+        assert again is not model and digest(again) == before and fresh.chat_template is None
+
+
+def test_a_hub_id_is_what_the_cache_holds_now(tmp_path, monkeypatch):
+    """Its main branch may move, and files of a snapshot may be replaced."""
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    digests, place = [], tmp_path / "models--org--name"
+    (place / "refs").mkdir(parents=True)
+    for seed in (1, 2):
+        model = random_model("llama", seed=seed, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+        for part in (unpatch_model(model), byte_tokenizer()):
+            part.save_pretrained(place / "snapshots" / (str(seed) * 40))
+        (place / "refs" / "main").write_text(str(seed) * 40)
+        digests.append(digest(load("org/name")[0]))
+    weights = [place / "snapshots" / (commit * 40) / "model.safetensors" for commit in "12"]
+    shutil.copy(*weights)
+    assert digests[0] != digests[1] and digest(load("org/name")[0]) == digests[0]
+
+
+def test_values_of_numpy_torch_and_pathlib_are_taken():
+    import numpy as np
+
+    folder = Path("kvexp/tasks/testbed_models/testbed_rope").resolve()
+    model, tokenizer = load(folder, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert model.dtype == torch.bfloat16
+    given = {"tokenizer": tokenizer, "max_new_tokens": np.int64(2)}
+    for tokens in (np.int64(6), torch.tensor(6)):
+        assert kvexp.generate(TEXT, model, tokens=tokens, **given).cache.config.budget == Budget(tokens=6)
+    assert kvexp.generate(TEXT, folder, kv_ratio=np.float32(0.5), max_new_tokens=1).cache.config.budget.kv_ratio == 0.5
+
+
 def test_a_chat_goes_through_the_template(model_and_tokenizer, monkeypatch):
     model, tokenizer = model_and_tokenizer
     chat = [{"role": "user", "content": TEXT}]
@@ -187,6 +236,10 @@ WRONG = {
     "model='testbed_rop'": "did you mean testbed_rope",
     "model='local'": "folder or hub id of your own",
     "kv_ratio=2": "kv_ratio must be",
+    "model=None": "model must be a model's name or what kvexp.load returns first, got None",
+    "model='H:/x'": "is no folder, file or hub id",
+    "prompt={'role': 'user', 'content': 'a'}": "a chat is a list of messages",
+    "prompt=[3.5, 4.0]": "token ids must be whole numbers",
     "kv_ratio=0.5, tokens=3": "exactly one of kv_ratio",
     "kv_ratio=0.5, budget=Budget(tokens=3)": "give budget, or kv_ratio or tokens",
     "max_new_token=2": "did you mean max_new_tokens",
@@ -198,7 +251,7 @@ WRONG = {
 def test_a_wrong_guess_gets_a_sentence(words, model_and_tokenizer):
     given = eval(f"dict({words})", {"Budget": Budget, "model": model_and_tokenizer[0]})
     with pytest.raises(ConfigError, match=WRONG[words]):
-        kvexp.generate(TEXT, given.pop("model", "testbed_rope"), **given)
+        kvexp.generate(given.pop("prompt", TEXT), given.pop("model", "testbed_rope"), **given)
 
 
 @pytest.mark.parametrize(("given", "said"), [({"kv_ratio": 0.5}, "Budget(kv_ratio=0.5)"), ({"budget": 0.5}, "got 0.5")])
