@@ -92,7 +92,9 @@ def usage() -> str:
 
 
 def _lines(commands: dict[str, tuple[str, str]]) -> list[str]:
-    return [f"  {name:<20} {what}" for name, (_, what) in commands.items()]
+    return [
+        textwrap.fill(f"  {name:<20} {what}", 79, subsequent_indent=" " * 23) for name, (_, what) in commands.items()
+    ]
 
 
 def export(words: list[str]) -> int:

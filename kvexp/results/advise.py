@@ -13,6 +13,7 @@ import json
 import math
 import shlex
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -603,19 +604,24 @@ BUDGET_KEYS = ("budget.tokens=", "bytes_ratio=", "budget.threshold=")  # in a se
 
 # The command.
 
-ABOUT = """usage: kvexp advise OUTPUTS [KEY=VALUE ...]            from rows that exist
-       kvexp advise model=MODEL data=FILE [KEY=VALUE ...] [--dry-run]   from prompts: runs what is needed
+ABOUT = """usage: kvexp advise OUTPUTS [KEY=VALUE ...]
+           from rows that exist
+       kvexp advise model=MODEL data=FILE [KEY=VALUE ...] [--dry-run]
+           from prompts: runs what is needed
 
-Which method may keep how little of the cache, with a promise about new prompts (docs/advise.md).
+Which method may keep how little of the cache, with a promise about new
+prompts (docs/advise.md).
 """
 
 
 def usage() -> str:
     """What `kvexp advise --help` prints."""
-    keys = "\n".join(f"  {name + '=':<12} {what}" for name, (_, what) in OWN_WORDS.items())
+    lines = (f"  {name + '=':<12} {what}" for name, (_, what) in OWN_WORDS.items())
+    keys = "\n".join(textwrap.fill(line, 79, subsequent_indent=" " * 15) for line in lines)
     rest = (
-        "Other words: with OUTPUTS, labels of the runs to take (task=news method=h2o,keyformer); with data= or task=,\n"
-        "settings of kvexp run (model=, task.max_new_tokens=, limit=, outputs_dir=)."
+        "Other words: with OUTPUTS, labels of the runs to take (task=news\n"
+        "method=h2o,keyformer); with data= or task=, settings of kvexp run (model=,\n"
+        "task.max_new_tokens=, limit=, outputs_dir=)."
     )
     return f"{ABOUT}\n{keys}\n\n{rest}"
 

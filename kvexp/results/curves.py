@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.core import Method
-from kvexp.results.plots import draw_runs, without_shared
+from kvexp.results.plots import NO_KL, draw_runs, without_shared
 from kvexp.results.read import Runs, read_runs
 from kvexp.results.screen import distances
 from kvexp.results.table import parts, quality_table
@@ -112,7 +112,8 @@ class Curves(pd.DataFrame):
             telling = [name for name in ("question", "setting") if rows[name].nunique() > 1]
             columns = ["method", *telling, "kv_ratio", "n", *DISTANCE[:3], *quality]
             rows = rows[[name for name in columns if name in rows]].dropna(axis="columns", how="all")
-            yield f"{title} {shared}".rstrip(), rows
+            why = "" if "kl" in rows or len(rows) < 2 else f"\nno KL, which {NO_KL}"
+            yield f"{title} {shared}".rstrip() + why, rows
 
     def _picture(self) -> str:
         try:

@@ -217,14 +217,13 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     """One panel for each model and task in the table, one legend below; metric: None takes each task's first."""
     if "status" in frame:
         frame = frame[frame["status"] != "refused"]
+    if frame.empty:
+        raise ConfigError("there are no runs to draw")
     frame = frame.sort_values(["model", "task"], kind="stable")
     paired = frame["verdict99"].ne("baseline") & frame["paired"].notna()
     panels = [(title, part) for title, _, part in parts(frame) if paired[part.index].any()]
     if not panels:
-        raise ConfigError(
-            "no finished runs with a baseline and a score to draw; run a sweep over kv_ratio first, or draw how far "
-            "runs are from the full cache: --view divergence"
-        )
+        raise ConfigError("no finished runs with a baseline and a score to draw; run methods at several kv_ratio first")
     metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]
     for (title, part), own in zip(panels, metrics, strict=True):
         if f"{own}_of_full" not in part:
@@ -232,8 +231,7 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     shown = [drawable(part, own) for (_, part), own in zip(panels, metrics, strict=True)]
     if all(runs.empty for runs in shown):
         raise ConfigError(
-            "no run has a kv_ratio and a percentage of its baseline, which has to score above 0: there is nothing to "
-            "draw; how far runs are from the full cache: --view divergence"
+            "no run has a kv_ratio and a percentage of its baseline, which has to score above 0: nothing can be drawn"
         )
     whole, shared = without_shared(pd.concat(shown))
     shown = [with_n(runs.assign(setting=whole.loc[runs.index, "setting"]), "paired") for runs in shown]
@@ -262,12 +260,17 @@ def draw_runs(runs: Runs, metric: str | None = None) -> Figure:
     try:
         return draw_quality(runs.frame(quality_table), metric)
     except ConfigError as error:
-        if metric is not None or divergence_table(runs.ran).empty:
-            raise
+        if metric is not None:
+            raise ConfigError(f"{error}; without a metric KL is drawn") from error
+        if divergence_table(runs.ran).empty:
+            raise ConfigError(f"{error}; nor KL, which has to be measured and {NO_KL}") from error
         try:
             return draw_divergence(runs, "kv_ratio")
         except ConfigError:
             raise error from None
+
+
+NO_KL = "takes answers of two tokens or more: the first is the prefill's"
 
 
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}

@@ -30,29 +30,41 @@ from kvexp.run.model_spec import ModelSpec, config_of_spec, load, max_positions,
 from kvexp.tasks.articles import articles, articles_digest, training_articles
 from kvexp.util import CacheError, ConfigError, Progress, path_of, say, tells_errors
 
-CALIBRATE_DOC = """kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods and
-budgets that need them.
+CALIBRATE_DOC = """kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries,
+for methods and budgets that need them.
 
-The model reads texts once, at full attention. Settings: as `kvexp run` has for a model, and
-  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
-                 without it, the articles that come with kvexp
-  tokens=2048    tokens of a sequence: the texts are joined and cut into sequences (fewer where the model holds fewer)
+The model reads texts once, at full attention. Settings: as `kvexp run` has for
+a model, and
+  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each
+                 line, any other file is one text; without it, the articles
+                 that come with kvexp
+  tokens=2048    tokens of a sequence: the texts are joined and cut into
+                 sequences (fewer where the model holds fewer)
   sequences=20   how many of them at most
-The result is two small files in the cache folder, known by the digest of the model: statistics of queries, and scores
-of heads (budget.heads=duo; not of models without RoPE). They replace older ones.
-  --format triattention   also write the statistics of queries as TriAttention's release and TensorRT-LLM read them
+The result is two small files in the cache folder, known by the digest of the
+model: statistics of queries, and scores of heads (budget.heads=duo; not of
+models without RoPE). They replace older ones.
+  --format triattention   also write the statistics of queries as
+                          TriAttention's release and TensorRT-LLM read them
   --out FILE              to this file (NAME_triattention.pt)
-  --from FILE             read no texts: take the statistics out of such a file, for method=triattention
+  --from FILE             read no texts: take the statistics out of such a file,
+                          for method=triattention
 """
-KVZAP_DOC = """kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a model, for method=kvzap.
+KVZAP_DOC = """kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a
+model, for method=kvzap.
 
-The model reads each text, and once more to repeat it; what KVzip+ scores then is predicted, layer by layer and kv head
-by kv head, from what the attention layers got the first time. Settings: as `kvexp run` has for a model, and
-  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
-                 without it, the last twelve articles that come with kvexp, about which method=kvzap is then not asked
+The model reads each text, and once more to repeat it; what KVzip+ scores then
+is predicted, layer by layer and kv head by kv head, from what the attention
+layers got the first time. Settings: as `kvexp run` has for a model, and
+  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each
+                 line, any other file is one text; without it, the last twelve
+                 articles that come with kvexp, about which method=kvzap is then
+                 not asked
   tokens=1250    tokens of a prompt at most (fewer where the model holds fewer)
-  prompts=400    how many of them at most; each fourth is held out, and R2 is of those
-The result is a small file in the cache folder, known by the digest of the model; it replaces an older one.
+  prompts=400    how many of them at most; each fourth is held out, and R2 is of
+                 those
+The result is a small file in the cache folder, known by the digest of the
+model; it replaces an older one.
 """
 SINKS = 4  # KVzip+'s, whose scores are not learned
 EVERY = 4  # the last of so many prompts is held out
@@ -126,7 +138,7 @@ def _command(
     """
     parser = argparse.ArgumentParser(
         prog=name,
-        usage=f"%(prog)s model=NAME [model.SETTING=VALUE] [data=FILE] {' '.join(f'[{size}=N]' for size in sizes)}",
+        usage=f"%(prog)s model=NAME [SETTING=VALUE] [data=FILE]\n    {' '.join(f'[{size}=N]' for size in sizes)}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
+import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
@@ -374,12 +375,10 @@ def run_lm_eval(arguments: list[str]) -> None:
     mine, rest = own.parse_known_args(arguments)
     theirs = _read(rest)
     with contextlib.ExitStack() as stack:
+        _check_caches(theirs, rest)
         if theirs.tasks:
             given = _merged(theirs.model_args, "--model_args")
             if theirs.model == "kvexp":
-                for name, why in NO_CACHE.items():
-                    if getattr(theirs, name) is not None:
-                        raise ConfigError(why)
                 rest = _check_model(given, theirs.model_args, rest)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             changed = _check_tasks(theirs, mine, folder, given)
@@ -411,10 +410,25 @@ def _read(rest: list[str]) -> argparse.Namespace:
     seen.add_argument("--seed", default="0")
     seen.add_argument("--include_path")
     seen.add_argument("--device")
+    seen.add_argument("--config", "-C")
     seen.add_argument("--use_cache", "-c")
     seen.add_argument("--cache_requests", nargs="?", const="true")
     known, _ = seen.parse_known_args(rest)
     return known
+
+
+def _check_caches(theirs: argparse.Namespace, words: Sequence[str]) -> None:
+    """ConfigError for a cache of lm-eval's with the model kvexp, also by shortened words and in a --config file."""
+    filed: Any = {}
+    if theirs.config is not None and Path(theirs.config).is_file():
+        filed = yaml.safe_load(Path(theirs.config).read_text("utf-8"))
+    filed = filed if isinstance(filed, dict) else {}
+    keys = [word.partition("=")[0] for word in words]
+    for name, why in NO_CACHE.items():
+        shortened = any(len(key) > 3 and f"--{name}".startswith(key) for key in keys)
+        typed = getattr(theirs, name) is not None or shortened or filed.get(name)
+        if typed and "kvexp" in (theirs.model, filed.get("model")):
+            raise ConfigError(why)
 
 
 def _merged(words: Sequence[str], option: str) -> dict[str, Any]:

@@ -517,7 +517,10 @@ def test_bad_arguments_are_refused_before_a_model_loads(options, message, monkey
     assert message in str(error.value)
 
 
-LM_EVALS_CACHES = (["--use_cache", "answers"], ["-c", "answers"], ["--cache_requests"], ["--cache_requests", "refresh"])
+LM_EVALS_CACHES = (
+    *(["--use_cache", "answers"], ["-c", "answers"], ["--use_c=answers"]),
+    *(["--cache_requests"], ["--cache_requests", "refresh"], ["--cache_req", "true"]),
+)
 
 
 @pytest.mark.parametrize("words", LM_EVALS_CACHES, ids=" ".join)
@@ -527,9 +530,17 @@ def test_lm_evals_caches_are_refused_before_a_model_loads(words, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     asked = ["--model", "kvexp", "--model_args", "pretrained=somewhere,method=h2o,kv_ratio=0.5", "--tasks", "piqa"]
     assert main([*asked, *words]) == 1
-    named = "--use_cache" if "answers" in words else "--cache_requests"
+    named = "--use_cache" if "answers" in words[-1] else "--cache_requests"
     assert re.match(rf"error: {named} keeps .* leave it out", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ["use_cache: answers", "cache_requests: {cache_requests: true}"])
+def test_lm_evals_caches_are_refused_in_a_file_of_settings(line, tmp_path, capsys):
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"model: kvexp\ntasks: [piqa]\n{line}\n")
+    assert main(["run", "--config", str(file)]) == 1
+    assert re.match(rf"error: --{line.partition(':')[0]} keeps .* leave it out", capsys.readouterr().err)
 
 
 def test_lm_evals_cache_is_refused_in_python_too(tmp_path):

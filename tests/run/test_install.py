@@ -132,11 +132,18 @@ COMMANDS = [name for name in (*cli.COMMANDS, *cli.PARTS) if name not in ("run", 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_calls_a_command_by_its_name(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     for option in ("--help", "-h"):
         monkeypatch.setattr(sys, "argv", ["kvexp", *name.split(), option])
         with pytest.raises(SystemExit) as end:
             cli.main()
-        assert end.value.code == 0 and capsys.readouterr().out.startswith(f"usage: kvexp {name} ")
+        out = capsys.readouterr().out
+        assert end.value.code == 0 and out.startswith(f"usage: kvexp {name} ")
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_list_of_commands_fits_80_columns():
+    assert max(map(len, cli.usage().splitlines())) <= 80
 
 
 def test_what_setup_installs_runs_a_notebook_from_the_command_line():

@@ -14,6 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import pipeline
@@ -153,8 +154,6 @@ def test_a_hub_id_is_what_the_cache_holds_now(tmp_path, monkeypatch):
 
 
 def test_values_of_numpy_torch_and_pathlib_are_taken():
-    import numpy as np
-
     folder = Path("kvexp/tasks/testbed_models/testbed_rope").resolve()
     model, tokenizer = load(folder, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert model.dtype == torch.bfloat16

@@ -8,6 +8,7 @@ import shutil
 import sys
 from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -725,6 +726,15 @@ def test_a_comparison_of_few_prompts_shows_and_draws_kl(folder, capsys):
     assert runs._repr_html_().startswith("<img")
     with pytest.raises(ConfigError, match="no finished runs with a baseline and a score"):
         runs.figure("rouge1")
+    short = kvexp.compare(
+        ["window"], kv_ratio=0.5, prompts=np.array(prompts), model="testbed_rope", task__max_new_tokens=1
+    )
+    assert "no KL, which takes answers of two tokens or more" in repr(short)
+    with pytest.raises(ConfigError, match=r"nor KL, which has to be measured and takes answers of two") as error:
+        short.figure()
+    assert "--" not in str(error.value)
+    (folder / "empty").mkdir()
+    assert results(["empty", "--plot", "none.png"]) == 2 and "there are no runs to draw" in capsys.readouterr().err
     assert results(["outputs", "--plot", "kl.png"]) == 0 and (folder / "kl.png").stat().st_size > 10_000
     (file,) = (folder / "outputs" / ".prompts").iterdir()
     data = folder / "my.jsonl"
