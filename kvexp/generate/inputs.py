@@ -77,8 +77,9 @@ def real_prompts(
         raise ConfigError(
             f"a prompt must be a text, a list of messages or token ids, or a batch of these, got {prompts!r}"
         )
-    if wrong := [row for row in prompts if not isinstance(row, list | tuple) or not all(type(t) is int for t in row)]:
-        raise ConfigError(f"token ids must be whole numbers, a list of them for each prompt, got {wrong[0]!r:.80}")
+    for row in prompts:
+        if not isinstance(row, list | tuple) or not all(type(token) is int for token in row):
+            raise ConfigError(f"token ids must be whole numbers, a list of them for each prompt, got {row!r:.80}")
     check_prompts(model, prompts)
     if attention_mask is None:
         _check_unpadded(model, prompts, tokenizer)

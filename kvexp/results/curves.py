@@ -186,7 +186,7 @@ def _words_of_task(task: str | None, data: str | None) -> list[str]:
     return [_override("task", task), *([] if data is None else [f"task.data_files={quoted(data)}"])]
 
 
-def _file_of(prompts: Sequence[Any], outputs: Path) -> str:
+def _file_of(prompts: Any, outputs: Path) -> str:
     """A file of these prompts, texts or rows; the same ones are the same file, so that their runs are found again."""
     if isinstance(prompts, pd.DataFrame):
         prompts = prompts.to_dict("records")

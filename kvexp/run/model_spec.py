@@ -280,8 +280,9 @@ def _state(spec: ModelSpec, model: Model) -> tuple[Any, ...]:
     """What differs once the files of a hub id were replaced, or the model was changed by who holds it."""
     from huggingface_hub import try_to_load_from_cache
 
-    is_hub = spec.path is not None and spec.contents[0] is None
-    file = try_to_load_from_cache(spec.path, "config.json", revision=spec.revision) if is_hub else None
+    file = None
+    if spec.path is not None and spec.contents[0] is None:
+        file = try_to_load_from_cache(spec.path, "config.json", revision=spec.revision)
     folder = Path(file).parent if isinstance(file, str) else None
     return (
         folder and sorted((path.name, stamp(path)) for path in folder.iterdir() if path.is_file()),

@@ -208,6 +208,28 @@ def test_the_end_of_a_turn_ends_a_chat_as_it_does_in_run(model_and_tokenizer, mo
     assert kvexp.generate([USER], eos_token_id=None, **given).endings[0].reason == "length"
 
 
+WRONG_CHATS = {
+    "no content": ([{"role": "user"}], "a chat is a list of messages"),
+    "no role": ([{"content": TEXT}], "a chat is a list of messages"),
+    "empty in a batch": ([[USER], []], "a chat is a list of messages"),
+    "beside a text": ([[USER], TEXT], "a chat is a list of messages"),
+    "parts": ([{"role": "user", "content": [{"type": "text", "text": TEXT}]}], "must be a text for this model"),
+    "tools": (
+        [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}, USER],
+        "leaves out the call of look",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CHATS)
+def test_a_wrong_chat_gets_a_sentence(case, model_and_tokenizer, monkeypatch):
+    model, tokenizer = model_and_tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", TURNS)
+    chat, said = WRONG_CHATS[case]
+    with pytest.raises(ConfigError, match=said):
+        kvexp.generate(chat, model, tokenizer=tokenizer, max_new_tokens=1)
+
+
 def test_a_turn_that_a_template_drops_is_said(model_and_tokenizer, monkeypatch):
     model, tokenizer = model_and_tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", WITHOUT_SYSTEM)
