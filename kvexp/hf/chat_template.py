@@ -118,10 +118,9 @@ def answer_begins(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> str:
 
     As transformers' pipeline has it. ConfigError where the template cannot be used or leaves a turn out.
     """
-    if wrong := [
-        turn for turn in turns or [turns] if not isinstance(turn, Mapping) or not {"role", "content"} <= set(turn)
-    ]:
-        raise ConfigError(f'a chat is a list of messages {{"role": ..., "content": ...}}, got {wrong[0]!r:.80}')
+    told = ({"role", "content"}, {"role", "tool_calls"})
+    if not turns or not all(isinstance(turn, Mapping) and any(keys <= set(turn) for keys in told) for turn in turns):
+        raise ConfigError(f'a chat is a list of messages {{"role": ..., "content": ...}}, got {turns!r:.80}')
     continues = turns[-1]["role"] == "assistant"
     options = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
     try:
@@ -131,8 +130,9 @@ def answer_begins(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> str:
             calls = [call.get("function", call)["name"] for call in turn.get("tool_calls") or ()]
             if wrong := [name for name in calls if name not in text]:
                 raise ConfigError(f"the tokenizer's chat template leaves out the call of {wrong[0]}: write it as text")
-            if not isinstance(turn["content"], str | None) and str(turn["content"]) in text:
-                raise ConfigError(f"content of a message must be a text for this model, got {turn['content']!r:.80}")
+            content = turn.get("content")
+            if not isinstance(content, str | None) and str(content) in text:
+                raise ConfigError(f"content of a message must be a text for this model, got {content!r:.80}")
     except ConfigError:
         raise
     except Exception as error:  # jinja's, and whatever a template does with its values: no common base
