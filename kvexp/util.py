@@ -769,13 +769,19 @@ def _asked(endpoint: str, period: int) -> str | None:
 
 def cached_commit(model: str, revision: str | None) -> str | None:
     """The commit that this revision of a model (None: main) stood for when its config.json was last fetched."""
+    folder = cached_snapshot(model, revision)
+    return folder.name if folder else None
+
+
+def cached_snapshot(model: str, revision: str | None) -> Path | None:
+    """The folder with that commit's files; None where nothing was fetched, ConfigError for what is no hub id."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         file = try_to_load_from_cache(model, "config.json", revision=revision)
     except ValueError as error:
         raise ConfigError(f"{model!r} is no folder, file or hub id (OWNER/NAME): correct it") from error
-    return Path(file).parent.name if isinstance(file, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 # Free memory of this computer, within the limits set for this process and for the control groups it is in.

@@ -118,8 +118,10 @@ def answer_begins(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> str:
 
     As transformers' pipeline has it. ConfigError where the template cannot be used or leaves a turn out.
     """
-    told = ({"role", "content"}, {"role", "tool_calls"})
-    if not turns or not all(isinstance(turn, Mapping) and any(keys <= set(turn) for keys in told) for turn in turns):
+    required = ({"role", "content"}, {"role", "tool_calls"})
+    if not turns or not all(
+        isinstance(turn, Mapping) and any(keys <= set(turn) for keys in required) for turn in turns
+    ):
         raise ConfigError(f'a chat is a list of messages {{"role": ..., "content": ...}}, got {turns!r:.80}')
     continues = turns[-1]["role"] == "assistant"
     options = {"continue_final_message": True} if continues else {"add_generation_prompt": True}

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvexp.run.build import CACHE_KEYS, keys_named
 from kvexp.run.labels import MOVING
-from kvexp.util import ConfigError, cached_commit, did_you_mean, field_types, file_digest, path_of, stamp, typed
+from kvexp.util import (
+    ConfigError,
+    cached_commit,
+    cached_snapshot,
+    did_you_mean,
+    field_types,
+    file_digest,
+    path_of,
+    stamp,
+    typed,
+)
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
@@ -278,12 +288,8 @@ _KEPT: list[tuple[ModelSpec, Model, tuple[Any, ...]]] = []  # what `load` keeps,
 
 def _state(spec: ModelSpec, model: Model) -> tuple[Any, ...]:
     """What differs once the files of a hub id were replaced, or the model was changed by who holds it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file = None
-    if spec.path is not None and spec.contents[0] is None:
-        file = try_to_load_from_cache(spec.path, "config.json", revision=spec.revision)
-    folder = Path(file).parent if isinstance(file, str) else None
+    is_hub = spec.path is not None and spec.contents[0] is None
+    folder = cached_snapshot(str(spec.path), spec.revision) if is_hub else None
     return (
         folder and sorted((path.name, stamp(path)) for path in folder.iterdir() if path.is_file()),
         [(weight.data_ptr(), weight.dtype, weight._version) for weight in model.parameters()],
