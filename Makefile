@@ -35,7 +35,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## /{printf "  %-15s %s\n", $$1, $$2}' Makefile
@@ -67,9 +67,6 @@ demo: $(VENV)/.stamp ## three methods at three budgets on a real model: a table 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
 	@$(BIN)/python -m experiments.studies.testbed train
 	@$(BIN)/python -m experiments.testbed
-
-league: $(VENV)/.stamp ## the league table of league/*.json: build/league/index.html and the tables of docs/league.md
-	@$(BIN)/python -m experiments.studies.league page --markdown docs/league.md
 
 smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 	@$(BIN)/python run.py model=testbed_rope task=testbed_summary limit=1 outputs_dir=outputs/smoke

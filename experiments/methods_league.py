@@ -88,7 +88,7 @@ def _checked(args: argparse.Namespace) -> list[Piece]:
 
 def _calibrated(piece: Piece) -> bool:
     """Whether a method of the piece needs what a calibration pass leaves."""
-    return piece.group.name == "duo" or bool({"qfilters", "triattention", "kvzap"} & set(piece.methods))
+    return piece.group.name == "duo" or bool({*league.CALIBRATED} & set(piece.methods))
 
 
 def _took(piece: Piece, args: argparse.Namespace, where: Path) -> float | None:

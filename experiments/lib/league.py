@@ -61,6 +61,7 @@ KEEP_ALL = ["ideal", "pqcache", "sparq", "quest", "infllm"]
 SHORT_CHUNKS = ("method.chunk=128",)
 # Prompts of news have a few hundred tokens, an eighth of which kvpress's 128 and 256 would overrun.
 DUO = ("budget.heads=duo", "budget.stream_sinks=4", "budget.stream_recent=28")
+CALIBRATED = ("qfilters", "triattention", "kvzap")  # methods that need a calibration; the heads of DUO need one too
 LEFT_OUT = {
     "full": "what all are measured against",
     "h2o_c": "it takes more slots than the budget",
@@ -210,7 +211,8 @@ PUBLISHED = (
     (("snapkv", ""),),
     (("h2o", ""), ("knorm", "")),
 )
-COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
+COLUMNS = ("numerics", "task", "question", "method", "how", "kv_ratio")
+COLUMNS += ("n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
 OF_ROWS = ["of_full", "slots"]  # known where answers were written
 EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names
 
@@ -239,7 +241,7 @@ def _of_task(outputs: Path) -> pd.DataFrame:
         return frame
     frame = pd.DataFrame(without_question(frame[frame["text"].eq(OWN)].to_dict("records")))  # type: ignore[arg-type]
     frame = finished(frame).copy()
-    frame["how"] = [_how(str(setting)) for setting in frame["setting"]]
+    frame["how"] = [how_of(str(setting)) for setting in frame["setting"]]
     answered = {
         (row["hash"], row["n"]): row.get(f"{row['headline']}_of_full")
         for row in table(outputs).to_dict("records")
@@ -269,7 +271,7 @@ def finished(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["n"].eq(frame.groupby(["task", "question"])["n"].transform("max"))]
 
 
-def _how(setting: str) -> str:
+def how_of(setting: str) -> str:
     """The label of the group that runs have with this `setting`, words separated by spaces; "" for most."""
     words = set(setting.split())
     return next((group.label for group in GROUPS if group.label and words.issuperset(group.words)), "")

@@ -102,6 +102,14 @@ def commands_of(experiment: str, data: str | None) -> list[Command]:
     return [_from_folder(experiment, task, place, Path(data), subset.strip()) for subset in subsets]
 
 
+def rows_of(task: str, data: str | None) -> tuple[str, ...] | None:
+    """Overrides that find a task's rows; None where they are in DATA, which was not given."""
+    place = _files().get(task, {})
+    if "folder" not in place or data == HUB:
+        return ()
+    return None if data is None else _from_folder(task, task, place, Path(data), "").overrides
+
+
 def _from_folder(experiment: str, task: str, place: dict[str, Any], data: Path, subset: str) -> Command:
     found, named = [], []
     for key, value in place["folder"].items():

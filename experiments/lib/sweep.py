@@ -26,19 +26,28 @@ QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
 def sweep(experiment: str, overrides: Sequence[str] = ()) -> list[str]:
     """Run it, resuming what exists; the hashes of its runs and their baselines. ConfigError if a job failed.
 
-    Once per process: exhibits that show the same runs need not look for them again.
+    experiment: here and below, "" for a sweep of the overrides alone. Once per process: exhibits that show the same
+    runs need not look for them again.
     """
     return list(_hashes(experiment, tuple(overrides)))
+
+
+def _words(experiment: str, overrides: Sequence[str]) -> list[str]:
+    return [*([f"experiment={experiment}"] if experiment else []), *overrides]
+
+
+def _named(experiment: str) -> str:
+    return f"experiment={experiment}" if experiment else "the sweep"
 
 
 @functools.cache
 def _hashes(experiment: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
     session = Session()
-    _command([f"experiment={experiment}", *overrides, QUIET], session)
+    _command([*_words(experiment, overrides), QUIET], session)
     if session.failures:
         first = session.failures[0]
         raise ConfigError(
-            f"{len(session.failures)} job(s) of experiment={experiment} failed, the first: {first.job}: {first.why}"
+            f"{len(session.failures)} job(s) of {_named(experiment)} failed, the first: {first.job}: {first.why}"
         )
     return tuple(session.hashes)
 
@@ -88,7 +97,7 @@ def planned_seconds(experiment: str, overrides: Sequence[str] = ()) -> float:
         groups = show_plan(session.collected_jobs(), None, session, shares=True)
     if session.failures:
         first = session.failures[0]
-        raise ConfigError(f"a job of experiment={experiment} cannot run: {first.job}: {first.why}")
+        raise ConfigError(f"a job of {_named(experiment)} cannot run: {first.job}: {first.why}")
     return total_seconds(groups)
 
 
@@ -96,7 +105,7 @@ def _collected(experiment: str, overrides: Sequence[str]) -> Session:
     """A session that holds the jobs of the sweep; none is run."""
     session = Session()
     session.collect_jobs()
-    _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET], session)
+    _command([*_words(experiment, overrides), "hydra/launcher=basic", QUIET], session)
     return session
 
 

@@ -434,7 +434,8 @@ def run(args: argparse.Namespace) -> int:
 
     units = []
     together, shares = (args.together, [args.shares]) if args.every == 1 else (1, [[share] for share in args.shares])
-    for first in range(0, args.texts, together):  # texts of all kinds side by side, so that the first are of every kind
+    # Texts of all kinds side by side, so that the first are of every kind.
+    for first in range(args.start, args.texts, together):
         for kind in args.kinds:
             numbers = range(first, min(first + together, args.texts))
             texts = {number: tokens_of(kind, number, tokenizer, args.tokens) for number in numbers}
@@ -630,6 +631,7 @@ def parser() -> argparse.ArgumentParser:
         if command is run:
             part.add_argument("--model", default="smollm2_135m", metavar="NAME")
             part.add_argument("--texts", type=int, default=FIRST, metavar="N", help=f"of each kind (default {FIRST})")
+            part.add_argument("--start", type=int, default=0, metavar="N", help="the first text (default 0)")
             part.add_argument("--kinds", nargs="+", default=list(REDUCED), choices=list(KINDS))
             part.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="1/S budgets")
             part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))

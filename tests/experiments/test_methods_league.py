@@ -63,9 +63,9 @@ def test_every_method_is_run_on_every_task(task):
 
 
 def test_methods_run_with_words_of_their_own_have_a_name_of_their_own():
-    assert league._how("budget.stream_recent=28 budget.heads=duo seed=1 budget.stream_sinks=4") == "duo"
-    assert league._how("budget.heads=adaptive") == "adaptive"
-    assert league._how("method.chunk=128") == "chunk128" and league._how("method.chunk=1280") == ""
+    assert league.how_of("budget.stream_recent=28 budget.heads=duo seed=1 budget.stream_sinks=4") == "duo"
+    assert league.how_of("budget.heads=adaptive") == "adaptive"
+    assert league.how_of("method.chunk=128") == "chunk128" and league.how_of("method.chunk=1280") == ""
     assert {"kvzip+chunk128", "kvzip_plus+chunk128"} == set(league._names_of("needle")) - set(league._names_of("news"))
     assert {"kvzip", "kvzip_plus"} == set(league._names_of("news")) - set(league._names_of("needle"))
 
