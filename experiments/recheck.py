@@ -6,337 +6,43 @@ python -m experiments.recheck --data FOLDER --page NAME ...   these alone
 python -m experiments.recheck --data FOLDER --write           also put a line about it on each page
 
 A row is the KL divergence of one prompt under one cache. Prompts are drawn by --seed, evenly from every model, task and
-place of the question, until they have 5 % of a page's rows and three of each method. --where takes a part of the rows.
+place of the question, until they have 5 % of a page's rows and three of each method. Where a page has means alone, one
+of them is computed whole, and --write keeps its rows. --where takes a part of the rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pandas as pd
 
 import kvexp
 from experiments.lib import league
-from experiments.lib.exhibits import HERE, REAL, ROOT
+from experiments.lib.exhibits import HERE, REAL
 from experiments.lib.real_scale import rows_of, scale_of
-from experiments.lib.sweep import jobs, late, planned_seconds, sweep
+from experiments.lib.recordings import BLOCK, CACHE, PROMPT, RECORDINGS, Recording
 from experiments.lib.tables import between, markdown
-from experiments.studies import KL_COLUMNS, decoding, read_wide, ruler_board
+from experiments.studies import KL_COLUMNS, kl_of_runs
 from kvexp.hf.fetch import WHEELS, cached_conversion
-from kvexp.results.divergence import per_example
-from kvexp.results.read import Folder, read_runs
 from kvexp.run.jobs import INTERRUPTED, KEPT
-from kvexp.run.store import OWN
 from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
 
 SHARE, LEAST = 0.05, 3  # of a page's rows, and rows of each method, that are drawn at least
-BLOCK = ["model", "task", "question"]
-PROMPT = [*BLOCK, "example"]
-CACHE = ["method", "how", "kv_ratio"]  # how: further words that tell caches of one method and budget apart
-COLUMNS = ["numerics", *PROMPT, *CACHE, "kl"]
-DOCS = ROOT / "docs"
-FULL = ("method=full", "kv_ratio=1.0")
+BY_EXAMPLE = HERE / "rechecked"  # rows of means that were computed anew
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """By how much a row may differ: absolute nats per token plus a share of the recorded number; why: the reason."""
-
-    absolute: float
-    relative: float
-    why: str
-
-    def of(self, kl: pd.Series) -> pd.Series:
-        """What is allowed for each recorded number."""
-        return self.absolute + self.relative * kl
-
-    def __str__(self) -> str:
-        return f"{self.absolute:g} + {100 * self.relative:g} %"
-
-
-# Written before any row was computed anew.
-ROUNDING = Tolerance(
-    3.3e-4,
-    0.01,
-    "four times the largest difference between threads and instruction sets, and twice what means of 20 prompts moved "
-    "from NUMERICS 7 to 11",
-)
-LONG_TEXT = Tolerance(3.3e-4, 0.05, "the same, and the accuracy in log KL that the study was designed for")
-
-
-# -- the recordings ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The rows behind one page, and how they are made.
-
-    page: what shows them; file: where they are; read: COLUMNS of that file; calibrated: whose calibrations its methods
-    had, "league" or "own" (of kvexp's articles).
-    """
-
-    name: str
-    page: Path
-    file: Path
-    read: Callable[[Path], pd.DataFrame]
-    tolerance: Tolerance = ROUNDING
-    calibrated: str = "own"
-
-    def rows(self) -> pd.DataFrame:
-        """COLUMNS of every recorded row."""
-        return self.read(self.file)[COLUMNS]
-
-    def make(self, rows: pd.DataFrame, folder: Path, data: str | None) -> None:
-        """Compute what FOLDER lacks of the rows, which are of one prompt."""
-        raise NotImplementedError
-
-    def made(self, folder: Path) -> pd.DataFrame:
-        """COLUMNS of what was computed at today's NUMERICS."""
-        raise NotImplementedError
-
-    def seconds(self, rows: pd.DataFrame, folder: Path, data: str | None) -> float:
-        """How long `make` takes for the rows of one prompt, roughly; NaN where that is not known."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class SweepRecording(Recording):
-    """Rows of `kvexp run`.
-
-    words: what all caches of a prompt share, with the row's columns in braces; sweeps: rows of one prompt -> the rest
-    of the command line of each sweep; how_of: setting of a run -> the column `how`; numbered: rows name their prompts
-    by number, not id.
-    """
-
-    words: Callable[[Mapping[str, Any]], str] = lambda row: ""
-    sweeps: Callable[[pd.DataFrame], list[list[str]]] = lambda rows: by_words(rows)
-    how_of: Callable[[str], str] = lambda setting: ""
-    numbered: bool = False
-
-    def _shared(self, rows: pd.DataFrame, data: str | None) -> tuple[str, list[str]]:
-        """(experiment or "", overrides) that all sweeps of a prompt begin with."""
-        row = rows.iloc[0].to_dict()
-        words = self.words(row).split()
-        experiment = words.pop(0).partition("=")[2] if words[0].startswith("experiment=") else ""
-        return experiment, ["divergence=only", *words, *map(late, rows_of(row["task"], data) or ())]
-
-    def _examples(self, rows: pd.DataFrame, data: str | None) -> list[str]:
-        experiment, shared = self._shared(rows, data)
-        return examples_of(experiment, tuple(shared))
-
-    def make(self, rows: pd.DataFrame, folder: Path, data: str | None) -> None:
-        experiment, shared = self._shared(rows, data)
-        examples, wanted = self._examples(rows, data), rows["example"].iloc[0]
-        if not self.numbered and wanted not in examples:
-            raise ConfigError(f"{self.name}: the task has no example {wanted} any more: its data have changed")
-        number = int(wanted) if self.numbered else examples.index(wanted)
-        for words in self.sweeps(rows):
-            sweep(experiment, [f"outputs_dir={folder}", f"shard={number}/{len(examples)}", *shared, *words])
-
-    def seconds(self, rows: pd.DataFrame, folder: Path, data: str | None) -> float:
-        experiment, shared = self._shared(rows, data)
-        count = len(self._examples(rows, data))
-        each = [planned(experiment, (f"outputs_dir={folder}", *shared, *words)) for words in self.sweeps(rows)]
-        return sum(each) / count  # the plan is of all examples
-
-    def made(self, folder: Path) -> pd.DataFrame:
-        runs = sorted(read_runs(folder).ran, key=lambda run: run.made) if folder.is_dir() else []
-        found = pd.DataFrame([row for run in runs for row in self._of_run(run)], columns=COLUMNS)
-        return found.drop_duplicates([*PROMPT, *CACHE], keep="last")  # of two calibrations the newer
-
-    def _of_run(self, run: Folder) -> Iterator[dict[str, Any]]:
-        lines = per_example(run.run, OWN)
-        if lines is None or run.run.numerics != kvexp.NUMERICS:
-            return
-        numbers = {line["example"]: str(line["index"]) for line in run.run.divergence().values()}
-        place = {name: run.labels.get(name) for name in ("numerics", "model", "method", "kv_ratio")}
-        place |= {"task": str(run.labels["task"]), "question": run.question}
-        how = self.how_of(str(run.labels.get("setting") or ""))
-        for example, kl in zip(lines.names, lines.kl / lines.tokens, strict=True):
-            yield place | {"example": numbers[example] if self.numbered else example, "how": how, "kl": float(kl)}
-
-
-@dataclass(frozen=True)
-class DecodingRecording(Recording):
-    """Rows of `experiments.studies.decoding`: a prompt is one text at one budget and cadence."""
-
-    def make(self, rows: pd.DataFrame, folder: Path, data: str | None) -> None:
-        row = rows.iloc[0]
-        every, share = row["question"].split()[1], str(round(1 / row["kv_ratio"]))
-        words = ["run", str(folder), "--model", row["model"], "--kinds", row["task"], "--start", row["example"]]
-        words += ["--texts", str(int(row["example"]) + 1), "--shares", share, "--every", every, "--together", "1"]
-        words += ["--rules", *sorted(set(rows["method"])), "--kept", *sorted({how.split()[0] for how in rows["how"]})]
-        if decoding.main(words):
-            raise ConfigError(f"{self.name}: {' '.join(words)} failed: its message stands above")
-
-    def made(self, folder: Path) -> pd.DataFrame:
-        return decoding_rows(folder).query(f"numerics == {kvexp.NUMERICS}")[COLUMNS]
-
-    def seconds(self, rows: pd.DataFrame, folder: Path, data: str | None) -> float:
-        known = decoding_rows(self.file).merge(rows, on=[*PROMPT, *CACHE])["seconds"]
-        return float(known.sum() + known.mean())  # the full cache takes about as long as an arm
-
-
-def by_words(rows: pd.DataFrame) -> list[list[str]]:
-    """Sweeps of the rows of a prompt: methods and budgets of rows with the same `how`, which is words, together."""
-    return [
-        [*how.split(), f"method={joined(part['method'])}", f"kv_ratio={joined(part['kv_ratio'])}"]
-        for how, part in rows.groupby("how")
-    ]
-
-
-def joined(values: pd.Series) -> str:
-    """Different values as a sweep's."""
-    return ",".join(sorted({f"{value:g}" if isinstance(value, float) else value for value in values}))
-
-
-def named(*keys: str) -> Callable[[str], str]:
-    """`how_of` that takes the words of these settings."""
-    return lambda setting: " ".join(word for word in setting.split() if word.partition("=")[0] in keys)
-
-
-@functools.cache
-def examples_of(experiment: str, shared: tuple[str, ...]) -> list[str]:
-    """Ids of the examples of a sweep's runs, in the task's order."""
-    (settings,) = jobs(experiment, [*shared, *FULL])
-    return [example.id for example in settings.task.examples()]
-
-
-@functools.cache
-def planned(experiment: str, words: tuple[str, ...]) -> float:
-    """Seconds of a sweep as --dry-run says; NaN before the calibrations are made that it needs."""
-    try:
-        return planned_seconds(experiment, words)
-    except ConfigError:
-        return math.nan
-
-
-def league_rows(file: Path) -> pd.DataFrame:
-    """methods_league.csv by prompt, which its column kl_each names by their numbers."""
-    kept = pd.read_csv(file).fillna({"how": ""}).assign(model="smollm2_135m")
-    each = kept[league.EACH].str.partition(":")[2].str.split()
-    kept = kept.assign(kl=each, example=each.map(lambda numbers: [str(place) for place in range(len(numbers))]))
-    return kept.explode(["kl", "example"], ignore_index=True).astype({"kl": float})
-
-
-def league_sweeps(rows: pd.DataFrame) -> list[list[str]]:
-    """The league's own pieces, which fit into memory, of the methods and budgets that were drawn."""
-    (task,), (question,) = set(rows["task"]), set(rows["question"])
-    drawn = set(zip(rows["method"], rows["how"], strict=True))
-    made = league.pieces([task], sorted({method for method, _ in drawn}), [question], answers=False)
-    wanted = [piece for piece in made if any((method, piece.group.label) in drawn for method in piece.methods)]
-    return [[*map(late, piece.words), f"kv_ratio={joined(rows['kv_ratio'])}"] for piece in wanted]
-
-
-def two_models_rows(file: Path) -> pd.DataFrame:
-    rows = read_wide(file, KL_COLUMNS, ["method"])
-    return rows.assign(how=["cache.evict_every=128" * (name in league.EVERY_128) for name in rows["method"]])
-
-
-def ruler_rows(file: Path) -> pd.DataFrame:
-    rows = ruler_board.read_wide(file)
-    return rows.assign(model="smollm2_135m", how="", task="ruler/" + rows["task"])
-
-
-def ruler_words(row: Mapping[str, Any]) -> str:
-    long = f" length {ruler_board.LONG} " in row["example"]
-    words = f"experiment=ruler_board task.subset={row['task'].partition('/')[2]} task.question={row['question']}"
-    return f"{words} task.lengths=[{ruler_board.LONG}] limit=4" if long else f"{words} limit=8"
-
-
-def articles_rows(file: Path) -> pd.DataFrame:
-    kept = pd.read_csv(file).query("measure == 'kl'").drop(columns=["measure", "full"])
-    rows = kept.melt(["numerics", "task", "example"], var_name="of", value_name="kl")
-    rows[["method", "kv_ratio"]] = rows["of"].str.split(" ", expand=True)
-    return rows.assign(model="smollm2_135m", question="in_prompt", how="").astype({"kv_ratio": float})
-
-
-def long_rows(task: str, column: str, key: str) -> Callable[[Path], pd.DataFrame]:
-    """`read` of a file with a line for each row, whose setting `key` stands in a column."""
-
-    def read(file: Path) -> pd.DataFrame:
-        rows = pd.read_csv(file)
-        how = [f"{key}={value}" for value in rows[column]]
-        return rows.assign(model="smollm2_135m", task=task, question="in_prompt", how=how)
-
-    return read
-
-
-def decoding_rows(folder: Path) -> pd.DataFrame:
-    """COLUMNS and seconds of a folder of the study of decoding."""
-    found = []
-    for row in decoding.read_rows(folder):
-        total, slots = row["total"], row["slots"]
-        sizes = {share: (total // share // decoding.STEP * decoding.STEP) for share in decoding.SHARES}
-        share = next(s for s, size in sizes.items() if slots in (size, decoding.margin(s, total)))
-        place = {"task": row["kind"], "question": f"every {row['every']} at 1/{share}", "example": str(row["number"])}
-        place |= {"method": row["rule"], "how": f"{row['kept']} {slots}", "kv_ratio": 1 / share}
-        found.append({name: row[name] for name in ("numerics", "model", "kl", "seconds")} | place)
-    return pd.DataFrame(found, columns=[*COLUMNS, "seconds"])
-
-
-SMOLLM = "model=smollm2_135m"
-RECORDINGS = (
-    SweepRecording(
-        "methods_league",
-        DOCS / "methods_league.md",
-        HERE / "methods_league.csv",
-        league_rows,
-        calibrated="league",
-        words=lambda row: f"experiment={REAL}/league_{row['task']}",
-        sweeps=league_sweeps,
-        how_of=league.how_of,
-        numbered=True,
-    ),
-    SweepRecording(
-        "articles_100",
-        DOCS / "divergence.md",
-        HERE / "articles_100.csv",
-        articles_rows,
-        words=lambda row: "experiment=divergence_power",
-    ),
-    SweepRecording(
-        "recent_share",
-        DOCS / "divergence.md",
-        HERE / "recent_share.csv",
-        long_rows("cnn_dailymail", "recent_ratio", "method.recent_ratio"),
-        words=lambda row: f"{SMOLLM} task=cnn_dailymail limit=24 task.max_new_tokens=64",
-        how_of=named("method.recent_ratio"),
-    ),
-    SweepRecording(
-        "head_budgets",
-        DOCS / "head_budgets.md",
-        HERE / "head_budgets.csv",
-        long_rows("news", "heads", "budget.heads"),
-        words=lambda row: f"{SMOLLM} task=news limit=24",
-        how_of=named("budget.heads"),
-    ),
-    SweepRecording(
-        "two_models",
-        DOCS / "two_models.md",
-        DOCS / "two_models.csv",
-        two_models_rows,
-        words=lambda row: "experiment=two_models model={model} task={task} task.question={question}".format(**row),
-        how_of=named("cache.evict_every"),
-    ),
-    SweepRecording("ruler_board", DOCS / "benchmarks.md", DOCS / "ruler_board.csv", ruler_rows, words=ruler_words),
-    DecodingRecording("decoding", DOCS / "decoding.md", HERE / "decoding", decoding_rows, LONG_TEXT),
-)
-
-
-# -- drawing and comparing ---------------------------------------------------------------------------------------------
-
-
-def drawn(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
+def drawn(rows: pd.DataFrame, seed: int, whole: bool = False) -> pd.DataFrame:
     """The rows of drawn prompts: SHARE of all rows at least, and LEAST of each method, or all where it has fewer.
+
+    whole: of one prompt alone.
 
     A prompt's rows are drawn together, since they share its prefill and the full cache's answer. Blocks take turns.
     """
@@ -351,7 +57,7 @@ def drawn(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
     lacking = rows["method"].value_counts().clip(upper=LEAST)
     taken: list[pd.DataFrame] = []
     count = 0
-    for prompt in turns:
+    for prompt in turns[: 1 if whole else None]:
         of_methods = by_prompt[prompt]["method"].value_counts()
         if count < SHARE * len(rows) or (lacking[of_methods.index] > 0).any():
             taken.append(by_prompt[prompt])
@@ -428,7 +134,7 @@ def compared(recording: Recording, recorded: int, rows: pd.DataFrame, folder: Pa
     """Compare drawn rows with what was computed in a folder."""
     anew = recording.made(folder).rename(columns={"kl": "anew"}).drop(columns="numerics")
     both = rows.merge(anew, on=[*PROMPT, *CACHE], how="left", validate="one_to_one")
-    return Compared(recording, recorded, both.assign(allowed=recording.tolerance.of(both["kl"])))
+    return Compared(recording, recorded, both.assign(allowed=recording.tolerance.of(both)))
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -459,9 +165,6 @@ def calibrate(recording: Recording, rows: pd.DataFrame, folder: Path) -> None:
             train_kvzap(words, "", tokens=1250, count=400)
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 @tells_errors(ConfigError, CacheError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where every sample is within its tolerance, 1 where one is not, 2 for what cannot be asked for, 130 for an
@@ -482,6 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError("no page has a row that can be computed here: see above")
     if args.dry_run:
         return 0
+    if args.environments:
+        return show_environments(samples, args)
     try:
         found = [computed(sample, args) for sample in samples]
     except KeyboardInterrupt as error:
@@ -508,9 +213,12 @@ def sample_of(recording: Recording, args: argparse.Namespace) -> Sample | None:
     rows, reasons = available(narrowed(recorded, args.where), args.data)
     for reason in reasons:
         print(f"{recording.name}: left out: {reason}")
+    if recording.data and args.data is None:
+        print(f"{recording.name}: left out: its rows are in DATA: give --data FOLDER")
+        return None
     if rows.empty:
         return None
-    rows = drawn(rows, args.seed)
+    rows = drawn(rows, args.seed, recording.whole)
     prompts = [part for _, part in rows.groupby(PROMPT, sort=False)]
     left = [part for part in prompts if compared(recording, 0, part, folder).rows["anew"].isna().any()]
     seconds = sum(recording.seconds(part, folder, args.data) for part in left)
@@ -532,9 +240,57 @@ def computed(sample: Sample, args: argparse.Namespace) -> Compared:
     found = compared(sample.recording, sample.recorded, sample.rows, sample.folder)
     if args.write:
         page = sample.recording.page
+        if sample.recording.whole:
+            keep(sample)
         text = between(page.read_text("utf-8"), *marks(sample.recording.name), found.line(), page)
         page.write_text(text, encoding="utf-8")
     return found
+
+
+SAFETY = 4  # the tolerance's absolute part is so many times the largest difference that was measured
+# Environments of one machine whose sums differ: the instruction sets that torch, oneDNN and MKL may use.
+ENVIRONMENTS = {
+    "all instructions": {},
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "SSE": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+}
+
+
+def keep(sample: Sample) -> None:
+    """Add what was computed for means, by example, to a file of BY_EXAMPLE, in place of the same rows of before."""
+    folder = sample.folder
+    places = [folder, *(path for path in folder.iterdir() if path.name in set(sample.rows["model"]))]
+    rows = pd.concat(kl_of_runs(str(place), columns=[*KL_COLUMNS, "setting"]) for place in places)
+    rows = rows[rows["method"].ne("full")]
+    file = BY_EXAMPLE / f"{sample.recording.name}.csv"
+    if rows.empty:
+        return  # an exhibit that measures inside the model
+    if file.exists():
+        rows = pd.concat([pd.read_csv(file), rows])
+    names = [name for name in rows.columns if name != "kl"]
+    file.parent.mkdir(exist_ok=True)
+    rows.drop_duplicates(names, keep="last").sort_values(names).to_csv(file, index=False, float_format="%.6g")
+    print(f"wrote {file}")
+
+
+def show_environments(samples: Sequence[Sample], args: argparse.Namespace) -> int:
+    """Compute the samples under each of ENVIRONMENTS and print the largest differences; 1 where one failed."""
+    data = ["--data", args.data] if args.data else []
+    where = ["--where", *args.where] if args.where else []
+    first: dict[str, pd.Series] = {}
+    lines = []
+    for name, environment in ENVIRONMENTS.items():
+        outputs = args.outputs.resolve() / name.replace(" ", "_")
+        pages = [sample.recording.name for sample in samples]
+        words = ["--page", *pages, "--seed", str(args.seed), "--outputs", str(outputs), *data, *where]
+        subprocess.run([sys.executable, "-m", "experiments.recheck", *words], env=os.environ | environment)
+        for sample in samples:
+            anew = compared(sample.recording, 0, sample.rows, outputs / sample.recording.name).rows["anew"]
+            far = (anew - first.setdefault(sample.recording.name, anew)).abs()
+            largest = math.nan if far.isna().any() else far.max()
+            lines.append((sample.recording.name, name, str(len(far)), f"{largest:.2g}", f"{SAFETY * largest:.2g}"))
+    print(f"\n{markdown(('recording', 'environment', 'rows', 'largest difference', f'times {SAFETY}'), *lines)}")
+    return 1 if any(line[3] == "nan" for line in lines) else 0
 
 
 def show(found: Sequence[Compared]) -> None:
@@ -570,6 +326,9 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="other prompts for other numbers (default: 0)")
     add("--where", nargs="+", default=[], metavar="NAME=VALUE", help=f"these rows alone: {', '.join((*BLOCK, *CACHE))}")
     add("--dry-run", action="store_true", help="how many rows, and roughly how long; computes nothing")
+    add(
+        "--environments", action="store_true", help="how far instruction sets move the sample: what a tolerance is from"
+    )
     add("--write", action="store_true", help="put a line about it on each page")
     return made
 

@@ -49,15 +49,18 @@ def write_tables(text: str, page: Path | None, begin: str, end: str) -> None:
 KL_COLUMNS = ["numerics", "model", "task", "question", "method", "kv_ratio", "example", "kl"]
 
 
-def kl_of_runs(outputs: str, experiment: str) -> pd.DataFrame:
-    """KL_COLUMNS of every example of an experiment's runs: mean nats per token along the full cache's own answer."""
+def kl_of_runs(outputs: str, experiment: str | None = None, columns: Sequence[str] = KL_COLUMNS) -> pd.DataFrame:
+    """KL_COLUMNS of every example of an experiment's runs: mean nats per token along the full cache's own answer.
+
+    experiment: None takes all runs; columns: also other labels of runs.
+    """
     found = [
         {"question": run.question, "example": example, "kl": kl}
-        | {name: run.labels.get(name) for name in ("numerics", "model", "task", "method", "kv_ratio")}
-        for run in read_runs(outputs, {"experiment": experiment}).ran
+        | {name: value for name, value in run.labels.items() if name not in ("question", "example", "kl")}
+        for run in read_runs(outputs, {"experiment": experiment} if experiment else {}).ran
         for example, kl in example_means(run, OWN).items()
     ]
-    return pd.DataFrame(found, columns=KL_COLUMNS)
+    return pd.DataFrame(found, columns=list(columns))
 
 
 def wide(rows: pd.DataFrame, across: Sequence[str]) -> pd.DataFrame:

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 import kvexp
 from experiments import recheck
+from experiments.lib import recordings
 from experiments.lib import sweep as sweeps
-from experiments.recheck import (
+from experiments.lib.recordings import (
     CACHE,
     COLUMNS,
-    LEAST,
+    DOCS,
     PROMPT,
     RECORDINGS,
     ROUNDING,
-    SHARE,
     SweepRecording,
-    available,
     by_words,
-    drawn,
-    main,
-    marks,
     named,
+    numbers_in,
+    ruler_words,
 )
+from experiments.recheck import LEAST, SHARE, available, drawn, main, marks
 from experiments.studies import decoding
 from kvexp.util import ConfigError
 
@@ -59,16 +59,19 @@ def test_a_sample_is_seeded_and_has_its_share_and_rows_of_each_method():
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording.name)
 def test_every_recording_is_read_and_its_page_has_a_place(recording):
     rows = recording.rows()
-    assert list(rows) == COLUMNS and not rows.isna().any(axis=None) and not rows.duplicated([*PROMPT, *CACHE]).any()
+    numbers = rows.drop(columns="kv_ratio") if recording.whole else rows
+    assert list(rows)[: len(COLUMNS)] == COLUMNS and not numbers.isna().any(axis=None)
+    assert not rows.duplicated([*PROMPT, *CACHE]).any()
     begin, end = marks(recording.name)
     said = recording.page.read_text("utf-8").partition(begin)[2].partition(end)[0]
     assert re.match(r"\s*Of NUMERICS \d+", said)
-    page = (recheck.DOCS / "recheck.md").read_text("utf-8")
+    page = (DOCS / "recheck.md").read_text("utf-8")
     assert re.search(rf"{recording.name}\b.*\| {len(rows):,} \|", page)
-    assert len(drawn(rows, 0)) < 0.1 * len(rows)
+    sample = drawn(rows, 0, recording.whole)
+    assert len(sample) < 0.1 * len(rows) and (not recording.whole or len(sample.groupby(PROMPT)) == 1)
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "decoding"])
+@pytest.mark.parametrize("name", [name for name, one in BY_NAME.items() if hasattr(one, "sweeps") and not one.whole])
 def test_commands_of_a_prompt_make_its_rows_and_few_others(name):
     recording = BY_NAME[name]
     rows = recording.rows()
@@ -90,8 +93,8 @@ def test_commands_of_a_prompt_make_its_rows_and_few_others(name):
 def test_the_settings_of_a_board_say_its_length():
     rows = BY_NAME["ruler_board"].rows()
     long = rows[rows["example"].str.contains("length 4096")].iloc[0]
-    assert "task.lengths=[4096] limit=4" in recheck.ruler_words(long)
-    assert "limit=8" in recheck.ruler_words(rows[rows["example"].str.contains("length 2048")].iloc[0])
+    assert "task.lengths=[4096] limit=4" in ruler_words(long)
+    assert "limit=8" in ruler_words(rows[rows["example"].str.contains("length 2048")].iloc[0])
 
 
 def test_rows_without_data_or_model_are_left_out_and_said(monkeypatch):
@@ -128,22 +131,24 @@ def test_a_page_that_holds_says_so_and_nothing_is_computed_twice(recording, monk
     words = ["--outputs", str(tmp_path), "--page", "small"]
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "small: 6 of 8 rows, 3 prompts, 3 of them to compute, about" in said and not list(tmp_path.rglob("config.json"))
-    real, calls = recheck.sweep, []
+    assert "small: 6 of 8 rows, 3 prompts, 3 of them to compute, about" in said and not list(
+        tmp_path.rglob("config.json")
+    )
+    real, calls = recordings.sweep, []
 
     def interrupted(*given):
         if calls:
             raise KeyboardInterrupt
         calls.append(real(*given))
 
-    monkeypatch.setattr(recheck, "sweep", interrupted)
+    monkeypatch.setattr(recordings, "sweep", interrupted)
     assert main(words) == 130
-    monkeypatch.setattr(recheck, "sweep", lambda *given: calls.append(real(*given)))
+    monkeypatch.setattr(recordings, "sweep", lambda *given: calls.append(real(*given)))
     assert main([*words, "--write"]) == 0 and len(calls) == 3, "the prompt computed before the interrupt is kept"
     assert re.search(r"\| page.md \| small \| 6 of 8 \| .* \| within \|", capsys.readouterr().out)
     line = rf"Of NUMERICS {kvexp.NUMERICS}; 6 rows of 8 at {kvexp.NUMERICS} within \S+ nats"
     assert re.search(line, recording.page.read_text())
-    monkeypatch.setattr(recheck, "sweep", lambda *given: pytest.fail("computed again"))
+    monkeypatch.setattr(recordings, "sweep", lambda *given: pytest.fail("computed again"))
     assert main(words) == 0 and "0 of them to compute" in capsys.readouterr().out
 
 
@@ -157,7 +162,7 @@ def test_a_wrong_row_is_found_and_its_page_says_so(recording, monkeypatch, capsy
     def moved(by):
         return rows.assign(kl=rows["kl"] + wrong * by)
 
-    beyond = 2 * float(ROUNDING.of(rows["kl"][wrong]).iloc[0])
+    beyond = 2 * float(ROUNDING.of(rows[wrong]).iloc[0])
     for by, code in ((beyond, 1), (beyond / 8, 0)):
         monkeypatch.setattr(type(recording), "rows", lambda self, by=by: moved(by))
         monkeypatch.setattr(recheck, "RECORDINGS", (recording,))
@@ -166,6 +171,63 @@ def test_a_wrong_row_is_found_and_its_page_says_so(recording, monkeypatch, capsy
         assert ("1 OUTSIDE: record this page again" in said) == bool(code)
         assert (f"{planted['example']} {planted['method']}" in said) == bool(code)
         assert ("1 of them differ by more than" in recording.page.read_text()) == bool(code)
+
+
+def test_of_means_one_is_computed_whole_and_its_rows_are_kept(recording, monkeypatch, capsys, tmp_path):
+    one = recordings.RECORDINGS[[*BY_NAME].index("quantised_cache")]
+    (words,) = one.sweeps(one.rows()[lambda rows: rows["how"].eq("cache.bits=4")])
+    assert words == ["cache.bits=4", "method=full"] and set(one.rows()["method"]) > {"full_quantised", "h2o"}
+    page, file = tmp_path / "page.md", tmp_path / "means.csv"
+    page.write_text("\n".join(["# Page", *marks("means"), ""]))
+    about = {"whole": True, "words": lambda row: f"{WORDS} kv_ratio=0.3", "how_of": named("method.recent_ratio")}
+    about["sweeps"] = lambda rows: [[*rows["how"].iloc[0].split(), "method=h2o"]]
+    means = SweepRecording("means", page, file, pd.read_csv, **about)
+    row = {
+        "model": "testbed_rope",
+        "task": "testbed_summary",
+        "question": "in_prompt",
+        "method": "h2o",
+        "kv_ratio": 0.3,
+    }
+    made = [row | {"how": f"method.recent_ratio={share}", "kl": -1.0} for share in (0.1, 0.2)]
+    rows = pd.DataFrame(made).assign(numerics=11, example=lambda rows: rows["method"] + " " + rows["how"])
+    rows.to_csv(file, index=False)
+    monkeypatch.setattr(recheck, "RECORDINGS", (means,))
+    monkeypatch.setattr(recheck, "BY_EXAMPLE", tmp_path / "kept")
+    assert main(["--outputs", str(tmp_path / "outputs"), "--write"]) == 1
+    assert "means: 1 of 2 rows, 1 prompts" in capsys.readouterr().out
+    kept = pd.read_csv(tmp_path / "kept" / "means.csv")
+    assert len(kept) == 4 and set(kept["method"]) == {"h2o"} and kept["kl"].gt(0).all()
+    assert kept["setting"].str.contains("method.recent_ratio=0.").all()
+    anew = means.made(tmp_path / "outputs" / "means")
+    assert len(anew) == 1 and anew["kl"].iloc[0] == pytest.approx(kept["kl"].mean(), rel=1e-4), (
+        "answers of equal length"
+    )
+    rows.merge(anew[["how", "kl"]], on="how", how="left", suffixes=("_", "")).fillna(0).to_csv(file, index=False)
+    assert main(["--outputs", str(tmp_path / "outputs"), "--write"]) == 0
+    assert len(pd.read_csv(tmp_path / "kept" / "means.csv")) == 4, "in place of the same rows"
+
+
+def test_numbers_of_an_exhibit_are_compared_as_they_are_printed(monkeypatch, tmp_path):
+    said = {"numerics": 11, "model": "smollm2_135m", "name": "keyformer_fig7", "holds": None}
+    rows = pd.DataFrame(numbers_in(said | {"words": "at 0.7 -0.041 (from 7), 12.5 %"}))
+    assert rows["kl"].tolist() == [0.0, 0.7, -0.041, 7.0, 12.5]
+    assert rows["printed"].tolist() == [0.0, 0.05, 0.0005, 0.0, 0.05]
+    allowed = ROUNDING.of(rows)
+    assert 0.0005 < allowed[2] < 0.00125 and allowed[0] < 0.5, "another verdict is outside"
+    recording = BY_NAME["findings"]
+    part = drawn(recording.rows(), 0, whole=True)
+    (name,) = set(part["example"])
+    second = part["model"].iloc[0] == recordings.SECOND
+    entry = recordings.recorded(recordings.SECOND if second else "real")[name]
+    words = [entry["words"], entry.get("divergence", {}).get("words")]
+    judged = (entry["divergence"]["holds"], words[1]) if words[1] else None
+    made = SimpleNamespace(holds=entry["holds"], words=words[0], divergence=judged)
+    monkeypatch.setattr(recordings, "make_exhibit", lambda *given: made)
+    recording.make(part, tmp_path, "hub")
+    found = recheck.compared(recording, 1, part, tmp_path)
+    assert found.outside.empty and found.far.max() == 0 and len(found.rows) > 3
+    assert recording.seconds(part, tmp_path, None) == entry["seconds"]
 
 
 def test_what_cannot_be_asked_for_is_refused(recording, monkeypatch, capsys, tmp_path):
