@@ -42,13 +42,12 @@ BY_EXAMPLE = HERE / "rechecked"  # rows of means that were computed anew
 def drawn(rows: pd.DataFrame, seed: int, whole: bool = False) -> pd.DataFrame:
     """The rows of drawn prompts: SHARE of all rows at least, and LEAST of each method, or all where it has fewer.
 
-    whole: of one prompt alone.
-
     A prompt's rows are drawn together, since they share its prefill and the full cache's answer. Blocks take turns.
+    whole: one prompt alone.
     """
     queues = []
     for block, part in rows.groupby(BLOCK):
-        prompts = [prompt for prompt in part.groupby(PROMPT).groups]
+        prompts = list(part.groupby(PROMPT).groups)
         Random(f"{seed} {block}").shuffle(prompts)
         queues.append(prompts)
     Random(str(seed)).shuffle(queues)
@@ -86,8 +85,8 @@ def narrowed(rows: pd.DataFrame, where: Sequence[str]) -> pd.DataFrame:
         name, _, values = word.partition("=")
         if name not in (*BLOCK, *CACHE):
             raise ConfigError(f"--where {word}: NAME must be one of {', '.join((*BLOCK, *CACHE))}")
-        wanted = values.split(",")
-        rows = rows[rows[name].isin(map(float, wanted) if name == "kv_ratio" else wanted)]
+        shown = rows[name].map("{:g}".format) if name == "kv_ratio" else rows[name]
+        rows = rows[shown.isin(values.split(","))]
     return rows
 
 
@@ -127,7 +126,7 @@ class Compared:
         done = f"Of NUMERICS {self.numerics}; {len(self.rows)} rows of {self.recorded:,} at {kvexp.NUMERICS}"
         if not self.outside.empty:
             return f"{done}: {len(self.outside)} of them differ by more than {self.recording.tolerance} of their KL."
-        return f"{done} within {self.far.max():.2g} nats."
+        return f"{done} within {self.far.max():.2g}{self.recording.unit}."
 
 
 def compared(recording: Recording, recorded: int, rows: pd.DataFrame, folder: Path) -> Compared:
@@ -305,6 +304,8 @@ def show(found: Sequence[Compared]) -> None:
         for one in found
     ]
     print(f"\n{markdown(heads, *lines)}")
+    for tolerance in dict.fromkeys(one.recording.tolerance for one in found):
+        print(f"{tolerance} of a row's number: {tolerance.why}")
     for one in found:
         for _, row in one.outside.iterrows():
             place = " ".join(str(row[name]) for name in (*PROMPT, *CACHE) if row[name] != "")

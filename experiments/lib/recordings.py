@@ -83,6 +83,7 @@ class Recording:
     calibrated: str = "own"
     whole: bool = False
     data: bool = False
+    unit: str = " nats"
 
     def rows(self) -> pd.DataFrame:
         """COLUMNS of every recorded row, and `printed` where a recording has it."""
@@ -403,6 +404,6 @@ RECORDINGS = (
         sweeps=quantised_sweeps,
         how_of=without_length,
     ),
-    ExhibitRecording("findings", HERE / "FINDINGS.md", MEASURED_REAL, exhibit_rows, whole=True, data=True),
+    ExhibitRecording("findings", HERE / "FINDINGS.md", MEASURED_REAL, exhibit_rows, whole=True, data=True, unit=""),
     DecodingRecording("decoding", DOCS / "decoding.md", HERE / "decoding", decoding_rows, LONG_TEXT),
 )

@@ -230,6 +230,41 @@ def test_numbers_of_an_exhibit_are_compared_as_they_are_printed(monkeypatch, tmp
     assert recording.seconds(part, tmp_path, None) == entry["seconds"]
 
 
+def test_calibrations_are_those_that_the_rows_had(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(recheck.league, "calibrate_for_league", lambda folder: made.append(folder))
+    monkeypatch.setattr("kvexp.run.calibrate.calibrate_model", lambda words, *_, **__: made.append(words))
+    monkeypatch.setattr("kvexp.run.calibrate.train_kvzap", lambda words, *_, **__: made.append(["kvzap", *words]))
+    rows = made_up(1, tasks="x").assign(model="testbed_rope")
+    for name, method, how, wanted in (
+        ("methods_league", "h2o", "", []),
+        ("methods_league", "h2o", "duo", [tmp_path]),
+        ("methods_league", "qfilters", "", [tmp_path]),
+        ("two_models", "qfilters", "", [["model=testbed_rope"]]),
+        ("two_models", "kvzap", "", [["kvzap", "model=testbed_rope"]]),
+        ("two_models", "h2o", "", []),
+    ):
+        made.clear()
+        recheck.calibrate(BY_NAME[name], rows.assign(method=method, how=how), tmp_path)
+        assert made == wanted, (name, method, how)
+
+
+def test_environments_are_compared_with_the_first(recording, monkeypatch, capsys, tmp_path):
+    seen = []
+
+    def run(words, env):
+        seen.append(env.get("ATEN_CPU_CAPABILITY"))
+        main(words[3:])
+
+    monkeypatch.setattr(recheck, "RECORDINGS", (recording,))
+    monkeypatch.setattr(recheck.subprocess, "run", run)
+    assert main(["--outputs", str(tmp_path), "--where", "method=h2o", "--environments"]) == 0
+    said = capsys.readouterr().out
+    assert seen == [None, "avx2", "default"] and said.count("| 3 | 0 | 0 |") == 3
+    monkeypatch.setattr(recheck.subprocess, "run", lambda *_, **__: None)
+    assert main(["--outputs", str(tmp_path / "none"), "--where", "method=h2o", "--environments"]) == 1
+
+
 def test_what_cannot_be_asked_for_is_refused(recording, monkeypatch, capsys, tmp_path):
     assert main(["--page", "nothing"]) == 2 and "no such recording: nothing" in capsys.readouterr().err
     assert main(["--write", "--where", "task=news"]) == 2 and "leave out --write or --where" in capsys.readouterr().err
