@@ -46,8 +46,8 @@ def drawn(rows: pd.DataFrame, seed: int, whole: bool = False) -> pd.DataFrame:
     whole: one prompt alone.
     """
     queues = []
-    for block, part in rows.groupby(BLOCK):
-        prompts = list(part.groupby(PROMPT).groups)
+    for block, of_block in rows.groupby(BLOCK):
+        prompts = list(of_block.groupby(PROMPT).groups)
         Random(f"{seed} {block}").shuffle(prompts)
         queues.append(prompts)
     Random(str(seed)).shuffle(queues)
@@ -131,7 +131,7 @@ class Compared:
 
 def compared(recording: Recording, recorded: int, rows: pd.DataFrame, folder: Path) -> Compared:
     """Compare drawn rows with what was computed in a folder."""
-    anew = recording.made(folder).rename(columns={"kl": "anew"}).drop(columns="numerics")
+    anew = recording.computed(folder).rename(columns={"kl": "anew"}).drop(columns="numerics")
     both = rows.merge(anew, on=[*PROMPT, *CACHE], how="left", validate="one_to_one")
     return Compared(recording, recorded, both.assign(allowed=recording.tolerance.of(both)))
 
@@ -159,7 +159,7 @@ def calibrate(recording: Recording, rows: pd.DataFrame, folder: Path) -> None:
         digest = model_digest(composed_model(words)[1]) if methods & {*league.CALIBRATED} else ""
         if methods & {"qfilters", "triattention"} and QUERIES.about(digest).get("data_digest") != articles_digest():
             calibrate_model(words, "", tokens=2048, count=20)
-        trained = [one.id for one in training_articles()]
+        trained = [article.id for article in training_articles()]
         if "kvzap" in methods and list(SURROGATES.about(digest).get("articles", ())) != trained:
             train_kvzap(words, "", tokens=1250, count=400)
 
@@ -187,12 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.environments:
         return show_environments(samples, args)
     try:
-        found = [computed(sample, args) for sample in samples]
+        pages = [checked(sample, args) for sample in samples]
     except KeyboardInterrupt as error:
         print(f"\ninterrupted: {error or KEPT}", file=sys.stderr)
         return INTERRUPTED
-    show(found)
-    return 1 if any(len(one.outside) for one in found) else 0
+    show(pages)
+    return 1 if any(len(page.outside) for page in pages) else 0
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,9 @@ def sample_of(recording: Recording, args: argparse.Namespace) -> Sample | None:
     if rows.empty:
         return None
     rows = drawn(rows, args.seed, recording.whole)
-    prompts = [part for _, part in rows.groupby(PROMPT, sort=False)]
-    left = [part for part in prompts if compared(recording, 0, part, folder).rows["anew"].isna().any()]
-    seconds = sum(recording.seconds(part, folder, args.data) for part in left)
+    prompts = [of_prompt for _, of_prompt in rows.groupby(PROMPT, sort=False)]
+    left = [of_prompt for of_prompt in prompts if compared(recording, 0, of_prompt, folder).rows["anew"].isna().any()]
+    seconds = sum(recording.seconds(of_prompt, folder, args.data) for of_prompt in left)
     hours = "time not known before calibrations" if math.isnan(seconds) else f"about {seconds / 60:.0f} minutes here"
     print(
         f"{recording.name}: {len(rows)} of {len(recorded)} rows, {len(prompts)} prompts, "
@@ -230,20 +230,20 @@ def sample_of(recording: Recording, args: argparse.Namespace) -> Sample | None:
     return Sample(recording, len(recorded), rows, left, folder)
 
 
-def computed(sample: Sample, args: argparse.Namespace) -> Compared:
+def checked(sample: Sample, args: argparse.Namespace) -> Compared:
     """Compute what the sample lacks, and write what came out where --write asks for it."""
     if sample.left:
         calibrate(sample.recording, pd.concat(sample.left), sample.folder)
-    for part in sample.left:
-        sample.recording.make(part, sample.folder, args.data)
-    found = compared(sample.recording, sample.recorded, sample.rows, sample.folder)
+    for of_prompt in sample.left:
+        sample.recording.make(of_prompt, sample.folder, args.data)
+    outcome = compared(sample.recording, sample.recorded, sample.rows, sample.folder)
     if args.write:
         page = sample.recording.page
         if sample.recording.whole:
             keep(sample)
-        text = between(page.read_text("utf-8"), *marks(sample.recording.name), found.line(), page)
+        text = between(page.read_text("utf-8"), *marks(sample.recording.name), outcome.line(), page)
         page.write_text(text, encoding="utf-8")
-    return found
+    return outcome
 
 
 SAFETY = 4  # the tolerance's absolute part is so many times the largest difference that was measured
@@ -292,36 +292,42 @@ def show_environments(samples: Sequence[Sample], args: argparse.Namespace) -> in
     return 1 if any(line[3] == "nan" for line in lines) else 0
 
 
-def show(found: Sequence[Compared]) -> None:
+def show(pages: Sequence[Compared]) -> None:
     """Print the table of pages, and the rows that left their tolerance."""
-    heads = ("page", "recording", "rows", "largest difference", "of KL", "tolerance", "verdict")
+    heads = ("page", "recording", "rows", "largest difference", "of what is allowed", "tolerance", "verdict")
     lines = [
         (
-            *(one.recording.page.name, one.recording.name, f"{len(one.rows)} of {one.recorded}"),
-            *(f"{one.far.max():.2g}", f"{(one.far / one.rows['kl']).max():.2%}"),
-            *(str(one.recording.tolerance), one.verdict),
+            *(page.recording.page.name, page.recording.name, f"{len(page.rows)} of {page.recorded}"),
+            *(f"{page.far.max():.2g}", f"{(page.far / page.rows['allowed']).max():.1%}"),
+            *(str(page.recording.tolerance), page.verdict),
         )
-        for one in found
+        for page in pages
     ]
     print(f"\n{markdown(heads, *lines)}")
-    for tolerance in dict.fromkeys(one.recording.tolerance for one in found):
+    for tolerance in dict.fromkeys(page.recording.tolerance for page in pages):
         print(f"{tolerance} of a row's number: {tolerance.why}")
-    for one in found:
-        for _, row in one.outside.iterrows():
+    for page in pages:
+        for _, row in page.outside.iterrows():
             place = " ".join(str(row[name]) for name in (*PROMPT, *CACHE) if row[name] != "")
             anew = "not computed" if math.isnan(row["anew"]) else f"{row['anew']:.5g} anew"
-            print(f"{one.recording.name}: {place}: {row['kl']:.5g} recorded, {anew}, allowed {row['allowed']:.2g}")
+            print(f"{page.recording.name}: {place}: {row['kl']:.5g} recorded, {anew}, allowed {row['allowed']:.2g}")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="python -m experiments.recheck",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = made.add_argument
-    add("--page", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(one.name for one in RECORDINGS)}")
+    add = result.add_argument
+    add(
+        "--page",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"of {', '.join(recording.name for recording in RECORDINGS)}",
+    )
     add("--data", metavar="FOLDER", help="rows, laid out as experiments/real_data.yaml says, or hub")
     add("--outputs", type=Path, default=Path("outputs/recheck"), metavar="FOLDER", help="default: outputs/recheck")
     add("--seed", type=int, default=0, metavar="N", help="other prompts for other numbers (default: 0)")
@@ -331,7 +337,7 @@ def parser() -> argparse.ArgumentParser:
         "--environments", action="store_true", help="how far instruction sets move the sample: what a tolerance is from"
     )
     add("--write", action="store_true", help="put a line about it on each page")
-    return made
+    return result
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class Recording:
         """Compute what FOLDER lacks of the rows, which are of one prompt."""
         raise NotImplementedError
 
-    def made(self, folder: Path) -> pd.DataFrame:
+    def computed(self, folder: Path) -> pd.DataFrame:
         """COLUMNS of what was computed at today's NUMERICS."""
         raise NotImplementedError
 
@@ -144,14 +144,15 @@ class SweepRecording(Recording):
     def seconds(self, rows: pd.DataFrame, folder: Path, data: str | None) -> float:
         experiment, shared = self._shared(rows, data)
         count = 1 if self.whole else len(self._examples(rows, data))
-        each = [planned(experiment, (f"outputs_dir={folder}", *shared, *words)) for words in self.sweeps(rows)]
-        return sum(each) / count  # the plan is of all examples
+        shared = [f"outputs_dir={folder}", *shared]
+        return sum(planned(experiment, (*shared, *words)) for words in self.sweeps(rows)) / count  # a plan is of all
 
-    def made(self, folder: Path) -> pd.DataFrame:
+    def computed(self, folder: Path) -> pd.DataFrame:
         runs = sorted(read_runs(folder).ran, key=lambda run: run.made) if folder.is_dir() else []
-        found = pd.DataFrame([row for run in runs for row in self._of_run(run)], columns=COLUMNS)
-        found = found.astype({"kv_ratio": float})
-        return found.drop_duplicates([*PROMPT, *CACHE], keep="last")  # of two calibrations the newer
+        rows = pd.DataFrame([row for run in runs for row in self._of_run(run)], columns=COLUMNS)
+        return rows.astype({"kv_ratio": float}).drop_duplicates(
+            [*PROMPT, *CACHE], keep="last"
+        )  # of two calibrations the newer
 
     def _of_run(self, run: Folder) -> Iterator[dict[str, Any]]:
         lines = per_example(run.run, OWN)
@@ -182,7 +183,7 @@ class DecodingRecording(Recording):
         if decoding.main(words):
             raise ConfigError(f"{self.name}: {' '.join(words)} failed: its message stands above")
 
-    def made(self, folder: Path) -> pd.DataFrame:
+    def computed(self, folder: Path) -> pd.DataFrame:
         return decoding_rows(folder).query(f"numerics == {kvexp.NUMERICS}")[COLUMNS]
 
     def seconds(self, rows: pd.DataFrame, folder: Path, data: str | None) -> float:
@@ -197,15 +198,15 @@ class ExhibitRecording(Recording):
     def make(self, rows: pd.DataFrame, folder: Path, data: str | None) -> None:
         model, name = rows["model"].iloc[0], rows["example"].iloc[0]
         given = () if model == SMOLLM else (f"model={model}",)
-        made = make_exhibit(name, Asked(REAL, folder / model, given=given, data=data))
-        holds, words = made.divergence or (made.holds, made.words)
+        exhibit = make_exhibit(name, Asked(REAL, folder / model, given=given, data=data))
+        holds, words = exhibit.divergence or (exhibit.holds, exhibit.words)
         content = {"numerics": kvexp.NUMERICS, "model": model, "name": name, "holds": holds, "words": words}
         replace(folder / f"{model}-{name}.json", json.dumps(content).encode())
 
-    def made(self, folder: Path) -> pd.DataFrame:
-        found = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
-        today = [one for one in found if one["numerics"] == kvexp.NUMERICS]
-        return pd.DataFrame([row for one in today for row in numbers_in(one)], columns=[*COLUMNS, "printed"])[COLUMNS]
+    def computed(self, folder: Path) -> pd.DataFrame:
+        judgements = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
+        rows = [row for judgement in judgements for row in numbers_in(judgement)]
+        return pd.DataFrame(rows, columns=COLUMNS).query(f"numerics == {kvexp.NUMERICS}")
 
     def seconds(self, rows: pd.DataFrame, folder: Path, data: str | None) -> float:
         return float(recorded(self._scale(rows))[rows["example"].iloc[0]]["seconds"])
@@ -215,13 +216,13 @@ class ExhibitRecording(Recording):
 
 
 def exhibit_rows(file: Path) -> pd.DataFrame:
-    found = []
+    rows = []
     for scale in (REAL, SECOND):
         for name, entry in recorded(scale).items():
             said = entry.get("divergence", entry)
             about = {"numerics": entry["numerics"], "model": entry["model"], "name": name}
-            found += numbers_in(about | {"holds": said["holds"], "words": said["words"]})
-    return pd.DataFrame(found, columns=[*COLUMNS, "printed"])
+            rows += numbers_in(about | {"holds": said["holds"], "words": said["words"]})
+    return pd.DataFrame(rows, columns=[*COLUMNS, "printed"])
 
 
 def numbers_in(said: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -229,9 +230,9 @@ def numbers_in(said: Mapping[str, Any]) -> list[dict[str, Any]]:
     place = {name: said[name] for name in ("numerics", "model")} | {"task": "exhibit", "question": "", "kv_ratio": 0.0}
     place |= {"example": said["name"], "method": said["name"]}
     rows = [place | {"how": "verdict", "kl": {True: 1.0, None: 0.0, False: -1.0}[said["holds"]], "printed": 0.0}]
-    for count, found in enumerate(re.finditer(r"[+-]?\d+(?:\.(\d+))?", said["words"])):
-        printed = 0.5 * 10.0 ** -len(found[1] or "") if found[1] else 0.0
-        rows.append(place | {"how": f"number {count}", "kl": float(found[0]), "printed": printed})
+    for count, number in enumerate(re.finditer(r"[+-]?\d+(?:\.(\d+))?", said["words"])):
+        printed = 0.5 * 10.0 ** -len(number[1]) if number[1] else 0.0
+        rows.append(place | {"how": f"number {count}", "kl": float(number[0]), "printed": printed})
     return rows
 
 
@@ -255,8 +256,8 @@ def without_length(setting: str) -> str:
 def by_words(rows: pd.DataFrame) -> list[list[str]]:
     """Sweeps of the rows of a prompt: methods and budgets of rows with the same `how`, which is words, together."""
     return [
-        [*how.split(), f"method={joined(part['method'])}", f"kv_ratio={joined(part['kv_ratio'])}"]
-        for how, part in rows.groupby("how")
+        [*how.split(), f"method={joined(alike['method'])}", f"kv_ratio={joined(alike['kv_ratio'])}"]
+        for how, alike in rows.groupby("how")
     ]
 
 
@@ -289,8 +290,8 @@ def planned(experiment: str, words: tuple[str, ...]) -> float:
 def league_rows(file: Path) -> pd.DataFrame:
     """methods_league.csv by prompt, which its column kl_each names by their numbers."""
     kept = pd.read_csv(file).fillna({"how": ""}).assign(model=SMOLLM)
-    each = kept[league.EACH].str.partition(":")[2].str.split()
-    kept = kept.assign(kl=each, example=each.map(lambda numbers: [str(place) for place in range(len(numbers))]))
+    numbers = kept[league.EACH].str.partition(":")[2].str.split()
+    kept = kept.assign(kl=numbers, example=numbers.map(lambda of_run: [str(place) for place in range(len(of_run))]))
     return kept.explode(["kl", "example"], ignore_index=True).astype({"kl": float})
 
 
@@ -298,8 +299,8 @@ def league_sweeps(rows: pd.DataFrame) -> list[list[str]]:
     """The league's own pieces, which fit into memory, of the methods and budgets that were drawn."""
     (task,), (question,) = set(rows["task"]), set(rows["question"])
     drawn = set(zip(rows["method"], rows["how"], strict=True))
-    made = league.pieces([task], sorted({method for method, _ in drawn}), [question], answers=False)
-    wanted = [piece for piece in made if any((method, piece.group.label) in drawn for method in piece.methods)]
+    pieces = league.pieces([task], sorted({method for method, _ in drawn}), [question], answers=False)
+    wanted = [piece for piece in pieces if any((method, piece.group.label) in drawn for method in piece.methods)]
     return [[*map(late, piece.words), f"kv_ratio={joined(rows['kv_ratio'])}"] for piece in wanted]
 
 
@@ -339,15 +340,15 @@ def long_rows(task: str, column: str, key: str) -> Callable[[Path], pd.DataFrame
 
 def decoding_rows(folder: Path) -> pd.DataFrame:
     """COLUMNS and seconds of a folder of the study of decoding."""
-    found = []
+    rows = []
     for row in decoding.read_rows(folder):
         total, slots = row["total"], row["slots"]
         sizes = {share: (total // share // decoding.STEP * decoding.STEP) for share in decoding.SHARES}
         share = next(s for s, size in sizes.items() if slots in (size, decoding.margin(s, total)))
         place = {"task": row["kind"], "question": f"every {row['every']} at 1/{share}", "example": str(row["number"])}
         place |= {"method": row["rule"], "how": f"{row['kept']} {slots}", "kv_ratio": 1 / share}
-        found.append({name: row[name] for name in ("numerics", "model", "kl", "seconds")} | place)
-    return pd.DataFrame(found, columns=[*COLUMNS, "seconds"])
+        rows.append({name: row[name] for name in ("numerics", "model", "kl", "seconds")} | place)
+    return pd.DataFrame(rows, columns=[*COLUMNS, "seconds"])
 
 
 RECORDINGS = (

@@ -118,7 +118,7 @@ def recording(tmp_path_factory):
     page = folder / "page.md"
     page.write_text("\n".join(["# Page", *marks("small"), ""]))
     made = SweepRecording("small", page, folder / "rows.csv", pd.read_csv, words=lambda row: WORDS)
-    rows = made.made(folder / "outputs")
+    rows = made.computed(folder / "outputs")
     assert len(rows) == 8 and (rows["kl"] > 0).all()
     rows.to_csv(made.file, index=False)
     return SweepRecording(
@@ -199,7 +199,7 @@ def test_of_means_one_is_computed_whole_and_its_rows_are_kept(recording, monkeyp
     kept = pd.read_csv(tmp_path / "kept" / "means.csv")
     assert len(kept) == 4 and set(kept["method"]) == {"h2o"} and kept["kl"].gt(0).all()
     assert kept["setting"].str.contains("method.recent_ratio=0.").all()
-    anew = means.made(tmp_path / "outputs" / "means")
+    anew = means.computed(tmp_path / "outputs" / "means")
     assert len(anew) == 1 and anew["kl"].iloc[0] == pytest.approx(kept["kl"].mean(), rel=1e-4), (
         "answers of equal length"
     )
