@@ -34,7 +34,9 @@ def flat_name(module: str) -> str:
 
 
 def source_of_module(module: str) -> str | None:
-    """The source of a module of kvexp; None where there is no such module."""
+    """The source of a module of kvexp; None where there is no such module. Of the package itself, what others read."""
+    if module == "kvexp":
+        return f'"""Numbers that the modules here read."""\n\n__version__ = "{__version__}"\nNUMERICS = {NUMERICS}\n'
     base = ROOT.joinpath(*module.split("."))
     found = [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
     return found[0].read_text("utf-8") if found else None
