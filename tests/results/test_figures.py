@@ -262,7 +262,7 @@ def test_the_methods_of_the_papers_are_told_apart_without_color_too():
 def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
     with pytest.raises(ConfigError, match="has no metric 'f1'"):
         draw_quality(frame(), "f1")
-    with pytest.raises(ConfigError, match="run a sweep over kv_ratio first"):
+    with pytest.raises(ConfigError, match="run methods at several kv_ratio first"):
         draw_quality(frame(methods=()).assign(paired=None), None)
     with pytest.raises(ConfigError, match="nothing to draw"):
         quality(frame().assign(rouge2_of_full=float("nan")), "rouge2", Figure().add_subplot())
