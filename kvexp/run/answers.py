@@ -20,7 +20,7 @@ import torch
 
 import kvexp.generate as generation
 from kvexp.generate import KL, Forcing, PrefilledContext
-from kvexp.generate.inputs import check_length, eos_ids, is_plain_greedy
+from kvexp.generate.inputs import check_length, eos_ids
 from kvexp.generate.kl import read_questions
 from kvexp.run.engine import engine_answers
 from kvexp.run.model_spec import moving_rope
@@ -402,9 +402,10 @@ def _texts(
             context.set_max_new_tokens(len(question) + new)
         if question:
             read_questions(model, list(contexts.values()), [prompt.question_ids for _, prompt in prompts])
-        if texts is None and not is_plain_greedy(model, decoding):
+        if texts is None:  # first the text, then many of its tokens at once, as where the full cache has answered
             fork, seeds = contexts[full].fork(range(len(prompts))), _sampling_seeds(settings, prompts)
             texts = generation.decode(model, [fork], decoding, seeds, tokenizer, start=0.0)[0].tokens
+            del fork
         yield _Text(place, kind, prompts, texts, contexts[full], {run: contexts[run] for run in places})
 
 

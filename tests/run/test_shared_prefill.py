@@ -332,7 +332,8 @@ def test_a_plan_counts_every_copy_of_a_cache(tmp_path, monkeypatch, task, diverg
     monkeypatch.setattr(together, "fit_together", lambda batches, *to: fitted.extend(batches) or fits(batches, *to))
     together.run_group(members, Session())
     assert PlannedGroup(planned).copies == copies
-    assert most[0] == copies * len(members)
+    # Without answers the full cache writes the text first, in one more copy of its own, which the plan does not count.
+    assert most[0] == copies * len(members) + (divergence == "divergence=only")
     assert {batch.copies for batch in fitted} == {copies}, "by which batches are fitted into memory"
 
 
