@@ -73,21 +73,9 @@ class InPlace(EvictionBackend):
         """Whether exactly one slot per head is free: the next token fits, and the next eviction frees one again."""
         return self.every == 1 and self.free_slots is not None and self.out_of_budget is not None and self.num_used == 0
 
-    def pop_free(self) -> Tensor:
-        """Take and return the free slot [B, H, 1] of every head; for backends that are `is_steady`."""
-        assert self.free_slots is not None
-        self.num_used += 1
-        return self.free_slots
-
     def set_free(self, free: Tensor) -> None:
         """Declare the slots [B, H, every] free: the next tokens are written to them."""
         self.free_slots, self.num_used = free, 0
-
-    def refill(self, free: Tensor) -> None:
-        """`set_free` in the same buffer, whose address stays: free [B, H, every], as many as were free before."""
-        assert self.free_slots is not None
-        self.free_slots.copy_(free)
-        self.num_used = 0
 
     def reset_layout(self) -> None:
         self.free_slots = self.out_of_budget = None
