@@ -54,7 +54,7 @@ class CacheConfig:
     # such a layer's budget is of what its window holds.
     evict_sliding: Sliding = "auto"
     # auto: decode steps are captured as a CUDA graph where they can be, which changes no number (`kvexp.core.graph`).
-    graph: Literal["auto", "off"] = "off"
+    graph: Literal["auto", "off"] = "auto"
 
     @classmethod
     def of(cls, method: Method | CacheConfig, budget: Budget | None = None, **options: Any) -> CacheConfig:
@@ -141,6 +141,11 @@ class CacheConfig:
         """
         shared = self.budget is not None and self.budget.shares_heads and self.budget.heads != "duo"
         return shared or self.select.by == "chunk"
+
+    @property
+    def plain_choice(self) -> bool:
+        """Whether priorities, sinks and recent window alone say which slots go, without `select` and `keep`."""
+        return self.select.plain and self.keep is None
 
     @property
     def rewrites_priorities(self) -> bool:
