@@ -167,7 +167,7 @@ class CacheConfig:
     def equal_layers(self) -> bool:
         """Whether every layer holds as many slots."""
         budget = self.budget
-        return budget is None or not (budget.pyramid or budget.splits_layers or budget.among_all_layers)
+        return budget is None or not (budget.splits_layers or budget.among_all_layers)
 
     @property
     def layers_setting(self) -> str:
@@ -318,8 +318,8 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     # How layers do.
     (
         lambda c: c.layers_shared_twice,
-        "method {c.method.name} shares slots out among layers in a way of its own, and {c.budget.rival_of_layers} says "
-        "otherwise what a layer holds: {c.budget.rival_remedy}, or set budget.layers=uniform to take "
+        "method {c.method.name} shares slots out among layers in a way of its own, and {c.budget.heads_setting} says "
+        "otherwise what a layer holds: {c.budget.heads_remedy}, or set budget.layers=uniform to take "
         "{c.method.name}'s priorities alone",
     ),
     (
@@ -335,7 +335,7 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: c.method.joins_layers and (c.is_ragged or c.shares_by_preference or not c.equal_layers),
         "method {c.method.name} with these settings keeps the same positions in all layers, and this budget gives "
-        "layers or heads different numbers: leave budget.pyramid, budget.layers and budget.heads alone",
+        "layers or heads different numbers: leave budget.layers and budget.heads alone",
     ),
     (
         lambda c: c.method.joins_layers and c.quantization is not None,
@@ -363,9 +363,9 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "mode=compact",
     ),
     (
-        lambda c: c.method.in_order and c.budget and (c.budget.shares_heads or c.budget.threshold or c.budget.pyramid),
+        lambda c: c.method.in_order and c.budget and c.budget.shares_heads,
         "method {c.method.name} chooses the slots itself, the same in all kv heads of a layer: leave budget.heads, "
-        "budget.layers, budget.pyramid and budget.threshold alone",
+        "budget.layers and budget.threshold alone",
     ),
     (
         lambda c: c.method.in_order and (c.rewrites_priorities or not c.cadence.at_prefill or c.cadence.every != 1),

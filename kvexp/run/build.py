@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvexp.run.compose import root_values
+from kvexp.run.compose import RETIRED, root_values
 from kvexp.util import ConfigError, field_types, typed
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] 
     hints, known = field_types(cls), {field.name for field in dataclasses.fields(cls)}
     for name in node:
         if name not in known:
-            raise ConfigError(f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}")
+            own = f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}"
+            raise ConfigError(RETIRED.get(f"{where}.{name}", own))
     values = {
         name: typed(value, hints.get(name, Any), keys.get(name, f"{where}.{name}")) for name, value in node.items()
     }

@@ -253,12 +253,12 @@ DATA: dict[str, tuple[int, int]] = {
 LISTED = 40  # runs shown one by one; more are shown in groups
 
 
-def dry_run(main: Callable[[], None], option: str, session: Session, time_of: TimeOf | None = None) -> int:
+def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
     """Let Hydra compose the jobs of sys.argv without running one and print their plan; returns the exit code.
 
-    option: --dry-run, or --dry-run=NAME of another machine (`MACHINES`); time_of: as of `show_plan`. Nothing is
-    written: Hydra's own notes on a sweep go to a folder that is removed. Whatever the launcher, jobs are composed here,
-    one after the other. ConfigError for an option that cannot be planned.
+    option: --dry-run, or --dry-run=NAME of another machine (`MACHINES`). Nothing is written: Hydra's own notes on a
+    sweep go to a folder that is removed. Whatever the launcher, jobs are composed here, one after the other.
+    ConfigError for an option that cannot be planned.
     """
     name = option.partition("=")[2] or None
     if name not in (None, *MACHINES):
@@ -278,17 +278,14 @@ def dry_run(main: Callable[[], None], option: str, session: Session, time_of: Ti
         finally:
             jobs = session.collected_jobs()
     swept = any(job.number is not None for job in jobs)
-    show_plan(jobs, name, session, shares=swept and not basic, time_of=time_of)
+    show_plan(jobs, name, session, shares=swept and not basic)
     return session.exit_code
 
 
-def show_plan(
-    jobs: Sequence[HydraJob], machine: str | None, session: Session, *, shares: bool, time_of: TimeOf | None = None
-) -> list[PlannedGroup]:
+def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *, shares: bool) -> list[PlannedGroup]:
     """Print the plan of these jobs and return it. Jobs that cannot run are reported as their turn would report them.
 
-    shares: the launcher lets runs share prefills. time_of: seconds of a group and where they are from, else from rows
-    of the same model and machine, else an estimate.
+    shares: the launcher lets runs share prefills.
     """
     wanted: dict[str, Settings] = {}
     workloads: dict[Any, Workload] = {}
@@ -312,7 +309,7 @@ def show_plan(
     for group in [*together, *alone]:
         try:
             made = PlannedGroup([_planned(settings, workload_of(settings, workloads)) for settings in group])
-            seconds, basis = (time_of or functools.partial(seconds_of, machine=machine, pace_of=known))(made)
+            seconds, basis = seconds_of(made, machine, known)
             planned.append(replace(made, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
@@ -390,9 +387,6 @@ class PlannedGroup:
         answers = any(run.left for run in self.runs)
         asked = getattr(self.lead.task, "question", None) == AFTER_EVICTION
         return max(1, answers + len(kinds)) + asked
-
-
-TimeOf = Callable[[PlannedGroup], tuple[float | None, str]]  # seconds of a group, and their source
 
 
 def _planned(settings: Settings, work: Workload) -> Planned:

@@ -214,8 +214,7 @@ def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
     widths = {max(pad_to, length) for length in lengths}
     if len(widths) > 1:
         raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
-    flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
-    (slots,) = flat.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
+    (slots,) = budget.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
     return dataclasses.replace(budget, kv_ratio=None, tokens=slots)
 
 
@@ -417,6 +416,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     for group in (*groups, *(group for group in ("select", "score") if group in config)):  # older rows have neither
         typed(config.get(group), dict, group)
     check_values(config, choices)
+    if config["budget"].get("pyramid") == 0:  # as runs of older versions have recorded it, which did nothing
+        config = {**config, "budget": {name: value for name, value in config["budget"].items() if name != "pyramid"}}
     for name, words in OF_THE_RUN.items():
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
@@ -502,6 +503,7 @@ def _budget_identity(budget: Any) -> dict[str, Any]:
     """Settings of a budget; newer ones only where they do something, so that older runs keep their hashes."""
     later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
     plain = _plain(budget, without=(*later, "others"))  # which the model says
+    plain["pyramid"] = 0.0  # a setting that is no more: all others keep their hashes
     if plain.get("quantization") is not None:
         plain["quantization"] = _plain(budget.quantization, without=_OF_BLOCKS)
     if budget.threshold is not None:

@@ -134,7 +134,6 @@ def test_a_short_text_does_not_end_a_perplexity_run(command, tmp_path):
 IMPOSSIBLE = [  # words, why no example can be run
     (("method=snapkv", "kv_ratio=0.1"), "cannot hold sink=0 + recent=32 of snapkv"),
     (("method=streaming_llm", "budget=tokens", "budget.tokens=4"), "cannot hold sink=4 + recent=0"),
-    (("method=streaming_llm", "budget=pyramid", "budget.pyramid=0.9", "kv_ratio=0.2"), "cannot hold sink=4"),
     (("method=h2o", "kv_ratio=0.001"), "is 0 slots for a prompt"),
     (("method=pqcache", "kv_ratio=0.05"), "cannot hold sink="),
     (("method=h2o", "task.max_prompt_tokens=8"), "too long"),

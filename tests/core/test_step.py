@@ -278,7 +278,7 @@ def test_layers_that_hold_too_much_to_lie_together(monkeypatch):
 @pytest.mark.parametrize("method", [H2O(), Keyformer(), StreamingLLM()], ids=repr)
 def test_layers_with_budgets_of_their_own_keep_books_of_their_own(method, monkeypatch):
     """The first layer holds more than the second."""
-    short, general, taken = both("llama", method, Budget(kv_ratio=0.5, pyramid=0.4), ROWS["padded"], monkeypatch)
+    short, general, taken = both("llama", method, Budget(kv_ratio=0.5, layers="pyramid"), ROWS["padded"], monkeypatch)
     assert taken > 13 and not short.cache.layer_states[0].cross_layer_buffers.merged
     alike(short, general)
 

@@ -21,7 +21,6 @@ from turns import in_turn
 
 from kvexp.core import Budget, CacheConfig, Cadence, QueryCalibration
 from kvexp.core import attention as attending
-from kvexp.core.budget import PromptSizes
 from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
@@ -309,12 +308,6 @@ def test_chunked_prefill_is_whole_prefill(
 
 
 # -- identity ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("pyramid", "want"), [(0.0, (100, 100)), (0.15, (115, 85)), (0.5, (150, 50))])
-def test_pyramid_budgets_average_to_the_budget(pyramid: float, want: tuple[int, int]) -> None:
-    budget = Budget(tokens=100, pyramid=pyramid)
-    assert tuple(budget.resolve(PromptSizes([200], 200, None, 2), layer)[0] for layer in range(2)) == want
 
 
 @torch.inference_mode()
