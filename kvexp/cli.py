@@ -20,7 +20,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "results": ("kvexp.results.views:main", "tables and figures of finished runs, with intervals and verdicts"),
     "advise": ("kvexp.results.advise:main", "which method and budget are safe for your prompts, with a guarantee"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
-    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
+    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain, draw"),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
     "models": ("kvexp.cli:models", "the models, and the settings of one"),
