@@ -28,7 +28,6 @@ from kvexp.results.table import (
     budget_column,
     fixed,
     interval,
-    method_and_setting,
     numeric,
     plain,
     question_column,
@@ -38,7 +37,7 @@ from kvexp.results.table import (
     size,
     without,
 )
-from kvexp.run.store import OWN
+from kvexp.run.store import OWN, run_name
 
 Value = tuple[float, float, float]  # a number with the ends of its interval, NaN where there is none
 Columns = tuple[list[Column], list[Column]]  # those that name a row, all others
@@ -306,7 +305,8 @@ def _bins(row: Row) -> list[int]:
 def long_columns(rows: Sequence[Row]) -> Columns:
     names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), N]
     if all(absent(row.get("kv_ratio")) for row in rows):
-        method = Column("method", lambda row: method_and_setting(without(row, "budget.tokens=")), right=False)
+        rest = ("method", "setting")
+        method = Column("method", lambda row: run_name(without(row, "budget.tokens="), *rest), right=False)
         names[:2] = [method, plain("budget_tokens", "budget")]
     ends = sorted({end for row in rows for end in _bins(row)})
     return names, [

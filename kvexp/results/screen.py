@@ -44,7 +44,7 @@ from kvexp.results.table import (
     without,
     without_question,
 )
-from kvexp.run.store import OWN
+from kvexp.run.store import OWN, run_name
 from kvexp.util import Console
 
 COLUMNS = 100  # where the console has no width
@@ -373,7 +373,7 @@ def _needed(rows: Sequence[Row]) -> str:
 
 
 def _name(row: Row) -> str:
-    return str(row["method"]) if _is_full(row) else f"{row['method']} {_cache(row)}"
+    return run_name(row, "method", "kv_ratio", "tokens")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ from kvexp.results.read import (
     read_runs,
 )
 from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
-from kvexp.run.store import LINES, run_name
+from kvexp.run.store import LINES, TABLE, run_name
 from kvexp.util import ConfigError, Console, visible
 from kvexp.util import size as size  # for those who print tables
 
@@ -488,7 +488,7 @@ def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], 
 
 def title_of(row: Row, between: str = " / ") -> str:
     """Model and task of a run."""
-    return between.join(str(row[name]) for name in ("model", "task") if not absent(row.get(name))) or "runs"
+    return run_name(row, *TABLE, between=between) or "runs"
 
 
 def with_n(runs: pd.DataFrame, name: str = "n") -> pd.DataFrame:
@@ -516,11 +516,6 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
         return [], rows
     left = [" ".join(override for override in other if override not in shared) for other in each]
     return shared, [{**row, "setting": setting} for row, setting in zip(rows, left, strict=True)]
-
-
-def method_and_setting(row: Row) -> str:
-    """What names a run where its budget has a column of its own."""
-    return f"{row['method']} {row.get('setting') or ''}".strip()
 
 
 def without_question(rows: Sequence[Record]) -> list[Record]:
@@ -625,7 +620,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
 
 N = plain("n", "n")
 METHOD = plain("method", "method", right=False)
-METHOD_AND_SETTING = Column("method", method_and_setting, right=False)
+METHOD_AND_SETTING = Column("method", lambda row: run_name(row, "method", "setting"), right=False)
 STATUS = plain("status", "status", right=False)
 SLOTS = numeric("slots", "slots", 1)
 ENDED = numeric("ended\n%", "ended", 0)
@@ -903,7 +898,7 @@ def refused_line(df: pd.DataFrame) -> list[str]:
     jobs = [row for row in records(df) if row["status"] == "refused"]
     if not jobs or only_refused(df):
         return []
-    names = dict.fromkeys(f"{title_of(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
+    names = dict.fromkeys(f"{title_of(row)} {run_name(row)}".strip() for row in jobs)
     return [f"refused, without rows: {', '.join(names)}; --where status=refused says why."]
 
 
@@ -927,8 +922,7 @@ def own_notes(row: Row) -> Iterator[str]:
 
 def _name(row: Row) -> str:
     """A run within its table: the hash tells apart what method and kv_ratio do not, and finds the folder."""
-    parts = [plain(label, "").cell(row) for label in ("method", "kv_ratio") if not absent(row.get(label))]
-    return " ".join([*parts, f"({row['hash'][:6]})"])
+    return f"{run_name(row, 'method', 'kv_ratio')} ({row['hash'][:6]})".lstrip()
 
 
 def place(row: Row) -> tuple[Any, ...]:
