@@ -50,8 +50,8 @@ from kvexp.hf.layers import EvictionCacheLayer
 from kvexp.hf.patch import output_factors
 from kvexp.hf.traits import num_layers
 from kvexp.results import stats
+from kvexp.results.blocks import Column, absent, estimate, fixed, plain, print_columns
 from kvexp.results.read import question_of, titled
-from kvexp.results.table import Column, absent, estimate, fixed, plain, print_columns
 from kvexp.run.batches import Row as RunRow
 from kvexp.run.batches import settings_at, waiting_notice
 from kvexp.run.compose import options

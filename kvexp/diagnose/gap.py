@@ -19,8 +19,8 @@ from kvexp.diagnose.case import headline, plain_table, rows_of, short_title, wit
 from kvexp.diagnose.options import WITH_ENGINE, ensure_diagnosed
 from kvexp.diagnose.replay import CLASSES, classes_of
 from kvexp.results import stats
+from kvexp.results.blocks import TOO_FEW, estimate, fixed, records
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
-from kvexp.results.table import TOO_FEW, estimate, fixed, records
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
 from kvexp.run.evictions import EVICTIONS, ExampleLog, has, read_table, require_example_log
 from kvexp.run.settings import Settings

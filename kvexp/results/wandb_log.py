@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 import pandas as pd
 
 from kvexp.results import stats
+from kvexp.results.blocks import absent, records
 from kvexp.results.divergence import frame_of
 from kvexp.results.read import add_choice, chosen_by, read_runs, titled, unmatched
-from kvexp.results.table import absent, parts, quality_table, records, title_of, with_n
+from kvexp.results.table import parts, quality_table, title_of, with_n
 from kvexp.run.store import Run
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings
 

@@ -95,8 +95,8 @@ def test_report_and_tables_have_the_screens_order(sweep):
     wanted = [("full", 1.0), *((name, ratio) for ratio in (0.7, 0.3) for name in NEAREST)]
     assert [(run["method"], run["kv_ratio"]) for run in index(read(sweep))][1:] == wanted[1:]
     for name in ("runs", "divergence"):
-        _, ((_, rows, *_), *_), _ = blocks_of(read_runs(sweep), name)
-        ratios = [row["kv_ratio"] for row in rows if row["method"] != "full"]
+        _, (block, *_), _ = blocks_of(read_runs(sweep), name)
+        ratios = [row["kv_ratio"] for row in block.rows if row["method"] != "full"]
         assert ratios == [ratio for _, ratio in wanted[1:]], name
 
 
