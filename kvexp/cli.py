@@ -35,7 +35,6 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
 }
 PARTS = {  # the same, of commands under one of the above
     "tasks testbed": ("kvexp.tasks.testbed:main", "a document of the synthetic language, and what is asked of it"),
-    "log dashboards": ("kvexp.results.wandb_log:dashboards", "the report's panels in Weights & Biases"),
     "export trace": ("kvexp.engines.trace:main", "what a method scored, kept and dropped of one example, step by step"),
 }
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from kvexp.diagnose.case import plain_table, short_title, with_method
 from kvexp.diagnose.options import WITH_ENGINE
 from kvexp.results import stats
+from kvexp.results.blocks import TOO_FEW, estimate, fixed, records
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
-from kvexp.results.table import TOO_FEW, estimate, fixed, records
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
 from kvexp.run.settings import Settings
 from kvexp.util import ConfigError, Console, Session, refuse

@@ -21,7 +21,7 @@ from kvexp.run.batches import Row, settings_at, waiting_notice
 from kvexp.run.evictions import EVICTIONS, TWIN, ExampleLog, has, write_example_log, write_table
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.settings import Settings
-from kvexp.run.store import Run
+from kvexp.run.store import Run, run_name
 from kvexp.tasks import LMEval, Task
 from kvexp.util import AtLeast, ConfigError, Progress, Rule, check_fields, refuse, say
 
@@ -158,8 +158,8 @@ class Twin(Log):
 
 
 def _title(settings: Settings) -> str:
-    """ "diagnose", method and setting, for messages."""
-    return f"diagnose {settings.labels['method']} {settings.labels['setting']}".strip()
+    """ "diagnose" and the run's name, for messages."""
+    return f"diagnose {run_name(settings.labels)}"
 
 
 def example_log(case: Case, made: Generation, row: Row) -> ExampleLog:

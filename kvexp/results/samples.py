@@ -19,18 +19,11 @@ import numpy as np
 import pandas as pd
 
 from kvexp.results import stats
+from kvexp.results.blocks import absent, interval, numeric, plain, telling
 from kvexp.results.life import Columns
 from kvexp.results.read import Folder, Row, Runs, baseline_of, in_order, number
 from kvexp.results.stats import Floats, item_of
-from kvexp.results.table import (
-    METHOD_AND_SETTING,
-    absent,
-    budget_column,
-    interval,
-    numeric,
-    plain,
-    telling,
-)
+from kvexp.results.table import METHOD_AND_SETTING, budget_column
 
 GRADES = {"no box": "no_box", "truncated": "truncated", "looping": "looping"}  # as rows say, column
 SAMPLES_LEGEND = (

@@ -21,6 +21,7 @@ import pandas as pd
 
 from kvexp.results import divergence, life, samples
 from kvexp.results import table as quality
+from kvexp.results.blocks import Block, Row, absent, interval, markdown_of, numeric, plain, print_blocks, records
 from kvexp.results.divergence import print_compared
 from kvexp.results.life import Columns, Point, Value
 from kvexp.results.read import (
@@ -39,19 +40,10 @@ from kvexp.results.read import (
 from kvexp.results.screen import print_screen, screen_console
 from kvexp.results.table import (
     METHOD_AND_SETTING,
-    Block,
     N,
-    Row,
-    absent,
     budget_column,
-    interval,
-    markdown_of,
-    numeric,
     parts,
-    plain,
-    print_blocks,
     question_column,
-    records,
     shared_settings,
     without,
     without_question,
@@ -122,7 +114,7 @@ class View:
             shared, rows = shared_settings([without(row, *self.said) for row in rows])
             names, others = self.columns(rows)
             title = titled(f"{title}: {self.heading(rows)}", (row.get("question") for row in rows))
-            yield ", ".join([title, *shared]), rows, [*names, *others], len(names)
+            yield Block(", ".join([title, *shared]), rows, [*names, *others], len(names))
 
 
 # --- longbench: a row per method and budget, a column per data set, and their average

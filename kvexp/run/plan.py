@@ -23,7 +23,7 @@ from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_sp
 from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, no_room, tokenize
 from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
-from kvexp.run.store import Run, run_hash, runs
+from kvexp.run.store import IN_ITS_TABLE, TABLE, Run, run_hash, run_name, runs
 from kvexp.tasks import Example, LMEval, Mathematics, Task
 from kvexp.tasks.base import AFTER_EVICTION, SampledTask
 from kvexp.util import ConfigError, Session, canonical, duration, say
@@ -313,7 +313,7 @@ def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *
             planned.append(replace(made, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
-            session.add_failure(name_of(group[0]), str(error), reported=True)
+            session.add_failure(run_name(group[0].labels, *TABLE, *IN_ITS_TABLE), str(error), reported=True)
     print_plan(planned, len(jobs))
     return planned
 
@@ -550,10 +550,10 @@ def print_plan(planned: list[PlannedGroup], jobs: int) -> None:
         for run in all_runs:
             rows = f"{run.total - run.left:>6}/{run.total} rows" if not run.settings.divergence.only else ""
             texts = f", {run.texts} KL passes" if run.texts else ""
-            say(f"  {run.state:6} {rows}  {name_of(run.settings)}{texts}")
+            say(f"  {run.state:6} {rows}  {run_name(run.settings.labels, *TABLE, *IN_ITS_TABLE)}{texts}")
     parts: dict[str, list[PlannedGroup]] = {}
     for group in planned:
-        parts.setdefault(_title(group.lead), []).append(group)
+        parts.setdefault(run_name(group.lead.labels, *TABLE), []).append(group)
     for part in parts.values():
         _print_part(part)
     for lead in {group.lead.model: group.lead for group in reversed(planned)}.values():
@@ -580,8 +580,9 @@ def _print_part(groups: list[PlannedGroup]) -> None:
             kv_bytes(shape, [run.settings for run in group.runs], work.prompt_tokens, group.copies) for group in groups
         )
         memory = f"weights {scaled(shape.weight_bytes(lead.model.dtype), 'B')} + KV {scaled(kv, 'B')}"
+    prefills = sum(group.prefills for group in groups)
     say(
-        f"{_title(lead)}: {count} runs{sharing}; {sum(group.prefills for group in groups)} prefills of "
+        f"{run_name(lead.labels, *TABLE)}: {count} runs{sharing}; {prefills} prefills of "
         f"{work.prompt_tokens:.0f} tokens ({work.source}), {scaled(_new_tokens(groups))} new tokens"
         f"{f', {texts} KL passes' if texts else ''}; {memory}; about {_time(groups)}"
     )
@@ -650,18 +651,6 @@ def _time(groups: Sequence[PlannedGroup]) -> str:
 def total_seconds(groups: Sequence[PlannedGroup]) -> float:
     """Seconds of these groups together, as far as known."""
     return sum(group.seconds or 0.0 for group in groups)
-
-
-def _title(settings: Settings) -> str:
-    return f"{settings.labels['model']} {settings.labels['task']}"
-
-
-def name_of(settings: Settings) -> str:
-    """The name of a run: its labels."""
-    labels = settings.labels
-    ratio = f"kv_ratio={labels['kv_ratio']:g}" if labels.get("kv_ratio") is not None else ""
-    words = (labels["model"], labels["task"], labels["method"], ratio, labels["setting"])
-    return " ".join(str(word) for word in words if word)
 
 
 def scaled(count: float, unit: str = "") -> str:

@@ -19,14 +19,15 @@ from rich.console import Console
 import kvexp
 from kvexp.results import stats
 from kvexp.results import stats as intervals
+from kvexp.results.blocks import count, seconds
 from kvexp.results.plots import draw_quality as draw
 from kvexp.results.read import read_runs
 from kvexp.results.stats import n_needed
-from kvexp.results.table import CONTAINS, count, print_table, quality_table, seconds, size, table, to_markdown
+from kvexp.results.table import CONTAINS, print_table, quality_table, table, to_markdown
 from kvexp.results.views import main
 from kvexp.run.compose import listed
 from kvexp.run.store import Run, refuse
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, size
 
 SEED = 7
 ROOT = Path(__file__).resolve().parents[2]

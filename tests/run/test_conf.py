@@ -360,7 +360,7 @@ def test_a_plan_tells_what_the_sweep_then_does(command, tmp_path, monkeypatch):
     prompts = scaled(sum(row["prompt_tokens"] for row in rows) / 5)  # each is read once
     assert f"total: 0 done, 0 partly, 5 to do; {prompts} prompt tokens" in out
     assert "100 new tokens" in out and len(rows) == 20
-    assert "h2o kv_ratio=0.5 task.max_new_tokens=5 task.nll=False, 4 KL passes" in out and "16 KL passes" in out
+    assert "h2o 0.5 task.max_new_tokens=5 task.nll=False, 4 KL passes" in out and "16 KL passes" in out
     assert "text" not in command("--dry-run", "divergence=false", *sweep)[1]
     assert "total: 5 done, 0 partly, 0 to do; 0 prompt tokens, at most 0 new tokens" in command("--dry-run", *sweep)[1]
     more = command("--dry-run", "divergence_text=both", *sweep)[1]

@@ -1,14 +1,6 @@
 "use strict";
 // The terminal's tables, sorted by the column one chooses.
 
-/** What a cell sorts by: a number in its unit, else text; a dash is null and always comes last. */
-kvexp.sortKey = (cell) => {
-  const UNITS = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, us: 1e-6, ms: 1e-3, s: 1, k: 1e3, M: 1e6, G: 1e9 };
-  if (cell === "-" || cell === "") return null;
-  const found = /^>?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?) ?(B|KiB|MiB|GiB|TiB|us|ms|s|k|M|G)?(?=$|\.\.|-| \/)/.exec(cell);
-  return found ? Number(found[1]) * (UNITS[found[2]] ?? 1) * (cell.startsWith(">") ? 1.001 : 1) : cell;
-};
-
 kvexp.section("verdicts", (root, data, page) => {
   const { el } = kvexp;
   const VERDICTS = /^(pass|fail|equivalent|worse|undecided|void|baseline|partial|failed|refused)(?= |$)/;
@@ -18,13 +10,13 @@ kvexp.section("verdicts", (root, data, page) => {
     el("details", { class: "small" }, el("summary", {}, `Notes to these tables (${notes.length})`), el("ul", { class: "small" }, notes)));
 
   function make(table) {
-    const rows = table.rows.map(([hash, ...cells]) => {
+    const rows = table.rows.map(([hash, ...cells], number) => {
       const each = cells.map((text, i) => {
         const verdict = VERDICTS.exec(text)?.[1] ?? "";
         const words = i === 0 || (!table.right[i] && !verdict); // names and settings fold, numbers do not
         return el("td", { class: `${table.right[i] ? "right" : ""} ${verdict}`.trim() }, words ? el("span", { class: "name" }, text) : text);
       });
-      return { hash, cells, node: el("tr", { title: hash }, each) };
+      return { hash, sort: table.sort[number], node: el("tr", { title: hash }, each) };
     });
     const body = el("tbody", {}, rows.map((row) => row.node));
     const heads = table.heads.map((text, i) =>
@@ -34,7 +26,7 @@ kvexp.section("verdicts", (root, data, page) => {
       const down = heads[column].getAttribute("aria-sort") === "ascending";
       for (const head of heads) head.removeAttribute("aria-sort");
       heads[column].setAttribute("aria-sort", down ? "descending" : "ascending");
-      const keyed = rows.map((row) => [kvexp.sortKey(row.cells[column]), row.node]);
+      const keyed = rows.map((row) => [row.sort[column], row.node]);
       keyed.sort(([a], [b]) => compare(a, b) * (down && a !== null && b !== null ? -1 : 1));
       body.append(...keyed.map(([, node]) => node));
     }
@@ -44,6 +36,7 @@ kvexp.section("verdicts", (root, data, page) => {
     return { node, rows };
   }
 
+  /** By number, then by text; what has neither comes last. */
   function compare(a, b) {
     if (a === null || b === null) return (a === null) - (b === null);
     if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
