@@ -2,8 +2,8 @@
 
 Every row knows the slot that its next token takes: one that an eviction has freed or, of a cache that grows, the first
 behind those in use. Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots
-need a mask, and where all rows fill their budgets there are none. The numbers are those of `EvictionLayer.store`,
-`attend` and `update` up to the order of sums over the query heads of a group; kept sets are the same.
+need a mask, and where all rows fill their budgets there are none. `EvictionLayer.store`, `attend` and `update` keep the
+same slots; numbers are equal up to the order of sums over the query heads of a group.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def takes_step(config: CacheConfig) -> bool:
     in_place &= config.positions == "original" or (method.is_window and config.plain_choice and not config.is_ragged)
     if config.only_grows:
         return in_place and config.positions == "original" and not config.is_ragged
-    by_layer = not (method.joins_layers or (spec is not None and spec.across_layers))
+    by_layer = not (config.joins_layers or (spec is not None and spec.across_layers))
     return method.evicts and method.evicts_while_decoding and in_place and by_layer
 
 

@@ -49,6 +49,7 @@ from kvexp.core.quantized import QuantizedSlots, settled
 from kvexp.core.ranking import RankedSlots, float_priority, joined, rank
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import RaggedSlots, Slots
+from kvexp.core.special_methods import ChangesScores, JoinsLayers, Simulated
 from kvexp.core.statistics import LastQueries, QueryStatistics
 from kvexp.util import CacheError
 
@@ -294,7 +295,7 @@ class EvictionLayer:
         slots = self._write_slots(key, value, positions)
         b, h, s = query.shape[0], slots.positions.shape[1], slots.length
         # In mask mode no slot was evicted yet.
-        hides_nothing = slots.visible is None or sequence.in_prompt or config.method.per_query
+        hides_nothing = slots.visible is None or sequence.in_prompt or config.per_query
         decodes_one = query.shape[2] == 1 and not sequence.in_prompt and params.sliding_window is None
         inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
@@ -412,12 +413,12 @@ class EvictionLayer:
         None in place of the probabilities where they were not kept. observers: of a prompt, which fill here.
         """
         method, count = self.config.method, inputs.query.shape[3]
-        unobserved = self.config.only_grows or (method.score_spec is None and not method.per_query)
+        unobserved = self.config.only_grows or (method.score_spec is None and not self.config.per_query)
         # For one query on a CPU, SDPA takes longer than the two matrix products.
         if self.sequence.in_prompt or (unobserved and (count > 1 or inputs.query.device.type != "cpu")):
             return compute_attention(inputs, list(observers)), None
         x = inputs.logits(slice(0, count), inputs.keys.shape[2])
-        if method.per_query:
+        if self.config.per_query:
             x = self._hide_by_query(x, inputs.params)
         probabilities = attention_probs(x, inputs.params.sinks)
         return apply_probs(probabilities, inputs.values), probabilities
@@ -431,6 +432,7 @@ class EvictionLayer:
         assert self.layer_slots is not None
         self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.layer_slots.slots)
         newest, method = self.sequence.positions(x.device), self.config.method
+        assert isinstance(method, Simulated)
         full = attention_probs(x, self._score_sinks(params)).sum(2)
         rows = []
         for j in range(x.shape[3]):
@@ -584,7 +586,7 @@ class EvictionLayer:
         if not method.evicts:
             return False
         allowed = self._known_slots()
-        if method.per_query:
+        if self.config.per_query:
             return False
         if sequence.in_prompt:
             due = self.config.cadence.at_prefill
@@ -702,8 +704,10 @@ class EvictionLayer:
         newest = self.sequence.num_real.to(self.require_slots().positions.device) - 1
         ranked, allowed, budget = self._rank(due, newest, second), self.layer_slots, self._budget
         assert allowed is not None
-        if self.config.method.joins_layers:
-            self.common.last_layer.wait(ranked, partial(self._evict, due), partial(joined, self.config.method))
+        if self.config.joins_layers:
+            method = self.config.method
+            assert isinstance(method, JoinsLayers)
+            self.common.last_layer.wait(ranked, partial(self._evict, due), partial(joined, method))
         elif not self.config.is_ragged or allowed.by_head is not None or not self.sequence.in_prompt:
             self._evict(due, ranked)
         elif budget.heads == "global":
@@ -746,13 +750,13 @@ class EvictionLayer:
             self.retained_attention = retained_share(due.by_position, slots)
         if not method.evicts_while_decoding:
             self.statistics.queries = self.statistics.local = None
-        if self.config.is_ragged or method.joins_layers:  # another layer's call may have led here
+        if self.config.is_ragged or self.config.joins_layers:  # another layer's call may have led here
             self._count_bytes()
 
     @property
     def changes_scores(self) -> bool:
         """Whether the method changes the scores after every eviction."""
-        return type(self.config.method).after_eviction is not Method.after_eviction
+        return isinstance(self.config.method, ChangesScores)
 
     def change_scores(self, score: Tensor, tokens: Tensor) -> None:
         """Change score [B, H, S] in place as the method does after an eviction; tokens [B]: seen by each row.
@@ -760,7 +764,7 @@ class EvictionLayer:
         A row or head within its budget has lost nothing, whatever its neighbours lose.
         """
         method, allowed = self.config.method, self.layer_slots
-        assert allowed is not None
+        assert allowed is not None and isinstance(method, ChangesScores)
         reduced = (tokens[:, None] > allowed.kept_by_head)[..., None]
         after = checked(method.after_eviction(score), score.shape, method, "after_eviction", "[B, H, S]")
         score.copy_(torch.where(reduced, after, score))
@@ -799,10 +803,14 @@ class EvictionLayer:
 
     @property
     def evicts_by_score(self) -> bool:
-        """Whether the score alone decides which slot goes next of those that nothing protects."""
-        allowed = self.layer_slots
-        plain = self.config.method.priority_is_score and not self.config.is_union and self.config.plain_choice
-        return plain and (allowed is None or allowed.streaming is None)
+        """Whether the score alone decides which slot goes next of those that nothing protects.
+
+        A score that a user's method makes is looked at for NaN, as every priority is (`float_priority`).
+        """
+        allowed, method = self.layer_slots, self.config.method
+        plain = method.priority_is_score and not self.config.is_union and self.config.plain_choice
+        trusted = not is_users(type(method)) or not (self.scores_new_tokens or self.changes_scores)
+        return plain and trusted and (allowed is None or allowed.streaming is None)
 
     def note_queries(
         self, query: Tensor, observed: Tensor | None, positions: Tensor, params: AttentionParams

@@ -25,7 +25,7 @@ def capture_obstacle(config: CacheConfig) -> str | None:
     A replay runs the same operators on the same addresses and shapes, without the host.
     """
     method, spec = config.method, config.score_spec
-    if method.full_cache:
+    if config.keeps_everything:
         return "every layer's choice is read by the host"
     if config.mode == "mask":
         return "a simulation drops nothing: shapes change from step to step"
@@ -38,7 +38,7 @@ def capture_obstacle(config: CacheConfig) -> str | None:
     if not takes_step(config):
         return "its layers are computed as prompts are, with shapes and schedules of the host"
     if not config.plain_choice:
-        return "what is spared, or chosen by chunks or values, goes by tables that grow with the text"
+        return "slots that are spared, or chosen by chunks or values, are found in tables that grow with the text"
     if not config.only_grows and reads(method, "steps"):
         return "its priority reads the number of steps, which a graph would not count"
     return None

@@ -65,7 +65,7 @@ def nothing_to_log(settings: Settings) -> str | None:
     method = settings.method
     if not method.evicts:
         return f"{method.name} evicts nothing"
-    if method.per_query or method.full_cache:
+    if settings.cache.drops_nothing:
         return f"{method.name} keeps everything and chooses anew for every token: there is no eviction"
     return None
 
@@ -146,8 +146,8 @@ class Twin(Log):
         """As of the log; but where nothing is evicted, what a retrieval method leaves out and what few bits do is there
         to be measured.
         """
-        method = settings.method
-        measurable = method.full_cache or (settings.cache.quantization is not None and not method.per_query)
+        cache = settings.cache
+        measurable = cache.keeps_everything or (cache.quantization is not None and not cache.per_query)
         return None if measurable else super().obstacle(settings)
 
     def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:

@@ -61,7 +61,7 @@ def check_undoing(cache: CacheConfig) -> None:
             "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a run "
             "of the same method with cache.bits=16 (its log and its twin are there with any cache.bits)"
         )
-    if cache.method.in_order:
+    if cache.chooses_slots:
         raise ConfigError(
             f"undoing an eviction keeps every token in sight, and method={cache.method.name} counts in blocks of slots "
             "that are next to each other: take kvexp diagnose show, draw or gap, which ask what it kept and lost"

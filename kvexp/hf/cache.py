@@ -118,11 +118,7 @@ NO_WINDOWS: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: (
             c.budget
-            and (
-                c.method.joins_layers
-                or not c.equal_layers
-                or type(layer_budgets_of(c.method, c.budget)) is not LayerBudgets
-            )
+            and (c.joins_layers or not c.equal_layers or type(layer_budgets_of(c.method, c.budget)) is not LayerBudgets)
         ),
         "slots of all layers are shared out or chosen together ({c.layers_setting}), and windows hold other numbers of "
         "tokens",
@@ -342,7 +338,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
     @property
     def takes_chunks(self) -> bool:
         """Whether several known tokens can pass layer by layer, since no layer reads what another has made of them."""
-        apart = self.cross_layer_score is None and not self.config.method.joins_layers and self.moving is None
+        apart = self.cross_layer_score is None and not self.config.joins_layers and self.moving is None
         return apart and all(type(layer) is EvictionCacheLayer and not layer.shared for layer in self.layers)
 
     @property

@@ -205,7 +205,7 @@ def _change(row: Row) -> str:
 
 
 def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
-    """(columns that name a row, the others): those of rank 0 are on every console, others as there is room."""
+    """(columns that name a row, the others): every console shows rank 0, and others as there is room."""
     metrics, headline = quality.metrics_of(rows)
     ran = [row for row in rows if not _is_full(row)]
     names = [Column("cache", lambda row: row["cache"]), quality.METHOD]

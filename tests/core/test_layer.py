@@ -184,8 +184,7 @@ def test_what_is_granted_can_be_generated_with(cls):
     """The check beforehand and the cache itself say the same of each budget: 41 slots hold all that any protects."""
     few = {"vase": {"window": 8}, "openvino": {"block": 2, "start_size": 2, "recent_size": 2}}  # 68, 160 by default
     method, prompt, allowed = cls(**few.get(cls.name, {})), [list(range(3, 53))], []
-    mask = method.simulation_only or getattr(method.score_spec, "over", "") == "full"
-    plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions, "tokenizer": LETTERS}
+    plan = {"mode": "auto", "positions": method.positions, "tokenizer": LETTERS}
     if method.needs.calibration:
         plan["calibration"] = calibrate_queries(tiny("llama"), prompt)
     if method.needs.surrogate:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from turns import in_turn
 
-from kvexp.core import Budget, CacheConfig, Cadence, QueryCalibration
+from kvexp.core import Budget, CacheConfig, Cadence, KeepsEverything, QueryCalibration
 from kvexp.core import attention as attending
 from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.inputs import GenerationParams
@@ -418,7 +418,7 @@ def test_padding_after_the_prompt_is_never_attended_to(family: str, changes: dic
     real = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
 
     def cache() -> EvictionCache:
-        budget = None if method.full_cache else Budget(tokens=8)
+        budget = None if isinstance(method, KeepsEverything) else Budget(tokens=8)
         return EvictionCache(model, method, budget, max_new_tokens=6)
 
     both = feed(cache(), model, prompt, new, later=real).logits[1:]
