@@ -545,7 +545,7 @@ SECTIONS = (
         about_data,
     ),
 )
-BEFORE = ("dom", "filters", "panels", "diff")  # scripts the sections use
+BEFORE = ("dom", "table", "filters", "panels", "diff")  # scripts the sections use
 AFTER = ("start",)
 
 
