@@ -256,7 +256,8 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
         telling(rows, numeric("perplexity\nratio", "ppl_ratio", 3)),
         telling(rows, plain("skipped", "skipped"), quality.PROMPT_CUT),
     ]
-    return names, columns + [replace(each, rank=rank) for rank, some in enumerate(further, 2) for each in some]
+    ranked = [replace(column, rank=rank) for rank, group in enumerate(further, 2) for column in group]
+    return names, columns + ranked
 
 
 def _print_rows(rows: list[Record], console: Console) -> None:

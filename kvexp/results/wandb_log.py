@@ -158,12 +158,12 @@ def figures(runs: Runs) -> Iterator[tuple[str, Figure]]:
     """
     from kvexp.results import plots, views  # late: they wait for matplotlib
 
-    each: dict[str, Callable[[], Figure]] = {
+    drawings: dict[str, Callable[[], Figure]] = {
         "quality": lambda: plots.draw_quality(runs.frame(quality_table), None),
         **{f"divergence along {text}": partial(plots.draw_divergence, runs, "kv_ratio", text) for text in TEXTS},
         "bytes": lambda: plots.draw_bytes(views.bytes_table(runs)),
     }
-    for name, draw in each.items():
+    for name, draw in drawings.items():
         with contextlib.suppress(ConfigError):
             yield name, draw()
 
