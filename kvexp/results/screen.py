@@ -126,12 +126,10 @@ def with_distances(runs: Runs) -> pd.DataFrame:
     """
     frame, far = runs.frame(quality.quality_table), distances(runs)
     measured = [far.get(key, {}) for key in frame["hash"]]
+    columns: dict[str, Any] = {name: [row.get(name) for row in measured] for name in DISTANCE}
+    columns["far_n"] = [row.get("n", 0) for row in measured]
     peaks = dict(zip(frame["hash"], frame["peak_kv_bytes"], strict=True))
-    return frame.assign(
-        **{name: [row.get(name) for row in measured] for name in DISTANCE},
-        far_n=[row.get("n", 0) for row in measured],
-        full_peak=frame["baseline"].map(peaks),
-    )
+    return frame.assign(**columns, full_peak=frame["baseline"].map(peaks))
 
 
 def _is_full(row: Row) -> bool:
@@ -217,7 +215,7 @@ def _change(row: Row) -> str:
 
 
 def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
-    """(columns that name a row, the others): those of rank 0 are on every console, others as there is room."""
+    """Columns that name a row, and the others: of rank 0 on every console, of higher ranks as there is room."""
     metrics, headline = quality.metrics_of(rows)
     ran = [row for row in rows if not _is_full(row)]
     names = [Column("cache", lambda row: row["cache"]), quality.METHOD]
