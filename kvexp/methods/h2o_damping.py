@@ -14,7 +14,7 @@ from kvexp.util import Range
 
 
 @dataclass(frozen=True)
-class H2ODamping(ChangesScores, H2O):
+class H2ODamping(H2O, ChangesScores):
     """As H2O, and score *= damping each time slots have been evicted.
 
     Source: Keyformer, arXiv:2403.09054, Fig. 5 (damping of the accumulated attention, recent window 20 %).

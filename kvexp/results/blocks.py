@@ -173,9 +173,7 @@ def records(frame: pd.DataFrame) -> list[Record]:
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
 STYLES |= {"equivalent": "green", "worse": "bold red"}
 STYLES |= {"failed": "bold red", "refused": "bold red", "partial": "yellow"}
-WIDEST = (
-    3  # in several grids a column that names the rows takes a third of the width at most: the numbers need the rest
-)
+WIDEST = 3  # in several grids a column that names the rows takes a third of the width at most, for the numbers' sake
 LEAST_NAME = 16  # columns of letters that a name which folds must have in one grid
 
 
@@ -198,35 +196,31 @@ def print_columns(rows: Sequence[Row], columns: Sequence[Column], keys: int, con
 
     keys: how many columns, the first ones, name a row.
     """
-    wide = [
-        max(len(line) for text in (each.head, *map(each.cell, rows)) for line in text.split("\n")) for each in columns
-    ]
+    letters = [_letters(column, rows) for column in columns]
     places = [place for place, column in enumerate(columns) if not column.rank]
 
-    def over(places: Sequence[int], gap: int) -> int:
-        return sum(wide[place] + gap for place in places) - console.width
+    def beyond(places: Sequence[int], gap: int) -> int:
+        return sum(letters[place] + gap for place in places) - console.width
 
-    gap = 1 if over(places, 2) > 0 else 2
-    widest, most = max(range(keys), key=lambda place: wide[place]), {}
-    if (much := over(places, gap)) > 0:
-        most = {widest: wide[widest] - much}
-    if most and most[widest] < LEAST_NAME:
-        gap, most = 2, dict.fromkeys(range(keys), console.width // WIDEST)
-        grids = list(
-            _fit(
-                places,
-                keys,
-                [2 + min(width, most.get(place, width)) for place, width in enumerate(wide)],
-                console.width,
-            )
-        )
+    gap = 1 if beyond(places, 2) > 0 else 2
+    lacking, widest = max(0, beyond(places, gap)), max(range(keys), key=lambda place: letters[place])
+    if lacking and letters[widest] - lacking < LEAST_NAME:
+        gap, limits = 2, dict.fromkeys(range(keys), console.width // WIDEST)
+        wide = [gap + min(number, limits.get(place, number)) for place, number in enumerate(letters)]
+        grids = list(_fit(places, keys, wide, console.width))
     else:
+        limits = {widest: letters[widest] - lacking}
         for rank in sorted({column.rank for column in columns} - {0}):
             more = [place for place, column in enumerate(columns) if place in places or column.rank == rank]
-            places = more if over(more, gap) <= 0 else places
+            places = more if beyond(more, gap) <= 0 else places
         grids = [places]
-    for each in grids:
-        _print_grid(rows, [(columns[place], most.get(place)) for place in each], gap, console)
+    for grid in grids:
+        _print_grid(rows, [(columns[place], limits.get(place)) for place in grid], gap, console)
+
+
+def _letters(column: Column, rows: Sequence[Row]) -> int:
+    """Letters of the widest line of a column."""
+    return max(len(line) for text in (column.head, *map(column.cell, rows)) for line in text.split("\n"))
 
 
 def _fit(places: Sequence[int], keys: int, wide: Sequence[int], width: int) -> Iterator[list[int]]:

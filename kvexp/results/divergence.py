@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from kvexp.results import stats
-from kvexp.results.blocks import Block, Column, absent, interval, numeric, plain, print_blocks, print_columns, records
+from kvexp.results.blocks import Block, Column, interval, numeric, plain, print_blocks, print_columns, records
 from kvexp.results.blocks import Row as TableRow
 from kvexp.results.read import Folder, Row, Runs, baseline_of, check_pair, number
 from kvexp.results.stats import LEVEL, Floats, is_all_or_nothing
@@ -410,8 +410,6 @@ def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
 def columns_of(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
     """Columns of a frame of `frame_of`: those that name a row, and all others."""
     settings = any(row.get("setting") for row in rows)
-    written = any(not absent(row.get("same_tokens")) for row in rows)
-    answers = [numeric("equal\ntokens %", "same_tokens", 0, 100), numeric("parts\nat", "parts_at", 1)]
     names = [METHOD_AND_SETTING if settings else METHOD, plain("kv_ratio", "kv_ratio"), *question_column(rows)]
     return [*names, *([N] if n_differs(rows) else [])], [
         numeric("KL", "kl", 4),
@@ -425,7 +423,8 @@ def columns_of(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
         interval("95 %", "top1_low", "top1_high", 1, 100),
         plain("verdict_top1", "verdict\non top-1", right=False),
         numeric("perplexity\nratio", "ppl_ratio", 3),
-        *(answers if written else []),
+        numeric("equal\ntokens %", "same_tokens", 0, 100),
+        numeric("parts\nat", "parts_at", 1),
     ]
 
 

@@ -26,7 +26,7 @@ from kvexp.util import size
 
 Value = tuple[float, float, float]  # a number with the ends of its interval, NaN where there is none
 Columns = tuple[list[Column], list[Column]]  # those that name a row, all others
-OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 1)]
+OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 1, of="of_full")]
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,15 @@ def _asked(contexts: Sequence[tuple[int, Floats]], asked: int, metric: str) -> d
 
 def questions_columns(rows: Sequence[Row]) -> Columns:
     names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), plain("asked", "asked"), plain("contexts", "contexts")]
-    columns = [numeric("score", "score", 2), numeric("full", "full", 2), *OF_FULL]
-    columns.append(numeric("none\nlost %", "none_lost", 0))
-    if any(not absent(row["shared_s"]) for row in rows):
-        columns += [
-            Column("one\nprefill", "shared_s", seconds),
-            Column("one by\none", "one_by_one_s", seconds),
-            share("% of\ntime", "shared_s", "one_by_one_s", 0),
-        ]
-    return names, columns
+    return names, [
+        numeric("score", "score", 2),
+        numeric("full", "full", 2),
+        *OF_FULL,
+        numeric("none\nlost %", "none_lost", 0),
+        Column("one\nprefill", "shared_s", seconds),
+        Column("one by\none", "one_by_one_s", seconds),
+        share("% of\ntime", "shared_s", "one_by_one_s", 0),
+    ]
 
 
 # --- turns, distance: conversations, by turn or by how long ago the fact asked for was mentioned
@@ -406,8 +406,7 @@ def instructions_columns(rows: Sequence[Row]) -> Columns:
     names = [METHOD_AND_SETTING, budget_column(rows), plain("keep", "keep", right=False), *question_column(rows), N]
     return names, [
         numeric("followed", "followed", 1),
-        OF_FULL[0],
-        interval("95 %", "low", "high", 1, of="of_full"),
+        *OF_FULL,
         numeric("all", "all_followed", 1),
         numeric("rule", "rule", 1),
         counted("leaked", "told", "answers"),
@@ -455,14 +454,14 @@ def chunks_table(runs: Runs) -> pd.DataFrame:
 
 
 def chunks_columns(rows: Sequence[Row]) -> Columns:
-    far = [numeric("KL", "kl", 4), interval("95 %", "kl_low", "kl_high", 4)]
     chunk = Column("chunk", lambda row: "whole" if absent(row["chunk"]) else str(int(row["chunk"])))
     return [METHOD_AND_SETTING, budget_column(rows), chunk, N], [
         Column("peak KV", "peak_kv_bytes", size),
         share("% of\nfull's", "peak_kv_bytes", "full_peak_kv_bytes", 1),
         numeric("score", "score", 2),
         *OF_FULL,
-        *(far if any(not absent(row["kl"]) for row in rows) else []),
+        numeric("KL", "kl", 4),
+        interval("95 %", "kl_low", "kl_high", 4, of="kl"),
     ]
 
 

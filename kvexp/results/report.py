@@ -52,9 +52,9 @@ from kvexp.results.read import (
     titled,
     unmatched,
 )
-from kvexp.results.screen import distances
+from kvexp.results.screen import with_distances
 from kvexp.results.stats import lower_is_better
-from kvexp.results.table import called, few, groups, metrics_of, notes, place, quality_table
+from kvexp.results.table import called, few, groups, metrics_of, notes, quality_table
 from kvexp.results.views import DIVERGENCE as KL_VIEW
 from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
@@ -130,13 +130,13 @@ class ReportSource:
     @cached_property
     def groups(self) -> list[RunGroup]:
         several = self.frame.loc[self.frame["status"] != "refused", "numerics"].nunique() > 1
-        found, far = [], distances(self.runs)
-        for block in groups(self.frame, "kv_ratio"):
-            rows = sorted(block.rows, key=lambda row: place({**row, "kl": far.get(row["hash"], {}).get("kl")}))
+        found = []
+        for block in groups(self.runs.frame(with_distances), "kv_ratio"):
+            rows = block.rows
             # A job refused before its labels were known has none.
             model, task = ("-" if pd.isna(value := rows[0].get(name)) else str(value) for name in ("model", "task"))
             panel = f"{model} / {task}" + (f", NUMERICS {rows[0]['numerics']}" if several else "")
-            found.append(RunGroup(panel, model, task, replace(block, rows=rows)))
+            found.append(RunGroup(panel, model, task, block))
         return found
 
 
@@ -545,7 +545,7 @@ SECTIONS = (
         about_data,
     ),
 )
-BEFORE = ("dom", "filters", "panels", "diff")  # scripts the sections use
+BEFORE = ("dom", "table", "filters", "panels", "diff")  # scripts the sections use
 AFTER = ("start",)
 
 

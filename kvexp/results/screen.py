@@ -42,6 +42,11 @@ from kvexp.results.table import parts, place, shared_settings, short, verdict_of
 from kvexp.run.store import OWN, run_name
 from kvexp.util import Console, size
 
+# Of a row's divergence.
+DISTANCE = (
+    *("kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio"),
+    *("rests_on", "rests_on_share"),
+)
 COLUMNS = 100  # where the console has no width
 MORE = 5  # times as many examples are proposed where an interval holds its limit: it gets less than half as wide
 NAMED = 4  # runs that a line below the table names; of more it says how many
@@ -76,19 +81,19 @@ def print_screen(
     took: how long the command took, such as "3 min"; views: names of further views of these runs; explain: with a
     legend.
     """
-    frame = runs.frame(quality.quality_table)
+    frame = runs.frame(with_distances)
     shown = frame[frame["status"] != "refused"]
-    far = distances(runs)
     several = len(list(parts(shown))) > 1
     below: dict[str, None] = dict.fromkeys(frame.attrs.get("left_out", ()))
     for title, _, part in parts(shown):
-        rows = sorted((_with_distance(row, far.get(row["hash"]), part) for row in records(part)), key=place)
+        rows = sorted(records(part), key=place)
         known = {folder.run.hash: folder for folder in runs.ran}
         console.print(_title(title, rows, known, "" if several else took))
         console.print()
         _print_rows(rows, console)
         below |= dict.fromkeys(_below(rows, all(_has_one_path(known[row["hash"]]) for row in rows)))
-    troubles = _troubles(frame, several) if frame["n"].sum() or not far else []  # divergence=only makes no rows
+    only_far = frame["far_n"].any() and not frame["n"].sum()  # divergence=only makes no rows
+    troubles = [] if only_far else _troubles(frame, several)
     lines = [*below, *troubles, *quality.refused_line(frame)]
     if several and took:
         lines.append(f"{len(shown)} runs in {took}")
@@ -114,12 +119,17 @@ def distances(runs: Runs) -> dict[str, Row]:
     return found
 
 
-def _with_distance(row: Row, far: Row | None, part: pd.DataFrame) -> Record:
-    """A row of the quality table with its divergence, and with the full cache's peak."""
-    names = ["kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio"]
-    more = {name: (far or {}).get(name) for name in [*names, "rests_on", "rests_on_share"]}
-    full = part.loc[part["hash"] == row["baseline"], "peak_kv_bytes"]
-    return {**row, **more, "far_n": (far or {}).get("n"), "full_peak": float(full.iloc[0]) if len(full) else None}
+def with_distances(runs: Runs) -> pd.DataFrame:
+    """The table of all runs with the columns of DISTANCE, None where nothing was measured.
+
+    far_n: examples that were forced; full_peak: the full cache's peak_kv_bytes.
+    """
+    frame, far = runs.frame(quality.quality_table), distances(runs)
+    measured = [far.get(key, {}) for key in frame["hash"]]
+    columns: dict[str, Any] = {name: [row.get(name) for row in measured] for name in DISTANCE}
+    columns["far_n"] = [row.get("n", 0) for row in measured]
+    peaks = dict(zip(frame["hash"], frame["peak_kv_bytes"], strict=True))
+    return frame.assign(**columns, full_peak=frame["baseline"].map(peaks))
 
 
 def _is_full(row: Row) -> bool:
@@ -205,7 +215,7 @@ def _change(row: Row) -> str:
 
 
 def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
-    """(columns that name a row, the others): every console shows rank 0, and others as there is room."""
+    """Columns that name a row, and the others; every console shows rank 0, higher ranks as there is room."""
     metrics, headline = quality.metrics_of(rows)
     ran = [row for row in rows if not _is_full(row)]
     names = [Column("cache", lambda row: row["cache"]), quality.METHOD]
@@ -244,7 +254,8 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
         telling(rows, numeric("perplexity\nratio", "ppl_ratio", 3)),
         telling(rows, plain("skipped", "skipped"), quality.PROMPT_CUT),
     ]
-    return names, columns + [replace(each, rank=rank) for rank, some in enumerate(further, 2) for each in some]
+    ranked = [replace(column, rank=rank) for rank, group in enumerate(further, 2) for column in group]
+    return names, columns + ranked
 
 
 def _print_rows(rows: list[Record], console: Console) -> None:

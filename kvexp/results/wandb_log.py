@@ -1,4 +1,4 @@
-"""Runs in Weights & Biases: a run each, and a run per sweep with its table and charts."""
+"""Runs in Weights & Biases: a run each, and a run per sweep with its table and figures."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import netrc
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pandas as pd
 
-from kvexp.results import stats
 from kvexp.results.blocks import absent, records
 from kvexp.results.divergence import frame_of
-from kvexp.results.read import add_choice, chosen_by, read_runs, titled, unmatched
-from kvexp.results.table import parts, quality_table, title_of, with_n
-from kvexp.run.store import Run
+from kvexp.results.read import Runs, add_choice, chosen_by, read_runs, unmatched
+from kvexp.results.table import quality_table, title_of
+from kvexp.run.store import TEXTS, Run
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PROJECT = "kvexp"
 MODES = ("online", "offline", "disabled")
@@ -69,7 +72,7 @@ def publish(
     mode: str | None = None,
     experiment: str | None = None,
 ) -> list[Path]:
-    """Publish these run folders, and per group one more run that holds the sweep's chart and table.
+    """Publish these run folders, and per group one more run that holds the sweep's table and figures.
 
     mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
     experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
@@ -91,8 +94,8 @@ def publish(
             written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode))
         for name in dict.fromkeys(name for names in groups for name in names):
             part = df[[name in names for names in groups]]
-            own = divergence[divergence["hash"].isin(part["hash"])] if len(divergence) else divergence
-            written.append(_publish_sweep(name, part, own, project, mode, outputs))
+            inside = [folder for folder in runs.shown if folder.run.hash in set(part["hash"])]
+            written.append(_publish_sweep(name, part, Runs(outputs, runs.everything, inside, []), project, mode))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
 
@@ -126,92 +129,43 @@ def summary_of(divergence: pd.DataFrame, key: str) -> dict[str, Any]:
     return found
 
 
-def _publish_sweep(
-    group: str, df: pd.DataFrame, divergence: pd.DataFrame, project: str, mode: str, place: Path
-) -> Path:
-    """The table of all runs and, per model and task, quality and divergence against kv_ratio and against bytes."""
+def _publish_sweep(group: str, df: pd.DataFrame, runs: Runs, project: str, mode: str) -> Path:
+    """The table of all runs and their `figures`."""
     import wandb
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     # By the group too: two experiments may have asked for the same runs.
     key = hashlib.sha256(" ".join([group, *sorted(df["hash"])]).encode()).hexdigest()[:16]
     with _started(
-        **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
+        **{"project": project, "mode": mode, "dir": runs.outputs, "id": f"sweep-{key}", "job_type": "sweep"},
         **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
     ) as published:
         cells: list[Iterable[Any]] = [list(_plain(row).values()) for row in records(df)]
         published.log({"runs": wandb.Table(list(df.columns), cells)})
-        for chart in charts(df, divergence):
-            data = wandb.Table(["line", chart.x, chart.y], [list(point) for point in chart.points])
-            line = wandb.plot.line(data, chart.x, chart.y, stroke="line", title=chart.title)
-            published.log({chart.key: line})
+        for name, figure in figures(runs):
+            canvas: Any = FigureCanvasAgg(figure)
+            canvas.draw()
+            published.log({name: wandb.Image(np.asarray(canvas.buffer_rgba()))})
         counts = {name: df[name].value_counts().items() for name in ("verdict99", "verdict999")}
         verdicts = {f"{name}.{verdict}": int(n) for name, found in counts.items() for verdict, n in found}
         published.summary.update({"n_runs": len(df), **verdicts})
         return Path(published.dir).parent
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One chart of a sweep. key: what it is logged as; wandb keeps its points under this and `_table`.
-
-    x, y: columns; points: (line, x, y).
+def figures(runs: Runs) -> Iterator[tuple[str, Figure]]:
+    """(name, figure) of quality and divergence against the budget and against bytes, as `kvexp results --plot` draws
+    them; none where there is nothing to draw.
     """
+    from kvexp.results import plots, views  # late: they wait for matplotlib
 
-    key: str
-    title: str
-    x: str
-    y: str
-    points: Sequence[Iterable[Any]]
-
-
-AXES = ("kv_ratio", "kv_bytes")
-
-
-def charts(df: pd.DataFrame, divergence: pd.DataFrame | None = None) -> list[Chart]:
-    """Quality and divergence against budget and bytes, by model, task, NUMERICS (and kind of text).
-
-    A run without a percentage (void, failed) is in none; nor is a KL of 0 on its log axis.
-    """
-    made = []
-    for title, _, rows in _panels(df):
-        kept = [row for row in rows if row["headline"] and not _missing(row.get(f"{row['headline']}_of_full"))]
-        if kept:
-            metric, words = kept[0]["headline"], titled(title, (row.get("question") for row in kept))
-            for axis in AXES:
-                given = f"quality vs {axis}: {title}", f"{words}: {metric}, % of full", axis, f"{metric}_of_full"
-                made.append(Chart(*given, _points(kept, axis, metric)))
-    for title, labels, rows in _panels(divergence, "text"):
-        kept, title = [row for row in rows if row["kl"] > 0], f"{title}, {labels['text']}"
-        words = f"{titled(title, (row.get('question') for row in kept))}: log10 of KL, nats"
-        for axis in AXES if kept else ():
-            points = [[line, x, math.log10(kl)] for line, x, kl in _along(kept, axis, "kl")]
-            points.sort(key=lambda point: point[1])
-            made.append(Chart(f"divergence vs {axis}: {title}", words, axis, "log10_kl", points))
-    return made
-
-
-def _panels(frame: pd.DataFrame | None, *by: str) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
-    """(title, labels, rows) of each printed table of a frame; the setting says where a run has fewer examples."""
-    for title, labels, part in parts(frame, *by) if frame is not None and len(frame) else ():
-        filled = part.assign(setting=part["setting"].fillna("") if "setting" in part else "")
-        yield title, labels, records(with_n(filled))
-
-
-def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[Iterable[Any]]:
-    """(line, x, percent) by x, and the two marks as lines of their own across the chart.
-
-    A line is a method with one setting: two settings of a method are two lines, not one that goes to and fro.
-    """
-    points = sorted(_along(rows, axis, f"{metric}_of_full"), key=lambda point: point[1])
-    ends = [points[0][1], points[-1][1]] if points else []
-    return points + [[f"{mark:g} % mark", end, mark] for mark in stats.SUFFIX for end in ends]
-
-
-def _along(rows: Sequence[Mapping[str, Any]], axis: str, value: str) -> list[Any]:
-    """[line, x, value] of the rows that have a place on the axis."""
-    names = [[str(row[name]) for name in ("method", "setting") if row.get(name)] for row in rows]
-    points = [[" ".join(name), row.get(axis), row[value]] for name, row in zip(names, rows, strict=True)]
-    return [point for point in points if isinstance(point[1], int | float) and math.isfinite(point[1])]
+    drawings: dict[str, Callable[[], Figure]] = {
+        "quality": lambda: plots.draw_quality(runs.frame(quality_table), None),
+        **{f"divergence along {text}": partial(plots.draw_divergence, runs, "kv_ratio", text) for text in TEXTS},
+        "bytes": lambda: plots.draw_bytes(views.bytes_table(runs)),
+    }
+    for name, draw in drawings.items():
+        with contextlib.suppress(ConfigError):
+            yield name, draw()
 
 
 def _samples(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -279,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["dashboards"]:
         raise ConfigError(
             "log dashboards is gone: kvexp report OUTPUTS has the same panels in one HTML file, and kvexp log OUTPUTS "
-            "publishes a sweep's table and charts with its runs"
+            "publishes a sweep's table and figures with its runs"
         )
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")

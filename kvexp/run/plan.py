@@ -26,7 +26,7 @@ from kvexp.run.settings import Settings
 from kvexp.run.store import IN_ITS_TABLE, TABLE, Run, run_hash, run_name, runs
 from kvexp.tasks import Example, LMEval, Mathematics, Task
 from kvexp.tasks.base import AFTER_EVICTION, SampledTask
-from kvexp.util import ConfigError, Session, canonical, duration, say
+from kvexp.util import ConfigError, Session, canonical, duration, say, size
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Tokenizer
@@ -579,7 +579,7 @@ def _print_part(groups: list[PlannedGroup]) -> None:
         kv = max(
             kv_bytes(shape, [run.settings for run in group.runs], work.prompt_tokens, group.copies) for group in groups
         )
-        memory = f"weights {scaled(shape.weight_bytes(lead.model.dtype), 'B')} + KV {scaled(kv, 'B')}"
+        memory = f"weights {size(shape.weight_bytes(lead.model.dtype))} + KV {size(kv)}"
     prefills = sum(group.prefills for group in groups)
     say(
         f"{run_name(lead.labels, *TABLE)}: {count} runs{sharing}; {prefills} prefills of "
@@ -653,9 +653,9 @@ def total_seconds(groups: Sequence[PlannedGroup]) -> float:
     return sum(group.seconds or 0.0 for group in groups)
 
 
-def scaled(count: float, unit: str = "") -> str:
-    """A number with its prefix and unit: 13.5 GB, 12 k, 300."""
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}{unit}"
-    return f"{count:.0f} {unit}".strip()
+def scaled(count: float) -> str:
+    """A number with its prefix: 1.35 G, 12 k, 300."""
+    for prefix, least in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= least:
+            return f"{count / least:.3g} {prefix}"
+    return f"{count:.0f}"

@@ -18,7 +18,16 @@ from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import batch_size_identifies_run
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import Full
-from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, made, quantization_of
+from kvexp.run.build import (
+    ADDED_LATER,
+    CACHE,
+    build,
+    build_budget,
+    build_cache,
+    build_method,
+    made,
+    quantization_of,
+)
 from kvexp.run.compose import option
 from kvexp.run.engine import check_engine, engine_of
 from kvexp.run.labels import (
@@ -421,8 +430,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     for name, words in OF_THE_RUN.items():
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
-    own = {target: one.cls for target, one in admitted().items()}
-    method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
+    method = build_method(config["method"])
     # Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it.
     users = [one for one in admitted().values() if one.cls is type(method)]
     found = {"method_found_as": users[0].reference} if users else {}
@@ -443,7 +451,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)
     else:  # that of a method without a budget is checked as well: a word may be misspelt
-        asked: Budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
+        asked = build_budget(config["budget"])
         budget = asked if method.evicts else None
     cache = build_cache(
         method,

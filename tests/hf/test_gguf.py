@@ -399,7 +399,7 @@ def test_a_second_process_waits(gguf, cache, capfd, monkeypatch):
 
 def test_a_full_disk_is_noticed_before(gguf, monkeypatch):
     monkeypatch.setattr(converted.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
-    with pytest.raises(ConfigError, match=r"needs 0\.1 GB and 0\.0 are free.*KVEXP_CACHE"):
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ MiB and 10 B are free.*KVEXP_CACHE"):
         located(str(gguf()))
 
 

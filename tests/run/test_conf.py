@@ -404,7 +404,7 @@ def test_a_model_on_the_hub_is_planned_from_what_is_published(command):
     code, out, err = command("--dry-run=a100", *words)
     assert code == 0, err
     assert "6,738,415,616 parameters, the published configuration" in out and "published sizes of the data set" in out
-    assert "weights 13.5 GB" in out
+    assert "weights 12.6 GiB" in out
     code, out, err = command("--dry-run=a100", "model=llama2_7b", "model.path=someone/unknown", *words[1:])
     assert code == 0 and "memory not known" in out and "and what is not known" in out
 
