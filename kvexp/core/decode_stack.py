@@ -310,6 +310,8 @@ class StackedLayer:
 
     def change_scores(self, newest: Tensor) -> None:
         """Let the methods that do so change their scores after an eviction; newest [R, 1, 1]."""
+        if not any(state.changes_scores for state in self.eviction.states):
+            return
         tokens = (newest[self.evicting_rows, 0, 0] + 1).split(self.eviction.sizes)
         for state, count in zip(self.eviction.states, tokens, strict=True):
             if state.changes_scores:
