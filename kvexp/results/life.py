@@ -44,11 +44,7 @@ class Point:
 
 def share(head: str, part: str, whole: str, digits: int) -> Column:
     """Column of one value in percent of another."""
-
-    def percent_of(row: Row) -> Any:
-        return None if absent(row[part]) or absent(row[whole]) else 100 * row[part] / row[whole]
-
-    return Column(head, percent_of, lambda value: fixed(value, digits))
+    return Column(head, lambda row: _share(row, part, whole)[0], lambda value: fixed(value, digits))
 
 
 def metric_of(row: Row) -> str:
