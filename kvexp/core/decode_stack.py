@@ -9,6 +9,7 @@ same slots; numbers are equal up to the order of sums over the query heads of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -212,7 +213,13 @@ class StackedLayer:
         self.products = RaggedProducts(self.slots) if isinstance(self.slots, RaggedSlots) else None
         self.eviction = BatchedEviction(evicting, evicting_sizes, self.backends)
         self.is_ranked = any(not state.config.plain_choice for state in evicting)
-        self._due: list[DueEviction] = []  # by cache that evicts, what its eviction after this step needs
+        starts = accumulate(evicting_sizes, initial=first)
+        self._looking = [  # caches that evict and whose methods look at queries: number among them, layer, rows
+            (place, state, slice(start, start + size))
+            for place, (state, size, start) in enumerate(zip(evicting, evicting_sizes, starts, strict=False))
+            if state.config.method.needs != NOTHING
+        ]
+        self._due: dict[int, DueEviction] = {}  # what their evictions after this step need
         heads = self.slots.positions.shape[1]
         free = [
             torch.full((rows, heads, 1), slots.length, device=slots.positions.device)
@@ -234,9 +241,9 @@ class StackedLayer:
         moves = renumbered[0] and self.eviction.max_sinks
         self.sink_rerotation = SinkRerotation(self.eviction.max_sinks, self.eviction.sinks) if moves else None
         kernels = triton_ops.supported(states) and self.keys.dtype != torch.float64 and self.products is None
-        looks = any(state.config.method.needs != NOTHING for state in evicting)
-        kernels = kernels and not self.growing and self.eviction.every == 1 and not looks
+        kernels = kernels and not self.growing and self.eviction.every == 1 and not self._looking
         self.fused = triton_ops.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
+        self._params: AttentionParams | None = None  # of the step in progress
         self.buffers = CrossLayerBuffers(1) if buffers is None else buffers
         self.buffers.reset()
         self.groups = 0  # query heads per kv head, as of the last step
@@ -252,7 +259,7 @@ class StackedLayer:
         if buffers.merged and self.index == 0:
             buffers.write_tokens(positions)
         newest = positions[:, None]  # [R, 1, 1]
-        next_slots = self.free_slots[..., :1]
+        self._params, next_slots = params, self.free_slots[..., :1]
         slots.write(next_slots, key, value, behind=not self.backends)
         scores = self._initial_scores(key, positions)
         if not buffers.merged:
@@ -269,7 +276,6 @@ class StackedLayer:
             out, sums = self._attend(query, positions, params)
         else:
             out, sums = self.fused(query, slots, positions, params)
-            self._note_queries(query, None, positions, params)
         sums = sums[: self.num_observed_rows]
         if self.pools_scores:
             eviction = self.eviction
@@ -421,19 +427,15 @@ class StackedLayer:
             return products.output(), sums
         return apply_probs_any_width(probabilities, slots.values[:, :, :columns]), sums
 
-    def _note_queries(self, query: Tensor, observed: Tensor | None, positions: Tensor, params: AttentionParams) -> None:
+    def _note_queries(self, query: Tensor, observed: Tensor, positions: Tensor, params: AttentionParams) -> None:
         """Let the methods that need them see the new queries [R, H, G, 1, D] and their attention [R, H, G, 1, S].
 
-        positions [R, 1]: of the new tokens; observed: None where no method looks at it.
+        positions [R, 1]: of the new tokens.
         """
-        if self.eviction.priority_is_score:
-            return
-        start, self._due = self.evicting_rows.start, []
-        for state, size in zip(self.eviction.states, self.eviction.sizes, strict=True):
-            rows, count = slice(start, start + size), state.require_slots().length
-            seen = None if observed is None else observed[rows, ..., :count]
-            self._due.append(state.note_queries(query[rows], seen, positions[rows], params))
-            start += size
+        self._due = {}
+        for place, state, rows in self._looking:
+            seen = observed[rows, ..., : state.require_slots().length]
+            self._due[place] = state.note_queries(query[rows], seen, positions[rows], params)
 
     def columns(self, coming: int = 0) -> int:
         """Columns that a step reads: those in use, so that a cache's room to grow costs nothing (`growing_width`).
@@ -508,9 +510,11 @@ class StackedLayer:
         if eviction.priority_is_score:
             return self.slots.score[rows, :, :columns]
         priorities = []
-        for state, last, due in zip(eviction.states, newest[rows, 0, 0].split(eviction.sizes), self._due, strict=True):
+        newest_by_cache = newest[rows, 0, 0].split(eviction.sizes)
+        for place, (state, last) in enumerate(zip(eviction.states, newest_by_cache, strict=True)):
+            score = state.require_slots().score
             scored = state.evicts_by_score
-            priorities.append(state.require_slots().score if scored else state.step_priority(due, last))
+            priorities.append(score if scored else state.step_priority(self._due.get(place), self._params, last))
         return cat_rows([pad_last_dim(priority, columns, -torch.inf) for priority in priorities])
 
 

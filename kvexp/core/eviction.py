@@ -812,16 +812,13 @@ class EvictionLayer:
         trusted = not is_users(type(method)) or not (self.scores_new_tokens or self.changes_scores)
         return plain and trusted and (allowed is None or allowed.streaming is None)
 
-    def note_queries(
-        self, query: Tensor, observed: Tensor | None, positions: Tensor, params: AttentionParams
-    ) -> DueEviction:
+    def note_queries(self, query: Tensor, seen: Tensor, positions: Tensor, params: AttentionParams) -> DueEviction:
         """Add the queries of a decode step to the statistics; returns what the eviction after it needs of them.
 
-        query [B, H, G, 1, D]; observed [B, H, G, 1, S]: their attention as the method sees it; positions [B, 1].
+        query [B, H, G, 1, D]; seen [B, H, G, 1, S]: their attention as the method sees it; positions [B, 1].
         """
         slots, needs, last = self.require_slots(), self.config.method.needs, self.statistics.last
-        newest = None if observed is None or not needs.newest_attention else observed[..., 0, :]
-        due = DueEviction(params, newest_attention=newest)
+        due = DueEviction(params, newest_attention=seen[..., 0, :] if needs.newest_attention else None)
         if last is None:
             return due
         count = slots.length
@@ -830,13 +827,15 @@ class EvictionLayer:
         last.add(inputs)
         return replace(due, last_logits=last.logits(inputs) if needs.last_queries else None)
 
-    def step_priority(self, due: DueEviction, newest: Tensor) -> Tensor:
+    def step_priority(self, due: DueEviction | None, params: AttentionParams | None, newest: Tensor) -> Tensor:
         """The priority [B, H, S] float32 of every slot at the end of a decode step; newest [B]: as of `_context`.
 
-        Where more than the method's priorities decides (`CacheConfig.plain_choice`), what that protects is infinite.
+        due: what `note_queries` returned; None: it was not called. Where more than the method's priorities decides
+        (`CacheConfig.plain_choice`), what that protects is infinite.
         """
         allowed, config = self.layer_slots, self.config
-        assert allowed is not None
+        assert allowed is not None and params is not None
+        due = due or DueEviction(params)
         if not config.plain_choice:
             ranked = self._rank(due, newest)
             return ranked.priority.masked_fill(ranked.protected, torch.inf)
