@@ -2,15 +2,14 @@
 
     python tests/size.py
 
-Exit code 1 above a ceiling. Counted is code alone: no blank line, comment or docstring; to shorten those wins nothing. A
-ceiling is raised in a commit of its own, which says what the lines buy and what is retired for them.
+Exit code 1 above a ceiling. Code alone is counted: no blank line, comment or docstring, so to shorten those wins
+nothing. A ceiling is raised in a commit of its own, which says what the lines buy and what is retired for them.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-import tomllib
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -75,9 +74,15 @@ def above(found: dict[str, Size], ceilings: dict[str, int]) -> list[str]:
     return wrong + [f"{room}: a ceiling in size.toml, and no such room" for room in ceilings if room not in found]
 
 
+def ceilings_of(text: str) -> dict[str, int]:
+    """Room -> ceiling, of the lines `"room" = number` of a TOML table (Python 3.10 has no reader of TOML)."""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {room.strip(' "'): int(number) for room, _, number in pairs}
+
+
 def main() -> int:
     """Print the table and what is wrong; exit code 1 where something is."""
-    found, ceilings = sizes(), tomllib.loads(CEILINGS.read_text("utf-8"))["ceilings"]
+    found, ceilings = sizes(), ceilings_of(CEILINGS.read_text("utf-8"))
     print(f"{'room':<18}{'code lines':>11}{'ceiling':>9}{'files':>7}{'words':>8}{'public names':>14}")
     for room, size in found.items():
         lines, files, words, names = astuple(size)

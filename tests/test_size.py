@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from size import Size, above, size_of, sizes
+from size import CEILINGS, Size, above, ceilings_of, size_of, sizes
 
 SOURCE = '''"""Three words here."""
 
@@ -33,6 +33,10 @@ def test_a_room_above_its_ceiling_or_without_one_is_named():
         "docs: no ceiling in size.toml",
         "attic: a ceiling in size.toml, and no such room",
     ]
+
+
+def test_every_room_has_a_ceiling():
+    assert set(ceilings_of(CEILINGS.read_text("utf-8"))) == set(sizes())
 
 
 def test_every_room_is_seen():

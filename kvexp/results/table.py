@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
 from kvexp.run.store import LINES, TABLE, run_name
 from kvexp.util import ConfigError, Console, size
 
+REPLAYED = re.compile(r"(\d+) of (\d+) decode steps")  # as of `GraphCounts.note`
 MEANS = ("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share", "kmeans_iterations")  # of retrieval
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # by model.dtype
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
@@ -196,7 +197,7 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     ended: percent of the generated answers that an end token or a stop string ended, before max_new_tokens did.
     Seconds are of the scored examples that hold times (`timed`): not of rows made with shared prefills, nor of the
     `busy` ones, made while other processes took the cores. Time per token is of the timed ones with two new tokens or
-    more. fell_back: notes of rows whose retrieval did less than asked.
+    more. fell_back: notes of rows whose retrieval did less than asked, and `graph_note`.
 
     Per row (one prompt): slots, and over the prompt's tokens (kv_ratio_reached); kv_bytes and peak_kv_bytes, an equal
     share of the batch's, its padding included; and tokens_per_s, the tokens of one row over the seconds it ran (a batch
@@ -233,8 +234,21 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
         "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
         **{name: _over(lambda found: sum(found) / len(found), (of.get(name) for of in retrieval)) for name in MEANS},
-        "fell_back": "; ".join(f"{count} of {len(rows)} rows: {note}" for note, count in fallen.items()),
+        "fell_back": "; ".join(
+            [f"{count} of {len(rows)} rows: {note}" for note, count in fallen.items()] + graph_note(rows)
+        ),
     }
+
+
+def graph_note(rows: Collection[Row]) -> list[str]:
+    """What share of the rows' decode steps was replayed from a CUDA graph; none where none was to be."""
+    notes = (str((row.get("info") or {}).get("cuda_graph", "")) for row in rows)
+    counts = [tuple(map(int, match.groups())) for note in notes if (match := REPLAYED.match(note))]
+    replayed, steps = (sum(numbers) for numbers in zip(*counts, strict=True)) if counts else (0, 0)
+    if not steps:
+        return []
+    share = f"{100 * replayed / steps:.0f} %"
+    return [f"{share} of the decode steps were replayed from a CUDA graph: compare times among runs of that share"]
 
 
 def layers_words(ledger: Mapping[str, Any]) -> str:

@@ -168,6 +168,17 @@ def test_times_of_a_busy_machine_are_not_shown(tmp_path: Path) -> None:
     assert "busy machine: times are not comparable" in text and "TTFT" not in text
 
 
+def test_the_share_of_captured_steps_is_said(tmp_path: Path) -> None:
+    note = "{} of 40 decode steps were replayed from a CUDA graph; h2o is not captured: why"
+    run = write(tmp_path, "h2o", [], done=False)
+    for index, replayed in enumerate((36, 30, 0)):
+        run.append(row(index, 10.0, info={"cuda_graph": note.format(replayed)}))
+    run.finish(3)
+    write(tmp_path, "full", [10.0, 30.0])
+    text = to_markdown(table(tmp_path))
+    assert "55 % of the decode steps were replayed from a CUDA graph" in text and text.count("CUDA graph") == 1
+
+
 def test_percent_and_spread_by_hand() -> None:
     base, scores = np.array([10.0, 20.0, 30.0]), np.array([10.0, 16.0, 22.0])
     assert stats.percent("rouge1", scores.mean(), base.mean()) == pytest.approx(80.0)
