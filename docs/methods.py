@@ -253,10 +253,7 @@ def facts(entry: Entry) -> list[str]:
     method = entry.cls()
     simulated = isinstance(method, Simulated) and method.simulation_only
     said = {
-        "Nothing is dropped: a simulation (`cache.mode=mask`, which `cache.mode=auto` takes).": isinstance(
-            method, Simulated
-        )
-        and method.simulation_only,
+        "Nothing is dropped: a simulation (`cache.mode=mask`, which `cache.mode=auto` takes).": simulated,
         "Chosen once.": method.evicts
         and not method.evicts_while_decoding
         and "Chosen once" not in (inspect.getdoc(entry.cls) or ""),

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -345,3 +346,51 @@ class TurboValues:
         scale, least = _numbers(rows[..., -4:], HALF).to(SINGLE).split(1, -1)
         made: Tensor = unpack(rows[..., :-4], self.bits, width).to(SINGLE) * scale + least
         return made
+
+
+# -- the registry: a codec is a Format above and an entry here ---------------------------------------------------------
+
+FP8_BITS = 8
+TURBO_BITS = (8, 4, 3)
+
+
+@dataclass(frozen=True)
+class EngineCodec:
+    """A value of `cache.codec`. settings: fields of `EngineQuantization` that it reads, `residual` aside.
+
+    formats: of keys and of values, for such an object. options: keys of the group `cache` that set these fields.
+    """
+
+    settings: tuple[str, ...]
+    formats: Callable[[Any], tuple[Format, Format]]
+    options: tuple[str, ...] = ()
+
+
+def _turbo_formats(how: Any) -> tuple[Format, Format]:
+    keys: Format = FP8() if how.key_bits == FP8_BITS else TurboKeys(how.key_bits, how.signs)
+    return keys, TurboValues(how.value_bits)
+
+
+def _in_blocks(bits: int) -> EngineCodec:
+    def formats(how: Any) -> tuple[Format, Format]:
+        turns = (0, 0) if how.rotate is False else (-1, TURNED)
+        return GGMLBlocks(bits, how.neighbours, turns[0]), GGMLBlocks(bits, turn=turns[1])
+
+    return EngineCodec(("rotate", "neighbours"), formats, ("rotate",))
+
+
+def _plain(layout: Format) -> EngineCodec:
+    return EngineCodec((), lambda _: (layout, layout))
+
+
+CODECS = {
+    "turboquant": EngineCodec(
+        ("key_bits", "value_bits", "signs"), _turbo_formats, ("bits", "key_bits", "value_bits", "signs")
+    ),
+    "fp8": _plain(FP8()),
+    "fp8_truncated": _plain(FP8(truncate=True)),
+    "nvfp4": _plain(NVFP4()),
+    "q8_0": _in_blocks(8),
+    "q4_0": _in_blocks(4),
+    "u8": _plain(U8()),
+}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvexp.core.codecs import FP8, NVFP4, TURNED, U8, Format, GGMLBlocks, TurboKeys, TurboValues, pack, unpack
+from kvexp.core.codecs import CODECS, FP8_BITS, TURBO_BITS, TURNED, Format, GGMLBlocks, pack, unpack
 from kvexp.core.slot_order import INT64_MAX
 from kvexp.core.slots import GROWTH, Slots, rows_view
 from kvexp.util import AtLeast, ConfigError, check_fields
@@ -152,10 +152,7 @@ class Codec:
         return (1 << self.bits - 1) - 1
 
 
-CodecName = Literal["kivi", "turboquant", "fp8", "fp8_truncated", "nvfp4", "q8_0", "q4_0", "u8"]
-EngineFormat = Literal["turboquant", "fp8", "fp8_truncated", "nvfp4", "q8_0", "q4_0", "u8"]
 TurboBits = Literal[16, 8, 4, 3]  # as typed; 16: the usual number of bits
-TURBO_BITS = (8, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ class EngineQuantization:
     llama.cpp does. neighbours: of the model, which `EvictionCache` fills in.
     """
 
-    codec: EngineFormat
+    codec: str
     key_bits: int | None = None
     value_bits: int | None = None
     signs: bool = False
@@ -178,11 +175,13 @@ class EngineQuantization:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        turbo = self.codec == "turboquant"
-        if not turbo and (self.key_bits, self.value_bits, self.signs) != (None, None, False):
-            raise ConfigError(f"key_bits, value_bits and signs are of codec=turboquant; {self.codec} has its own bits")
-        if not self.in_blocks and (self.rotate, self.neighbours) != (None, False):
-            raise ConfigError(f"rotate and neighbours are of codec=q8_0 and q4_0, got codec={self.codec}")
+        if self.codec not in CODECS:
+            raise ConfigError(f"codec must be one of {', '.join(CODECS)}, got {self.codec!r}")
+        turbo, reads = self.codec == "turboquant", CODECS[self.codec].settings
+        for field in fields(self):
+            if field.name not in ("codec", "residual", *reads) and getattr(self, field.name) != field.default:
+                readers = [name for name, codec in CODECS.items() if field.name in codec.settings]
+                raise ConfigError(f"{field.name} is of codec={' and '.join(readers)}, got codec={self.codec}")
         if turbo and (self.key_bits not in TURBO_BITS or self.value_bits not in TURBO_BITS[1:]):
             raise ConfigError(
                 f"codec=turboquant stores keys in 8, 4 or 3 bits and values in 4 or 3, got key_bits={self.key_bits} "
@@ -194,29 +193,17 @@ class EngineQuantization:
     @property
     def in_blocks(self) -> bool:
         """Whether it is a format of llama.cpp's."""
-        return self.codec in BLOCK_BITS
+        return "rotate" in CODECS[self.codec].settings
 
     @property
     def keys(self) -> ByteCodec:
         """How keys are stored."""
-        if self.codec == "turboquant" and self.key_bits != FP8_BITS:
-            assert self.key_bits is not None
-            return ByteCodec(TurboKeys(self.key_bits, self.signs), self.residual)
-        if self.in_blocks:
-            turn = 0 if self.rotate is False else -1
-            return ByteCodec(GGMLBlocks(BLOCK_BITS[self.codec], self.neighbours, turn), self.residual)
-        return ByteCodec(FP8() if self.codec == "turboquant" else _FORMATS[self.codec], self.residual)
+        return ByteCodec(CODECS[self.codec].formats(self)[0], self.residual)
 
     @property
     def values(self) -> ByteCodec:
         """How values are stored."""
-        if self.codec == "turboquant":
-            assert self.value_bits is not None
-            return ByteCodec(TurboValues(self.value_bits), self.residual)
-        if self.in_blocks:
-            turn = 0 if self.rotate is False else TURNED
-            return ByteCodec(GGMLBlocks(BLOCK_BITS[self.codec], turn=turn), self.residual)
-        return ByteCodec(_FORMATS[self.codec], self.residual)
+        return ByteCodec(CODECS[self.codec].formats(self)[1], self.residual)
 
     def check_head(self, key_dim: int, value_dim: int) -> None:
         """ConfigError where the format cannot hold vectors of a head of these dimensions."""
@@ -237,9 +224,6 @@ class EngineQuantization:
         _check_dtype(dtype)
 
 
-FP8_BITS = 8
-BLOCK_BITS = {"q8_0": 8, "q4_0": 4}
-_FORMATS: dict[str, Format] = {"fp8": FP8(), "fp8_truncated": FP8(truncate=True), "nvfp4": NVFP4(), "u8": U8()}
 AnyQuantization = Quantization | EngineQuantization
 
 

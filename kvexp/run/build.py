@@ -29,11 +29,7 @@ STORAGE = (
     *("codec", "signs", "rotate"),
 )
 KIVI, TURBOQUANT = "kivi", "turboquant"
-CODEC_KEYS = {  # codec -> the keys of STORAGE that it reads, `codec` and `residual` aside; others read none
-    KIVI: ("bits", "key_bits", "value_bits", "group", "key_axis", "value_axis", "symmetric"),
-    TURBOQUANT: ("bits", "key_bits", "value_bits", "signs"),
-    **dict.fromkeys(("q8_0", "q4_0"), ("rotate",)),
-}
+KIVI_KEYS = ("bits", "key_bits", "value_bits", "group", "key_axis", "value_axis", "symmetric")
 KIVI_WINDOW, TURBO_BITS = 32, 4  # where cache.residual is null; where cache.bits is 16
 # Keys of the group `cache` that runs of older versions have not recorded.
 ADDED_LATER = (*STORAGE, "graph", "evict_sliding")
@@ -161,16 +157,25 @@ def build_cache(
         )
 
 
+def codec_keys() -> dict[str, tuple[str, ...]]:
+    """Value of cache.codec -> the keys of STORAGE that it reads, `codec` and `residual` aside."""
+    from kvexp.core.codecs import CODECS
+
+    return {KIVI: KIVI_KEYS, **{name: codec.options for name, codec in CODECS.items()}}
+
+
 def quantization_of(node: Mapping[str, Any]) -> AnyQuantization | None:
     """Quantisation by the keys of STORAGE in the group `cache`, defaults where missing; None: nothing is quantised.
 
     ConfigError names the key.
     """
     from kvexp.core import EngineQuantization, Quantization
-    from kvexp.core.quantized import FULL_BITS, Bits, CodecName, TurboBits
+    from kvexp.core.quantized import FULL_BITS, Bits, TurboBits
 
-    known = {**CACHE, **node}
-    codec = typed(known["codec"], CodecName, "cache.codec")
+    known, codecs = {**CACHE, **node}, codec_keys()
+    codec = known["codec"]
+    if codec not in codecs:
+        raise ConfigError(f"cache.codec must be one of {', '.join(codecs)}, got {codec!r}")
     allowed: Any = Bits if codec == KIVI else TurboBits
     both = typed(known["bits"], allowed, "cache.bits")
     each = (typed(known[name], allowed | None, f"cache.{name}") for name in ("key_bits", "value_bits"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvexp.run.build import CODEC_KEYS, KIVI, STORAGE, build
+from kvexp.run.build import KIVI, STORAGE, build, codec_keys
 from kvexp.run.compose import option, root_values
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
 from kvexp.util import CONF, AtLeast, ConfigError, Range, Rule, model_folder, path_of, reason_against, typed
@@ -213,10 +213,10 @@ def _check_idle_storage(cache: Any, typed_keys: Collection[str]) -> None:
     bits = ("bits", "key_bits", "value_bits")
     if not isinstance(cache, Mapping):
         return
-    codec = cache.get("codec", KIVI)
+    codec, codecs = cache.get("codec", KIVI), codec_keys()
     for name in STORAGE:
-        if name not in ("codec", "residual", *CODEC_KEYS.get(codec, ())) and f"cache.{name}" in typed_keys:
-            reader = next(other for other, names in CODEC_KEYS.items() if name in names)
+        if name not in ("codec", "residual", *codecs.get(codec, ())) and f"cache.{name}" in typed_keys:
+            reader = next(other for other, names in codecs.items() if name in names)
             raise ConfigError(
                 f"cache.{name} has no effect with cache.codec={codec}: leave out cache.{name}={cache[name]}, or take "
                 f"cache.codec={reader}"

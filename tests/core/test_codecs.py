@@ -331,10 +331,10 @@ def test_formats_of_blocks_run_under_a_model(codec):
 
 
 REFUSED = {
-    "bits of q8_0": (dict(codec="q8_0", key_bits=4), "q8_0 has its own bits"),
+    "bits of q8_0": (dict(codec="q8_0", key_bits=4), "key_bits is of codec=turboquant, got codec=q8_0"),
     "values of 8 bits": (dict(codec="turboquant", key_bits=4, value_bits=8), "values in 4 or 3, got key_bits=4"),
     "signs of fp8 keys": (dict(codec="turboquant", key_bits=8, value_bits=4, signs=True), "no effect with key_bits=8"),
-    "rotated fp8": (dict(codec="fp8", rotate=True), "rotate and neighbours are of codec=q8_0"),
+    "rotated fp8": (dict(codec="fp8", rotate=True), "rotate is of codec=q8_0 and q4_0, got codec=fp8"),
     "no codec": (dict(codec="q5_0"), "codec must be"),
 }
 
