@@ -6,18 +6,13 @@ And facts read off a template: the variables it reads, whether it asks the clock
 from __future__ import annotations
 
 import contextlib
-import datetime as datetime_module
-import functools
-import inspect
 import locale
 import random
 import re
-import sys
 import threading
-import time as time_module
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, datetime, timedelta
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +104,7 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -
     options: of apply_chat_template. Errors are jinja's, and whatever a template does with its values.
     """
     given = {"date_string": TODAY, **getattr(tokenizer, _ARGUMENTS, {})}
-    with _stopped(tokenizer, _moment(tokenizer)):
+    with _stopped(_moment(tokenizer)):
         return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], tokenize=False, **given, **options))
 
 
@@ -192,86 +187,20 @@ def _date(text: str) -> datetime | None:
 
 
 @contextlib.contextmanager
-def _stopped(tokenizer: Any, now: datetime) -> Iterator[None]:
-    """A clock that stands at `now`, and the same random numbers, for the template and the tokenizer's own code."""
-    clock = _clock(now)
+def _stopped(now: datetime) -> Iterator[None]:
+    """A clock that stands at `now` for `strftime_now`, English names of months and days, and the same random numbers.
+
+    Code that a tokenizer brings of its own reads the computer's clock; the digest of a row's prompt tells of that.
+    """
     with _RENDERING, contextlib.ExitStack() as until:
-        for names in _own_names(tokenizer):
-            theirs = {name: value for name, value in names.items() if _place(value) in clock}
-            until.callback(names.update, theirs)
-            names.update({name: clock[_place(value)] for name, value in theirs.items()})
+        names = vars(chat_template_utils)
+        until.callback(names.update, datetime=names["datetime"])
+        names["datetime"] = SimpleNamespace(now=lambda: now)
         until.callback(random.setstate, random.getstate())
         random.seed(0)
         until.callback(locale.setlocale, locale.LC_TIME, locale.setlocale(locale.LC_TIME))
         locale.setlocale(locale.LC_TIME, "C")  # names of months and days
         yield
-
-
-def _own_names(tokenizer: Any) -> list[dict[str, Any]]:
-    """The global names of transformers' rendering, and of the package that a tokenizer's own code lies in.
-
-    Then also the names of `datetime` and `time` themselves, which a function may import when it is called.
-    """
-    render = inspect.unwrap(getattr(tokenizer.apply_chat_template, "__func__", tokenizer.apply_chat_template))
-    modules = {getattr(render, "__module__", "") or "", *(cls.__module__ for cls in type(tokenizer).__mro__)}
-    own = {name for name in modules if name.partition(".")[0] not in ("", "builtins", "transformers")}
-    packages = tuple(f"{name.rpartition('.')[0]}." for name in own if "." in name)
-    if packages:
-        own |= {name for name in list(sys.modules) if name.startswith(packages)}
-    clocks = (datetime_module, time_module) if own else ()  # last: what they are called is asked on the way
-    each = [chat_template_utils, *(sys.modules[name] for name in sorted(own) if name in sys.modules), *clocks]
-    return [vars(module) for module in each]
-
-
-def _place(value: Any) -> Any:
-    """The key of a value in `_clock`: its base class, where it is a datetime or date of some kind, else its id."""
-    if isinstance(value, type) and issubclass(value, date):
-        return "datetime" if issubclass(value, datetime) else "date"
-    return id(value)
-
-
-@functools.lru_cache(maxsize=8)
-def _clock(now: datetime) -> dict[Any, Any]:
-    """By `_place` of what tells the time, or of a module that does: what stands there while the clock stands still."""
-
-    class Frozen(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return cls(*now.timetuple()[:6], tzinfo=tz)
-
-        @classmethod
-        def utcnow(cls) -> Any:
-            return cls.now()
-
-        @classmethod
-        def today(cls) -> Any:
-            return cls.now()
-
-        def strftime(self, form: str) -> str:
-            return str(datetime.strftime(self, re.sub(r"(?<!%)((?:%%)*)%s", rf"\g<1>{seconds}", form)))
-
-    class FrozenDate(date):
-        @classmethod
-        def today(cls) -> Any:
-            return cls(now.year, now.month, now.day)
-
-    seconds = int((now - datetime(1970, 1, 1)) / timedelta(seconds=1))
-    known = SimpleNamespace(**vars(time_module))  # also while the module's own names are these
-    there = known.gmtime(seconds)
-    frozen: dict[Any, dict[str, Any]] = {
-        datetime_module: {"datetime": Frozen, "date": FrozenDate},
-        time_module: {
-            "time": lambda: float(seconds),
-            "time_ns": lambda: seconds * 10**9,
-            "gmtime": lambda at=None: there if at is None else known.gmtime(at),
-            "localtime": lambda at=None: there if at is None else known.localtime(at),
-            "strftime": lambda form, at=there: known.strftime(form, at),
-            "ctime": lambda at=None: known.asctime(there) if at is None else known.ctime(at),
-            "asctime": lambda at=there: known.asctime(at),
-        },
-    }
-    each = {_place(getattr(module, name)): value for module, names in frozen.items() for name, value in names.items()}
-    return each | {id(module): SimpleNamespace(**{**vars(module), **names}) for module, names in frozen.items()}
 
 
 def template_of(tokenizer: Any) -> str | None:
