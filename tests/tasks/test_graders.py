@@ -1,4 +1,7 @@
-"""Prompts and graders of four benchmarks against what their own code makes (tests/peers/record_graders.py)."""
+"""Prompts and graders of four benchmarks against what their own code makes.
+
+The script that recorded it: tests/peers/record_graders.py of commit 17b4c173.
+"""
 
 from __future__ import annotations
 
