@@ -35,7 +35,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck size format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## /{printf "  %-15s %s\n", $$1, $$2}' Makefile
@@ -104,10 +104,13 @@ $(OLDEST)/.stamp: $(VENV)/.stamp constraints-oldest.txt
 	@$(BIN)/pip install --quiet --no-deps --target $(OLDEST) -r constraints-oldest.txt
 	@touch $@
 
-lint: $(VENV)/.stamp ## ruff check, ruff format --check, mypy
+lint: $(VENV)/.stamp ## ruff check, ruff format --check, mypy, size
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(MAKE) --no-print-directory typecheck
+	@$(MAKE) --no-print-directory typecheck size
+
+size: $(VENV)/.stamp ## code lines of every room against its ceiling (tests/size.toml)
+	@$(BIN)/python tests/size.py
 
 typecheck: $(VENV)/.stamp ## mypy --strict on all of kvexp
 	@$(BIN)/mypy kvexp

@@ -22,6 +22,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from kvexp.core import KeepsEverything, Simulated
 from kvexp.util import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,7 +170,7 @@ def text() -> str:
     from kvexp.retrieval.method import Retrieval
 
     found = entries()
-    evicting = [entry for entry in found if not entry.cls.full_cache]  # type: ignore[attr-defined]
+    evicting = [entry for entry in found if not issubclass(entry.cls, KeepsEverything)]
     retrieving = [entry for entry in found if entry not in evicting]
     parts = [HEAD, _index(found), EVICTING.format(equation=inspect.getdoc(AttentionScoreSpec))]
     parts += [_section(entry) for entry in evicting]
@@ -250,8 +251,9 @@ def _setting(key: str, value: Any, hint: Any, note: str) -> str:
 def facts(entry: Entry) -> list[str]:
     """Facts that the class declares in addition to its settings."""
     method = entry.cls()
+    simulated = isinstance(method, Simulated) and method.simulation_only
     said = {
-        "Nothing is dropped: a simulation (`cache.mode=mask`, which `cache.mode=auto` takes).": method.simulation_only,
+        "Nothing is dropped: a simulation (`cache.mode=mask`, which `cache.mode=auto` takes).": simulated,
         "Chosen once.": method.evicts
         and not method.evicts_while_decoding
         and "Chosen once" not in (inspect.getdoc(entry.cls) or ""),

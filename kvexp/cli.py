@@ -20,7 +20,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "results": ("kvexp.results.views:main", "tables and figures of finished runs, with intervals and verdicts"),
     "advise": ("kvexp.results.advise:main", "which method and budget are safe for your prompts, with a guarantee"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
-    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
+    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain, draw"),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
     "models": ("kvexp.cli:models", "the models, and the settings of one"),
@@ -31,16 +31,11 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     ),
     "lm-eval": ("kvexp.run.lm_eval_model:main", "lm-eval's own command line with the model kvexp"),
     "log": ("kvexp.results.wandb_log:main", "publish finished runs to Weights & Biases"),
-    "export": ("kvexp.cli:export", "files for other programs: a trace, a folder for transformers"),
+    "export": ("kvexp.cli:export", "a file for other programs: a trace"),
 }
 PARTS = {  # the same, of commands under one of the above
     "tasks testbed": ("kvexp.tasks.testbed:main", "a document of the synthetic language, and what is asked of it"),
-    "log dashboards": ("kvexp.results.wandb_log:dashboards", "the report's panels in Weights & Biases"),
     "export trace": ("kvexp.engines.trace:main", "what a method scored, kept and dropped of one example, step by step"),
-    "export transformers": (
-        "kvexp.engines.custom_generate:main",
-        "the folder for generate(custom_generate=FOLDER) of transformers",
-    ),
 }
 
 
@@ -99,6 +94,13 @@ def _lines(commands: dict[str, tuple[str, str]]) -> list[str]:
 
 def export(words: list[str]) -> int:
     """`kvexp export` without one of its kinds."""
+    if words[:1] == ["transformers"]:
+        say(
+            "error: kvexp export transformers is no more: install kvexp and give model.generate() an EvictionCache as "
+            "past_key_values (docs/python.md)",
+            file=sys.stderr,
+        )
+        return 2
     kinds = {name: what for name, what in PARTS.items() if name.startswith("export ")}
     print("\n".join(["usage: kvexp export KIND ...", "", *_lines(kinds)]))
     return 0 if words[:1] in (["-h"], ["--help"]) else 2

@@ -234,13 +234,11 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
             raise ConfigError(
                 f"method.{name}={getattr(method, name)} means nothing under protocol=row_mask: leave it at {own}"
             )
-    plain = budget is None or (
-        budget.of == "prompt" and budget.counts_self and not budget.pyramid and not budget.layers
-    )
+    plain = budget is None or (budget.of == "prompt" and budget.counts_self and not budget.layers)
     if not plain or (budget is not None and budget.shares_heads):
         raise ConfigError(
             "protocol=row_mask takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, "
-            "pyramid, layers, heads and threshold alone"
+            "layers, heads and threshold alone"
         )
     if not cache.select.plain:
         raise ConfigError("protocol=row_mask masks by the method's own priorities: leave the group select alone")

@@ -194,7 +194,7 @@ def _allowed(hint: Any, value: Any) -> str:
     return "a list" if tuple in (hint, origin) or list in (hint, origin) else f"a {getattr(hint, '__name__', hint)}"
 
 
-# Names that other programs (transformers, kvpress, vLLM) have for a setting -> its name here.
+# Names that other programs (transformers, kvpress, vLLM) have, or kvexp once had -> the name here.
 OTHER_NAMES = {
     **dict.fromkeys(("ratio", "budget_ratio", "cache_ratio", "keep_ratio", "compression_ratio"), "kv_ratio"),
     **dict.fromkeys(("cache_size", "max_capacity_prompt", "n_tokens", "num_tokens"), "tokens"),
@@ -205,6 +205,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("n_beams", "beams"), "num_beams"),
     "stop": "stop_strings",
     "torch_dtype": "dtype",
+    "facts": "babilong",
 }
 REMARKS = {"compression_ratio": " It is the share that stays: 1 - compression_ratio."}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_runs import METHODS, config_of
 from host_reads import place_in_kvexp
 from pretend import INDEXING, READS, SHAPED_BY_NUMBERS, has_mask, inner
 from tiny import CONFIGS, prompts_of, tiny
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvexp.core import Budget, QueryCalibration, Surrogate
-from kvexp.core.graph import ReplayableStep, capture_obstacle
+from kvexp.core import Budget, Cadence, QueryCalibration, Surrogate
+from kvexp.core.graph import ReplayableStep, capture_obstacle, evicting
 from kvexp.generate import CacheConfig, prefill_together
 from kvexp.generate.loop import batched_cache
 from kvexp.generate.prefill import decode_step
@@ -50,15 +51,27 @@ def obstacles():
     return found
 
 
-CASES = {name: (method, HALF) for name, (method, why) in obstacles().items() if why is None}
-CASES |= {
-    "vatp": (VATP(n_sinks=2), HALF),  # its 20 sinks are as many as the budget
-    "keyformer per key": (Keyformer(noise="gaussian", fresh=False), HALF),
-    "streaming_llm, two sinks": (StreamingLLM(n_sinks=2), HALF),
-    "pyramid, each layer for itself": (Keyformer(), Budget(kv_ratio=0.5, layers="pyramid")),
-    "heads of different width": (H2O(), Budget(kv_ratio=0.5, heads="adaptive")),
+SPECIAL = {
+    "vatp": CacheConfig(VATP(n_sinks=2), HALF),  # its 20 sinks are as many as the budget
+    "keyformer per key": CacheConfig(Keyformer(noise="gaussian", fresh=False), HALF),
+    "streaming_llm, two sinks": CacheConfig(StreamingLLM(n_sinks=2), HALF),
+    "pyramid, each layer for itself": CacheConfig(Keyformer(), Budget(kv_ratio=0.5, layers="pyramid")),
+    "heads of different width": CacheConfig(H2O(), Budget(kv_ratio=0.5, heads="adaptive")),
+    "every 4 steps": CacheConfig(Keyformer(), HALF, cadence=Cadence(every=4)),
+    "no eviction while decoding": CacheConfig(H2O(), HALF, cadence=Cadence(every=None)),
 }
-QUICK = [("llama", "keyformer"), ("llama", "heads of different width"), ("mpt", "keyformer")]
+CASES = [name for name, (_, why) in obstacles().items() if why is None and name not in SPECIAL] + [*SPECIAL]
+
+
+def case_of(family: str, case: str) -> CacheConfig:
+    """A case: a method whose steps are captured, with small settings where it has them, or one of SPECIAL."""
+    if case in SPECIAL:
+        return SPECIAL[case]
+    return config_of(family, case) if case in METHODS else CacheConfig(obstacles()[case][0], HALF)
+
+
+QUICK = [("llama", name) for name in ("keyformer", "full", "rkv", "every 4 steps", "heads of different width")]
+QUICK.append(("mpt", "keyformer"))
 ALL = [("llama", name) for name in CASES] + [(family, "keyformer") for family in CONFIGS if family != "llama"]
 FAMILIES = [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in QUICK)]
 
@@ -68,7 +81,7 @@ class Stepped:
 
     def __init__(self, family="llama", case="h2o", *, model=None, variants=None, warm=4):
         self.model = tiny(family) if model is None else model
-        configs = [CacheConfig(*CASES[case])] if variants is None else variants
+        configs = [case_of(family, case)] if variants is None else variants
         prompts = prompts_for(*(config.method for config in configs))
         made = prefill_together(self.model, prompts, configs, max_new_tokens=NEW, seeds=[1, 2])
         self.contexts = made
@@ -89,20 +102,23 @@ class Stepped:
 
     def replayable(self):
         caches = getattr(self.cache, "caches", [self.cache])
-        stacks = [layer.state.decode_stacks for layer in self.cache.layers]
-        return ReplayableStep([[layer.state for layer in one.layers] for one in caches], stacks)
+        return ReplayableStep([[layer.state for layer in one.layers] for one in caches], self.stacks())
+
+    def stacks(self):
+        return [layer.state.decode_stacks for layer in self.cache.layers]
 
     def step(self):
         return decode_step(self.model, self.token, self.positions, self.cache)
 
 
 def checked(stepped, steps=3):
-    """All refusals of some steps, and how each differed from the one before."""
-    step, seen = stepped.replayable(), []
+    """All refusals of some steps, and how each differed from the one before that evicted, or did not, as it does."""
+    step, seen = stepped.replayable(), {}
     caches = getattr(stepped.cache, "caches", [stepped.cache])
     flags = [cache.logits_nan_flag for cache in caches]  # told after a replay, outside of it
     before = step.addresses()
     for _ in range(steps):
+        kind = evicting(stepped.stacks())
         step.begin()
         with CaptureChecker() as checker:
             logits = stepped.step()
@@ -110,10 +126,10 @@ def checked(stepped, steps=3):
         for cache, flag in zip(caches, flags, strict=True):
             cache.logits_nan_flag = flag
         stepped.feed(logits)
-        seen.append(checker)
+        seen.setdefault(kind, []).append(checker)
     moved = [name for name, address in step.addresses().items() if before[name] != address]
-    found = [why for checker in seen for why in checker.refusals]
-    found += [why for one, other in itertools.pairwise(seen) for why in changes(one, other)]
+    found = [why for alike in seen.values() for checker in alike for why in checker.refusals]
+    found += [why for alike in seen.values() for one, other in itertools.pairwise(alike) for why in changes(one, other)]
     return found + [f"{name} moved" for name in moved]
 
 

@@ -4,7 +4,6 @@ The names and the order of rows are llama.cpp's convert_hf_to_gguf.py's, written
 """
 
 import json
-import math
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ SIZES = {
     "qwen2": LLAMA,
     "qwen3": LLAMA | {"head_dim": 32},
     "gemma3": LLAMA | {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 7, "sliding_window": 16},
-    "phi3": LLAMA | {"num_key_value_heads": 4, "pad_token_id": None},
-    "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=256),
 }
 LLAMA_NAMES = {
     **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
@@ -35,13 +32,7 @@ NORMS = {  # of Gemma, instead of a llama's
     **{"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"},
     **{"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"},
 }
-PHI3_NAMES = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-NAMES = {"gemma3_text": LLAMA_NAMES | NORMS, "phi3": LLAMA_NAMES | PHI3_NAMES}
-GPT2_NAMES = {
-    **{"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"},
-    **{"transformer.h": "blk", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"},
-    **{"ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "lm_head": "output"},
-}
+NAMES = {"gemma3_text": LLAMA_NAMES | NORMS}
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -69,7 +60,7 @@ def bpe_tokenizer(vocab_size=400):
 
 def small_model(family, tokenizer, **more):
     sizes = SIZES[family] | more
-    if family in ("gemma3", "phi3"):
+    if family == "gemma3":
         torch.manual_seed(3)
         kind = FAMILIES_OF_GGUF[family]
         config = AutoConfig.for_model(kind, vocab_size=tokenizer.get_vocab_size(), initializer_range=0.2, **sizes)
@@ -95,20 +86,15 @@ def tensors_of(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         numbers = weight.float().numpy()
-        for ours, theirs in (GPT2_NAMES if family == "gpt2" else NAMES.get(family, LLAMA_NAMES)).items():
+        for ours, theirs in NAMES.get(family, LLAMA_NAMES).items():
             name = name.replace(ours, theirs)
         if family in ("llama", "mistral") and ".attn_q." in name:
             numbers = neighbouring(numbers, config.num_attention_heads)
         if family in ("llama", "mistral") and ".attn_k." in name:
             numbers = neighbouring(numbers, config.num_key_value_heads)
-        if family == "gpt2" and name.endswith(("qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")):
-            numbers = numbers.T
         if family == "gemma3_text" and name.endswith("norm.weight"):
             numbers = numbers + 1
         found[name] = np.ascontiguousarray(numbers)
-    scaling = getattr(config, "rope_parameters", None) or {}
-    if family == "phi3" and scaling["rope_type"] == "longrope":
-        found |= {f"rope_factors_{kind}.weight": np.float32(scaling[f"{kind}_factor"]) for kind in ("short", "long")}
     return found
 
 
@@ -131,25 +117,13 @@ def write(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    if arch == "gpt2":
-        writer.add_feed_forward_length(4 * config.n_embd)
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    else:
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        scaling = config.rope_parameters.get("full_attention", config.rope_parameters)
-        writer.add_rope_freq_base(scaling["rope_theta"])
-    if arch in ("gemma3", "phi3"):
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    scaling = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(scaling["rope_theta"])
+    if arch == "gemma3":
         writer.add_sliding_window(config.sliding_window or 0)
-    if arch == "phi3":
-        width = config.hidden_size // config.num_attention_heads
-        writer.add_rope_dimension_count(int(width * scaling["partial_rotary_factor"]))
-        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-        if scaling["rope_type"] == "longrope":
-            stretch = config.max_position_embeddings / config.original_max_position_embeddings
-            logarithms = math.log(stretch) / math.log(config.original_max_position_embeddings)
-            writer.add_rope_scaling_attn_factors(math.sqrt(1 + logarithms))
     if arch in ("qwen3", "gemma3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

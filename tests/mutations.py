@@ -77,6 +77,26 @@ core/attention.py: core/test_observe.py core/test_layer.py
 - ok = (key >= 0) & (key <= query)
 + ok = (key >= 0) & (key <= query + 1)
 
+a cache that grows writes the next token over the last
+core/decode_stack.py: core/test_step.py
+- self.free_slots[: rows.start] += 1
++ self.free_slots[: rows.start] += 0
+
+a step does not read the newest columns
+core/decode_stack.py: core/test_step.py
+- used = coming + max(
++ used = coming - 8 + max(
+
+a layer goes on behind the chunk that the layer before has taken
+core/sequence.py: generate/test_divergence.py
+- self._take_chunk_place(0)
++ self._take_chunk_place(1)
+
+steps between evictions take one slot again and again
+core/decode.py: core/test_step.py
+- free_slots.copy_(free_slots.roll(-1, -1))
++ pass
+
 beams do not share a score
 core/observe.py: core/test_observe.py
 - "per_sample": sequence.num_beams

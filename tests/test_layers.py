@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
         "util core methods retrieval hf generate tasks lm_eval",
         {"torch", "transformers", "numpy", "pandas", "pyarrow", "rich", "lm_eval", *CONFIGURED},
     ),
-    "results": ("util core tasks run", {"plotly", "wandb", "wandb_workspaces", *LAB, *CONFIGURED}),
+    "results": ("util core tasks run", {"plotly", "wandb", *LAB, *CONFIGURED}),
     "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),
     "engines": ("util core methods hf generate run diagnose", {"torch", "numpy"}),
     "cli": ("util run", set()),

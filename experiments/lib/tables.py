@@ -16,9 +16,10 @@ import numpy as np
 import pandas as pd
 
 from experiments.lib.exhibits import HERE
+from kvexp.results.blocks import TOO_FEW
 from kvexp.results.divergence import rests_on, share_interval
 from kvexp.results.stats import LEVEL, Floats, interval_of_mean
-from kvexp.results.table import TOO_FEW, table
+from kvexp.results.table import table
 from kvexp.run.labels import override_label as setting_of
 from kvexp.run.store import Run, check_same_prompts
 from kvexp.util import ConfigError

@@ -44,6 +44,7 @@ from kvexp.hf import unpack_linear
 from kvexp.hf.cpu_linear import round_linear_layers
 from kvexp.methods import Keyformer
 from kvexp.results import stats
+from kvexp.results.blocks import Column, interval, numeric, plain, print_columns
 from kvexp.results.divergence import (
     UNDECIDED,
     PerExample,
@@ -56,7 +57,7 @@ from kvexp.results.divergence import (
 )
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number
 from kvexp.results.stats import Floats
-from kvexp.results.table import Column, interval, numeric, plain, print_columns, shared_settings, table
+from kvexp.results.table import shared_settings, table
 from kvexp.run.batches import examples_of, settings_at
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompt_of

@@ -19,6 +19,14 @@ from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
+from kvexp.core.special_methods import (
+    ChangesScores,
+    ChoosesSlots,
+    GrantsSlots,
+    JoinsLayers,
+    KeepsEverything,
+    Simulated,
+)
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 
 __all__ = [
@@ -29,10 +37,15 @@ __all__ = [
     "CacheConfig",
     "CacheState",
     "Cadence",
+    "ChangesScores",
+    "ChoosesSlots",
     "EngineQuantization",
     "EvictionContext",
     "EvictionLayer",
+    "GrantsSlots",
     "HeadScores",
+    "JoinsLayers",
+    "KeepsEverything",
     "MemoryTracker",
     "Method",
     "Needs",
@@ -42,6 +55,7 @@ __all__ = [
     "RoPE",
     "SecondPass",
     "SequenceState",
+    "Simulated",
     "SlotSelection",
     "Slots",
     "Surrogate",

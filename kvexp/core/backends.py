@@ -16,6 +16,7 @@ from kvexp.core.slots import RaggedSlots, Slots
 
 # On a CPU, MKL sums the last columns of a product in another order where their number is no multiple of this.
 CPU_WIDTH_MULTIPLE = 4
+DEVICE_COLUMNS = 256  # by which the columns grow that are read on a GPU
 
 
 class EvictionBackend:
@@ -51,31 +52,43 @@ class InPlace(EvictionBackend):
     They hold the budget's slots and `every` free ones, the decode steps between evictions. New tokens fill the free
     slots; when none is left, the next eviction frees `every` slots again, and no other slot moves. Before that, slots
     are appended until a row exceeds its budget: the first eviction compacts once, into this layout. every=None: no
-    eviction while decoding. Caches that can share a decode step with others (every=1) have as many slots as
-    `stackable_width` says; those beyond the budget are never used.
+    eviction while decoding. There are as many slots as `stackable_width` says; those beyond the budget are never used.
+
+    free_slots [B, H, every]: the slots of the next tokens, of which the first num_free are free; None without layout.
+    out_of_budget [B, 1 or H, C] bool: slots beyond a row's or head's own budget.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every = every
-        self.free_slots: Tensor | None = None  # [B, H, every] slots for the next tokens
-        self.out_of_budget: Tensor | None = None  # [B, 1 or H, C] bool: slots beyond a row's or head's own budget
-        self.num_used = 0
+        self.free_slots: Tensor | None = None
+        self.out_of_budget: Tensor | None = None
+        self.num_free = 0
 
     def next_slot(self) -> Tensor | None:
         """The next free slot [B, H, 1], taken from now on; None where none is left, or before the first eviction."""
-        if self.free_slots is None or self.num_used >= self.free_slots.shape[-1]:
+        if self.free_slots is None or not self.num_free:
             return None
-        self.num_used += 1
-        return self.free_slots[..., self.num_used - 1 : self.num_used]
+        taken = self.free_slots[..., :1]
+        self.free_slots, self.num_free = self.free_slots.roll(-1, -1), self.num_free - 1
+        return taken
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether exactly one slot per head is free: the next token fits, and the next eviction frees one again."""
-        return self.every == 1 and self.free_slots is not None and self.out_of_budget is not None and self.num_used == 0
+    def has_slot(self, decode_steps: int) -> bool:
+        """Whether the next token has a free slot, and the last free one is taken by a step that ends with an eviction.
+
+        decode_steps: those taken so far. Several tokens at once may have led out of step.
+        """
+        if self.every is None or self.free_slots is None or self.out_of_budget is None:
+            return False
+        return self.num_free == self.every - decode_steps % self.every
+
+    def count_step(self) -> None:
+        """Count a token that took the first free slot, and the eviction that freed `every` again if it was the last."""
+        assert self.every is not None
+        self.num_free = self.num_free - 1 or self.every
 
     def set_free(self, free: Tensor) -> None:
         """Declare the slots [B, H, every] free: the next tokens are written to them."""
-        self.free_slots, self.num_used = free, 0
+        self.free_slots, self.num_free = free, free.shape[-1]
 
     def reset_layout(self) -> None:
         self.free_slots = self.out_of_budget = None
@@ -97,10 +110,8 @@ class InPlace(EvictionBackend):
         # Room for the longest row or head, even if it has not filled its budget yet.
         most = max(allowed.most)
         width = most + self.every
-        if allowed.by_head is not None:
-            width = ragged_width(width)
-        elif self.every == 1:
-            width = stackable_width(width, slots.positions.device)
+        device = slots.positions.device
+        width = stackable_width(width, device) if allowed.by_head is None else ragged_width(width)
         compact(slots, ranked, allowed, width - min(most, slots.length), free=self.every)
         index = torch.arange(slots.length, device=slots.positions.device)
         first = allowed.kept_by_head[..., None]
@@ -171,6 +182,14 @@ def stackable_width(slots: int, device: torch.device) -> int:
     its probabilities, from 16 slots on: torch sums a softmax of fewer in another order).
     """
     return -(-slots // CPU_WIDTH_MULTIPLE) * CPU_WIDTH_MULTIPLE if device.type == "cpu" else slots
+
+
+def growing_width(slots: int, device: torch.device) -> int:
+    """Columns that a step of caches which grow reads, where `slots` are in use.
+
+    On a GPU they are many, so that shapes stay the same for as many steps, which are captured together.
+    """
+    return stackable_width(slots, device) if device.type == "cpu" else -(-slots // DEVICE_COLUMNS) * DEVICE_COLUMNS
 
 
 def ragged_width(slots: int) -> int:

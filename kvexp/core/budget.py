@@ -63,9 +63,6 @@ class Budget:
 
     Because of that `kv_ratio=1` still evicts one prompt token: its slot is the next token's.
 
-    `pyramid` in [0, 1): layer 0 gets (1 + pyramid) times the budget, the last layer (1 - pyramid) times, linearly in
-    between and floored, so the mean over layers is the budget or just below it (after PyramidKV, arXiv:2406.02069).
-
     `heads`: what becomes of the kv heads' budgets at the end of the prompt, from then on (docs/head_budgets.md).
     uniform: every head keeps its own best. union: all heads of a layer keep the same positions, the best on average.
     adaptive (AdaKV, arXiv:2407.11550): the slots of a layer's heads go to the best of all its heads; global: the slots
@@ -76,7 +73,7 @@ class Budget:
 
     `layers` shares the budget out over layers whose slots add up to as many as ever (`kvexp.core.budget`):
     uniform, pyramid (PyramidKV's own rule) or cake (by what each layer's attention looks like); None: as the method's
-    paper does, which for most is uniform. Give one of `pyramid` and `layers`.
+    paper does, which for most is uniform.
 
     ConfigError for values outside these ranges.
     """
@@ -85,7 +82,6 @@ class Budget:
     tokens: Annotated[int, AtLeast(1)] | None = None
     of: Literal["prompt", "padded", "sequence", "generated"] = "prompt"
     counts_self: bool = True
-    pyramid: Annotated[float, AtLeast(0)] = 0.0
     heads: Literal["uniform", "union", "adaptive", "global", "duo"] = "uniform"
     head_floor: Annotated[float, Range(0, 1)] | None = None
     stream_sinks: Annotated[int, AtLeast(0)] | None = None
@@ -120,8 +116,8 @@ class Budget:
 
     @property
     def among_all_layers(self) -> bool:
-        """Whether something other than `layers` says what each layer holds: depth, all layers' heads, a threshold."""
-        return bool(self.pyramid) or self.heads in ("global", "duo") or self.threshold is not None
+        """Whether something other than `layers` says what each layer holds: all layers' heads, or a threshold."""
+        return self.heads in ("global", "duo") or self.threshold is not None
 
     @property
     def shares_heads(self) -> bool:
@@ -139,16 +135,6 @@ class Budget:
         if self.threshold is None:
             return "set budget.heads=uniform"
         return "give kv_ratio or tokens in its place (budget=ratio, budget=tokens)"
-
-    @property
-    def rival_of_layers(self) -> str:
-        """The setting of `among_all_layers` as it is typed."""
-        return f"budget.pyramid={self.pyramid:g}" if self.pyramid else self.heads_setting
-
-    @property
-    def rival_remedy(self) -> str:
-        """What to set so that `among_all_layers` is false."""
-        return "set budget.pyramid=0" if self.pyramid else self.heads_remedy
 
     @property
     def newest(self) -> int:
@@ -182,19 +168,12 @@ class Budget:
         else:
             assert self.kv_ratio is not None
             slots = floor_share(self.kv_ratio, prompts.held(self._base(length, prompts), layer))
-        if self.pyramid and prompts.layers > 1:
-            slots = floor_share(self._share_of_depth(prompts, layer), slots)
         if slots < 1:
             raise ConfigError(
                 f"the budget of layer {layer} is {slots} slots for a prompt of {length} tokens; "
-                "raise kv_ratio or budget.tokens, or lower budget.pyramid (and pass prompt_tokens= for a prompt fed in "
-                "chunks)"
+                "raise kv_ratio or budget.tokens (and pass prompt_tokens= for a prompt fed in chunks)"
             )
         return slots + length if self.of == "generated" else slots
-
-    def _share_of_depth(self, prompts: PromptSizes, layer: int) -> float:
-        """What `pyramid` gives this layer, as a multiple of the mean."""
-        return 1 + self.pyramid * (1 - 2 * layer / (prompts.layers - 1))
 
     def _base(self, length: int, prompts: PromptSizes) -> int:
         """The tokens of which a ratio is a share, by `of`."""
@@ -225,32 +204,19 @@ REFUSED: tuple[Rule[Budget], ...] = (
         lambda b: b.threshold is not None and not math.isfinite(b.threshold),
         "threshold must be a finite number, got {c.threshold}",
     ),
-    (lambda b: b.pyramid >= 1, "pyramid must be in [0, 1), got {c.pyramid}"),
     (
         lambda b: b.threshold is None and b.threshold_recent is not None,
         "budget.threshold_recent has no effect without budget.threshold: leave it at null",
     ),
     (
-        lambda b: (
-            b.threshold is not None and (b.heads != "uniform" or b.pyramid or b.splits_layers or b.of != "prompt")
-        ),
-        "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.pyramid at 0, "
-        "budget.layers at null (or uniform) and budget.of at prompt",
-    ),
-    (
-        lambda b: b.pyramid and b.splits_layers,
-        "budget.pyramid={c.pyramid:g} and budget.layers={c.layers} both share the budget out over layers: set "
-        "budget.pyramid=0, or leave budget.layers at null",
+        lambda b: b.threshold is not None and (b.heads != "uniform" or b.splits_layers or b.of != "prompt"),
+        "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.layers at null (or "
+        "uniform) and budget.of at prompt",
     ),
     (
         lambda b: b.head_floor is not None and b.heads not in DEFAULT_FLOORS,
         "budget.head_floor has no effect with budget.heads={c.heads}: leave it at null, or set budget.heads to "
         "adaptive or global",
-    ),
-    (
-        lambda b: b.heads in ("global", "duo") and b.pyramid,
-        "budget.heads={c.heads} shares out the slots of all layers among all heads, budget.pyramid by depth: set "
-        "budget.pyramid=0, or budget.heads=adaptive",
     ),
     (
         lambda b: b.heads in ("global", "duo") and b.splits_layers,
@@ -302,7 +268,7 @@ class BytesBudget(Budget):
     for 16 bits. Codes, scales, zeros and the window in full precision count as slots' bytes (`SlotBytes`),
     with numbers that are not quantised as 16 bits whatever dtype runs. With few bits more slots may fit than the prompt
     has tokens: then nothing is evicted until they are used. The other fields are as in `Budget`, without kv_ratio,
-    tokens and threshold; `pyramid` moves bytes between layers. `resolve` raises ConfigError where not one slot fits.
+    tokens and threshold. `resolve` raises ConfigError where not one slot fits.
 
     others: windows and states of other layers, which count and are not evicted: `bytes_ratio` is of all bytes, and what
     they take is taken from the slots. None: there are none. `EvictionCache` fills it in.
@@ -321,10 +287,8 @@ class BytesBudget(Budget):
 
     def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
         whole = self._base(length, prompts)
-        tokens, share = prompts.held(whole, layer), self._share_of_slots(whole, prompts)
-        if self.pyramid and prompts.layers > 1:
-            share *= self._share_of_depth(prompts, layer)
-        allowed = share * SlotBytes(self.key_dim, self.value_dim).of(tokens)
+        full = SlotBytes(self.key_dim, self.value_dim).of(prompts.held(whole, layer))
+        allowed = self._share_of_slots(whole, prompts) * full
         slots = self.slot_bytes.most_slots(allowed + 1e-9)
         if slots < 1:
             if self.others is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvexp.core.budget import Budget, PromptSizes
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of, retrieval_heads
 from kvexp.core.sequence import Span
+from kvexp.core.special_methods import GrantsSlots
 from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def layer_slots(
     *,
     keep_prompt: bool = False,
 ) -> list[int]:
-    """Slots per kv head of one layer, one number per prompt: its share, after the method's `effective_budget`.
+    """Slots per kv head of one layer, one number per prompt: its share, as the method grants it (`granted`).
 
     preferences [B][L]: of every prompt and layer, where shares go by them; None: not known yet, and every layer has the
     mean. keep_prompt: nothing of a prompt is evicted. ConfigError where the slots cannot hold what the method protects.
@@ -44,10 +45,15 @@ def layer_slots(
         least = [least_slots(method, k, n, budget.counts_self) for k, n in zip(slots, lengths, strict=True)]
         rows = zip(slots, lengths, least, stated, strict=True)
         slots = [how.share(k, n, few, prompts.layers, each)[layer] for k, n, few, each in rows]
-    slots = [method.effective_budget(k, length) for k, length in zip(slots, lengths, strict=True)]
+    slots = [granted(method, k, length) for k, length in zip(slots, lengths, strict=True)]
     for k, length in zip(slots, lengths, strict=True):
         recent_window(method, k, counts_self=budget.counts_self, prompt=length if keep_prompt else 0)
     return slots
+
+
+def granted(method: Method, budget: int, tokens: int) -> int:
+    """Slots for a budget of `budget` slots and a prompt of `tokens` tokens."""
+    return method.effective_budget(budget, tokens) if isinstance(method, GrantsSlots) else budget
 
 
 def least_slots(method: Method, slots: int, length: int, counts_self: bool) -> int:
@@ -55,7 +61,7 @@ def least_slots(method: Method, slots: int, length: int, counts_self: bool) -> i
 
     def suffices(tried: int) -> bool:
         with suppress(ConfigError):
-            recent_window(method, method.effective_budget(tried, length), counts_self=counts_self)
+            recent_window(method, granted(method, tried, length), counts_self=counts_self)
             return True
         return False
 

@@ -12,6 +12,7 @@ from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.method import AttentionScoreSpec, Method, Needs, SinkScore
 from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
+from kvexp.core.special_methods import ChoosesSlots, JoinsLayers, KeepsEverything, Simulated
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
 
@@ -54,7 +55,7 @@ class CacheConfig:
     # such a layer's budget is of what its window holds.
     evict_sliding: Sliding = "auto"
     # auto: decode steps are captured as a CUDA graph where they can be, which changes no number (`kvexp.core.graph`).
-    graph: Literal["auto", "off"] = "off"
+    graph: Literal["auto", "off"] = "auto"
 
     @classmethod
     def of(cls, method: Method | CacheConfig, budget: Budget | None = None, **options: Any) -> CacheConfig:
@@ -86,7 +87,7 @@ class CacheConfig:
         check_declarations(self.method)
         if self.mode == "auto":
             object.__setattr__(self, "mode", "mask" if self.is_simulation else "overwrite")
-        if self.method.in_order and self.mode == "overwrite":
+        if self.chooses_slots and self.mode == "overwrite":
             object.__setattr__(self, "mode", "compact")
         if self.positions is None:
             object.__setattr__(self, "positions", self.method.positions)
@@ -108,19 +109,44 @@ class CacheConfig:
     def sees_attention(self) -> bool:
         """Whether what is evicted depends on the model's attention as `score_sink` says."""
         needs, spec = self.method.needs, self.method.score_spec
-        looks = needs.newest_attention or needs.last_queries or needs.second_pass is not None or self.method.per_query
+        looks = needs.newest_attention or needs.last_queries or needs.second_pass is not None or self.per_query
         return self.method.evicts and (spec is not None or bool(looks) or self.shares_by_preference)
 
     @property
     def is_simulation(self) -> bool:
         """Whether the method exists only as a simulation, as which it needs the rows of evicted tokens."""
         spec = self.method.score_spec
-        return self.method.simulation_only or (spec is not None and spec.over == "full")
+        return self.simulation_only or (spec is not None and spec.over == "full")
+
+    @property
+    def per_query(self) -> bool:
+        """Whether each query attends to its own choice of everything seen."""
+        return isinstance(self.method, Simulated) and self.method.per_query
+
+    @property
+    def simulation_only(self) -> bool:
+        """Whether this variant of the method exists only as a simulation."""
+        return isinstance(self.method, Simulated) and self.method.simulation_only
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether the method retrieves: nothing is dropped, the budget counts attended slots."""
+        return isinstance(self.method, KeepsEverything)
+
+    @property
+    def chooses_slots(self) -> bool:
+        """Whether the method says itself which slots stay, which needs them in the order of their positions."""
+        return isinstance(self.method, ChoosesSlots)
+
+    @property
+    def joins_layers(self) -> bool:
+        """Whether an eviction waits for the last layer's priorities."""
+        return isinstance(self.method, JoinsLayers) and self.method.joins_layers
 
     @property
     def drops_nothing(self) -> bool:
         """Whether the method has a budget and drops no slot: each query attends to its own choice."""
-        return self.method.full_cache or self.method.per_query
+        return self.keeps_everything or self.per_query
 
     @property
     def stacks(self) -> bool:
@@ -143,6 +169,11 @@ class CacheConfig:
         return shared or self.select.by == "chunk"
 
     @property
+    def plain_choice(self) -> bool:
+        """Whether priorities, sinks and recent window alone say which slots go, without `select` and `keep`."""
+        return self.select.plain and self.keep is None
+
+    @property
     def rewrites_priorities(self) -> bool:
         """Whether slots are chosen otherwise than by the method's own priorities."""
         return self.method.evicts and not self.select.plain
@@ -162,7 +193,7 @@ class CacheConfig:
     def equal_layers(self) -> bool:
         """Whether every layer holds as many slots."""
         budget = self.budget
-        return budget is None or not (budget.pyramid or budget.splits_layers or budget.among_all_layers)
+        return budget is None or not (budget.splits_layers or budget.among_all_layers)
 
     @property
     def layers_setting(self) -> str:
@@ -189,7 +220,7 @@ class CacheConfig:
     @property
     def only_grows(self) -> bool:
         """Whether no slot is evicted, selected or quantised while decoding: a forward may take several new tokens."""
-        selects = self.method.full_cache or self.method.per_query or self.quantization is not None
+        selects = self.drops_nothing or self.quantization is not None
         return not selects and (not self.method.evicts or self.evict_every is None)
 
 
@@ -261,18 +292,18 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} needs a budget: give kv_ratio or tokens",
     ),
     (
-        lambda c: c.method.full_cache and isinstance(c.budget, BytesBudget),
+        lambda c: c.keeps_everything and isinstance(c.budget, BytesBudget),
         "method {c.method.name} keeps everything: its budget is the number of tokens that a query attends to: give "
         "kv_ratio in place of bytes_ratio",
     ),
     (
-        lambda c: c.score_sink != "applied" and (c.method.full_cache or not c.sees_attention),
+        lambda c: c.score_sink != "applied" and (c.keeps_everything or not c.sees_attention),
         "score.sink={c.score_sink} says how a method sees attention by which it evicts, and {c.method.name} evicts by "
         "none: leave score.sink at applied",
     ),
     # When it evicts.
     (
-        lambda c: c.method.evicts and not c.method.per_query and c.cadence == Cadence(at_prefill=False, every=None),
+        lambda c: c.method.evicts and not c.per_query and c.cadence == Cadence(at_prefill=False, every=None),
         "this cadence never evicts: set evict_at_prefill=true or evict_every to a number of steps",
     ),
     (
@@ -280,7 +311,7 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} evicts at the end of prefill alone: leave evict_at_prefill and evict_every alone",
     ),
     (
-        lambda c: c.method.full_cache and (c.mode, c.positions, c.cadence) != ("overwrite", "original", Cadence()),
+        lambda c: c.keeps_everything and (c.mode, c.positions, c.cadence) != ("overwrite", "original", Cadence()),
         "method {c.method.name} keeps everything and chooses anew for every token: leave cache.mode, cache.positions, "
         "cache.evict_at_prefill and cache.evict_every alone",
     ),
@@ -313,8 +344,8 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     # How layers do.
     (
         lambda c: c.layers_shared_twice,
-        "method {c.method.name} shares slots out among layers in a way of its own, and {c.budget.rival_of_layers} says "
-        "otherwise what a layer holds: {c.budget.rival_remedy}, or set budget.layers=uniform to take "
+        "method {c.method.name} shares slots out among layers in a way of its own, and {c.budget.heads_setting} says "
+        "otherwise what a layer holds: {c.budget.heads_remedy}, or set budget.layers=uniform to take "
         "{c.method.name}'s priorities alone",
     ),
     (
@@ -328,12 +359,12 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "evict_at_prefill=true, or budget.layers=uniform",
     ),
     (
-        lambda c: c.method.joins_layers and (c.is_ragged or c.shares_by_preference or not c.equal_layers),
+        lambda c: c.joins_layers and (c.is_ragged or c.shares_by_preference or not c.equal_layers),
         "method {c.method.name} with these settings keeps the same positions in all layers, and this budget gives "
-        "layers or heads different numbers: leave budget.pyramid, budget.layers and budget.heads alone",
+        "layers or heads different numbers: leave budget.layers and budget.heads alone",
     ),
     (
-        lambda c: c.method.joins_layers and c.quantization is not None,
+        lambda c: c.joins_layers and c.quantization is not None,
         "method {c.method.name} with these settings evicts when the last layer has seen a token, and slots of a layer "
         "are quantised before: set cache.bits=16",
     ),
@@ -353,22 +384,22 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} with these settings simulates and drops nothing: set mode=mask",
     ),
     (
-        lambda c: c.method.in_order and c.mode == "mask",
+        lambda c: c.chooses_slots and c.mode == "mask",
         "method {c.method.name} looks at slots that are next to each other, which mode=mask does not put there: set "
         "mode=compact",
     ),
     (
-        lambda c: c.method.in_order and c.budget and (c.budget.shares_heads or c.budget.threshold or c.budget.pyramid),
+        lambda c: c.chooses_slots and c.budget and c.budget.shares_heads,
         "method {c.method.name} chooses the slots itself, the same in all kv heads of a layer: leave budget.heads, "
-        "budget.layers, budget.pyramid and budget.threshold alone",
+        "budget.layers and budget.threshold alone",
     ),
     (
-        lambda c: c.method.in_order and (c.rewrites_priorities or not c.cadence.at_prefill or c.cadence.every != 1),
+        lambda c: c.chooses_slots and (c.rewrites_priorities or not c.cadence.at_prefill or c.cadence.every != 1),
         "method {c.method.name} chooses the slots itself, and when to drop some: leave the group select, "
         "evict_at_prefill and evict_every alone",
     ),
     (
-        lambda c: c.quantization is not None and c.method.full_cache,
+        lambda c: c.quantization is not None and c.keeps_everything,
         "method {c.method.name} keeps everything in a memory and an index of its own: key_bits and value_bits below 16 "
         "go with methods that evict, and with full",
     ),
@@ -399,7 +430,7 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
 # never all held. A score must be known before the prompt has ended, and must not need what has been evicted.
 NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
     (
-        lambda c: not c.method.evicts or c.method.full_cache,
+        lambda c: not c.method.evicts or c.keeps_everything,
         "method {c.method.name} evicts nothing, so that its prompts have to fit",
     ),
     (lambda c: c.mode == "mask", "mode=mask drops nothing, it simulates"),
@@ -417,14 +448,14 @@ NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.method.needs.second_pass is not None,
         "method {c.method.name} reads the whole prompt a second time",
     ),
-    (lambda c: c.method.in_order, "method {c.method.name} drops nothing before a prompt has ended"),
+    (lambda c: c.chooses_slots, "method {c.method.name} drops nothing before a prompt has ended"),
     (lambda c: c.method.needs_whole_prompt, "method {c.method.name} {c.method.needs_whole_prompt}"),
     (
         lambda c: c.method.needs.local_chunks is not None,
         "method {c.method.name} compares each token of the prompt with those around it, later ones too",
     ),
     (lambda c: c.shares_by_preference, "{c.layers_setting} shares slots out among layers by a whole prompt's queries"),
-    (lambda c: c.method.joins_layers, "method {c.method.name} with these settings needs the priorities of all layers"),
+    (lambda c: c.joins_layers, "method {c.method.name} with these settings needs the priorities of all layers"),
     (lambda c: c.is_ragged, "{c.budget.heads_setting} shares slots out among heads when a prompt has ended"),
     (
         lambda c: c.renumbered and c.method.needs.queries_after is not None,
@@ -442,10 +473,10 @@ NO_SPANS: tuple[Rule[CacheConfig], ...] = (
     (lambda c: c.shares_by_preference, "{c.layers_setting} gives layers numbers that no span is known to fit"),
     (lambda c: c.is_ragged, "{c.budget.heads_setting} gives heads different numbers, and a span's share is of one"),
     (
-        lambda c: c.mode == "mask" and c.method.simulation_only,
+        lambda c: c.mode == "mask" and c.simulation_only,
         "method {c.method.name} hides slots by a rule of its own",
     ),
-    (lambda c: c.method.in_order, "method {c.method.name} chooses the slots itself"),
+    (lambda c: c.chooses_slots, "method {c.method.name} chooses the slots itself"),
 )
 
 # Reasons against keeping whole prompts.

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logits, softcapped
 from kvexp.core.backends import InPlace
 from kvexp.core.noise import STEPS_AHEAD, Noise, PooledDraws, StepInput
-from kvexp.core.slot_order import INT64_MAX, lowest_slot
+from kvexp.core.slot_order import INT64_MAX, lowest, lowest_slots
 from kvexp.core.slots import RaggedSlots, Slots
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class BatchedEviction:
     states: one layer of each cache; sizes: batch rows of each cache, R in all; backends: of the same caches.
     capacities: slots allocated by each cache. out_of_budget [R, 1 or H, S] bool: slots that a row's or head's budget
     does not reach, None where there are none. at_budget: every row holds all tokens its budget allows, so which slots
-    are dead never changes. no_padding_slots: every row uses every slot. has_recent: some row protects newest tokens.
-    is_window, priority_is_score: hold for the methods of all caches.
+    are dead after an eviction never changes. no_padding_slots: every row uses every slot. has_recent: some row protects
+    newest tokens. is_window, priority_is_score: hold for the methods of all caches. every: steps between evictions.
     """
 
     def __init__(self, states: list[EvictionLayer], sizes: list[int], backends: list[InPlace]) -> None:
@@ -45,6 +45,7 @@ class BatchedEviction:
         self.is_ragged = any(state.config.is_ragged for state in states)
         self.max_sinks, self.priority_is_score = 0, True
         self.sinks: int | Tensor = 0
+        self.every = backends[0].every or 1 if backends else 1
         if not states:
             return
         budgets = [state.layer_slots for state in states if state.layer_slots is not None]
@@ -57,11 +58,8 @@ class BatchedEviction:
         if self.streaming is not None:
             self.sinks = torch.where(self.streaming, budgets[0].stream_sinks, sinks[0])[..., None]
             self.max_sinks = max(self.max_sinks, budgets[0].stream_sinks)
-        self.is_window = all(state.config.method.is_window for state in states)
-        self.priority_is_score = all(
-            state.config.method.priority_is_score and not state.config.is_union for state in states
-        )
-        self.priority_is_score &= self.streaming is None
+        self.is_window = all(state.config.method.is_window and state.config.plain_choice for state in states)
+        self.priority_is_score = all(state.evicts_by_score for state in states)
         decays = [1.0 if state.score_spec is None else state.score_spec.decay for state in states]
         uniform = decays[0] if len(set(decays)) == 1 else None
         self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform
@@ -111,7 +109,38 @@ class BatchedEviction:
             score.mul_(self.decay)
         score[..., : sums.shape[-3], :, :] += sums
 
-    def select_victim(
+    @property
+    def is_due(self) -> bool:
+        """Whether the step in progress ends with an eviction; the same in all caches of a stack."""
+        return all(backend.num_free == 1 for backend in self._backends)
+
+    def advance(
+        self,
+        positions: Tensor,
+        score: Tensor,
+        free_slots: Tensor,
+        sums: Tensor,
+        priority: Callable[[], Tensor],
+        newest: Tensor,
+        window: int | None,
+        out_of_budget: Tensor | None = None,
+    ) -> bool:
+        """Accumulate column sums and set the slots of the next tokens, in place; returns whether slots were evicted.
+
+        positions, score [.., R, H, S]; free_slots [.., R, H, every]: the first has just been written; sums: as of
+        `accumulate`; priority: of every slot, where it is not the score; others as of `select_victims`.
+        """
+        self.accumulate(score, sums)
+        if not self.is_due:
+            free_slots.copy_(free_slots.roll(-1, -1))
+            return False
+        by = score if self.priority_is_score else priority()
+        victims = self.select_victims(positions, by, newest, window, out_of_budget)
+        positions.scatter_(-1, victims, -1)
+        free_slots.copy_(victims)
+        return True
+
+    def select_victims(
         self,
         positions: Tensor,
         priority: Tensor,
@@ -119,7 +148,7 @@ class BatchedEviction:
         window: int | None,
         out_of_budget: Tensor | None = None,
     ) -> Tensor:
-        """The slot [.., R, H, 1] to evict: the lowest priority that is not protected, among equals the oldest token.
+        """The slots [.., R, H, every] to evict: the lowest priorities not protected, among equals the oldest tokens.
 
         positions, priority [.., R, H, S]; dead slots count as lower than any live one. newest [R, 1, 1]: position id of
         the newest token; window: the model's sliding window, behind which a slot is evicted first. out_of_budget: of
@@ -129,7 +158,7 @@ class BatchedEviction:
         if self.is_window:  # the oldest token goes, so the newest need no protection
             kept = positions < self.sinks if self.at_budget else (positions < self.sinks) & (positions >= 0)
             kept = kept if out_of_budget is None else kept | out_of_budget
-            return positions.masked_fill(kept, INT64_MAX).argmin(dim=-1, keepdim=True)
+            return lowest(positions.masked_fill(kept, INT64_MAX), self.every)
         if window is not None:
             priority = priority.masked_fill(positions <= newest + 1 - window, -torch.inf)
         protected = positions > newest - self.recent if self.has_recent else None
@@ -143,7 +172,7 @@ class BatchedEviction:
             protected = out_of_budget if protected is None else protected | out_of_budget
         if protected is not None:
             priority = priority.masked_fill(protected, torch.inf)
-        return lowest_slot(priority, positions)
+        return lowest_slots(priority, positions, self.every)
 
     def _by_row(self, values: list[float]) -> Tensor:
         """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""
@@ -258,6 +287,17 @@ def stack_order(state: EvictionLayer) -> tuple[int, str]:
     if state.score_spec is None:
         return 2, ""
     return (0, "") if state.score_spec.is_plain else (1, repr(state.score_spec.noise))
+
+
+def stack_kind(state: EvictionLayer) -> tuple[bool, bool, int, int]:
+    """What caches of one stack have in common: renumbered positions, how slots are chosen, and when they evict.
+
+    Those that only grow go with caches that evict after every step.
+    """
+    config, backend = state.config, state.backend
+    if config.only_grows or not isinstance(backend, InPlace):
+        return config.renumbered, True, 1, 1
+    return config.renumbered, config.plain_choice, backend.every or 1, backend.num_free
 
 
 def group_by_noise(states: list[EvictionLayer], sizes: list[int], start: int) -> list[NoisedObserver]:

@@ -1,13 +1,15 @@
-"""The fast decode step: attention, observation and eviction of stacked rows, and the bookkeeping of all layers at once.
+"""The decode step: attention, observation and eviction of stacked rows, and the bookkeeping of all layers at once.
 
-Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots need a mask, and
-where all rows fill their budgets there are no dead slots. The numbers are `EvictionLayer.forward`'s up to the
-order of sums over the query heads of a group; kept sets are the same.
+Every row knows the slot that its next token takes: one that an eviction has freed or, of a cache that grows, the first
+behind those in use. Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots
+need a mask, and where all rows fill their budgets there are none. `EvictionLayer.store`, `attend` and `update` keep the
+same slots; numbers are equal up to the order of sums over the query heads of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +17,7 @@ from torch import Tensor
 
 from kvexp.core import triton_ops
 from kvexp.core.attention import AttentionParams, apply_probs_any_width, decode_logits, token_share
-from kvexp.core.backends import InPlace, stackable_width
-from kvexp.core.budget_shares import union_priority
+from kvexp.core.backends import InPlace, growing_width, stackable_width
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode import (
     BatchedEviction,
@@ -27,13 +28,12 @@ from kvexp.core.decode import (
     group_by_noise,
     pad_last_dim,
 )
-from kvexp.core.method import NOTHING, EvictionContext, Method, reads
+from kvexp.core.method import NOTHING
 from kvexp.core.observe import pool_sums
-from kvexp.core.ranking import float_priority
 from kvexp.core.slots import RaggedSlots, Slots
 
 if TYPE_CHECKING:
-    from kvexp.core.eviction import EvictionLayer
+    from kvexp.core.eviction import DueEviction, EvictionLayer
 
 # Slots of all rows, heads and layers: above it, merged buffers do not fit into a CPU's caches.
 MAX_MERGED_SLOTS = 1 << 22
@@ -134,8 +134,9 @@ class CrossLayerBuffers:
     def write_tokens(self, positions: Tensor) -> None:
         """Write the positions [R, 1] of the new tokens into their slots of all layers."""
         self.newest = positions
-        self.positions.scatter_(3, self.free_slots, positions[None, :, None].expand(self.free_slots.shape))
-        self.score.scatter_(3, self.free_slots, 0.0)
+        next_slots = self.free_slots[..., :1]
+        self.positions.scatter_(3, next_slots, positions[None, :, None].expand(next_slots.shape))
+        self.score.scatter_(3, next_slots, 0.0)
         self._sums = []
 
     def collect(self, stack: StackedLayer, sums: Tensor, newest: Tensor) -> None:
@@ -150,49 +151,45 @@ class CrossLayerBuffers:
         if stack.backends:
             columns = stack.evicting_columns
             positions, score = (x[:, rows, :, :columns] for x in (self.positions, self.score))
-            eviction.accumulate(score, torch.stack(self._sums))
-            priority = score
-            if not eviction.priority_is_score:
-                priority = torch.stack([layer.priority(newest) for layer in self._stacks])
-            victims = eviction.select_victim(positions, priority, newest[rows], self._windows[0], self.out_of_budget)
-            positions.scatter_(3, victims, -1)
-            self.free_slots[:, rows] = victims
+            evicted = eviction.advance(
+                *(positions, score, self.free_slots[:, rows], torch.stack(self._sums)),
+                lambda: torch.stack([layer.priority(newest) for layer in self._stacks]),
+                *(newest[rows], None if stack.is_ranked else self._windows[0], self.out_of_budget),
+            )
+            for layer in self._stacks if evicted else ():
+                layer.change_scores(newest)
         if stack.growing:
             self.free_slots[:, : rows.start] += 1
         self._sums = []
 
 
-def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
-    """Whether steady caches of this configuration can take the fast step; shared: one score spans all layers."""
+def takes_step(config: CacheConfig) -> bool:
+    """Whether caches of this configuration take the decode step, once each row has a slot for its next token.
+
+    Others compute it as they compute prompts: simulations, caches that copy what they keep or renumber it, quantised
+    slots, and slots of one layer that depend on another's.
+    """
+    method, spec = config.method, config.score_spec
+    # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see `SinkRerotation`).
+    in_place = config.mode == "overwrite" and config.quantization is None
+    in_place &= config.positions == "original" or (method.is_window and config.plain_choice and not config.is_ragged)
     if config.only_grows:
-        return config.mode == "overwrite" and config.positions == "original" and not config.is_ragged
-    method, kind = config.method, type(config.method)
-    plain = kind.initial_score is Method.initial_score and kind.after_eviction is Method.after_eviction
-    plain = plain and method.needs == NOTHING and config.select.plain and config.keep is None
-    plain = plain and not reads(method, "steps")  # which a captured graph would not count
-    # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
-    steady = config.mode == "overwrite" and config.evict_every == 1
-    steady = steady and (config.positions == "original" or (method.is_window and not config.is_ragged))
-    plain = plain and config.quantization is None  # its slots are not buffers that several caches could share
-    return method.evicts and method.evicts_while_decoding and plain and steady and not shared
-
-
-def can_fast_decode(state: EvictionLayer, query: Tensor, padding: Tensor | None) -> bool:
-    """Whether this forward brings one real token to every row, each row has a free slot, and no gradient is wanted."""
-    wants_gradients = query.requires_grad and torch.is_grad_enabled()
-    return query.shape[2] == 1 and padding is None and state.is_steady and not wants_gradients
+        return in_place and config.positions == "original" and not config.is_ragged
+    by_layer = not (config.joins_layers or (spec is not None and spec.across_layers))
+    return method.evicts and method.evicts_while_decoding and in_place and by_layer
 
 
 class StackedLayer:
     """One layer of one or several caches, stacked as the R rows of one decode step.
 
-    states: the same layer of every cache, each with a free slot (`can_fast_decode`), sorted by `stack_order`. The slots
-    of several caches become views of common buffers, so each cache still holds and reports its own slots. A cache with
-    fewer slots than the largest has dead slots behind its own, which no token may take. buffers: what all layers of
-    these caches share; None: each layer keeps its own.
+    states: the same layer of every cache, each with a free slot (`EvictionLayer.can_step`) and of one `kind`, sorted
+    by `stack_order`. The slots of several caches become views of common buffers, so each cache still holds and reports
+    its own slots. A cache with fewer slots than the largest has dead slots behind its own, which no token may take.
+    buffers: what all layers of these caches share; None: each layer keeps its own.
 
-    free_slots [R, H, 1]: the slot that the next token of each row is written to, the last victim's or, of caches that
-    only grow, the first behind those in use. growing: those caches' layers, which come first.
+    free_slots [R, H, every]: the slots that the next tokens of each row are written to, the last victims' or, of caches
+    that only grow, the first behind those in use. growing: those caches' layers, which come first. is_ranked: whether
+    `kvexp.core.ranking.rank` gives the priorities, with what is spared and what has left a sliding window.
     """
 
     def __init__(self, states: list[EvictionLayer], buffers: CrossLayerBuffers | None = None) -> None:
@@ -215,6 +212,14 @@ class StackedLayer:
         self.backends: list[InPlace] = backends  # type: ignore[assignment]
         self.products = RaggedProducts(self.slots) if isinstance(self.slots, RaggedSlots) else None
         self.eviction = BatchedEviction(evicting, evicting_sizes, self.backends)
+        self.is_ranked = any(not state.config.plain_choice for state in evicting)
+        starts = accumulate(evicting_sizes, initial=first)
+        self._looking = [  # caches that evict and whose methods look at queries: number among them, layer, rows
+            (place, state, slice(start, start + size))
+            for place, (state, size, start) in enumerate(zip(evicting, evicting_sizes, starts, strict=False))
+            if state.config.method.needs != NOTHING
+        ]
+        self._due: dict[int, DueEviction] = {}  # what their evictions after this step need
         heads = self.slots.positions.shape[1]
         free = [
             torch.full((rows, heads, 1), slots.length, device=slots.positions.device)
@@ -236,8 +241,9 @@ class StackedLayer:
         moves = renumbered[0] and self.eviction.max_sinks
         self.sink_rerotation = SinkRerotation(self.eviction.max_sinks, self.eviction.sinks) if moves else None
         kernels = triton_ops.supported(states) and self.keys.dtype != torch.float64 and self.products is None
-        kernels = kernels and not self.growing
+        kernels = kernels and not self.growing and self.eviction.every == 1 and not self._looking
         self.fused = triton_ops.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
+        self._params: AttentionParams | None = None  # of the step in progress
         self.buffers = CrossLayerBuffers(1) if buffers is None else buffers
         self.buffers.reset()
         self.groups = 0  # query heads per kv head, as of the last step
@@ -253,13 +259,17 @@ class StackedLayer:
         if buffers.merged and self.index == 0:
             buffers.write_tokens(positions)
         newest = positions[:, None]  # [R, 1, 1]
-        slots.write(self.free_slots, key, value, behind=not self.backends)
+        self._params, next_slots = params, self.free_slots[..., :1]
+        slots.write(next_slots, key, value, behind=not self.backends)
+        scores = self._initial_scores(key, positions)
         if not buffers.merged:
             slots.set_metadata(
-                self.free_slots, positions, torch.zeros((), device=key.device).expand_as(self.free_slots)
+                next_slots, positions, slots.score.new_zeros(next_slots.shape) if scores is None else scores
             )
+        elif scores is not None:
+            slots.score.scatter_(2, next_slots, scores)
         for state in self.growing:
-            state.require_slots().length += 1
+            state.begin_step()
         query = query.unflatten(1, (key.shape[1], -1))
         self.groups = query.shape[2]
         if self.fused is None:
@@ -280,22 +290,38 @@ class StackedLayer:
             self._choose_next(slots.positions, slots.score, sums, newest, window)
             buffers.register_layer(self, window)
         for state in self.states:
-            if not state.config.only_grows:
-                state.note_first_eviction()
-            state.sequence.layer_done()
+            state.end_step()
         return out.flatten(1, 2)
+
+    def _initial_scores(self, key: Tensor, positions: Tensor) -> Tensor | None:
+        """The scores [R, H, 1] that the new tokens start with; None: 0. key [R, H, 1, D]; positions [R, 1]."""
+        if not any(state.scores_new_tokens for state in self.states):
+            return None
+        parts = zip(self.states, key.split(self.sizes), positions.split(self.sizes), strict=True)
+        return cat_rows([state.initial_score(k, p) for state, k, p in parts])
 
     def _choose_next(self, positions: Tensor, score: Tensor, sums: Tensor, newest: Tensor, window: int | None) -> None:
         """Add column sums to the scores, evict, and set the slots of the next tokens."""
         rows, columns = self.evicting_rows, self.evicting_columns
         if self.backends:
-            evicting = positions[rows, :, :columns]
-            self.eviction.accumulate(score[rows, :, :columns], sums)
-            victims = self.eviction.select_victim(evicting, self.priority(newest), newest[rows], window)
-            evicting.scatter_(2, victims, -1)
-            self.free_slots[rows] = victims
+            evicted = self.eviction.advance(
+                *(positions[rows, :, :columns], score[rows, :, :columns], self.free_slots[rows], sums),
+                lambda: self.priority(newest),
+                *(newest[rows], None if self.is_ranked else window),
+            )
+            if evicted:
+                self.change_scores(newest)
         if self.growing:
             self.free_slots[: rows.start] += 1
+
+    def change_scores(self, newest: Tensor) -> None:
+        """Let the methods that do so change their scores after an eviction; newest [R, 1, 1]."""
+        if not any(state.changes_scores for state in self.eviction.states):
+            return
+        tokens = (newest[self.evicting_rows, 0, 0] + 1).split(self.eviction.sizes)
+        for state, count in zip(self.eviction.states, tokens, strict=True):
+            if state.changes_scores:
+                state.change_scores(state.require_slots().score, count)
 
     @property
     def is_current(self) -> bool:
@@ -309,7 +335,7 @@ class StackedLayer:
         """Take free [R, H, 1] as the slots of the next tokens, a buffer that steps write in place."""
         self.free_slots = free
         for backend, part in zip(self.backends, free.split(self.sizes)[len(self.growing) :], strict=True):
-            backend.set_free(part)
+            backend.free_slots = part
 
     def hold_inputs(self, positions: Tensor) -> None:
         """Hold what the step in progress takes from schedules of the host at fixed addresses (`NoisedObserver`).
@@ -367,14 +393,15 @@ class StackedLayer:
         query [R, H, G, 1, D]; positions [R, 1]: of the new tokens.
         """
         slots, newest, products = self.slots, positions[:, None], self.products
-        columns, observed_columns = self._columns, self.evicting_columns
+        columns, observed_columns = self.columns(), self.evicting_columns
         if products is None:
             x = decode_logits(query, slots.keys[:, :, :columns], slots.positions[:, :, :columns], newest, params)
         else:
             x = products.logits(query, newest, params)
         offset: Tensor | None = None
         if (rotation := self.sink_rerotation) is not None:
-            offset = rotation.offset(slots.positions, newest, no_padding_slots=self.eviction.no_padding_slots)
+            whole = self.eviction.no_padding_slots and self.eviction.every == 1
+            offset = rotation.offset(slots.positions, newest, no_padding_slots=whole)
             rotation.apply(x, query, slots, newest, offset, params)
         dead = self._invisible_mask(newest, offset, params)
         if dead is not None:
@@ -390,6 +417,7 @@ class StackedLayer:
             part.observed_probs(x[part.rows][..., :observed_columns], *noise_and_tau)
             for part, noise_and_tau in zip(self.noised, drawn, strict=True)
         )
+        self._note_queries(query, observed, positions, params)
         first = self.evicting_rows.start
         plain = observed[first : first + self.num_plain_rows, ..., :observed_columns]
         seen = cat_rows([part for part in (plain, *tempered) if len(part)] or [plain])
@@ -399,14 +427,26 @@ class StackedLayer:
             return products.output(), sums
         return apply_probs_any_width(probabilities, slots.values[:, :, :columns]), sums
 
-    @property
-    def _columns(self) -> int:
-        """Columns that a step reads: on a CPU those in use, so that a cache's room to grow costs nothing."""
+    def _note_queries(self, query: Tensor, observed: Tensor, positions: Tensor, params: AttentionParams) -> None:
+        """Let the methods that need them see the new queries [R, H, G, 1, D] and their attention [R, H, G, 1, S].
+
+        positions [R, 1]: of the new tokens.
+        """
+        self._due = {}
+        for place, state, rows in self._looking:
+            seen = observed[rows, ..., : state.require_slots().length]
+            self._due[place] = state.note_queries(query[rows], seen, positions[rows], params)
+
+    def columns(self, coming: int = 0) -> int:
+        """Columns that a step reads: those in use, so that a cache's room to grow costs nothing (`growing_width`).
+
+        coming: tokens that will have been written by then.
+        """
         capacity = self.slots.positions.shape[2]
         if not self.growing:
             return capacity
-        used = max(state.require_slots().length for state in self.growing)
-        return min(capacity, stackable_width(max(used, self.evicting_columns), self.keys.device))
+        used = coming + max(state.require_slots().length for state in self.growing)
+        return min(capacity, growing_width(max(used, self.evicting_columns), self.keys.device))
 
     @property
     def evicting_columns(self) -> int:
@@ -433,9 +473,9 @@ class StackedLayer:
 
         newest [R, 1, 1]: position id of the new token; offset [R, 1, 1]: of `SinkRerotation`, None: not renumbered.
         """
-        columns, buffers = self._columns, self.buffers
+        columns, buffers = self.columns(), self.buffers
         slot_positions = self.slots.positions[:, :, :columns]
-        if not self.growing:
+        if not self.growing and self.eviction.every == 1:
             dead = self.eviction.out_of_budget if self.eviction.at_budget else slot_positions < 0
             if self.products is not None and self.eviction.at_budget:
                 dead = None  # the products leave out what lies behind a head's own slots
@@ -470,24 +510,11 @@ class StackedLayer:
         if eviction.priority_is_score:
             return self.slots.score[rows, :, :columns]
         priorities = []
-        for state, last in zip(eviction.states, newest[rows, 0, 0].split(eviction.sizes), strict=True):
-            allowed, slots = state.layer_slots, state.require_slots()
-            assert allowed is not None
-            if state.config.method.priority_is_score and not state.config.is_union and allowed.streaming is None:
-                priorities.append(slots.score)
-                continue
-            seeds = state.sequence.seeds.to(last.device)
-            ctx = EvictionContext(
-                *(slots, state.index, allowed.slots_t, allowed.recent_t, last, seeds),
-                compares_heads=state.config.compares_heads,
-                steps=state.steps,
-                layers=state.layers,
-                nan_flag=state.nan_flag,
-            )
-            priority = allowed.by_stream(float_priority(state.config.method, ctx), ctx.positions)
-            if state.config.is_union:
-                priority = union_priority(priority, logarithmic=state.config.method.priority_kind == "log_share")
-            priorities.append(priority)
+        newest_by_cache = newest[rows, 0, 0].split(eviction.sizes)
+        for place, (state, last) in enumerate(zip(eviction.states, newest_by_cache, strict=True)):
+            score = state.require_slots().score
+            scored = state.evicts_by_score
+            priorities.append(score if scored else state.step_priority(self._due.get(place), self._params, last))
         return cat_rows([pad_last_dim(priority, columns, -torch.inf) for priority in priorities])
 
 

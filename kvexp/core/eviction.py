@@ -23,9 +23,15 @@ from kvexp.core.attention import (
 from kvexp.core.backends import Compacting, InPlace, make_backend
 from kvexp.core.budget import Budget, PromptSizes
 from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
-from kvexp.core.budget_shares import LastLayer, layer_budgets_of, share_among_heads, share_among_layers
+from kvexp.core.budget_shares import (
+    LastLayer,
+    layer_budgets_of,
+    share_among_heads,
+    share_among_layers,
+    union_priority,
+)
 from kvexp.core.config import CacheConfig
-from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode, supports_fast_decode
+from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, takes_step
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, is_users, newest_attention
 from kvexp.core.noise import Noise
 from kvexp.core.observe import (
@@ -40,9 +46,10 @@ from kvexp.core.observe import (
     weighted_column_sums,
 )
 from kvexp.core.quantized import QuantizedSlots, settled
-from kvexp.core.ranking import RankedSlots, joined, rank
+from kvexp.core.ranking import RankedSlots, float_priority, joined, rank
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import RaggedSlots, Slots
+from kvexp.core.special_methods import ChangesScores, JoinsLayers, Simulated
 from kvexp.core.statistics import LastQueries, QueryStatistics
 from kvexp.util import CacheError
 
@@ -129,7 +136,7 @@ class CacheState:
     """What all `layers` of one cache have in common.
 
     memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None;
-    windows: as of `PromptSizes`; cross_layer_buffers: of fast decode steps; last_layer: evictions that wait until every
+    windows: as of `PromptSizes`; cross_layer_buffers: of decode steps; last_layer: evictions that wait until every
     layer has seen the prompt.
     """
 
@@ -243,7 +250,7 @@ class EvictionLayer:
         self.calibration = None if needed is None else needed.layer(index)
         self.surrogate = None if config.surrogate is None else config.surrogate.layer(index)
         self.score_spec = config.score_spec
-        self.fast_path_allowed = supports_fast_decode(config, common.cross_layer_score is not None)
+        self.takes_step = takes_step(config)
         self.reset()
 
     def reset(self) -> None:
@@ -259,17 +266,18 @@ class EvictionLayer:
         self.statistics = PromptStatistics()
         self.due_eviction: DueEviction | None = None
         self.nan_flag: Tensor | None = None
+        self._kept: tuple[list[int], Tensor] | None = None
         self.memory_tracker.set_resident(self.index, 0)
-        self._leave_fast_path()
+        self._drop_stack()
         self.common.last_layer.reset()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """As `LayerCache.forward`."""
-        if can_fast_decode(self, query, padding):
+        if self.can_step(query, padding):
             return self._single_stack().forward(query, key, value, params)
-        self._leave_fast_path()
+        self._drop_stack()
         inputs = self.store(query, key, value, params, padding)
         sums: dict[SumsKey, ColumnSums] = {}
         self.observe(inputs, sums)
@@ -287,7 +295,7 @@ class EvictionLayer:
         slots = self._write_slots(key, value, positions)
         b, h, s = query.shape[0], slots.positions.shape[1], slots.length
         # In mask mode no slot was evicted yet.
-        hides_nothing = slots.visible is None or sequence.in_prompt or config.method.per_query
+        hides_nothing = slots.visible is None or sequence.in_prompt or config.per_query
         decodes_one = query.shape[2] == 1 and not sequence.in_prompt and params.sliding_window is None
         inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
@@ -328,7 +336,7 @@ class EvictionLayer:
         if self.slots is None:
             self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
         slots, sequence = self.slots, self.sequence
-        born = self._initial_score(key, positions)
+        born = self.initial_score(key, positions)
         if key.shape[2] > 1 and not sequence.in_prompt:
             self.backend.reset_layout()
         free_slot = self.backend.next_slot() if key.shape[2] == 1 and not sequence.in_prompt else None
@@ -341,7 +349,12 @@ class EvictionLayer:
             slots.append(key, value, positions, born, reserve=exact)
         return slots
 
-    def _initial_score(self, key: Tensor, positions: Tensor) -> Tensor:
+    @property
+    def scores_new_tokens(self) -> bool:
+        """Whether new tokens start with another score than 0."""
+        return self.surrogate is not None or type(self.config.method).initial_score is not Method.initial_score
+
+    def initial_score(self, key: Tensor, positions: Tensor) -> Tensor:
         """Score [B, H, Q] float32 that new tokens start with: predicted, the method's `initial_score`, or 0."""
         if self.config.method.needs.surrogate:
             predicted, self.predicted = self.predicted, None
@@ -372,7 +385,7 @@ class EvictionLayer:
             self._write_slots(key, value, positions)
             return
         self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
-        self.slots.alias(inputs.keys, inputs.values, positions, self._initial_score(key, positions))
+        self.slots.alias(inputs.keys, inputs.values, positions, self.initial_score(key, positions))
 
     @property
     def final_length(self) -> int:
@@ -400,12 +413,12 @@ class EvictionLayer:
         None in place of the probabilities where they were not kept. observers: of a prompt, which fill here.
         """
         method, count = self.config.method, inputs.query.shape[3]
-        unobserved = self.config.only_grows or (method.score_spec is None and not method.per_query)
+        unobserved = self.config.only_grows or (method.score_spec is None and not self.config.per_query)
         # For one query on a CPU, SDPA takes longer than the two matrix products.
         if self.sequence.in_prompt or (unobserved and (count > 1 or inputs.query.device.type != "cpu")):
             return compute_attention(inputs, list(observers)), None
         x = inputs.logits(slice(0, count), inputs.keys.shape[2])
-        if method.per_query:
+        if self.config.per_query:
             x = self._hide_by_query(x, inputs.params)
         probabilities = attention_probs(x, inputs.params.sinks)
         return apply_probs(probabilities, inputs.values), probabilities
@@ -419,6 +432,7 @@ class EvictionLayer:
         assert self.layer_slots is not None
         self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.layer_slots.slots)
         newest, method = self.sequence.positions(x.device), self.config.method
+        assert isinstance(method, Simulated)
         full = attention_probs(x, self._score_sinks(params)).sum(2)
         rows = []
         for j in range(x.shape[3]):
@@ -572,7 +586,7 @@ class EvictionLayer:
         if not method.evicts:
             return False
         allowed = self._known_slots()
-        if method.per_query:
+        if self.config.per_query:
             return False
         if sequence.in_prompt:
             due = self.config.cadence.at_prefill
@@ -633,7 +647,6 @@ class EvictionLayer:
         """The `EvictionContext` of the slots; newest [B]: position id of the newest token; second: as of `_rank`."""
         allowed, needs = self.layer_slots, self.config.method.needs
         assert allowed is not None
-        kept = self.sequence.prompt_lengths_ahead() if self.config.keep == "prompt" else None
         if self.calibration is not None:
             self.calibration = self.calibration.to(newest.device)
         if self.nan_flag is None and is_users(type(self.config.method)):
@@ -655,17 +668,28 @@ class EvictionLayer:
             second_pass_attention=second,
             compares_heads=self.config.compares_heads,
             sinks=self._score_sinks(due.params),
-            kept_prompt=None if kept is None else torch.tensor(kept, device=newest.device),
+            kept_prompt=self._kept_prompt(newest.device),
             output_projection=self.output_projection,
             steps=self.steps,
             layers=self.layers,
             nan_flag=self.nan_flag,
         )
 
-    def _rank(self, due: DueEviction, second: Tensor | None = None) -> RankedSlots:
-        """What the slots are evicted by; second [B, H, G, S]: attention of the second pass, if the method needs it."""
-        assert self.layer_slots is not None and self.sequence.num_real is not None
-        newest = self.sequence.num_real.to(self.require_slots().positions.device) - 1
+    def _kept_prompt(self, device: torch.device) -> Tensor | None:
+        """Tokens [B] of each row's prompt, where it is never evicted; else None."""
+        if self.config.keep != "prompt":
+            return None
+        lengths = self.sequence.prompt_lengths_ahead()
+        if self._kept is None or self._kept[0] != lengths:  # made once: a copy at every step would stop the host
+            self._kept = lengths, torch.tensor(lengths, device=device)
+        return self._kept[1]
+
+    def _rank(self, due: DueEviction, newest: Tensor, second: Tensor | None = None) -> RankedSlots:
+        """What the slots are evicted by.
+
+        newest [B]: as of `_context`; second [B, H, G, S]: attention of the second pass, if the method needs it.
+        """
+        assert self.layer_slots is not None
         ctx = self._context(newest, due, second)
         window, projection = due.params.sliding_window, self.output_projection
         return rank(self.config, ctx, self.layer_slots, self.sequence, window, projection)
@@ -676,10 +700,14 @@ class EvictionLayer:
         Where slots of all layers are shared out among all heads, or are chosen by all priorities, the last layer's call
         evicts from every layer.
         """
-        ranked, allowed, budget = self._rank(due, second), self.layer_slots, self._budget
+        assert self.sequence.num_real is not None
+        newest = self.sequence.num_real.to(self.require_slots().positions.device) - 1
+        ranked, allowed, budget = self._rank(due, newest, second), self.layer_slots, self._budget
         assert allowed is not None
-        if self.config.method.joins_layers:
-            self.common.last_layer.wait(ranked, partial(self._evict, due), partial(joined, self.config.method))
+        if self.config.joins_layers:
+            method = self.config.method
+            assert isinstance(method, JoinsLayers)
+            self.common.last_layer.wait(ranked, partial(self._evict, due), partial(joined, method))
         elif not self.config.is_ragged or allowed.by_head is not None or not self.sequence.in_prompt:
             self._evict(due, ranked)
         elif budget.heads == "global":
@@ -709,13 +737,8 @@ class EvictionLayer:
         # Between chunks of a prompt slots are not laid out for decode steps yet.
         backend = self.backend if sequence.prompt_complete else Compacting()
         backend.evict(slots, ranked, allowed)
-        if type(method).after_eviction is not Method.after_eviction:
-            # A row or head within its budget has lost nothing, whatever its neighbours lose.
-            reduced = (tokens[:, None] > allowed.kept_by_head)[..., None]
-            after = checked(
-                method.after_eviction(slots.score), slots.score.shape, method, "after_eviction", "[B, H, S]"
-            )
-            slots.score.copy_(torch.where(reduced, after, slots.score))
+        if self.changes_scores:
+            self.change_scores(slots.score, tokens)
         self.has_evicted = True
         if not sequence.prompt_complete:
             return
@@ -727,8 +750,24 @@ class EvictionLayer:
             self.retained_attention = retained_share(due.by_position, slots)
         if not method.evicts_while_decoding:
             self.statistics.queries = self.statistics.local = None
-        if self.config.is_ragged or method.joins_layers:  # another layer's call may have led here
+        if self.config.is_ragged or self.config.joins_layers:  # another layer's call may have led here
             self._count_bytes()
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the method changes the scores after every eviction."""
+        return isinstance(self.config.method, ChangesScores)
+
+    def change_scores(self, score: Tensor, tokens: Tensor) -> None:
+        """Change score [B, H, S] in place as the method does after an eviction; tokens [B]: seen by each row.
+
+        A row or head within its budget has lost nothing, whatever its neighbours lose.
+        """
+        method, allowed = self.config.method, self.layer_slots
+        assert allowed is not None and isinstance(method, ChangesScores)
+        reduced = (tokens[:, None] > allowed.kept_by_head)[..., None]
+        after = checked(method.after_eviction(score), score.shape, method, "after_eviction", "[B, H, S]")
+        score.copy_(torch.where(reduced, after, score))
 
     def note_first_eviction(self) -> None:
         """Record for every row at which decode step its first slot was evicted."""
@@ -736,21 +775,99 @@ class EvictionLayer:
             assert self.layer_slots is not None
             self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.layer_slots.least)
 
-    # -- fast decode steps --------------------------------------------------------------------------------------------
+    # -- the decode step ----------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
         """Tokens since the prompt."""
         return self.sequence.seq_len - (self.sequence.prompt_columns or 0)
 
+    def can_step(self, query: Tensor, padding: Tensor | None) -> bool:
+        """Whether this forward brings one real token to every row, with a slot for it, and no gradient is wanted.
+
+        query [B, H * G, Q, D]; padding as of `forward`.
+        """
+        wants_gradients = query.requires_grad and torch.is_grad_enabled()
+        return query.shape[2] == 1 and padding is None and self.has_slot and not wants_gradients
+
     @property
-    def is_steady(self) -> bool:
-        """Whether the next token has a slot of its own, behind those in use or the one that an eviction has freed."""
-        if not self.fast_path_allowed or self.slots is None:
+    def has_slot(self) -> bool:
+        """Whether the next token has a slot of its own, behind those in use or one that an eviction has freed."""
+        if not self.takes_step or self.slots is None:
             return False
         if self.config.only_grows:
             return self.sequence.prompt_complete and self.due_eviction is None
-        return isinstance(self.backend, InPlace) and self.backend.is_steady and not self._lacks_room
+        if not isinstance(self.backend, InPlace) or self._lacks_room:
+            return False
+        return self.backend.has_slot(self.seq_len - (self.sequence.prompt_columns or 0))
+
+    @property
+    def evicts_by_score(self) -> bool:
+        """Whether the score alone decides which slot goes next of those that nothing protects.
+
+        A score that a user's method makes is looked at for NaN, as every priority is (`float_priority`).
+        """
+        allowed, method = self.layer_slots, self.config.method
+        plain = method.priority_is_score and not self.config.is_union and self.config.plain_choice
+        trusted = not is_users(type(method)) or not (self.scores_new_tokens or self.changes_scores)
+        return plain and trusted and (allowed is None or allowed.streaming is None)
+
+    def note_queries(self, query: Tensor, seen: Tensor, positions: Tensor, params: AttentionParams) -> DueEviction:
+        """Add the queries of a decode step to the statistics; returns what the eviction after it needs of them.
+
+        query [B, H, G, 1, D]; seen [B, H, G, 1, S]: their attention as the method sees it; positions [B, 1].
+        """
+        slots, needs, last = self.require_slots(), self.config.method.needs, self.statistics.last
+        due = DueEviction(params, newest_attention=seen[..., 0, :] if needs.newest_attention else None)
+        if last is None:
+            return due
+        count = slots.length
+        keys, values, held = (x[:, :, :count] for x in (slots.keys, slots.values, slots.positions))
+        inputs = AttentionInputs(query, keys, values, held, positions, params)
+        last.add(inputs)
+        return replace(due, last_logits=last.logits(inputs) if needs.last_queries else None)
+
+    def step_priority(self, due: DueEviction | None, params: AttentionParams | None, newest: Tensor) -> Tensor:
+        """The priority [B, H, S] float32 of every slot at the end of a decode step; newest [B]: as of `_context`.
+
+        due: what `note_queries` returned; None: it was not called. Where more than the method's priorities decides
+        (`CacheConfig.plain_choice`), what that protects is infinite.
+        """
+        allowed, config = self.layer_slots, self.config
+        assert allowed is not None and params is not None
+        due = due or DueEviction(params)
+        if not config.plain_choice:
+            ranked = self._rank(due, newest)
+            return ranked.priority.masked_fill(ranked.protected, torch.inf)
+        ctx = self._context(newest, due)
+        priority = allowed.by_stream(float_priority(config.method, ctx), ctx.positions)
+        if config.is_union:
+            priority = union_priority(priority, logarithmic=config.method.priority_kind == "log_share")
+        return priority
+
+    def begin_step(self) -> None:
+        """Count the new token's slot on the host, where the cache only grows."""
+        if self.config.only_grows:
+            self.require_slots().length += 1
+
+    @property
+    def step_counts(self) -> tuple[int, int]:
+        """What a decode step counts on the host: slots in use, and how many are free until the next eviction."""
+        return self.require_slots().length, self.backend.num_free if isinstance(self.backend, InPlace) else 0
+
+    def rewind_step(self, counts: tuple[int, int]) -> None:
+        """Go back to the `step_counts` of before a step, whose layers may or may not have been computed."""
+        self.seq_len = self.sequence.past_len
+        self.require_slots().length = counts[0]
+        if isinstance(self.backend, InPlace):
+            self.backend.num_free = counts[1]
+
+    def end_step(self) -> None:
+        """Count a decode step on the host, when its layer has been computed or replayed."""
+        if isinstance(self.backend, InPlace) and not self.config.only_grows:
+            self.backend.count_step()
+            self.note_first_eviction()
+        self.sequence.layer_done()
 
     @property
     def lacks_slot(self) -> bool:
@@ -778,11 +895,11 @@ class EvictionLayer:
 
     @property
     def decode_stacks(self) -> list[StackedLayer] | None:
-        """What takes the next decode step, once fast steps have been taken; None: no fast step has been, or will be."""
+        """What takes the next decode step, once one has been taken so; None: it is computed as a prompt is."""
         stack = self._stack
-        return [stack] if stack is not None and self.is_steady and stack.is_current else None
+        return [stack] if stack is not None and self.has_slot and stack.is_current else None
 
-    def _leave_fast_path(self) -> None:
+    def _drop_stack(self) -> None:
         """Drop the stacked layer and the merged buffers: this forward is computed by `store`, `attend` and `update`."""
         self._stack = None
         self.cross_layer_buffers.reset()
@@ -803,7 +920,7 @@ class EvictionLayer:
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows: keys, values, positions and score together; as of `LayerCache`."""
-        self._leave_fast_path()
+        self._drop_stack()
         if self.slots is not None:
             self.slots.select_rows(rows)
             self.backend.select_rows(rows)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode import cat_rows
-from kvexp.core.decode_stack import StackedLayer, supports_fast_decode
+from kvexp.core.decode_stack import StackedLayer, takes_step
+from kvexp.core.method import reads
 from kvexp.core.noise import Noise
 from kvexp.core.slots import RaggedSlots
 
@@ -23,32 +24,32 @@ def capture_obstacle(config: CacheConfig) -> str | None:
 
     A replay runs the same operators on the same addresses and shapes, without the host.
     """
-    method, spec = config.method, config.method.score_spec
-    if method.full_cache:
+    method, spec = config.method, config.score_spec
+    if config.keeps_everything:
         return "every layer's choice is read by the host"
-    if not method.evicts or config.evict_every is None:
-        return "every new token is kept: shapes change from step to step"
     if config.mode == "mask":
         return "a simulation drops nothing: shapes change from step to step"
     if config.mode == "compact":
         return "every eviction copies what is kept into new buffers"
-    if config.evict_every != 1:
-        return f"only every {config.evict_every}th step evicts: steps differ"
     if config.quantization is not None:
         return "tokens that leave the window are quantised into new buffers"
     if spec is not None and spec.noise is not None and type(spec.noise) is not Noise:
         return "its noise is a recording that the host reads"
-    shared = spec is not None and spec.across_layers
-    if not supports_fast_decode(config, shared):
-        return "it takes the general step, which computes shapes and schedules on the host"
+    if not takes_step(config):
+        return "its layers are computed as prompts are, with shapes and schedules of the host"
+    if not config.plain_choice:
+        return "slots that are spared, or chosen by chunks or values, are found in tables that grow with the text"
+    if not config.only_grows and reads(method, "steps"):
+        return "its priority reads the number of steps, which a graph would not count"
     return None
 
 
 class ReplayableStep:
     """The coming decode steps of R rows of one or several caches that decode together, computed once, then replayed.
 
-    All that a fast decode step leaves for the next one is written in place; what changes on the host from step to step
+    All that a decode step leaves for the next one is written in place; what changes on the host from step to step
     (position ids, temperatures, offsets into the noise pool) is written into buffers of fixed address before the step.
+    evicts: as of `evicting`.
 
     caches: the layers of each cache; stacks: per layer of the model, the stacks that take its step, of which all have
     taken a step before, as they are. positions [R, 1] int64: where a step reads the position ids of its tokens.
@@ -61,6 +62,7 @@ class ReplayableStep:
         parts = self.positions.split([len(each) for each in first])
         self._rows = {id(layers[0].sequence): rows for layers, rows in zip(caches, parts, strict=True)}
         self._addresses = self.addresses()
+        self.evicts = evicting(stacks)
 
     # -- a step of the host -------------------------------------------------------------------------------------------
 
@@ -71,6 +73,7 @@ class ReplayableStep:
             rows = self._rows[id(sequence)]
             sequence.start_forward(len(rows), 1, None, rows.device, len(layers))
             sequence.read_positions_from(rows)
+        self._counts = [layer.step_counts for layer in self._layers]
         for stack in self._all:
             stack.hold_inputs(cat_rows([self._rows[id(state.sequence)] for state in stack.states]))
 
@@ -78,16 +81,16 @@ class ReplayableStep:
         """Let the forward be computed once more: for the host no layer has taken part in it yet."""
         for layers in self.caches:
             layers[0].sequence.layers_done = 0
-            for layer in layers:
-                layer.seq_len = layer.sequence.past_len
+        for layer, counts in zip(self._layers, self._counts, strict=True):
+            layer.rewind_step(counts)
 
     def count(self) -> None:
         """Count on the host what the layers count when they compute a step themselves, for one that was replayed."""
         for layers in self.caches:
             for layer in layers:
                 layer.seq_len = layer.sequence.seq_len
-                layer.note_first_eviction()
-                layer.sequence.layer_done()
+                layer.begin_step()
+                layer.end_step()
 
     def release(self) -> None:
         """End a step that has begun; one without `begin` then takes its inputs from the schedules."""
@@ -97,12 +100,20 @@ class ReplayableStep:
     # -- what lives across steps --------------------------------------------------------------------------------------
 
     @property
+    def _layers(self) -> Iterator[EvictionLayer]:
+        return (layer for layers in self.caches for layer in layers)
+
+    @property
     def _all(self) -> Iterator[StackedLayer]:
         return (stack for stacks in self.stacks for stack in stacks)
 
     def bookkeeping(self) -> list[Tensor]:
-        """Position ids, scores and free slots: what a step changes in place besides keys and values."""
-        return [x for stack in self._all for x in (stack.slots.positions, stack.slots.score, *_free_slots(stack))]
+        """Position ids, scores, free slots and newest queries: what a step changes besides keys and values."""
+        return [
+            x
+            for stack in self._all
+            for x in (stack.slots.positions, stack.slots.score, stack.free_slots, *_queries(stack))
+        ]
 
     def written(self) -> list[Tensor]:
         """Copies of the keys and values [R, H, 1, *] that a step has written; to be called before the next one.
@@ -120,14 +131,15 @@ class ReplayableStep:
         return copies
 
     def addresses(self) -> dict[str, int]:
-        """Name -> address of every tensor that one step leaves for the next."""
+        """Name -> address of what one step leaves for the next, and the number of columns that it reads."""
         found: dict[str, int] = {}
         for number, stack in enumerate(self._all):
             buffers = [*stack.slots.kv_buffers, stack.slots.positions, stack.slots.score]
             named = zip(("keys", "values", "positions", "score"), buffers, strict=True)
             found |= {f"{name} of stack {number}": tensor.data_ptr() for name, tensor in named}
-            for place, free in enumerate(_free_slots(stack)):
-                found[f"free slots of stack {number}, cache {place}"] = free.data_ptr()
+            found[f"free slots of stack {number}"] = stack.free_slots.data_ptr()
+            found |= {f"queries {place} of stack {number}": x.data_ptr() for place, x in enumerate(_queries(stack))}
+            found[f"columns of stack {number}"] = stack.columns(1)
         return found
 
     def is_current(self, stacks: Sequence[Sequence[StackedLayer]] | None) -> bool:
@@ -138,6 +150,12 @@ class ReplayableStep:
         return not shared and self.addresses() == self._addresses
 
 
-def _free_slots(stack: StackedLayer) -> list[Tensor]:
-    """The buffers [B, H, 1] of the free slots of a stack's caches."""
-    return [backend.free_slots for backend in stack.backends if backend.free_slots is not None]
+def evicting(stacks: Sequence[Sequence[StackedLayer]]) -> tuple[bool, ...]:
+    """Whether the next step of each stack of a layer ends with an eviction, which is so in all layers or in none."""
+    return tuple(stack.eviction.is_due for stack in stacks[0])
+
+
+def _queries(stack: StackedLayer) -> list[Tensor]:
+    """The buffers of the newest queries of a stack's caches, where their methods look at them."""
+    held = [state.statistics.last for state in stack.eviction.states]
+    return [buffer for last in held if last is not None for buffer in last.buffers]

@@ -312,10 +312,7 @@ class Method:
     name: ClassVar[str] = ""
     evicts: ClassVar[bool] = True  # False: no slot is ever dropped (the baseline)
     evicts_while_decoding: ClassVar[bool] = True
-    full_cache: ClassVar[bool] = False  # retrieval: nothing is dropped, the budget counts attended slots
     is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
-    per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
-    in_order: ClassVar[bool] = False  # needs slots in the order of their positions (cache.mode=compact)
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
     later: ClassVar[tuple[str, ...]] = ()  # settings newer than recorded runs: no part of identity at their defaults
     needs_whole_prompt: ClassVar[str] = ""  # predicate for messages: what `priority` does with a whole prompt
@@ -325,6 +322,13 @@ class Method:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+        names = {base.__name__ for base in cls.__mro__}
+        for hook, special in SPECIAL.items() if is_users(cls) else ():
+            if hook in vars(cls) and special not in names:
+                raise ConfigError(
+                    f"{cls.__qualname__}.{hook} is only asked of kvexp.core.{special}: derive the class from that, "
+                    "in place of Method"
+                )
         for hook in READING if is_users(cls) else ():
             function = getattr(cls, hook, None)
             if inspect.isfunction(function) and not _is_kvexps(function) and not hasattr(function, GUARDED):
@@ -343,11 +347,6 @@ class Method:
     def needs(self) -> Needs:
         """Inputs of `priority` other than keys, values, positions and score; the core computes nothing undeclared."""
         return NOTHING
-
-    @property
-    def simulation_only(self) -> bool:
-        """Whether this variant exists only as a simulation that drops nothing (cache.mode=mask)."""
-        return self.per_query
 
     @property
     def modifies_prefill(self) -> bool:
@@ -372,10 +371,6 @@ class Method:
         ratio: float | None = getattr(self, "recent_ratio", None)
         return int(getattr(self, "protect_recent", 0)) if ratio is None else floor_share(ratio, budget)
 
-    def effective_budget(self, budget: int, tokens: int) -> int:
-        """Slots granted for a budget of `budget` slots and a prompt of `tokens` tokens; H2O(C) is given more."""
-        return budget
-
     def initial_score(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor | None:
         """Score [B, H, Q] float32 that new tokens start with; None: 0.
 
@@ -391,25 +386,6 @@ class Method:
         the class is a user's.
         """
         return ctx.score
-
-    def kept(self, ctx: EvictionContext, priority: Tensor) -> Tensor | None:
-        """The slots [B, H, S] bool that stay, where the method chooses them itself; None: by priority and budget.
-
-        For methods with `in_order`. Heads of a row keep equally many; what the core protects is left to the method.
-        """
-        return None
-
-    @property
-    def joins_layers(self) -> bool:
-        """Whether an eviction waits for the last layer, and then uses what `join_layers` makes of all priorities."""
-        return False
-
-    def join_layers(self, priorities: Tensor) -> Tensor:
-        """Priorities [L, B, H, S] of all layers' slots, by position, as those to evict by; same shape.
-
-        All layers hold the same positions in a kv head, and go on doing so.
-        """
-        return priorities
 
     @property
     def priority_is_score(self) -> bool:
@@ -432,21 +408,6 @@ class Method:
         """
         return threshold
 
-    def after_eviction(self, score: Tensor) -> Tensor:
-        """Score [B, H, S] with which rows go on after an eviction, made of their score before it."""
-        return score
-
-    def hidden_next_step(self, ctx: EvictionContext) -> Tensor | None:
-        """Mask mode: slots [B, H, S] bool that the next step does not see but later ones may (H2O's released mask)."""
-        return None
-
-    def query_mask(self, probabilities: Tensor, ctx: EvictionContext) -> Tensor | None:
-        """Mask mode: the slots [B, H, S] bool that one query attends to, given its full attention; None: all visible.
-
-        probabilities [B, H, S]: the query's softmax over everything seen, summed over the query heads of a kv head.
-        """
-        return None
-
 
 # What users' classes do wrong with their inputs and priorities. kvexp's own are tested.
 
@@ -455,6 +416,12 @@ READING = (
     *("initial_score", "priority", "kept", "after_eviction", "hidden_next_step", "query_mask"),
     *("relevance", "select", "build", "extend"),
 )
+# What `kvexp.core.special_methods` adds to `Method` -> the class.
+SPECIAL = {
+    **dict.fromkeys(("per_query", "simulation_only", "hidden_next_step", "query_mask"), "Simulated"),
+    **dict.fromkeys(("joins_layers", "join_layers"), "JoinsLayers"),
+    **{"after_eviction": "ChangesScores", "kept": "ChoosesSlots", "effective_budget": "GrantsSlots"},
+}
 GUARDED = "_kvexp_guarded"  # attribute of a hook that is
 
 

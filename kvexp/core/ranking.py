@@ -15,15 +15,16 @@ from kvexp.core.config import CacheConfig, Keep
 from kvexp.core.method import EvictionContext, Method, check_priorities, checked, is_users, nan_error, undeclared
 from kvexp.core.sequence import MarkedSpans, SequenceState
 from kvexp.core.slot_order import kept_mask
+from kvexp.core.special_methods import ChoosesSlots, JoinsLayers, Simulated
 from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)
 class RankedSlots:
-    """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Method.hidden_next_step`.
+    """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Simulated.hidden_next_step`.
 
     threshold: what a priority must reach where slots are shared out by `Budget.threshold`, else None. kept: the slots
-    that stay, where the method chooses them itself (`Method.kept`), else None.
+    that stay, where the method chooses them itself (`ChoosesSlots.kept`), else None.
     """
 
     priority: Tensor
@@ -65,7 +66,7 @@ def rank(
     # Renumbered survivors stay within a sliding window whatever their age.
     if sliding_window is not None and config.positions == "original":
         priority = priority.masked_fill(ctx.age() + 1 >= sliding_window, -torch.inf)
-    hidden = method.hidden_next_step(ctx)
+    hidden = method.hidden_next_step(ctx) if isinstance(method, Simulated) else None
     if hidden is not None:
         if config.mode != "mask":
             raise ConfigError(
@@ -86,14 +87,14 @@ def rank(
         priority, protected = spare(config.keep, sequence.spans, ctx, priority, protected, allowed, method.sinks)
     asked = None if config.budget is None else config.budget.threshold
     threshold = None if asked is None else method.threshold_as_priority(asked)
-    kept = method.kept(ctx, priority)
-    if kept is not None:
-        kept = checked(kept, positions.shape, method, "kept", "[B, H, S]", mask=True)
+    kept = None
+    if isinstance(method, ChoosesSlots):
+        kept = checked(method.kept(ctx, priority), positions.shape, method, "kept", "[B, H, S]", mask=True)
     return RankedSlots(priority, positions, protected, hidden, threshold, kept)
 
 
-def joined(method: Method, ranked: Sequence[RankedSlots]) -> list[RankedSlots]:
-    """What all layers' slots are evicted by where the method joins their priorities (`Method.join_layers`).
+def joined(method: JoinsLayers, ranked: Sequence[RankedSlots]) -> list[RankedSlots]:
+    """What all layers' slots are evicted by where the method joins their priorities (`JoinsLayers.join_layers`).
 
     Slots stand in any order; what a layer evicts first whatever the method says (-inf) stays so.
     """

@@ -70,10 +70,19 @@ def order_key(priority: Tensor, positions: Tensor) -> Tensor:
     return (ordered.to(torch.int64) << 32) | positions
 
 
-def lowest_slot(priority: Tensor, positions: Tensor) -> Tensor:
-    """The slot [.., H, 1] of the lowest priority, among equals of the lowest position; both [.., H, S]."""
-    higher = priority != priority.amin(dim=-1, keepdim=True)
-    return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
+def lowest(positions: Tensor, count: int) -> Tensor:
+    """The slots [.., count] of the lowest positions [.., S], the lowest first."""
+    return positions.argmin(-1, keepdim=True) if count == 1 else positions.argsort(dim=-1, stable=True)[..., :count]
+
+
+def lowest_slots(priority: Tensor, positions: Tensor, count: int) -> Tensor:
+    """The slots [.., H, count] of the lowest priorities, among equals of the lowest positions; both [.., H, S]."""
+    if count == 1:
+        higher = priority != priority.amin(dim=-1, keepdim=True)
+        return lowest(positions.masked_fill(higher, INT64_MAX), 1)
+    index = positions.argsort(dim=-1, stable=True)
+    worst = priority.gather(-1, index).argsort(dim=-1, stable=True)
+    return index.gather(-1, worst)[..., :count]
 
 
 def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_budget: Tensor, count: int) -> Tensor:
@@ -84,12 +93,8 @@ def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_
     """
     priority = priority.masked_fill(positions < 0, -torch.inf).masked_fill(protected, torch.inf)
     priority = priority.masked_fill(out_of_budget.expand_as(priority), torch.inf)
-    if count == 1:
-        # A slot outside the budget can tie with a protected one at +inf, never win.
-        return lowest_slot(priority, positions)
-    index = positions.argsort(dim=-1, stable=True)
-    worst = priority.gather(-1, index).argsort(dim=-1, stable=True)
-    return index.gather(-1, worst)[..., :count]
+    # A slot outside the budget can tie with a protected one at +inf, never win.
+    return lowest_slots(priority, positions, count)
 
 
 def topk_slots(priority: Tensor, candidates: Tensor, counts: list[int], max_keep: int) -> Tensor:

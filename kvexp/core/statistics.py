@@ -25,12 +25,19 @@ class LastQueries:
         self.query, self.positions = first.query[..., :0, :], first.query_positions[:, :0]
 
     def add(self, inputs: AttentionInputs) -> None:
-        """Add the queries of one forward, and forget those before the last `number`."""
-        query = torch.cat([self.query, inputs.query[..., -self.number :, :]], dim=3)
-        positions = torch.cat([self.positions, inputs.query_positions[:, -self.number :]], dim=1)
-        # Copies: a view would hold a whole prompt's queries.
-        self.query = query[..., -self.number :, :].clone()
-        self.positions = positions[:, -self.number :].clone()
+        """Add the queries of one forward, and forget those before the last `number`; in place where as many stay."""
+        query = torch.cat([self.query, inputs.query[..., -self.number :, :]], dim=3)[..., -self.number :, :]
+        positions = torch.cat([self.positions, inputs.query_positions[:, -self.number :]], dim=1)[:, -self.number :]
+        if query.shape == self.query.shape:
+            self.query.copy_(query)
+            self.positions.copy_(positions)
+        else:  # copies: a view would hold a whole prompt's queries
+            self.query, self.positions = query.clone(), positions.clone()
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What a forward of one token changes in place."""
+        return [self.query, self.positions]
 
     def logits(self, inputs: AttentionInputs) -> Tensor:
         """Their logits [B, H, G, n, S] over the slots of `inputs`; -inf for later and evicted slots, and for padding.

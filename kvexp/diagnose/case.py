@@ -32,7 +32,7 @@ from kvexp.run.compose import option
 from kvexp.run.model_spec import config_of_spec, load, tokenizer_of
 from kvexp.run.prompts import Weightless, later_turns, prompt_of, with_stop_tokens
 from kvexp.run.settings import Settings, batch_cache, settings_of
-from kvexp.run.store import Run
+from kvexp.run.store import Run, run_name
 from kvexp.tasks import Example, LMEval
 from kvexp.util import ConfigError
 
@@ -116,16 +116,13 @@ def headline(row: Row) -> float:
 
 def short_title(run: Run) -> str:
     """Method, budget and task of a run for messages, as "h2o 0.3 testbed_needle"."""
-    labels = run.asked[-1]
-    ratio = "" if labels.get("kv_ratio") is None else f" {labels['kv_ratio']:g}"
-    return f"{labels.get('method')}{ratio} {labels.get('task')}"
+    return run_name(run.asked[-1], "method", "kv_ratio", "task")
 
 
 def title_of(run: Run) -> str:
     """The run's `short_title`, its model, what else was set by hand, and whether eviction has seen the question."""
-    labels = run.asked[-1]
-    known = ", ".join(word for word in (short_title(run), labels.get("model"), labels.get("setting")) if word)
-    return titled(known, [question_of(run.config)])
+    more = run_name(run.asked[-1], "model", "setting", between=", ")
+    return titled(", ".join(filter(None, [short_title(run), more])), [question_of(run.config)])
 
 
 def with_method(settings: Settings, name: str) -> Settings:

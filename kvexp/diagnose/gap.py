@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from rich.markup import escape
-from rich.table import Table
 
-from kvexp.diagnose import case
-from kvexp.diagnose.case import headline, plain_table, rows_of, short_title, with_method
-from kvexp.diagnose.options import WITH_ENGINE, ensure_diagnosed
-from kvexp.diagnose.replay import CLASSES, classes_of
+from kvexp.diagnose.case import plain_table, short_title, with_method
+from kvexp.diagnose.options import WITH_ENGINE
 from kvexp.results import stats
+from kvexp.results.blocks import TOO_FEW, estimate, fixed, records
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
-from kvexp.results.table import TOO_FEW, estimate, fixed, records
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
-from kvexp.run.evictions import EVICTIONS, ExampleLog, has, read_table, require_example_log
 from kvexp.run.settings import Settings
-from kvexp.run.store import Run, check_same_prompts
 from kvexp.util import ConfigError, Console, Session, refuse
 
 # Quality lost because of the budget, and because of what was chosen to fill it: full less ideal, ideal less method.
@@ -186,135 +178,3 @@ def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> Non
         run_group(group, session)
     for settings in wanted.values():
         evaluate_run(settings, session)
-
-
-# Two methods on the same examples: where only one is right, and what it kept that the other did not.
-
-
-DECILES = tuple(f"{10 * part}-{10 * part + 10} %" for part in range(10))
-WORDS = 12  # tokens that are named one by one
-
-
-@dataclass
-class HeldCounts:
-    """Sums over examples of what one side held and the other did not: one count per token, layer and kv head.
-
-    by_class, by_decile, by_text: such counts; there: the same of all prompt tokens, held or not.
-    """
-
-    by_class: Counter[str] = field(default_factory=Counter)
-    by_decile: Counter[str] = field(default_factory=Counter)
-    by_text: Counter[str] = field(default_factory=Counter)
-    there: Counter[str] = field(default_factory=Counter)
-
-    def add(self, log: ExampleLog, positions: Sequence[int]) -> None:
-        """positions: of prompt tokens, one for each head."""
-        count, kinds = log.prompt_tokens, classes_of(log.texts[: log.prompt_tokens])
-        deciles = [DECILES[10 * place // count] for place in range(count)]
-        for name in (*kinds, *deciles):
-            self.there[name] += sum(log.heads)
-        for place, times in Counter(positions).items():
-            self.by_class[kinds[place]] += times
-            self.by_decile[deciles[place]] += times
-            self.by_text[log.texts[place].strip() or repr(log.texts[place])] += times
-
-
-@dataclass(frozen=True)
-class PairedOutcome:
-    """Examples by which run is right: as good in the first metric as the full cache, which scores more than nothing."""
-
-    both: list[str]
-    only_a: list[str]
-    only_b: list[str]
-    neither: list[str]
-
-
-def outcome(a: Run, b: Run) -> PairedOutcome:
-    """The examples of two runs by which one is right; ConfigError for runs that cannot be compared."""
-    if a.baseline is None or a.baseline != b.baseline:
-        raise ConfigError(
-            f"{a.path} and {b.path} are not measured against the same full-attention run: compare runs of one model, "
-            "task and generation"
-        )
-    baseline = case.baseline_of(a)
-    full, rows_a, rows_b = (rows_of(run) for run in (baseline, a, b))
-    check_same_prompts(a.path, rows_a, b.path, rows_b)
-    check_same_prompts(a.path, rows_a, baseline.path, full)
-    found: dict[tuple[bool, ...], list[str]] = {}
-    for name in (name for name in rows_a if name in rows_b and name in full):
-        wanted = headline(full[name])
-        if wanted > 0 or wanted < 0:  # a negative log-likelihood has no zero to be wrong at
-            right = tuple(headline(rows[name]) >= wanted for rows in (rows_a, rows_b))
-            found.setdefault(right, []).append(name)
-    return PairedOutcome(
-        *(found.get(right, []) for right in ((True, True), (True, False), (False, True), (False, False)))
-    )
-
-
-def differences(a: Run, b: Run, names: Sequence[str], step: int = 0) -> tuple[HeldCounts, HeldCounts]:
-    """What A held and B did not, and what B did, of the prompt after this step (or the last, where it comes first)."""
-    only_a, only_b = HeldCounts(), HeldCounts()
-    for name in names:
-        log = require_example_log(a, name)
-        if require_example_log(b, name).ids[: log.prompt_tokens] != log.ids[: log.prompt_tokens]:
-            raise ConfigError(f"example {name} has other tokens in {a.path} than in {b.path}")
-        gone_a, gone_b = (_gone(run, name, log, step) for run in (a, b))
-        only_a.add(log, (np.setdiff1d(gone_b, gone_a) % log.prompt_tokens).tolist())
-        only_b.add(log, (np.setdiff1d(gone_a, gone_b) % log.prompt_tokens).tolist())
-    return only_a, only_b
-
-
-def _gone(run: Run, name: str, log: ExampleLog, step: int) -> np.ndarray:
-    """A number for each (layer, head, prompt position) that was evicted by then."""
-    frame = read_table(run, name, EVICTIONS)
-    frame = frame[(frame["step"] <= step) & (frame["position"] < log.prompt_tokens)]
-    places = [frame[column].to_numpy(dtype=np.int64) for column in ("layer", "head", "position")]
-    return np.ravel_multi_index(places, (len(log.heads), max(log.heads), log.prompt_tokens), mode="clip")
-
-
-def diff(a: Run, b: Run, step: int, console: Console) -> None:
-    """Print the outcome of two runs, and what each kept that the other did not where only one is right."""
-    found = outcome(a, b)
-    name_a, name_b = short_title(a), short_title(b)
-    if name_a == name_b:
-        name_a, name_b = f"{name_a} ({a.hash[:6]})", f"{name_b} ({b.hash[:6]})"
-    console.print(f"A: {name_a}\nB: {name_b}", highlight=False, markup=False)
-    console.print(
-        f"right (as good as the full cache): both {len(found.both)}, only A {len(found.only_a)}, only B "
-        f"{len(found.only_b)}, neither {len(found.neither)}",
-        highlight=False,
-    )
-    for side, names in (("A", found.only_a), ("B", found.only_b)):
-        for line in _lines(a, b, side, names, step):
-            console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
-
-
-def _lines(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[str | Table]:
-    if not names:
-        return
-    yield f"\nonly {side} is right: {escape(', '.join(names[:8]))}{', ...' if len(names) > 8 else ''}"
-    logged = [name for name in names if has(a, name, EVICTIONS) and has(b, name, EVICTIONS)]
-    if not logged:
-        for run in (a, b):
-            rows = rows_of(run)
-            ensure_diagnosed(run, [rows[name] for name in names])
-        logged = names
-    if len(logged) < len(names):
-        yield f"of {len(logged)} of them, which both runs have logged:"
-    when = "the end of the prompt" if step == 0 else f"{step} decode tokens"
-    yield f"prompt tokens times layers times heads, held after {when}:"
-    kept = differences(a, b, logged, step)
-    for title, keys, counters in (
-        ("token", CLASSES, tuple(each.by_class for each in kept)),
-        ("position", DECILES, tuple(each.by_decile for each in kept)),
-    ):
-        table = plain_table(title, "there", "A held, B not", "B held, A not")
-        for key in keys:
-            if there := kept[0].there[key]:
-                shares = (f"{counter[key]} ({100 * counter[key] / there:.1f} %)" for counter in counters)
-                table.add_row(key, str(there), *shares)
-        yield table
-    for name, mine, other in (("A", kept[0], kept[1]), ("B", kept[1], kept[0])):
-        most = (mine.by_text - other.by_text).most_common(WORDS)
-        words = ", ".join(f"{escape(text)} {count}" for text, count in most)
-        yield f"most where {name} kept more, less what the other did: {words}"

@@ -21,7 +21,7 @@ from kvexp.run.batches import Row, settings_at, waiting_notice
 from kvexp.run.evictions import EVICTIONS, TWIN, ExampleLog, has, write_example_log, write_table
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.settings import Settings
-from kvexp.run.store import Run
+from kvexp.run.store import Run, run_name
 from kvexp.tasks import LMEval, Task
 from kvexp.util import AtLeast, ConfigError, Progress, Rule, check_fields, refuse, say
 
@@ -65,7 +65,7 @@ def nothing_to_log(settings: Settings) -> str | None:
     method = settings.method
     if not method.evicts:
         return f"{method.name} evicts nothing"
-    if method.per_query or method.full_cache:
+    if settings.cache.drops_nothing:
         return f"{method.name} keeps everything and chooses anew for every token: there is no eviction"
     return None
 
@@ -146,8 +146,8 @@ class Twin(Log):
         """As of the log; but where nothing is evicted, what a retrieval method leaves out and what few bits do is there
         to be measured.
         """
-        method = settings.method
-        measurable = method.full_cache or (settings.cache.quantization is not None and not method.per_query)
+        cache = settings.cache
+        measurable = cache.keeps_everything or (cache.quantization is not None and not cache.per_query)
         return None if measurable else super().obstacle(settings)
 
     def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
@@ -158,8 +158,8 @@ class Twin(Log):
 
 
 def _title(settings: Settings) -> str:
-    """ "diagnose", method and setting, for messages."""
-    return f"diagnose {settings.labels['method']} {settings.labels['setting']}".strip()
+    """ "diagnose" and the run's name, for messages."""
+    return f"diagnose {run_name(settings.labels)}"
 
 
 def example_log(case: Case, made: Generation, row: Row) -> ExampleLog:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any, TypeVar
 
@@ -38,7 +36,6 @@ from kvexp.run.batches import Row, settings_at
 from kvexp.run.evictions import EVICTIONS, file_of, has, read_table, require_example_log, write_file
 from kvexp.run.store import OWN, Line, Run, check_same_prompts
 from kvexp.tasks import Example, Task
-from kvexp.tasks.testbed import NAMES
 from kvexp.util import CacheError, ConfigError, Console, Progress
 
 Place = tuple[int, int]  # layer, kv head
@@ -64,10 +61,10 @@ def check_undoing(cache: CacheConfig) -> None:
             "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a run "
             "of the same method with cache.bits=16 (its log and its twin are there with any cache.bits)"
         )
-    if cache.method.in_order:
+    if cache.chooses_slots:
         raise ConfigError(
             f"undoing an eviction keeps every token in sight, and method={cache.method.name} counts in blocks of slots "
-            "that are next to each other: take kvexp diagnose show, draw, diff or gap, which ask what it kept and lost"
+            "that are next to each other: take kvexp diagnose show, draw or gap, which ask what it kept and lost"
         )
 
 
@@ -653,55 +650,3 @@ def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options:
     undone = f"with {count} token{'s' * (count != 1)} undone"
     line = f"{words}: {undone} KL is {replay.kl[0]:.3f} {found.cost}"
     _say(console, line, "bold")
-
-
-# What kind of token stands at a position: first, last, digits, names, punctuation, or any other word.
-
-
-FIRST, LAST = 4, 8  # tokens at either end of a prompt that are counted apart, whatever they are
-CLASSES = ("first", "last", "digits", "names", "punctuation", "other")
-NUMBERS = frozenset(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"])
-PEOPLE = frozenset(NAMES)  # the testbed's language has no capitals
-_EDGE = re.compile(r"(?<=\s)(?=\S)|(?<=\w)(?=[^\w\s])|(?<=[^\w\s])(?=\w)")
-
-
-def classes_of(texts: Sequence[str]) -> list[str]:
-    """The class of every token of a prompt, by the word it is part of; `first` and `last` go before all others.
-
-    digits: a word with a digit in it, or a number from zero to ten written out. names: a capital that starts no
-    sentence, or a name of the testbed's language.
-    """
-    found, where = _words(texts)
-    kinds, starts = [], True
-    for word in found:
-        kinds.append(_kind(word, starts))
-        if word.strip():
-            starts = word.strip()[-1] in ".!?:\u3002" or "\n" in word
-    last = len(texts) - LAST
-    return [
-        "first" if place < FIRST else "last" if place >= last else kinds[where[place]] for place in range(len(texts))
-    ]
-
-
-def _words(texts: Sequence[str]) -> tuple[list[str], list[int]]:
-    """The words of the text, and the number of the word in which each token's first letter stands."""
-    whole = "".join(texts)
-    edges = [0, *(match.start() for match in _EDGE.finditer(whole)), len(whole)]
-    words = [whole[start:end] for start, end in pairwise(edges)]
-    where, place, word = [], 0, 0
-    for text in texts:
-        letter = place + len(text) - len(text.lstrip())
-        while word < len(words) - 1 and edges[word + 1] <= letter:
-            word += 1
-        where.append(word)
-        place += len(text)
-    return words, where
-
-
-def _kind(word: str, starts: bool) -> str:
-    bare = word.strip()
-    if any(letter.isdigit() for letter in bare) or bare.lower() in NUMBERS:
-        return "digits"
-    if bare in PEOPLE or (bare[:1].isupper() and not starts and len(bare) > 1):
-        return "names"
-    return "other" if any(letter.isalnum() for letter in bare) else "punctuation"

@@ -103,17 +103,15 @@ TRUSTED = re.compile(r"model\.(trust_remote_code|allow_pickle)=true|task\.tasks=
 RUN = "a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 if the request cannot work."""
-    return carried_out(parser(), sys.argv[1:] if argv is None else argv)
-
-
 @tells_errors(ConfigError, CacheError, OSError)
-def carried_out(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
-    """Do what `parser`'s arguments say: its `command` gets them and a console. 0, or 2 after printing an error."""
-    trusted = [each for each in arguments if TRUSTED.fullmatch(each)]
-    methods, others = without_method_words([each for each in arguments if each not in trusted])
-    args = parser.parse_args(others)
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 after printing why the request cannot work."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["diff"]:
+        raise ConfigError("kvexp diagnose has no diff any more: run kvexp diagnose show on either run")
+    trusted = [word for word in words if TRUSTED.fullmatch(word)]
+    methods, others = without_method_words([word for word in words if word not in trusted])
+    args = parser().parse_args(others)
     with active(Session(typed_keys=keys_of(trusted))):
         with_user_methods(methods)
         args.command(args, Console())
@@ -163,10 +161,6 @@ def parser() -> argparse.ArgumentParser:
     add("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
     add("--draw", type=Path, metavar="FILE", help="stacked bars: a .png, .pdf or .svg")
     add("--csv", type=Path, metavar="FILE", help="write every column")
-    add = command("diff", _diff, "where only one of two runs is right, and what each kept")
-    add("a", metavar="RUN_A", help=RUN)
-    add("b", metavar="RUN_B", help="another of the same model and task")
-    add("--step", **step)
     return result
 
 
@@ -247,7 +241,3 @@ def _gap(args: argparse.Namespace, console: Console) -> None:
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)
         _wrote(console, args.csv)
-
-
-def _diff(args: argparse.Namespace, console: Console) -> None:
-    gap.diff(run_at(args.a), run_at(args.b), args.step, console)

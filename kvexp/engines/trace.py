@@ -139,11 +139,11 @@ class Paged(Mask):
 
 REFUSED: tuple[Rule[CacheConfig], ...] = (
     (
-        lambda c: not c.method.evicts or c.method.per_query or c.method.full_cache,
+        lambda c: not c.method.evicts or c.drops_nothing,
         "method {c.method.name} evicts nothing: there is no eviction to trace",
     ),
     (
-        lambda c: c.method.simulation_only or (c.method.score_spec is not None and c.method.score_spec.over == "full"),
+        lambda c: c.simulation_only or (c.method.score_spec is not None and c.method.score_spec.over == "full"),
         "method {c.method.name} exists as a simulation only, which no engine could follow",
     ),
     (lambda c: c.renumbered, "traces are of original positions: set cache.positions=original"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvexp.core.graph import ReplayableStep, capture_obstacle
+from kvexp.core.graph import ReplayableStep, capture_obstacle, evicting
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.hf.load import track_finite
@@ -87,7 +87,7 @@ def graph_device(cache: AnyCache) -> GraphDevice | None:
     """What captures steps of this cache: CUDA graphs where cache.graph=auto and the model is on CUDA; else None."""
     caches = _caches(cache)
     tokens = caches[0].sequence.num_real
-    asked = all(one.config.graph == "auto" for one in caches)
+    asked = all(one.config.graph == "auto" for one in caches) and torch.cuda.is_available()
     return CudaGraphs(tokens.device) if asked and tokens is not None and tokens.device.type == "cuda" else None
 
 
@@ -112,7 +112,7 @@ class DecodeSteps:
             counts.because("layers that keep windows or states are not captured")
             device = None
         self._device = device if all(why is None for _, why in obstacles) else None
-        self._captured: _CapturedStep | None = None
+        self._captured: dict[tuple[bool, ...], _CapturedStep] = {}  # by which stacks evict
         self._before: list[tuple[int, bool]] | None = None  # stacks of the step before, and whether they were merged
 
     def __call__(self, token: Tensor, positions: Tensor) -> Tensor:
@@ -121,9 +121,8 @@ class DecodeSteps:
         if self._device is None:
             return decode_step(self.model, token, positions, self.cache)
         stacks = self._stacks()
-        captured = self._captured
-        if captured is not None and not captured.step.is_current(stacks):
-            captured = self._captured = None
+        self._captured = {kind: one for kind, one in self._captured.items() if one.step.is_current(stacks)}
+        captured = None if stacks is None else self._captured.get(evicting(stacks))
         if captured is None and stacks is not None and self._is_settled(stacks):
             return self._capture(self._device, stacks, token, positions)
         if captured is None:
@@ -131,7 +130,7 @@ class DecodeSteps:
         if not captured.trusted:
             output = captured.check(token, positions)
             if not captured.trusted:
-                self._device = self._captured = None
+                self._device, self._captured = None, {}
                 self.counts.because("a replayed step differed from the same step without a graph, which was kept")
             return output
         self.counts.replayed += 1
@@ -159,7 +158,7 @@ class DecodeSteps:
         captured = _CapturedStep(self.model, self.cache, ReplayableStep(layers, stacks), token, positions)
         output, failure = captured.make(device)
         if failure is None:
-            self._captured = captured
+            self._captured[captured.step.evicts] = captured
         else:
             self._device = None
             self.counts.because(f"the capture failed: {failure}")

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from kvexp.hf.gguf import LAYERS, read_header
+from kvexp.hf.gguf import LAYERS, LLAMA, read_header
 from kvexp.util import AtLeast, ConfigError, check_fields
 
 BLOCK = 32  # tokens of a block of the engine's cache on a CPU
@@ -107,13 +107,12 @@ def _place_holders(writer: Any, count: int) -> None:
 
 def gguf_name(known: str) -> str:
     """The GGUF name of a weight that Hugging Face calls `known`; ConfigError for one that the families do not have."""
-    names, layers = LAYERS["llama"]
     stem, _, kind = known.rpartition(".")
     place = ""
-    if stem.startswith(f"{layers}."):
-        number, _, stem = stem.removeprefix(f"{layers}.").partition(".")
+    if stem.startswith(f"{LAYERS}."):
+        number, _, stem = stem.removeprefix(f"{LAYERS}.").partition(".")
         place = f"blk.{number}."
-    found = [theirs for theirs, ours in names.items() if ours == stem]
+    found = [theirs for theirs, ours in LLAMA.items() if ours == stem]
     if not found:
         raise ConfigError(f"engine=openvino has no place for the weight {known}: take another model")
     return f"{place}{found[0]}.{kind}"

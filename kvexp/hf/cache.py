@@ -24,8 +24,8 @@ from kvexp.core.attention import AttentionParams
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
-from kvexp.core.decode import stack_order
-from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
+from kvexp.core.decode import stack_kind, stack_order
+from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer
 from kvexp.core.eviction import CacheState
 from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
@@ -118,11 +118,7 @@ NO_WINDOWS: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: (
             c.budget
-            and (
-                c.method.joins_layers
-                or not c.equal_layers
-                or type(layer_budgets_of(c.method, c.budget)) is not LayerBudgets
-            )
+            and (c.joins_layers or not c.equal_layers or type(layer_budgets_of(c.method, c.budget)) is not LayerBudgets)
         ),
         "slots of all layers are shared out or chosen together ({c.layers_setting}), and windows hold other numbers of "
         "tokens",
@@ -342,7 +338,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
     @property
     def takes_chunks(self) -> bool:
         """Whether several known tokens can pass layer by layer, since no layer reads what another has made of them."""
-        apart = self.cross_layer_score is None and not self.config.method.joins_layers and self.moving is None
+        apart = self.cross_layer_score is None and not self.config.joins_layers and self.moving is None
         return apart and all(type(layer) is EvictionCacheLayer and not layer.shared for layer in self.layers)
 
     @property
@@ -573,7 +569,7 @@ class FastStepGroup:
                 isinstance(state, EvictionLayer)
                 and not state.config.is_ragged
                 and not (self.by_layer and state.config.only_grows)  # which take chunks at once
-                and can_fast_decode(state, query, padding)
+                and state.can_step(query, padding)
                 for state in (layers[index : index + 1] if self.by_layer else layers)
             )
         ]
@@ -662,7 +658,7 @@ class MultiLayer:
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], StackedLayer]]:
         """The stacks of caches that take this step together, as pairs (indices of the caches, their stacked layer).
 
-        Made anew when other caches are eligible. Caches of renumbered positions have stacks of their own.
+        Made anew when other caches are eligible. Caches of another `stack_kind` have stacks of their own.
         """
         if query.shape[2] > 1 and self.fast_group.by_layer:
             return []
@@ -674,8 +670,8 @@ class MultiLayer:
             state.grow()
         if full or eligible != self._eligible:
             self._stacks = []
-            for renumbered in (False, True):
-                some = {i: slot.require_slots() for i, slot in slots.items() if slot.config.renumbered == renumbered}
+            for kind in dict.fromkeys(map(stack_kind, slots.values())):
+                some = {i: slot.require_slots() for i, slot in slots.items() if stack_kind(slot) == kind}
                 for members in bin_by_bytes({i: (held.length, held.kv_bytes) for i, held in some.items()}):
                     if len(members) > 1:
                         members = sorted(members, key=lambda i: stack_order(slots[i]))
@@ -690,7 +686,7 @@ class MultiLayer:
         together = {member for members, _ in self._stacks for member in members}
         stacks = [stack for _, stack in self._stacks]
         for member, state in enumerate(self.states):
-            if not isinstance(state, EvictionLayer) or not state.is_steady:
+            if not isinstance(state, EvictionLayer) or not state.has_slot:
                 return None
             if member not in together:
                 own = state.decode_stacks

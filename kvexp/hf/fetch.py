@@ -56,6 +56,7 @@ from kvexp.util import (
     file_digest,
     path_of,
     say,
+    size,
     stamp,
     sync_folder,
     unreachable,
@@ -269,7 +270,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
-            f"{folder} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} are free: make room, or set KVEXP_CACHE to a "
+            f"{folder} needs {size(needed)} and {size(free)} are free: make room, or set KVEXP_CACHE to a "
             "folder on another disk"
         )
 

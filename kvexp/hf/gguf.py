@@ -86,7 +86,7 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the model's family, such as llama or gpt2."""
+        """llama.cpp's name of the model's family, such as llama or qwen2."""
         return str(self.fields["general.architecture"])
 
     @property
@@ -234,24 +234,19 @@ def _header(path: Path, data: mmap.mmap) -> GgufHeader:
 
 
 FAMILIES_OF_GGUF = {  # architecture -> model_type
-    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"},
-    **{"gemma3": "gemma3_text", "phi3": "phi3"},
+    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"},
 }
 _READ = (
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
     *("attention.head_count", "attention.head_count_kv"),
-)
-_READ_ROTARY = (
     *("attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length", "rope.dimension_count"),
     *("attention.scale", "attention.sliding_window", "rope.freq_base", "rope.scale_linear"),
     *("rope.scaling.type", "rope.scaling.factor"),
 )
 # Keys of an architecture that a configuration is made of. The vocabulary's size is that of the embedding.
 READ = {
-    "gpt2": (*_READ, "attention.layer_norm_epsilon"),
-    **dict.fromkeys(("llama", "qwen2", "qwen3"), _READ + _READ_ROTARY),
-    "gemma3": (*_READ, *_READ_ROTARY, "rope.freq_base_swa"),
-    "phi3": (*_READ, *_READ_ROTARY, "rope.scaling.attn_factor"),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _READ),
+    "gemma3": (*_READ, "rope.freq_base_swa"),
 }
 # Keys of an architecture, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -274,7 +269,7 @@ LLAMA3_ROPE = [
 ]
 
 
-def config_of_header(header: GgufHeader, factors: dict[str, Tensor]) -> Any:
+def config_of_header(header: GgufHeader, factors: Tensor | None) -> Any:
     """The Hugging Face configuration of the model that a GGUF header describes.
 
     factors: as `rope_factors` reads them. ConfigError for a family that kvexp cannot read, and for what the family's
@@ -282,7 +277,7 @@ def config_of_header(header: GgufHeader, factors: dict[str, Tensor]) -> Any:
     """
     refuse(header, NO_MODEL)
     _check_keys(header)
-    config = _gpt2(header) if header.architecture == "gpt2" else _rotary(header, factors)
+    config = _rotary(header, factors)
     try:
         check_sizes(config)
     except ConfigError as error:
@@ -313,7 +308,7 @@ def conversion(header: GgufHeader) -> int:
 
     A conversion that was kept by an older kvexp is not used for the former, and its runs are other runs.
     """
-    unnamed = header.get("rope.scaling.type") is None and header.architecture != "gpt2"
+    unnamed = header.get("rope.scaling.type") is None
     more_ends = isinstance(_ends(header, None), list)
     return 2 if more_ends or repetition_penalty(header) != 1 or (unnamed and _linear_factor(header) != 1) else 1
 
@@ -353,8 +348,8 @@ NO_MODEL: tuple[Rule[GgufHeader], ...] = (
         "{c.path} has no token_embd.weight: it is part of a model; give the first file or all",
     ),
     (
-        lambda c: any(c.architecture != ROPE_FACTORS.get(name, c.architecture) for name in c.tensors),
-        "{c.path} has factors of positions (rope_freqs or rope_factors_long), which no {c.architecture} has",
+        lambda c: LLAMA3_FACTORS in c.tensors and c.architecture != "llama",
+        "{c.path} has factors of positions (rope_freqs), which no {c.architecture} has",
     ),
 )
 
@@ -366,7 +361,7 @@ def _check_keys(header: GgufHeader) -> None:
         name = key.removeprefix(own)
         if key.startswith((*ORIGIN, "tokenizer.", "split.")) or (name != key and name in READ[header.architecture]):
             continue
-        if name == "rope.scaling.original_context_length" and header.architecture != "gpt2":
+        if name == "rope.scaling.original_context_length":
             continue  # of YaRN and longrope alone, which `_rope` refuses
         if name != key and value in NEUTRAL.get(name, ()):
             continue
@@ -392,22 +387,21 @@ def _ends(header: GgufHeader, rows: int | None) -> int | list[int] | None:
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
-def _rotary(header: GgufHeader, factors: dict[str, Tensor]) -> Any:
+def _rotary(header: GgufHeader, factors: Tensor | None) -> Any:
     """Configuration of a family with RoPE and RMS norms; arguments and errors as of `config_of_header`."""
     architecture = header.architecture
     hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
     head_dim = header.integer("attention.key_length", hidden // max(heads, 1))
-    turned = header.integer("rope.dimension_count", head_dim)
-    for key, other in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
-        found = header.integer(key, other)
-        if found != head_dim and (architecture, key) != ("phi3", "rope.dimension_count"):
-            raise header.refused(f"sets {architecture}.{key}={found} and heads of {head_dim}")
-    more = _MORE[architecture](header, head_dim, turned)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        channels = header.integer(key, head_dim)
+        if channels != head_dim:
+            raise header.refused(f"sets {architecture}.{key}={channels} and heads of {head_dim}")
+    more = _MORE[architecture](header, head_dim)
     width = more.get("query_pre_attn_scalar", head_dim)
     scale = header.get("attention.scale") or width**-0.5
     if not isinstance(scale, int | float) or not math.isclose(scale, width**-0.5, rel_tol=1e-6):
         raise header.refused(f"sets {architecture}.attention.scale={scale!r}, which its family does not have")
-    if architecture in ("qwen2", "phi3"):
+    if architecture == "qwen2":
         if head_dim * heads != hidden:
             raise ConfigError(
                 f"{header.path}: {heads} heads of {head_dim} in {hidden}: {architecture} has no such heads"
@@ -433,14 +427,12 @@ def _rotary(header: GgufHeader, factors: dict[str, Tensor]) -> Any:
         config = AutoConfig.for_model(family, **{**fields, **more})
     except (ValueError, TypeError) as error:  # transformers' own checks of a configuration
         raise ConfigError(f"the header of {header.path}: {' '.join(str(error).split())[:300]}") from error
-    if LLAMA3_FACTORS in factors:
-        config.rope_parameters = _llama3_rope(header, config, factors[LLAMA3_FACTORS])
-    elif factors:
-        config.rope_parameters = _longrope(header, config, factors)
+    if factors is not None:
+        config.rope_parameters = _llama3_rope(header, config, factors)
     return config
 
 
-def _llama(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
+def _llama(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     """Fields of a llama's configuration, or with a window of a mistral's."""
     window = header.integer("attention.sliding_window", 0)
     if window:
@@ -449,14 +441,14 @@ def _llama(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
     return {"attention_bias": "attn_q.bias" in first, "mlp_bias": "ffn_up.bias" in first}
 
 
-def _qwen(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
+def _qwen(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     """No more fields; ConfigError for a window."""
     if window := header.integer("attention.sliding_window", 0):
         raise header.refused(f"has a sliding window of {window}")
     return {}
 
 
-def _gemma3(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
+def _gemma3(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     """Fields of a gemma3_text's configuration: every sixth layer attends to everything, with a RoPE of its own.
 
     llama.cpp knows the pattern, the base of the windows' RoPE and the 27B's scale without the file.
@@ -473,41 +465,10 @@ def _gemma3(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
     }
 
 
-def _phi3(header: GgufHeader, head_dim: int, turned: int) -> dict[str, Any]:
-    """Fields of a phi3's configuration. turned: channels of a head that RoPE turns.
-
-    The window is Hugging Face's, whose model has it; llama.cpp leaves it out.
-    """
-    length = header.integer("rope.scaling.original_context_length", header.integer("context_length"))
-    return {
-        "sliding_window": header.integer("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": length,
-        "rope_parameters": {**_rope(header), "partial_rotary_factor": turned / head_dim},
-    }
-
-
-_MORE: dict[str, Callable[[GgufHeader, int, int], dict[str, Any]]] = {
-    **{"llama": _llama, "qwen2": _qwen, "qwen3": _qwen, "gemma3": _gemma3, "phi3": _phi3}
+_MORE: dict[str, Callable[[GgufHeader, int], dict[str, Any]]] = {
+    **{"llama": _llama, "qwen2": _qwen, "qwen3": _qwen, "gemma3": _gemma3}
 }
 GEMMA3_PATTERN, GEMMA3_LOCAL_THETA, GEMMA3_27B_LAYERS = 6, 10_000.0, 62
-
-
-def _gpt2(header: GgufHeader) -> Any:
-    """Configuration of a GPT-2; ConfigError for grouped heads, which it does not have."""
-    heads, groups = header.integer("attention.head_count"), header.get("attention.head_count_kv")
-    if groups not in (None, heads):
-        raise ConfigError(f"{header.path}: {heads} heads in {groups} groups: no GPT-2")
-    return AutoConfig.for_model(
-        "gpt2",
-        vocab_size=header.tensors["token_embd.weight"].shape[0],
-        n_positions=header.integer("context_length"),
-        n_embd=header.integer("embedding_length"),
-        n_layer=header.integer("block_count"),
-        n_head=heads,
-        n_inner=header.integer("feed_forward_length"),
-        layer_norm_epsilon=header.number("attention.layer_norm_epsilon"),
-        tie_word_embeddings="output.weight" not in header.tensors,
-    )
 
 
 def _rope(header: GgufHeader) -> dict[str, Any]:
@@ -547,27 +508,6 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
         if factors.shape == made.shape and torch.allclose(frequencies / made, factors.float(), rtol=1e-5):
             return dict(config.rope_parameters)
     raise header.refused("scales its positions by factors (rope_freqs.weight) that neither Llama 3.1 nor 3.2 has")
-
-
-def _longrope(header: GgufHeader, config: Any, factors: dict[str, Tensor]) -> dict[str, Any]:
-    """The `rope_parameters` of a phi3 with factors for short and for long texts; ConfigError for another scale.
-
-    The file names the factor by which queries and keys grow, which transformers computes from the lengths.
-    """
-    if set(factors) != {SHORT_FACTORS, LONG_FACTORS}:
-        raise header.refused(f"has {' and '.join(factors)} alone, of two lists of factors")
-    made = {
-        **config.rope_parameters,
-        "rope_type": "longrope",
-        "original_max_position_embeddings": config.original_max_position_embeddings,
-        **{f"{key}_factor": factors[name].tolist() for key, name in (("short", SHORT_FACTORS), ("long", LONG_FACTORS))},
-    }
-    length, before = config.max_position_embeddings, config.original_max_position_embeddings
-    wanted = math.sqrt(1 + math.log(length / before) / math.log(before)) if length > before else 1.0
-    given = header.number("rope.scaling.attn_factor", 1.0)
-    if not math.isclose(given, wanted, rel_tol=1e-5):
-        raise header.refused(f"sets phi3.rope.scaling.attn_factor={given!r}, where its lengths make it {wanted:.6g}")
-    return made
 
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
@@ -732,10 +672,7 @@ def _by(pattern: str) -> Any:
 
 
 PART = 2 << 30  # bytes of a safetensors file: what is held in memory on the way
-LLAMA3_FACTORS = "rope_freqs.weight"
-SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-# Tensors that are no weights, but the configuration's scaling of positions -> the one architecture that has them.
-ROPE_FACTORS: dict[str, str] = {LLAMA3_FACTORS: "llama", SHORT_FACTORS: "phi3", LONG_FACTORS: "phi3"}
+LLAMA3_FACTORS = "rope_freqs.weight"  # no weight, but a llama's scaling of positions
 LLAMA = {
     **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
@@ -747,27 +684,16 @@ GEMMA3 = LLAMA | {
     "ffn_norm": "pre_feedforward_layernorm",
     **{"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
 }
-PHI3 = LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-GPT2 = {
-    **{"token_embd": "transformer.wte", "position_embd": "transformer.wpe"},
-    **{"output_norm": "transformer.ln_f", "output": "lm_head"},
-    **{"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"},
-    **{"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-}
-LAYERS = {
-    "gpt2": (GPT2, "transformer.h"),
-    **{"llama": (LLAMA, "model.layers"), "gemma3": (GEMMA3, "model.layers"), "phi3": (PHI3, "model.layers")},
-}
-TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's are stored input first
+LAYERS = "model.layers"
 
 
 def name_of(name: str, architecture: str) -> str | None:
     """Hugging Face's name of the GGUF tensor `name`; None where the architecture has no such tensor."""
-    names, layers = LAYERS.get(architecture, LAYERS["llama"])
+    names = GEMMA3 if architecture == "gemma3" else LLAMA
     parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if parts is None or parts[2] not in names:
         return None
-    place = f"{layers}.{parts[1]}." if parts[1] is not None else ""
+    place = f"{LAYERS}.{parts[1]}." if parts[1] is not None else ""
     return f"{place}{names[parts[2]]}.{parts[3]}"
 
 
@@ -792,12 +718,11 @@ def check_names(header: GgufHeader, config: Any) -> None:
     wanted = {name: tuple(weight.shape) for name, weight in state.items()}
     if config.tie_word_embeddings:
         del wanted["lm_head.weight"]
-    found = {}
-    for name, tensor in header.tensors.items():
-        if name in ROPE_FACTORS:
-            continue
-        known = name_of(name, header.architecture) or name
-        found[known] = tensor.shape[::-1] if _transposed(known, header) else tensor.shape
+    found = {
+        name_of(name, header.architecture) or name: tensor.shape
+        for name, tensor in header.tensors.items()
+        if name != LLAMA3_FACTORS
+    }
     wrong = {
         "missing": [name for name in wanted if name not in found],
         "unknown": [name for name in found if name not in wanted],
@@ -815,7 +740,7 @@ def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None])
     parts: list[dict[str, GgufTensor]] = [{}]
     held = total = 0
     for name, tensor in header.tensors.items():
-        if name in ROPE_FACTORS:
+        if name == LLAMA3_FACTORS:
             continue
         size = tensor.elements * 4
         if parts[-1] and held + size > PART:
@@ -838,13 +763,12 @@ def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None])
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True), "utf-8")
 
 
-def rope_factors(header: GgufHeader) -> dict[str, Tensor]:
-    """The file's tensors of ROPE_FACTORS by name, float32 [D / 2]: numbers by which RoPE's frequencies are divided."""
-    found = [tensor for name, tensor in header.tensors.items() if name in ROPE_FACTORS]
-    if not found:
-        return {}
+def rope_factors(header: GgufHeader) -> Tensor | None:
+    """Numbers by which RoPE's frequencies are divided, float32 [D / 2]; None where the file has none."""
+    if (tensor := header.tensors.get(LLAMA3_FACTORS)) is None:
+        return None
     with header.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return {tensor.name: read_tensor(data, tensor) for tensor in found}
+        return read_tensor(data, tensor)
 
 
 def _weight(header: GgufHeader, data: mmap.mmap, known: str, tensor: GgufTensor) -> Tensor:
@@ -855,8 +779,6 @@ def _weight(header: GgufHeader, data: mmap.mmap, known: str, tensor: GgufTensor)
         weight = _halves_apart(weight, heads)
     elif header.architecture == "llama" and ".k_proj." in known:
         weight = _halves_apart(weight, header.integer("attention.head_count_kv", heads))
-    elif _transposed(known, header):
-        weight = weight.T
     elif header.architecture == "gemma3" and known.endswith("norm.weight"):
         weight = weight - 1  # Hugging Face's multiply by 1 + weight, llama.cpp's by the weight
     return weight.contiguous()
@@ -870,8 +792,3 @@ def _halves_apart(weight: Tensor, heads: int) -> Tensor:
     """
     width = weight.shape[0] // heads
     return weight.reshape(heads, width // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
-def _transposed(known: str, header: GgufHeader) -> bool:
-    """Whether GGUF and Hugging Face store the weight called `known` transposed to each other (GPT-2's projections)."""
-    return header.architecture == "gpt2" and bool(TRANSPOSED.search(known))

@@ -7,12 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
-from kvexp.core import AttentionScoreSpec, EvictionContext, Method
+from kvexp.core import AttentionScoreSpec, EvictionContext
+from kvexp.core.special_methods import Simulated
 from kvexp.util import ConfigError, Range
 
 
 @dataclass(frozen=True)
-class H2O(Method):
+class H2O(Simulated):
     """score[j] = sum over queries q of softmax(x_q)[j]; keep = newest `recent_ratio` of k U top of score.
 
     Source: Zhang et al., arXiv:2306.14048, Algorithm 1; halves are heavy and recent as in the official scripts.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from kvexp.core import AttentionScoreSpec, Method
+from kvexp.core import AttentionScoreSpec
 from kvexp.core.budget import floor_share
+from kvexp.core.special_methods import GrantsSlots
 from kvexp.util import AtLeast, Range
 
 
 @dataclass(frozen=True)
-class H2OC(Method):
+class H2OC(GrantsSlots):
     """H2O whose budget of k slots becomes k + T / 128 for a prompt of T tokens, or 1.5 k + T / 128; always with sinks.
 
     Source: PQCache's baseline, arXiv:2407.12820, section 4.1.3; its release has no code for it. compensation: codes

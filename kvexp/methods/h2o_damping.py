@@ -8,12 +8,13 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from kvexp.core.special_methods import ChangesScores
 from kvexp.methods.h2o import H2O
 from kvexp.util import Range
 
 
 @dataclass(frozen=True)
-class H2ODamping(H2O):
+class H2ODamping(H2O, ChangesScores):
     """As H2O, and score *= damping each time slots have been evicted.
 
     Source: Keyformer, arXiv:2403.09054, Fig. 5 (damping of the accumulated attention, recent window 20 %).

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvexp.core import EvictionContext, Method
+from kvexp.core import EvictionContext
 from kvexp.core.slot_order import kept_mask
+from kvexp.core.special_methods import Simulated
 
 
 @dataclass(frozen=True)
-class Ideal(Method):
+class Ideal(Simulated):
     """query t attends to itself and its own top k - 1 of softmax(x_t) over everything seen. mode=mask only.
 
     Source: "Ideal" of A2SF, arXiv:2407.20485, section 4.3 and Fig. 4. Departures: for decode steps (prompt rows attend

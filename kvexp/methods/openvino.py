@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
-from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Needs
+from kvexp.core import AttentionScoreSpec, EvictionContext, Needs
 from kvexp.core.attention import attention_probs
 from kvexp.core.cpp_order import ascending, largest
+from kvexp.core.special_methods import ChoosesSlots, GrantsSlots
 from kvexp.util import AtLeast, ConfigError, Range
 
 POOL = 7  # the engine's, which no setting changes
@@ -19,7 +20,7 @@ NEWEST = 8  # steps whose mean is Adaptive R-KV's score
 
 
 @dataclass(frozen=True)
-class OpenVINO(Method):
+class OpenVINO(ChoosesSlots, GrantsSlots):
     """S[j] = sum over forwards of max over j..j+6 of the sum over all query heads, and over the last `window` rows of
     the prompt or the row of a step, of softmax(x_q); block score = sum over its tokens of S[j], or of S[j] / life[j];
     keep = `start_size` first U newest blocks of `recent_size` U top blocks, `budget` tokens in all.
@@ -35,7 +36,6 @@ class OpenVINO(Method):
     """
 
     name: ClassVar[str] = "openvino"
-    in_order: ClassVar[bool] = True
     aggregation: Literal["norm_sum", "sum", "adaptive_rkv"] = "norm_sum"
     start_size: Annotated[int, AtLeast(1)] = 32  # tokens
     recent_size: Annotated[int, AtLeast(1)] = 128  # tokens

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core import EvictionContext, Method, Needs
+from kvexp.core import EvictionContext, Needs
+from kvexp.core.special_methods import JoinsLayers
 from kvexp.core.statistics import mean_rotation
 from kvexp.util import AtLeast, Range
 
@@ -16,7 +17,7 @@ LARGEST = 1 << 20  # of max_offset: angles in float32 say little beyond
 
 
 @dataclass(frozen=True)
-class TriAttention(Method):
+class TriAttention(JoinsLayers):
     """s[j] = mean over d of sum_f |E q_f| |k_f| cos(w_f (t + d - p_j) + phi_f) + sum_f (E|q_f| - |E q_f|) |k_f| in each
     query head, d = 1, 2, 4 ... `max_offset`; keep = newest U top k of the largest z-score of s over query heads.
 

@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from kvexp.results import promise
+from kvexp.results.blocks import Column, numeric, plain, print_columns
 from kvexp.results.divergence import per_example
 from kvexp.results.read import Folder, Runs, baseline_of, number, read_runs, size_or_words, unmatched
 from kvexp.results.read import where as labels_of_words
 from kvexp.results.stats import Floats, lower_is_better
-from kvexp.results.table import Column, bytes_share, numeric, plain, print_columns, size
+from kvexp.results.table import bytes_share
 from kvexp.run.store import OWN
 from kvexp.util import (
     AtLeast,
@@ -42,6 +43,7 @@ from kvexp.util import (
     locked,
     replace,
     say,
+    size,
     tells_errors,
     tells_warnings,
     typed,
@@ -721,10 +723,10 @@ def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[
 
 def _columns(asked: Asked, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     at_most = f"{LOSSES[asked.loss].mean}\nat most"
-    target = Column("saved on\ntarget", lambda row: size(row.get("target", math.nan)))
+    target = Column("saved on\ntarget", "target", size)
     return [
         *(plain("method", "method", right=False), plain("budget", "budget", right=False)),
-        *(numeric("% of\nKV", "share", 0, 100), Column("saved per\nsequence", lambda row: size(row["saved"]))),
+        *(numeric("% of\nKV", "share", 0, 100), Column("saved per\nsequence", "saved", size)),
         *([target] if asked.target else []),
         *(plain("beyond", "beyond\nthe limit"), numeric("within it,\nat least", "least", 3)),
         numeric(at_most, "mean", LOSSES[asked.loss].digits),

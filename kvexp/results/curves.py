@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvexp.core import Method
 from kvexp.results.plots import NO_KL, draw_runs, without_shared
 from kvexp.results.read import Runs, read_runs
-from kvexp.results.screen import distances
+from kvexp.results.screen import with_distances
 from kvexp.results.table import parts, quality_table
 from kvexp.run import model_spec
 from kvexp.run.compose import (
@@ -70,10 +70,8 @@ class Curves(pd.DataFrame):
     @classmethod
     def of(cls, runs: Runs) -> Curves:
         """The frame of these runs."""
-        frame, far = runs.frame(quality_table), distances(runs)
-        whole = frame.assign(
-            **{name: pd.Series([far.get(key, {}).get(name) for key in frame["hash"]]) for name in DISTANCE}
-        )
+        frame = runs.frame(quality_table)
+        whole = runs.frame(with_distances)[[*frame, *DISTANCE]]
         first = [f"{metric}{ending}" for metric in dict.fromkeys(frame["headline"].dropna()) for ending in ENDINGS]
         metrics = (name for folder in runs.shown for name in folder.metrics)
         kept = dict.fromkeys([*RUN, *DISTANCE, *first, *metrics, *LAST])

@@ -21,6 +21,8 @@ import numpy as np
 import pandas as pd
 
 from kvexp.results import stats
+from kvexp.results.blocks import Block, Column, interval, numeric, plain, print_blocks, print_columns, records
+from kvexp.results.blocks import Row as TableRow
 from kvexp.results.read import Folder, Row, Runs, baseline_of, check_pair, number
 from kvexp.results.stats import LEVEL, Floats, is_all_or_nothing
 from kvexp.results.table import (
@@ -28,21 +30,12 @@ from kvexp.results.table import (
     FEW_SLOTS_WORDS,
     METHOD,
     METHOD_AND_SETTING,
-    Block,
-    Column,
     N,
-    absent,
-    interval,
-    numeric,
+    n_differs,
     parts,
-    plain,
-    print_blocks,
-    print_columns,
     question_column,
-    records,
     shared_settings,
 )
-from kvexp.results.table import Row as TableRow
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, run_name
 from kvexp.util import ConfigError, Console, explained, locked, replace
 
@@ -417,21 +410,21 @@ def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
 def columns_of(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
     """Columns of a frame of `frame_of`: those that name a row, and all others."""
     settings = any(row.get("setting") for row in rows)
-    written = any(not absent(row.get("same_tokens")) for row in rows)
-    answers = [numeric("equal\ntokens %", "same_tokens", 0, 100), numeric("parts\nat", "parts_at", 1)]
-    names = [METHOD_AND_SETTING if settings else METHOD, plain("kv_ratio", "kv_ratio"), *question_column(rows), N]
-    return names, [
-        plain("tokens", "tokens"),
+    names = [METHOD_AND_SETTING if settings else METHOD, plain("kv_ratio", "kv_ratio"), *question_column(rows)]
+    return [*names, *([N] if n_differs(rows) else [])], [
         numeric("KL", "kl", 4),
         KL_INTERVAL,
+        plain("verdict_kl", "verdict\non KL", right=False),
+        *([] if n_differs(rows) else [N]),
+        plain("tokens", "tokens"),
         numeric("median", "kl_p50", 4),
         numeric("99 % of\ntokens", "kl_p99", 2),
-        plain("verdict_kl", "verdict\non KL", right=False),
         numeric("same\ntop-1 %", "top1", 1, 100),
         interval("95 %", "top1_low", "top1_high", 1, 100),
         plain("verdict_top1", "verdict\non top-1", right=False),
         numeric("perplexity\nratio", "ppl_ratio", 3),
-        *(answers if written else []),
+        numeric("equal\ntokens %", "same_tokens", 0, 100),
+        numeric("parts\nat", "parts_at", 1),
     ]
 
 
@@ -452,7 +445,7 @@ def print_compared(
         raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
     for block in blocks:
         print_blocks([block], [], console)
-        text, hashes = str(block[1][0]["text"]), {row["hash"] for row in block[1]}
+        text, hashes = str(block.rows[0]["text"]), {row["hash"] for row in block.rows}
         part = frame[frame["hash"].isin(hashes) & frame["text"].eq(text)]
         names = {row["hash"]: run_name(row) for row in shared_settings(records(part))[1]}
         by_hash = {key: folder for key, folder in runs.known.items() if key in hashes}
@@ -473,7 +466,7 @@ def _columns_of_pairs(names: Mapping[str, str]) -> list[Column]:
         N,
         numeric("KL of one\nless other", "difference", 4, sign="+"),
         interval("95 %", "low", "high", 4, sign="+"),
-        Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),
+        Column("p (Holm)", "holm", "{:.2g}".format),
         Column("less", less, right=False),
     ]
 

@@ -17,32 +17,16 @@ import pandas as pd
 
 from kvexp.results import divergence, stats
 from kvexp.results import table as quality
+from kvexp.results.blocks import Column, Row, absent, fixed, interval, numeric, plain, records, seconds
 from kvexp.results.read import Folder, Runs, answer_of, baseline_of, in_order, number, score_pairs, size_or_words
 from kvexp.results.stats import Floats
-from kvexp.results.table import (
-    METHOD_AND_SETTING,
-    Column,
-    N,
-    Row,
-    absent,
-    budget_column,
-    fixed,
-    interval,
-    method_and_setting,
-    numeric,
-    plain,
-    question_column,
-    records,
-    seconds,
-    short,
-    size,
-    without,
-)
-from kvexp.run.store import OWN
+from kvexp.results.table import METHOD_AND_SETTING, N, budget_column, question_column, short, without
+from kvexp.run.store import OWN, run_name
+from kvexp.util import size
 
 Value = tuple[float, float, float]  # a number with the ends of its interval, NaN where there is none
 Columns = tuple[list[Column], list[Column]]  # those that name a row, all others
-OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 1)]
+OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 1, of="of_full")]
 
 
 @dataclass(frozen=True)
@@ -56,6 +40,11 @@ class Point:
     order: float
     hash: str
     values: list[Value]
+
+
+def share(head: str, part: str, whole: str, digits: int) -> Column:
+    """Column of one value in percent of another."""
+    return Column(head, lambda row: _share(row, part, whole)[0], lambda value: fixed(value, digits))
 
 
 def metric_of(row: Row) -> str:
@@ -161,15 +150,15 @@ def _asked(contexts: Sequence[tuple[int, Floats]], asked: int, metric: str) -> d
 
 def questions_columns(rows: Sequence[Row]) -> Columns:
     names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), plain("asked", "asked"), plain("contexts", "contexts")]
-    columns = [numeric("score", "score", 2), numeric("full", "full", 2), *OF_FULL]
-    columns.append(numeric("none\nlost %", "none_lost", 0))
-    if any(not absent(row["shared_s"]) for row in rows):
-        columns += [
-            Column("one\nprefill", lambda row: seconds(row["shared_s"])),
-            Column("one by\none", lambda row: seconds(row["one_by_one_s"])),
-            Column("% of\ntime", lambda row: fixed(100 * row["shared_s"] / row["one_by_one_s"], 0)),
-        ]
-    return names, columns
+    return names, [
+        numeric("score", "score", 2),
+        numeric("full", "full", 2),
+        *OF_FULL,
+        numeric("none\nlost %", "none_lost", 0),
+        Column("one\nprefill", "shared_s", seconds),
+        Column("one by\none", "one_by_one_s", seconds),
+        share("% of\ntime", "shared_s", "one_by_one_s", 0),
+    ]
 
 
 # --- turns, distance: conversations, by turn or by how long ago the fact asked for was mentioned
@@ -306,7 +295,8 @@ def _bins(row: Row) -> list[int]:
 def long_columns(rows: Sequence[Row]) -> Columns:
     names = [METHOD_AND_SETTING, plain("kv_ratio", "kv_ratio"), N]
     if all(absent(row.get("kv_ratio")) for row in rows):
-        method = Column("method", lambda row: method_and_setting(without(row, "budget.tokens=")), right=False)
+        rest = ("method", "setting")
+        method = Column("method", lambda row: run_name(without(row, "budget.tokens="), *rest), right=False)
         names[:2] = [method, plain("budget_tokens", "budget")]
     ends = sorted({end for row in rows for end in _bins(row)})
     return names, [
@@ -403,21 +393,20 @@ def _leaks_when_asked(folder: Folder | None) -> dict[str, float]:
 
 
 def instructions_columns(rows: Sequence[Row]) -> Columns:
-    def share(head: str, part: str, whole: str) -> Column:
-        def cell(row: Row) -> str:
-            return "-" if absent(row[whole]) or not row[whole] else f"{int(row[part])} of {int(row[whole])}"
+    def counted(head: str, part: str, whole: str) -> Column:
+        def value(row: Row) -> Any:
+            return None if absent(row[whole]) or not row[whole] else (int(row[part]), int(row[whole]))
 
-        return Column(head, cell)
+        return Column(head, value, lambda pair: f"{pair[0]} of {pair[1]}")
 
     names = [METHOD_AND_SETTING, budget_column(rows), plain("keep", "keep", right=False), *question_column(rows), N]
     return names, [
         numeric("followed", "followed", 1),
-        OF_FULL[0],
-        interval("95 %", "low", "high", 1, of="of_full"),
+        *OF_FULL,
         numeric("all", "all_followed", 1),
         numeric("rule", "rule", 1),
-        share("leaked", "told", "answers"),
-        share("leaked when\nasked", "told_asked", "asked"),
+        counted("leaked", "told", "answers"),
+        counted("leaked when\nasked", "told_asked", "asked"),
     ]
 
 
@@ -461,18 +450,14 @@ def chunks_table(runs: Runs) -> pd.DataFrame:
 
 
 def chunks_columns(rows: Sequence[Row]) -> Columns:
-    def share(row: Row) -> str:
-        part, whole = row["peak_kv_bytes"], row["full_peak_kv_bytes"]
-        return "-" if absent(part) or absent(whole) else fixed(100 * part / whole, 1)
-
-    far = [numeric("KL", "kl", 4), interval("95 %", "kl_low", "kl_high", 4)]
     chunk = Column("chunk", lambda row: "whole" if absent(row["chunk"]) else str(int(row["chunk"])))
     return [METHOD_AND_SETTING, budget_column(rows), chunk, N], [
-        Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
-        Column("% of\nfull's", share),
+        Column("peak KV", "peak_kv_bytes", size),
+        share("% of\nfull's", "peak_kv_bytes", "full_peak_kv_bytes", 1),
         numeric("score", "score", 2),
         *OF_FULL,
-        *(far if any(not absent(row["kl"]) for row in rows) else []),
+        numeric("KL", "kl", 4),
+        interval("95 %", "kl_low", "kl_high", 4, of="kl"),
     ]
 
 

@@ -499,8 +499,8 @@ def draw_life(runs: Runs, name: str) -> Figure:
         raise ConfigError(
             f"the view {name} has no figure; these have: runs, divergence, bytes, needle, {', '.join(drawn)}"
         )
-    blocks = [(title, rows) for title, rows, _, _ in view.blocks(runs.frame(view.table))]
-    panels = [(title, places, lines) for title, rows in blocks for places, lines in [chart_of(view, rows)] if lines]
+    charts = ((block.title, *chart_of(view, block.rows)) for block in view.blocks(runs.frame(view.table)))
+    panels = [(title, places, lines) for title, places, lines in charts if lines]
     if not panels:
         raise ConfigError(f"no run under {runs.outputs} {view.missing}")
     figure = Figure(layout="constrained")

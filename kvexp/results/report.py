@@ -22,10 +22,9 @@ import base64
 import hashlib
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -37,7 +36,8 @@ import pandas as pd
 
 import kvexp
 from kvexp.results.advise import FOLDER, LOSSES, Advice, Recorded, by_method, point, recorded, said
-from kvexp.results.divergence import KL_INTERVAL, per_example, scale_of
+from kvexp.results.blocks import Block, absent
+from kvexp.results.divergence import per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
@@ -52,9 +52,9 @@ from kvexp.results.read import (
     titled,
     unmatched,
 )
-from kvexp.results.screen import distances
+from kvexp.results.screen import with_distances
 from kvexp.results.stats import lower_is_better
-from kvexp.results.table import Block, Column, absent, called, few, groups, metrics_of, notes, place, quality_table
+from kvexp.results.table import called, few, groups, metrics_of, notes, quality_table
 from kvexp.results.views import DIVERGENCE as KL_VIEW
 from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
@@ -110,9 +110,7 @@ class RunGroup:
     panel: str
     model: str
     task: str
-    title: str
-    rows: list[dict[str, Any]]
-    columns: list[Any]
+    block: Block
 
 
 @dataclass(frozen=True)
@@ -132,13 +130,13 @@ class ReportSource:
     @cached_property
     def groups(self) -> list[RunGroup]:
         several = self.frame.loc[self.frame["status"] != "refused", "numerics"].nunique() > 1
-        found, far = [], distances(self.runs)
-        for title, rows, columns, _ in groups(self.frame, "kv_ratio"):
-            rows = sorted(rows, key=lambda row: place({**row, "kl": far.get(row["hash"], {}).get("kl")}))
+        found = []
+        for block in groups(self.runs.frame(with_distances), "kv_ratio"):
+            rows = block.rows
             # A job refused before its labels were known has none.
             model, task = ("-" if pd.isna(value := rows[0].get(name)) else str(value) for name in ("model", "task"))
             panel = f"{model} / {task}" + (f", NUMERICS {rows[0]['numerics']}" if several else "")
-            found.append(RunGroup(panel, model, task, title, rows, columns))
+            found.append(RunGroup(panel, model, task, block))
         return found
 
 
@@ -166,13 +164,13 @@ def index(source: ReportSource) -> list[dict[str, Any]]:
 
 
 def _entries(source: ReportSource, group: RunGroup) -> list[dict[str, Any]]:
-    asked = [row.get("question") for row in group.rows]
+    asked = [row.get("question") for row in group.block.rows]
     codes: dict[str, set[Any]] = defaultdict(set)
-    for row in group.rows:
+    for row in group.block.rows:
         codes[str(row.get("method"))].add(row.get("code"))
     several = {method for method, found in codes.items() if len(found) > 1}
-    most = max(row["n"] for row in group.rows)
-    lines = [_line(row, several, most, asked=len(set(asked)) > 1) for row in group.rows]
+    most = max(row["n"] for row in group.block.rows)
+    lines = [_line(row, several, most, asked=len(set(asked)) > 1) for row in group.block.rows]
     panel = titled(group.panel, asked)
     dashes = dashes_of(pd.DataFrame(lines, columns=["method", "setting"]))
     return [
@@ -184,7 +182,7 @@ def _entries(source: ReportSource, group: RunGroup) -> list[dict[str, Any]]:
             **look(method, dashes[method, setting]),
             **_where(source, row["hash"]),
         }
-        for row, (method, setting) in zip(group.rows, lines, strict=True)
+        for row, (method, setting) in zip(group.block.rows, lines, strict=True)
     ]
 
 
@@ -276,7 +274,7 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
     marks = [
         {"model": group.model, "task": group.task, "changes": [[row["change"], row["kl"]] for row in rows]}
         for group in source.groups
-        if (rows := scale_of(runs[row["hash"]] for row in group.rows if row["hash"] in runs))
+        if (rows := scale_of(runs[row["hash"]] for row in group.block.rows if row["hash"] in runs))
     ]
     found = {key: found[key] for key in runs if key in found}  # in the order of the page
     return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
@@ -362,24 +360,13 @@ def life_data(source: ReportSource) -> list[dict[str, Any]] | None:
 
 def _block(view: View, block: Block) -> dict[str, Any]:
     """One table, and its chart: places along the axis, and lines with points (place, hash, values and their ends)."""
-    title, rows, columns, _ = block
-    places, lines = chart_of(view, rows)
+    places, lines = chart_of(view, block.rows)
     sides = [{"title": side.title, "log": side.log, "level": side.level} for side in view.sides]
     drawn = [
         {"label": line.label, "points": line.points, **look(line.method, DASHES[line.before % len(DASHES)])}
         for line in lines
     ]
-    return {**_cells_of(title, rows, columns), "x": view.x, "places": places, "sides": sides, "lines": drawn}
-
-
-def _cells_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
-    """A printed table for a script: its title, heads, which columns stand to the right, and rows of hash and cells."""
-    return {
-        "title": title,
-        "heads": [column.head for column in columns],
-        "right": [column.right for column in columns],
-        "rows": [[row["hash"], *(column.cell(row) for column in columns)] for row in rows],
-    }
+    return {**block.cells(), "x": view.x, "places": places, "sides": sides, "lines": drawn}
 
 
 def needle_data(source: ReportSource) -> dict[str, Any] | None:
@@ -462,9 +449,6 @@ def _row(row: Row, with_reference: bool) -> dict[str, Any]:
     return found | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
 
 
-VERDICT = re.compile(r"99(\.9)? %\n|.* %\nof full$|95 %\ninterval$")  # heads of the columns that decide
-
-
 def verdicts_data(source: ReportSource) -> dict[str, Any]:
     """Tables with heads and cells as the terminal prints them, divergences first, and the notes below them.
 
@@ -472,17 +456,15 @@ def verdicts_data(source: ReportSource) -> dict[str, Any]:
     """
     view = VIEWS[KL_VIEW]
     far = source.runs.frame(view.table)
-    tables = []
-    for title, rows, columns, _ in view.blocks(far):
-        first = [column for column in columns if column is KL_INTERVAL or column.head in ("KL", "verdict\non KL")]
-        others = [column for column in columns[2:] if column not in first]
-        tables.append(_cells_of(title, rows, [*columns[:2], *first, *others]))
-    for group in source.groups:
-        verdicts = [column for column in group.columns if VERDICT.match(column.head)]
-        verdicts.sort(key=lambda column: not column.head.startswith("99"))
-        others = [column for column in group.columns if not VERDICT.match(column.head)]
-        tables.append(_cells_of(group.title, group.rows, [*others[:2], *verdicts, *others[2:]]))
-    return {"tables": tables, "notes": [*view.lines_below(source.runs, far), *notes(source.frame)]}
+    blocks = [_first(block, 3) for block in view.blocks(far)] + [_first(group.block, 4) for group in source.groups]
+    notes_below = [*view.lines_below(source.runs, far), *notes(source.frame)]
+    return {"tables": [block.cells() for block in blocks], "notes": notes_below}
+
+
+def _first(block: Block, decisive: int) -> Block:
+    """The table with so many of the columns behind the names moved behind the first two names."""
+    names, others = block.columns[: block.keys], block.columns[block.keys :]
+    return replace(block, columns=[*names[:2], *others[:decisive], *names[2:], *others[decisive:]])
 
 
 SECTIONS = (
@@ -563,7 +545,7 @@ SECTIONS = (
         about_data,
     ),
 )
-BEFORE = ("dom", "filters", "panels", "diff")  # scripts the sections use
+BEFORE = ("dom", "table", "filters", "panels", "diff")  # scripts the sections use
 AFTER = ("start",)
 
 

@@ -19,18 +19,11 @@ import numpy as np
 import pandas as pd
 
 from kvexp.results import stats
+from kvexp.results.blocks import absent, interval, numeric, plain
 from kvexp.results.life import Columns
 from kvexp.results.read import Folder, Row, Runs, baseline_of, in_order, number
 from kvexp.results.stats import Floats, item_of
-from kvexp.results.table import (
-    METHOD_AND_SETTING,
-    absent,
-    budget_column,
-    interval,
-    numeric,
-    plain,
-    telling,
-)
+from kvexp.results.table import METHOD_AND_SETTING, budget_column
 
 GRADES = {"no box": "no_box", "truncated": "truncated", "looping": "looping"}  # as rows say, column
 SAMPLES_LEGEND = (
@@ -182,21 +175,17 @@ def samples_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Columns of the rows of one task."""
     samples, most = {row["samples"] for row in rows}, {int(row["k"]) for row in rows if not absent(row["k"])}
     powers = {int(name.partition("@")[2]) for name in rows[0] if name.startswith("pass@")} - most
-    n = "N" if len(samples) > 1 else f"{min(samples)}"
     names = [METHOD_AND_SETTING, budget_column(rows), plain("items", "items")]
     largest = [numeric(f"pass@{max(most, default=0)}", "pass", 1), interval("95 %", "pass_low", "pass_high", 1)]
     return [*names, *([plain("samples", "N")] if len(samples) > 1 else [])], [
-        numeric(f"avg@{n}", "avg", 1),
+        numeric(f"avg@{'N' if len(samples) > 1 else min(samples)}", "avg", 1),
         interval("95 %", "avg_low", "avg_high", 1),
-        *telling(
-            rows,
-            numeric("full", "full", 1),
-            numeric("difference", "difference", 1, sign="+"),
-            interval("95 %", "difference_low", "difference_high", 1, of="difference"),
-            *(numeric(f"pass@{k}", f"pass@{k}", 1) for k in sorted(powers)),
-        ),
+        numeric("full", "full", 1),
+        numeric("difference", "difference", 1, sign="+"),
+        interval("95 %", "difference_low", "difference_high", 1, of="difference"),
+        *(numeric(f"pass@{k}", f"pass@{k}", 1) for k in sorted(powers)),
         *(largest if len(most) == 1 else []),
-        *(numeric(f"{name}\n%", column, 1) for name, column in GRADES.items() if not absent(rows[0].get(column))),
+        *(numeric(f"{name}\n%", column, 1) for name, column in GRADES.items()),
         numeric("tokens", "new_tokens", 0),
-        *telling(rows, numeric("same\n%", "same", 1)),
+        numeric("same\n%", "same", 1),
     ]

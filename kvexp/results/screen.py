@@ -12,6 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -21,32 +22,31 @@ from rich.text import Text
 
 from kvexp.results import divergence, stats
 from kvexp.results import table as quality
-from kvexp.results.read import Folder, Runs, answer_of, baseline_of, number, question_words
-from kvexp.results.table import (
-    STYLES,
+from kvexp.results.blocks import (
     TOO_FEW,
     Column,
     Record,
     Row,
     absent,
+    count,
     fixed,
     numeric,
-    parts,
-    place,
     plain,
+    print_columns,
+    print_lines,
     records,
-    shared_settings,
-    short,
-    size,
     telling,
-    verdict_of,
-    width_of,
-    without,
-    without_question,
 )
-from kvexp.run.store import OWN
-from kvexp.util import Console
+from kvexp.results.read import Folder, Runs, answer_of, baseline_of, number, question_words
+from kvexp.results.table import parts, place, shared_settings, short, verdict_of, without, without_question
+from kvexp.run.store import OWN, run_name
+from kvexp.util import Console, size
 
+# Of a row's divergence.
+DISTANCE = (
+    *("kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio"),
+    *("rests_on", "rests_on_share"),
+)
 COLUMNS = 100  # where the console has no width
 MORE = 5  # times as many examples are proposed where an interval holds its limit: it gets less than half as wide
 NAMED = 4  # runs that a line below the table names; of more it says how many
@@ -81,29 +81,27 @@ def print_screen(
     took: how long the command took, such as "3 min"; views: names of further views of these runs; explain: with a
     legend.
     """
-    frame = runs.frame(quality.quality_table)
+    frame = runs.frame(with_distances)
     shown = frame[frame["status"] != "refused"]
-    far = distances(runs)
     several = len(list(parts(shown))) > 1
     below: dict[str, None] = dict.fromkeys(frame.attrs.get("left_out", ()))
     for title, _, part in parts(shown):
-        rows = sorted((_with_distance(row, far.get(row["hash"]), part) for row in records(part)), key=place)
+        rows = sorted(records(part), key=place)
         known = {folder.run.hash: folder for folder in runs.ran}
         console.print(_title(title, rows, known, "" if several else took))
         console.print()
         _print_rows(rows, console)
         below |= dict.fromkeys(_below(rows, all(_has_one_path(known[row["hash"]]) for row in rows)))
-    troubles = _troubles(frame, several) if frame["n"].sum() or not far else []  # divergence=only makes no rows
+    only_far = frame["far_n"].any() and not frame["n"].sum()  # divergence=only makes no rows
+    troubles = [] if only_far else _troubles(frame, several)
     lines = [*below, *troubles, *quality.refused_line(frame)]
     if several and took:
         lines.append(f"{len(shown)} runs in {took}")
     more = f" · also: --view {', '.join(views)}" if views else ""
     end = f"All columns: kvexp results {runs.outputs} --full · legend: --explain · answers: kvexp report {runs.outputs}"
-    for line in [*lines, end + more]:
-        console.print(Text(line), soft_wrap=not console.is_terminal)
+    print_lines([*lines, end + more], console)
     if explain:
-        for line in ("", *LEGEND):
-            console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
+        print_lines(("", *LEGEND), console, "dim")
 
 
 # --- what stands in a line
@@ -121,12 +119,17 @@ def distances(runs: Runs) -> dict[str, Row]:
     return found
 
 
-def _with_distance(row: Row, far: Row | None, part: pd.DataFrame) -> Record:
-    """A row of the quality table with its divergence, and with the full cache's peak."""
-    names = ["kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio"]
-    more = {name: (far or {}).get(name) for name in [*names, "rests_on", "rests_on_share"]}
-    full = part.loc[part["hash"] == row["baseline"], "peak_kv_bytes"]
-    return {**row, **more, "far_n": (far or {}).get("n"), "full_peak": float(full.iloc[0]) if len(full) else None}
+def with_distances(runs: Runs) -> pd.DataFrame:
+    """The table of all runs with the columns of DISTANCE, None where nothing was measured.
+
+    far_n: examples that were forced; full_peak: the full cache's peak_kv_bytes.
+    """
+    frame, far = runs.frame(quality.quality_table), distances(runs)
+    measured = [far.get(key, {}) for key in frame["hash"]]
+    columns: dict[str, Any] = {name: [row.get(name) for row in measured] for name in DISTANCE}
+    columns["far_n"] = [row.get("n", 0) for row in measured]
+    peaks = dict(zip(frame["hash"], frame["peak_kv_bytes"], strict=True))
+    return frame.assign(**columns, full_peak=frame["baseline"].map(peaks))
 
 
 def _is_full(row: Row) -> bool:
@@ -186,7 +189,10 @@ def _quality_columns(metrics: Sequence[str], headline: str, task: Any) -> list[C
     score, low, high = quality.metric_column(headline, task).cell, f"{headline}_low", f"{headline}_high"
 
     def column(head: str, full: Callable[[Row], str], few: str, cell: Callable[[Row], str], right: bool) -> Column:
-        return Column(head, lambda row: full(row) if _is_full(row) else few if quality.few(row) else cell(row), right)
+        def value(row: Row) -> str:
+            return full(row) if _is_full(row) else few if quality.few(row) else cell(row)
+
+        return Column(head, value, right=right)
 
     def percent(row: Row) -> str:
         return fixed(row[f"{headline}_of_full"], 1)
@@ -208,38 +214,38 @@ def _change(row: Row) -> str:
     return "" if absent(full) or absent(own) or not full else f"{100 * (own / full - 1):+.0f} %"
 
 
-def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[Column]]]:
-    """(columns that name a row, columns that every console gets, groups of columns for what room is left)."""
+def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
+    """Columns that name a row, and the others; every console shows rank 0, higher ranks as there is room."""
     metrics, headline = quality.metrics_of(rows)
     ran = [row for row in rows if not _is_full(row)]
-    names = [Column("cache", _cache), quality.METHOD]
+    names = [Column("cache", lambda row: row["cache"]), quality.METHOD]
     names += [column for column in quality.keys_of(rows, "kv_ratio")[2:] if column.head not in ("tokens", "n")]
     if len({row["n"] for row in rows if row["n"]}) > 1:
         names.append(quality.N)
-    always, more = [], []
+    columns: list[Column] = []
     if any(not absent(row["kl"]) for row in ran):
         enough = any(not absent(row["kl_low"]) for row in ran)
         text = {str(row["text"]) for row in ran if not absent(row["kl"])}
         head = "KL over\nchoices" if text == {"choices"} else "KL to\nfull"
-        always.append(Column(head, lambda row: "0" if _is_full(row) and not _of_engine(row) else _nats(row["kl"])))
-        always += [Column("95 %", _kl_interval, right=False)] if enough else []
+        columns.append(Column(head, lambda row: "0" if _is_full(row) and not _of_engine(row) else _nats(row["kl"])))
+        columns += [Column("95 %", _kl_interval, right=False)] if enough else []
         limits = {row["epsilon"] for row in ran if not absent(row["epsilon"])}
         limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
-        always += [Column(limit, _kl_verdict, right=False)] if enough and text != {"choices"} else []
-    task = rows[0].get("task")
-    enough = False
+        columns += [Column(limit, _kl_verdict, right=False)] if enough and text != {"choices"} else []
+    task, further, enough = rows[0].get("task"), list[list[Column]](), False
     if headline is not None:
         enough = any(not absent(row["paired"]) and not quality.few(row) for row in ran)
         score = quality.metric_column(headline, task)
-        always += _quality_columns(metrics, headline, task) if enough else [score]
-        more.append([score] if enough else [])
+        columns += _quality_columns(metrics, headline, task) if enough else [score]
+        further.append([score] if enough else [])
     if any(row["status"] != "done" and not _only_distance(row) for row in rows):
-        always.append(quality.STATUS)
-    always += telling(rows, Column("KV peak", lambda row: size(row["peak_kv_bytes"])), quality.TTFT, quality.TPOT)
-    more.insert(0, [Column("vs full", _change)] if any(_change(row) for row in rows) else [])
-    more += [
+        columns.append(quality.STATUS)
+    columns += telling(rows, Column("KV peak", "peak_kv_bytes", size))
+    columns += [Column("vs full", _change, rank=1)] * any(_change(row) for row in rows)
+    columns += telling(rows, quality.TTFT, quality.TPOT)
+    further += [
         [quality.metric_column(name, task) for name in metrics if name != headline],
-        telling(rows, Column("n to decide\n99 / 99.9 %", quality.needed_cell)) if enough else [],
+        telling(rows, quality.needed_column("n to decide\n99 / 99.9 %")) if enough else [],
         telling(rows, numeric("same\ntop-1 %", "top1", 1, 100)),
         telling(rows, quality.SLOTS),
         telling(rows, quality.TOKENS_PER_S),
@@ -248,47 +254,20 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column], list[list[
         telling(rows, numeric("perplexity\nratio", "ppl_ratio", 3)),
         telling(rows, plain("skipped", "skipped"), quality.PROMPT_CUT),
     ]
-    return names, always, [group for group in more if group]
-
-
-LEAST_NAME = 16  # columns of letters that a name which folds must have
+    ranked = [replace(column, rank=rank) for rank, group in enumerate(further, 2) for column in group]
+    return names, columns + ranked
 
 
 def _print_rows(rows: list[Record], console: Console) -> None:
-    """One table; in parts only where the console is too narrow for what every console gets."""
+    """One table; what names the cache stands in the first of the rows that share it."""
     _, rows = shared_settings([without(row, "code=") for row in without_question(rows)])
-    names, always, more = _columns(rows)
-
-    def used(columns: Sequence[Column], gap: int) -> int:
-        return sum(width_of(column, rows) + gap for column in columns)
-
-    room, gap = console.width, 2
-    if used([*names, *always], 2) > room:
-        gap = 1
-    over = used([*names, *always], gap) - room
-    widest = max(names[1:], key=lambda column: width_of(column, rows))
-    most = width_of(widest, rows) - max(0, over)
-    if over > 0 and most < LEAST_NAME:
-        quality.print_columns(rows, [*names, *always], len(names), console)  # ends with an empty line
-        return
-    columns = [*names, *always]
-    for group in more:
-        if used([*columns, *group], gap) <= room:
-            heads = [column.head for column in columns]
-            place = heads.index("KV peak") + 1 if group[0].head == "vs full" else len(columns)
-            columns[place:place] = group
-    grid = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="")
-    for column in columns:
-        width = most if column is widest and over > 0 else None
-        grid.add_column(Text(column.head), justify="right" if column.right else "left", overflow="fold", width=width)
-    before = ""
-    for row in rows:
-        cells = [column.cell(row) for column in columns]
-        cells[0], before = "" if cells[0] == before else cells[0], cells[0]
-        style = "dim" if row["verdict99"] == "void" else ""
-        grid.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in cells), style=style)
-    console.print(grid)
-    console.print()
+    caches = [_cache(row) for row in rows]
+    rows = [
+        {**row, "cache": "" if cache == before else cache}
+        for row, cache, before in zip(rows, caches, [None, *caches], strict=False)
+    ]
+    names, columns = _columns(rows)
+    print_columns(rows, [*names, *columns], len(names), console)
 
 
 # --- what stands around the table
@@ -298,15 +277,15 @@ def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: st
     """Model and task, then what is the same for all of these runs."""
     examples = sorted({row["n"] for row in rows if row["n"]} or {row["far_n"] for row in rows if row["far_n"]})
     counted = f"{examples[0]} to {examples[-1]}" if len(examples) > 1 else str(examples[0]) if examples else "no"
-    count = f"{counted} example{'s' * (counted != '1')}"
+    examples_words = f"{counted} example{'s' * (counted != '1')}"
     of = next((row["questions"] for row in rows if _is_full(row) and not absent(row["questions"])), None)
-    count += f" (of {of}: those the full cache answers)" if of is not None else ""
+    examples_words += f" (of {of}: those the full cache answers)" if of is not None else ""
     new = {(known[row["hash"]].run.config.get("generation") or {}).get("max_new_tokens") for row in rows}
     tokens = new.pop() if len(new) == 1 else None
     cut = {row["ended"] for row in rows if row["ended"] >= 0} == {0}  # NaN where nothing was answered
     shared = shared_settings([without(row, "code=") for row in without_question(rows)])[0]
     words = [
-        f"{title}, {count}",
+        f"{title}, {examples_words}",
         *quality.marks_of(rows).values(),
         question_words(asked) if len(asked := {row.get("question") for row in rows}) > 1 else "",
         f"at most {tokens} new tokens{', which cut all answers' if cut else ''}" if tokens else "",
@@ -321,7 +300,7 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
     ran = [row for row in rows if not _is_full(row) and (row["status"] == "done" or _only_distance(row))]
     counts = [int(row["paired"]) for row in ran if not absent(row["paired"])]
     counts += [int(row["far_n"]) for row in ran if not row["n"] and row["far_n"]]
-    few = [count for count in counts if count < stats.MIN_PAIRS]
+    few = [n for n in counts if n < stats.MIN_PAIRS]
     if few:
         least = min(few)
         few_words = f"{least} example{'s' * (least != 1)}: a first look"
@@ -367,13 +346,13 @@ def _needed(rows: Sequence[Row]) -> str:
     each = [row["needed"] for row in rows if not absent(row["needed"])]
     if not each:
         return ""
-    low, high = quality.count(min(each)), quality.count(max(each))
+    low, high = count(min(each)), count(max(each))
     metric = _long(str(rows[0]["headline"]), rows[0].get("task"))
     return f"; {metric} here needs about {low if low == high else f'{low} to {high}'}"
 
 
 def _name(row: Row) -> str:
-    return str(row["method"]) if _is_full(row) else f"{row['method']} {_cache(row)}"
+    return run_name(row, "method", "kv_ratio", "tokens")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
-"""The table of all runs, and what every table is printed with.
+"""The table of all runs, and the columns that it is printed with.
 
-A run's row has means, percentages of the baseline, verdicts, memory and speed, and why something is missing. A printed
-table is a `Block`: a title, rows, columns (what names a row first), and how many of them name a row.
+A run's row has means, percentages of the baseline, verdicts, memory and speed, and why something is missing.
 """
 
 from __future__ import annotations
@@ -9,18 +8,33 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from kvexp.results import stats
+from kvexp.results.blocks import (
+    TOO_FEW,
+    Block,
+    Column,
+    Record,
+    Row,
+    absent,
+    count,
+    fixed,
+    markdown_of,
+    numeric,
+    plain,
+    print_blocks,
+    records,
+    seconds,
+    telling,
+)
 from kvexp.results.read import (
     AFTER_EVICTION,
     IN_PROMPT,
@@ -36,13 +50,10 @@ from kvexp.results.read import (
     read_runs,
 )
 from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
-from kvexp.run.store import LINES, run_name
-from kvexp.util import ConfigError, Console, visible
-from kvexp.util import size as size  # for those who print tables
+from kvexp.run.store import LINES, TABLE, run_name
+from kvexp.util import ConfigError, Console, size
 
-Row = Mapping[str, Any]
-Record = dict[str, Any]
-
+REPLAYED = re.compile(r"(\d+) of (\d+) decode steps")  # as of `GraphCounts.note`
 MEANS = ("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share", "kmeans_iterations")  # of retrieval
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # by model.dtype
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
@@ -186,7 +197,7 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     ended: percent of the generated answers that an end token or a stop string ended, before max_new_tokens did.
     Seconds are of the scored examples that hold times (`timed`): not of rows made with shared prefills, nor of the
     `busy` ones, made while other processes took the cores. Time per token is of the timed ones with two new tokens or
-    more. fell_back: notes of rows whose retrieval did less than asked.
+    more. fell_back: notes of rows whose retrieval did less than asked, and `graph_note`.
 
     Per row (one prompt): slots, and over the prompt's tokens (kv_ratio_reached); kv_bytes and peak_kv_bytes, an equal
     share of the batch's, its padding included; and tokens_per_s, the tokens of one row over the seconds it ran (a batch
@@ -223,8 +234,21 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
         "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
         **{name: _over(lambda found: sum(found) / len(found), (of.get(name) for of in retrieval)) for name in MEANS},
-        "fell_back": "; ".join(f"{count} of {len(rows)} rows: {note}" for note, count in fallen.items()),
+        "fell_back": "; ".join(
+            [f"{count} of {len(rows)} rows: {note}" for note, count in fallen.items()] + graph_note(rows)
+        ),
     }
+
+
+def graph_note(rows: Collection[Row]) -> list[str]:
+    """What share of the rows' decode steps was replayed from a CUDA graph; none where none was to be."""
+    notes = (str((row.get("info") or {}).get("cuda_graph", "")) for row in rows)
+    counts = [tuple(map(int, match.groups())) for note in notes if (match := REPLAYED.match(note))]
+    replayed, steps = (sum(numbers) for numbers in zip(*counts, strict=True)) if counts else (0, 0)
+    if not steps:
+        return []
+    share = f"{100 * replayed / steps:.0f} %"
+    return [f"{share} of the decode steps were replayed from a CUDA graph: compare times among runs of that share"]
 
 
 def layers_words(ledger: Mapping[str, Any]) -> str:
@@ -279,8 +303,8 @@ def bytes_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
     return [METHOD_AND_SETTING, budget_column(rows), N], [
         plain("line", "bytes of", right=False),
         plain("layers", "layers\nevicted"),
-        Column("now", lambda row: size(row["now"])),
-        Column("peak", lambda row: size(row["peak"])),
+        Column("now", "now", size),
+        Column("peak", "peak", size),
         numeric("% of\nfull", "of_full", 1),
     ]
 
@@ -341,29 +365,10 @@ def _label(column: pd.Series[Any]) -> pd.Series[Any]:
 
 
 TOO_FEW_PAIRS = "a percentage of full and a verdict need at least"
-TOO_FEW = "too few"  # examples for a percentage or an interval to mean anything
 # Tasks whose metric `exact` asks whether the reference stands in the answer, not whether it is the answer.
 CONTAINS = ("context_qa", "dialogue", "needle", "needle_multi", "news_needle", "news_qa", "passkey")
 FEW_SLOTS = 8.0  # slots per layer and head: with fewer, what a method always keeps is most of what it keeps
 FEW_SLOTS_WORDS = f"under {FEW_SLOTS:g} slots per layer and head, where a budget is hardly a choice"
-
-
-def absent(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
-def fixed(value: Any, digits: int, sign: str = "") -> str:
-    """A number with so many digits behind the point; sign: "+" shows that of positive numbers too."""
-    return "-" if absent(value) else f"{value:{sign}.{digits}f}"
-
-
-def estimate(row: Row, name: str, digits: int, times: int = 1) -> str:
-    """A number of a row and its interval: "96.1 (93.0..98.9)", or "96.1 (too few)"; times: as of `numeric`."""
-    if absent(row.get(name)):
-        return "-"
-    ends: list[Any] = [row.get(f"{name}{end}") for end in ("_low", "_high")]
-    words = TOO_FEW if absent(ends[0]) else "..".join(fixed(times * end, digits) for end in ends)
-    return f"{fixed(times * row[name], digits)} ({words})"
 
 
 def called(metric: str, task: Any) -> str:
@@ -377,82 +382,8 @@ def short(metric: str, task: Any = None) -> str:
     return name.replace("rouge", "R-") if name.startswith("rouge") else name
 
 
-def count(value: float) -> str:
-    """Number in at most five characters: 1234 -> 1234, 56789 -> 57k, 3.4e6 -> 3.4M."""
-    if absent(value):
-        return "-"
-    if math.isinf(value) or value >= 1e9:
-        return ">1G"
-    if value < 10_000:
-        return f"{value:.0f}"
-    return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M" if value < 999.5e6 else "1G"
-
-
-def seconds(value: float) -> str:
-    if absent(value):
-        return "-"
-    if value < 1e-3:
-        return f"{value * 1e6:.0f} us"
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s" if value < 999.5 else f"{value:.0f} s"
-
-
 _KEY = re.compile(r" +(?=[\w.@/+~]+=)")  # before the key of an override
 MOVING = "moving"  # in the label `revision`: a hub id without a pinned commit
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a printed table: its head, a row's cell, and whether cells stand to the right."""
-
-    head: str
-    cell: Callable[[Row], str]
-    right: bool = True
-
-
-Block = tuple[str, list[Record], list[Column], int]
-
-
-def plain(name: str, head: str, right: bool = True) -> Column:
-    """Column of a value as it is; a dash where there is none."""
-
-    def cell(row: Row) -> str:
-        value = row.get(name)
-        return "-" if absent(value) or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
-
-    return Column(head, cell, right)
-
-
-def numeric(head: str, name: str, digits: int, times: int = 1, sign: str = "") -> Column:
-    """Column of a number as of `fixed`; times: 100 for a share that is shown in percent."""
-
-    def cell(row: Row) -> str:
-        value: Any = row.get(name)
-        return fixed(value if absent(value) or times == 1 else times * value, digits, sign)
-
-    return Column(head, cell)
-
-
-def interval(
-    head: str,
-    low: str,
-    high: str,
-    digits: int,
-    times: int = 1,
-    most: float = math.inf,
-    of: str | None = None,
-    sign: str = "",
-) -> Column:
-    """Column of both ends; TOO_FEW without. most: an upper end beyond is no number; of: a dash without this number."""
-
-    def cell(row: Row) -> str:
-        if of is not None and absent(row.get(of)):
-            return "-"
-        if absent(row.get(low)):
-            return TOO_FEW
-        ends = [fixed(times * row[end], digits, sign) for end in (low, high)]
-        return f"{ends[0]}..{f'>{most:g}' if row[high] > most else ends[1]}"
-
-    return Column(head, cell)
 
 
 def budget_column(rows: Sequence[Row]) -> Column:
@@ -465,11 +396,6 @@ def question_column(rows: Sequence[Row]) -> list[Column]:
     """Column of the place of the question, where it is not the same in all rows."""
     same = len({row.get("question") for row in rows}) < 2
     return [] if same else [plain("question", "question", right=False)]
-
-
-def records(frame: pd.DataFrame) -> list[Record]:
-    """The rows of a frame, by name of column."""
-    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
@@ -488,7 +414,7 @@ def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], 
 
 def title_of(row: Row, between: str = " / ") -> str:
     """Model and task of a run."""
-    return between.join(str(row[name]) for name in ("model", "task") if not absent(row.get(name))) or "runs"
+    return run_name(row, *TABLE, between=between) or "runs"
 
 
 def with_n(runs: pd.DataFrame, name: str = "n") -> pd.DataFrame:
@@ -516,11 +442,6 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
         return [], rows
     left = [" ".join(override for override in other if override not in shared) for other in each]
     return shared, [{**row, "setting": setting} for row, setting in zip(rows, left, strict=True)]
-
-
-def method_and_setting(row: Row) -> str:
-    """What names a run where its budget has a column of its own."""
-    return f"{row['method']} {row.get('setting') or ''}".strip()
 
 
 def without_question(rows: Sequence[Record]) -> list[Record]:
@@ -565,9 +486,9 @@ def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
         varied = ["question", *varied]
     if any(not absent(row.get("code")) for row in rows):
         varied = ["code", *varied]
-    axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
+    axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", "kv_bytes", size)
     named = [METHOD, axis, *(plain(name, name, right=False) for name in varied)]
-    return [*named, N] if _n_differs(rows) else named
+    return [*named, N] if n_differs(rows) else named
 
 
 def metrics_of(rows: Sequence[Row]) -> tuple[list[str], str | None]:
@@ -579,26 +500,21 @@ def metrics_of(rows: Sequence[Row]) -> tuple[list[str], str | None]:
 
 
 def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
-    """What is said of a run behind what names it; columns without anything to say are left out."""
+    """What is said of a run behind what names it, the verdicts first; columns without anything to say are left out."""
     metrics, headline = metrics_of(rows)
     runs = f"({rows[0]['comparisons']} run{'s' * (rows[0]['comparisons'] != 1)})"
     task = rows[0].get("task")
-    columns = [metric_column(name, task) for name in metrics]
-    if headline is not None:
-        columns += [
-            Column(f"{short(headline, task)} %\nof full", lambda row: _percent(row, headline)),
-            Column("95 %\ninterval", lambda row: _interval(row, headline)),
-        ]
     # A chat model's turn has an end: that none came is worth a column.
     ended = any(row["ended"] > 0 or (str(row.get("chat")) == "True" and not absent(row["ended"])) for row in rows)
     moved = any(not absent(row["moved_bytes"]) for row in rows)
     return [
         *([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []),
-        *columns,
         Column(f"99 %\n{runs}", lambda row: verdict_of(row, "99", metrics), right=False),
         Column(f"99.9 %\n{runs}", lambda row: verdict_of(row, "999", metrics), right=False),
-        Column("n to\ndecide", needed_cell),
-        *([] if _n_differs(rows) else [N]),
+        *([] if headline is None else percent_columns(headline, f"{short(headline, task)} %\nof full")),
+        *(metric_column(name, task) for name in metrics),
+        needed_column("n to\ndecide"),
+        *([] if n_differs(rows) else [N]),
         *telling(rows, plain("questions", "of asked")),
         plain("paired", "paired"),
         *telling(
@@ -613,36 +529,30 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         STATUS,
         SLOTS,
         *ratio_reached(rows),
-        Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
+        Column("peak KV", "peak_kv_bytes", size),
         *telling(rows, TTFT, TPOT, TOKENS_PER_S),
         *([plain("timed", "timed")] if any(map(partly_timed, rows)) else []),
-        *(telling(rows, Column("TT2T", lambda row: seconds(row["tt2t_s"]))) if moved else []),
-        *([Column("moved", lambda row: size(row["moved_bytes"]))] if moved else []),
-        *([numeric("cache\nhits", "cache_hit_rate", 2)] if moved else []),
+        *(telling(rows, Column("TT2T", "tt2t_s", seconds)) if moved else []),
+        *telling(rows, Column("moved", "moved_bytes", size), numeric("cache\nhits", "cache_hit_rate", 2)),
         *([Column("batch", batch_of)] if any(batch_of(row) not in ("1", "-") for row in rows) else []),
     ]
 
 
 N = plain("n", "n")
 METHOD = plain("method", "method", right=False)
-METHOD_AND_SETTING = Column("method", method_and_setting, right=False)
+METHOD_AND_SETTING = Column("method", lambda row: run_name(row, "method", "setting"), right=False)
 STATUS = plain("status", "status", right=False)
 SLOTS = numeric("slots", "slots", 1)
 ENDED = numeric("ended\n%", "ended", 0)
 PROMPT_CUT = plain("prompt_cut", "prompt\ncut")
-TTFT = Column("TTFT", lambda row: seconds(row["ttft_s"]))
-TPOT = Column("TPOT", lambda row: seconds(row["tpot_s"]))
+TTFT = Column("TTFT", "ttft_s", seconds)
+TPOT = Column("TPOT", "tpot_s", seconds)
 TOKENS_PER_S = numeric("tokens/s", "tokens_per_s", 1)
 
 
-def _n_differs(rows: Sequence[Row]) -> bool:
+def n_differs(rows: Sequence[Row]) -> bool:
     """Whether n belongs to what names a row, and so begins each part of a table: numbers are of other examples."""
     return len({row["n"] for row in rows if row["n"]}) > 1
-
-
-def telling(rows: Sequence[Row], *columns: Column) -> list[Column]:
-    """The columns in which a row has something else than a dash or 0."""
-    return [column for column in columns if any(column.cell(row) not in ("-", "0") for row in rows)]
 
 
 def ratio_reached(rows: Sequence[Row]) -> list[Column]:
@@ -665,7 +575,7 @@ def batch_of(row: Row) -> str:
 
 
 def metric_column(name: str, task: Any) -> Column:
-    return Column(short(name, task), lambda row: fixed(row[name], 3 if stats.lower_is_better(name) else 2))
+    return numeric(short(name, task), name, 3 if stats.lower_is_better(name) else 2)
 
 
 def verdict_of(row: Row, ending: str, metrics: Sequence[str]) -> str:
@@ -684,23 +594,33 @@ def few(row: Row) -> bool:
     return not absent(row["paired"]) and row["paired"] < stats.MIN_PAIRS
 
 
-def _percent(row: Row, metric: str) -> str:
-    return TOO_FEW if few(row) else fixed(row[f"{metric}_of_full"], 1)
+def percent_columns(metric: str, head: str) -> list[Column]:
+    """Percent of the full cache's score, and its interval."""
+    low, high = f"{metric}_low", f"{metric}_high"
+
+    def ends(row: Row) -> Any:
+        return TOO_FEW if few(row) else None if absent(row[low]) else (row[low], row[high])
+
+    return [
+        Column(head, lambda row: TOO_FEW if few(row) else row[f"{metric}_of_full"], lambda value: fixed(value, 1)),
+        Column("95 %\ninterval", ends, lambda value: f"{value[0]:.1f}..{value[1]:.1f}"),
+    ]
 
 
-def needed_cell(row: Row) -> str:
+def needed_column(head: str) -> Column:
     """Least and most examples that are likely to decide 99 % and 99.9 %: 120-24k / 3k; one number where both agree."""
-    if few(row):
-        return TOO_FEW
-    if absent(row["needed"]) and absent(row["needed999"]):
-        return "-"
-    ends = ((count(row[f"{name}_low"]), count(row[f"{name}_high"])) for name in ("needed", "needed999"))
-    return " / ".join(low if low == high else f"{low}-{high}" for low, high in ends)
 
+    def ends(row: Row) -> Any:
+        if few(row):
+            return TOO_FEW
+        known = not (absent(row["needed"]) and absent(row["needed999"]))
+        return tuple((row[f"{name}_low"], row[f"{name}_high"]) for name in ("needed", "needed999")) if known else None
 
-def _interval(row: Row, metric: str) -> str:
-    low, high = row[f"{metric}_low"], row[f"{metric}_high"]
-    return TOO_FEW if few(row) else "-" if absent(low) else f"{low:.1f}..{high:.1f}"
+    def show(value: tuple[tuple[float, float], ...]) -> str:
+        each = [tuple(map(count, pair)) for pair in value]
+        return " / ".join(low if low == high else f"{low}-{high}" for low, high in each)
+
+    return Column(head, ends, show)
 
 
 HEADS = {IN_PROMPT: "question in prompt", AFTER_EVICTION: "after eviction"}
@@ -712,7 +632,7 @@ ALIKE = ("method", "kv_ratio", "tokens", "setting")
 
 
 def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
-    """(title, rows, columns, how many of them name the row) per model and task with a run of both kinds.
+    """A table for each model and task with a run of both kinds.
 
     df: of `kvexp.results.table`. A row holds the columns of its run with the question in the prompt, under their own
     names, and both runs by place of the question under "sides"; they are alike in method, budget and all else.
@@ -735,27 +655,21 @@ def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
             keys += [plain("tokens", "tokens")] * any(not absent(row.get("tokens")) for row in rows)
             keys += [plain("setting", "setting", right=False)] * any(row.get("setting") for row in rows)
             columns = [column for side in HEADS for column in _columns_of_side(side, metric)]
-            yield ", ".join([words, *shared]), rows, [*keys, *columns], len(keys)
+            yield Block(", ".join([words, *shared]), rows, [*keys, *columns], len(keys))
 
 
 def _columns_of_side(side: str, metric: str) -> list[Column]:
     """Columns of one place of the question; a dash in a row whose run there was not paired with the full cache's."""
 
-    def column(head: str, cell: Callable[[Row], str]) -> Column:
-        return Column(head, lambda row: "-" if absent(row["sides"][side]["paired"]) else cell(row["sides"][side]))
+    def of_side(column: Column, row: Row) -> Any:
+        run = row["sides"][side]
+        return None if absent(run["paired"]) else column.of(run)
 
-    return [
-        column(f"{HEADS[side]}:\n% of full", lambda run: _percent(run, metric)),
-        column("95 %\ninterval", lambda run: _interval(run, metric)),
-        column("paired", lambda run: str(run["paired"])),
-    ]
+    columns = [*percent_columns(metric, f"{HEADS[side]}:\n% of full"), plain("paired", "paired")]
+    return [replace(column, value=partial(of_side, column)) for column in columns]
 
 
-STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
-STYLES |= {"equivalent": "green", "worse": "bold red"}
-STYLES |= {"failed": "bold red", "refused": "bold red", "partial": "yellow"}
 X_AXES = ("kv_ratio", "bytes")
-WIDEST = 3  # a column that names the rows takes a third of the width at most and folds: the numbers need the rest
 
 
 def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
@@ -763,47 +677,9 @@ def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_r
     print_blocks((*groups(df, x), *seen_and_hidden(df)), notes(df), console or Console(markup=False))
 
 
-def print_blocks(blocks: Iterable[Block], below: Iterable[str], console: Console) -> None:
-    """A table for each block (title, rows, columns, how many of them name a row), and the lines `below` them all."""
-    for title, rows, columns, keys in blocks:
-        console.print(Text(title, style="bold"))
-        print_columns(rows, columns, keys, console)
-    for line in below:
-        console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
-
-
-def print_columns(rows: Sequence[Row], columns: list[Column], keys: int, console: Console) -> None:
-    """Rows in as few grids as the console's width allows; the first `keys` columns, which name a row, begin each."""
-    for part in _fit(columns, keys, rows, console.width):
-        grid = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-        for column in part:
-            side: Literal["left", "right"] = "right" if column.right else "left"
-            most = console.width // WIDEST if column in columns[:keys] else None
-            grid.add_column(Text(column.head), justify=side, overflow="fold", max_width=most)
-        for row in rows:
-            cells = [column.cell(row) for column in part]
-            grid.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in cells))
-        console.print(grid)
-        console.print()
-
-
 def to_markdown(df: pd.DataFrame) -> str:
     """What `print_table` prints as GitHub-flavoured Markdown."""
     return markdown_of((*groups(df, "kv_ratio"), *seen_and_hidden(df)), notes(df))
-
-
-def markdown_of(blocks: Iterable[Block], below: Iterable[str]) -> str:
-    """What `print_blocks` prints as GitHub-flavoured Markdown."""
-    lines = []
-    for title, rows, columns, _ in blocks:
-        heads = (column.head.replace("-\n", "").replace("\n", " ") for column in columns)
-        lines += [f"**{title}**", "", _line(heads), _line("---:" if column.right else "---" for column in columns)]
-        lines += [*(_line(column.cell(row) for column in columns) for row in rows), ""]
-    return visible("\n".join([*lines, *(f"- {line}" for line in below), ""]))
-
-
-def _line(cells: Iterator[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def notes(df: pd.DataFrame) -> list[str]:
@@ -903,7 +779,7 @@ def refused_line(df: pd.DataFrame) -> list[str]:
     jobs = [row for row in records(df) if row["status"] == "refused"]
     if not jobs or only_refused(df):
         return []
-    names = dict.fromkeys(f"{title_of(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
+    names = dict.fromkeys(f"{title_of(row)} {run_name(row)}".strip() for row in jobs)
     return [f"refused, without rows: {', '.join(names)}; --where status=refused says why."]
 
 
@@ -927,8 +803,7 @@ def own_notes(row: Row) -> Iterator[str]:
 
 def _name(row: Row) -> str:
     """A run within its table: the hash tells apart what method and kv_ratio do not, and finds the folder."""
-    parts = [plain(label, "").cell(row) for label in ("method", "kv_ratio") if not absent(row.get(label))]
-    return " ".join([*parts, f"({row['hash'][:6]})"])
+    return f"{run_name(row, 'method', 'kv_ratio')} ({row['hash'][:6]})".lstrip()
 
 
 def place(row: Row) -> tuple[Any, ...]:
@@ -943,7 +818,7 @@ def place(row: Row) -> tuple[Any, ...]:
 
 
 def groups(df: pd.DataFrame, x: str) -> Iterator[Block]:
-    """(title, rows, columns, how many of them name the row) per NUMERICS, model and task; without refused jobs."""
+    """A table for each NUMERICS, model and task; without refused jobs."""
     if x not in X_AXES:
         raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")
     for title, _, part in parts(df if only_refused(df) else df[df["status"] != "refused"]):
@@ -953,23 +828,4 @@ def groups(df: pd.DataFrame, x: str) -> Iterator[Block]:
         shared, inside = shared_settings(without_question([without(row, "code=") for row in rows]))
         keys = keys_of(inside, x)
         title = ", ".join([title, *marks_of(inside).values(), *shared])
-        yield title, inside, [*keys, *columns_of(inside, x)], len(keys)
-
-
-def width_of(column: Column, rows: Sequence[Row]) -> int:
-    """Letters of the widest line of a column."""
-    return max(len(line) for text in (column.head, *map(column.cell, rows)) for line in text.split("\n"))
-
-
-def _fit(columns: list[Column], keys: int, rows: Sequence[Row], width: int) -> Iterator[list[Column]]:
-    """Cut the columns into as few tables as the width allows, each beginning with the columns that name the row."""
-    wide = [2 + width_of(column, rows) for column in columns]
-    wide[:keys] = [min(each, 2 + width // WIDEST) for each in wide[:keys]]
-    part, room = list(range(keys)), width + 1 - sum(wide[:keys])
-    for index in range(keys, len(columns)):
-        if wide[index] > room and len(part) > keys:
-            yield [columns[i] for i in part]
-            part, room = list(range(keys)), width + 1 - sum(wide[:keys])
-        part.append(index)
-        room -= wide[index]
-    yield [columns[i] for i in part]
+        yield Block(title, inside, [*keys, *columns_of(inside, x)], len(keys))

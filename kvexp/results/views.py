@@ -21,6 +21,18 @@ import pandas as pd
 
 from kvexp.results import divergence, life, samples
 from kvexp.results import table as quality
+from kvexp.results.blocks import (
+    Block,
+    Row,
+    absent,
+    interval,
+    markdown_of,
+    numeric,
+    plain,
+    print_blocks,
+    records,
+    telling,
+)
 from kvexp.results.divergence import print_compared
 from kvexp.results.life import Columns, Point, Value
 from kvexp.results.read import (
@@ -39,19 +51,10 @@ from kvexp.results.read import (
 from kvexp.results.screen import print_screen, screen_console
 from kvexp.results.table import (
     METHOD_AND_SETTING,
-    Block,
     N,
-    Row,
-    absent,
     budget_column,
-    interval,
-    markdown_of,
-    numeric,
     parts,
-    plain,
-    print_blocks,
     question_column,
-    records,
     shared_settings,
     without,
     without_question,
@@ -121,8 +124,9 @@ class View:
             rows = without_question(records(self.ordered(part, order)))
             shared, rows = shared_settings([without(row, *self.said) for row in rows])
             names, others = self.columns(rows)
+            others = [column for column in others if any(column.cell(row) != "-" for row in rows)]
             title = titled(f"{title}: {self.heading(rows)}", (row.get("question") for row in rows))
-            yield ", ".join([title, *shared]), rows, [*names, *others], len(names)
+            yield Block(", ".join([title, *shared]), rows, [*names, *others], len(names))
 
 
 # --- longbench: a row per method and budget, a column per data set, and their average
@@ -266,13 +270,13 @@ def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
 
 
 def _bytes_columns(rows: Sequence[Row]) -> Columns:
-    rest = [plain("rest", "setting", right=False)] if any(row["rest"] for row in rows) else []
+    rest = telling(rows, plain("rest", "setting", right=False))
     return [plain("line", "method and bits", right=False), *rest, N], [
         numeric("% of full's\nbytes", "bytes_share", 1, 100),
         numeric("KL", "kl", 4),
-        interval("95 %", "kl_low", "kl_high", 4),
+        interval("95 %", "kl_low", "kl_high", 4, of="kl"),
         numeric("% of\nfull", "quality", 1),
-        interval("95 %", "quality_low", "quality_high", 1),
+        interval("95 %", "quality_low", "quality_high", 1, of="quality"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs in Weights & Biases: a run each, a run per sweep with charts, and the report's panels as a saved view."""
+"""Runs in Weights & Biases: a run each, and a run per sweep with its table and figures."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
-import json
 import math
 import netrc
 import os
 import shutil
-import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pandas as pd
 
-from kvexp.results import stats
+from kvexp.results.blocks import absent, records
 from kvexp.results.divergence import frame_of
-from kvexp.results.plots import color_of
-from kvexp.results.read import add_choice, chosen_by, read_runs, titled, unmatched
-from kvexp.results.table import absent, parts, quality_table, records, title_of, with_n
-from kvexp.run.store import Run
+from kvexp.results.read import Runs, add_choice, chosen_by, read_runs, unmatched
+from kvexp.results.table import quality_table, title_of
+from kvexp.run.store import TEXTS, Run
 from kvexp.util import ConfigError, say, tells_errors, tells_warnings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PROJECT = "kvexp"
 MODES = ("online", "offline", "disabled")
@@ -70,7 +72,7 @@ def publish(
     mode: str | None = None,
     experiment: str | None = None,
 ) -> list[Path]:
-    """Publish these run folders, and per group one more run that holds the sweep's chart and table.
+    """Publish these run folders, and per group one more run that holds the sweep's table and figures.
 
     mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
     experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
@@ -92,8 +94,8 @@ def publish(
             written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode))
         for name in dict.fromkeys(name for names in groups for name in names):
             part = df[[name in names for names in groups]]
-            own = divergence[divergence["hash"].isin(part["hash"])] if len(divergence) else divergence
-            written.append(_publish_sweep(name, part, own, project, mode, outputs))
+            inside = [folder for folder in runs.shown if folder.run.hash in set(part["hash"])]
+            written.append(_publish_sweep(name, part, Runs(outputs, runs.everything, inside, []), project, mode))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
 
@@ -127,92 +129,43 @@ def summary_of(divergence: pd.DataFrame, key: str) -> dict[str, Any]:
     return found
 
 
-def _publish_sweep(
-    group: str, df: pd.DataFrame, divergence: pd.DataFrame, project: str, mode: str, place: Path
-) -> Path:
-    """The table of all runs and, per model and task, quality and divergence against kv_ratio and against bytes."""
+def _publish_sweep(group: str, df: pd.DataFrame, runs: Runs, project: str, mode: str) -> Path:
+    """The table of all runs and their `figures`."""
     import wandb
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     # By the group too: two experiments may have asked for the same runs.
     key = hashlib.sha256(" ".join([group, *sorted(df["hash"])]).encode()).hexdigest()[:16]
     with _started(
-        **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
+        **{"project": project, "mode": mode, "dir": runs.outputs, "id": f"sweep-{key}", "job_type": "sweep"},
         **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
     ) as published:
         cells: list[Iterable[Any]] = [list(_plain(row).values()) for row in records(df)]
         published.log({"runs": wandb.Table(list(df.columns), cells)})
-        for chart in charts(df, divergence):
-            data = wandb.Table(["line", chart.x, chart.y], [list(point) for point in chart.points])
-            line = wandb.plot.line(data, chart.x, chart.y, stroke="line", title=chart.title)
-            published.log({chart.key: line})
+        for name, figure in figures(runs):
+            canvas: Any = FigureCanvasAgg(figure)
+            canvas.draw()
+            published.log({name: wandb.Image(np.asarray(canvas.buffer_rgba()))})
         counts = {name: df[name].value_counts().items() for name in ("verdict99", "verdict999")}
         verdicts = {f"{name}.{verdict}": int(n) for name, found in counts.items() for verdict, n in found}
         published.summary.update({"n_runs": len(df), **verdicts})
         return Path(published.dir).parent
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One chart of a sweep. key: what it is logged as; wandb keeps its points under this and `_table`.
-
-    x, y: columns; points: (line, x, y).
+def figures(runs: Runs) -> Iterator[tuple[str, Figure]]:
+    """(name, figure) of quality and divergence against the budget and against bytes, as `kvexp results --plot` draws
+    them; none where there is nothing to draw.
     """
+    from kvexp.results import plots, views  # late: they wait for matplotlib
 
-    key: str
-    title: str
-    x: str
-    y: str
-    points: Sequence[Iterable[Any]]
-
-
-AXES = ("kv_ratio", "kv_bytes")
-
-
-def charts(df: pd.DataFrame, divergence: pd.DataFrame | None = None) -> list[Chart]:
-    """Quality and divergence against budget and bytes, by model, task, NUMERICS (and kind of text).
-
-    A run without a percentage (void, failed) is in none; nor is a KL of 0 on its log axis.
-    """
-    made = []
-    for title, _, rows in _panels(df):
-        kept = [row for row in rows if row["headline"] and not _missing(row.get(f"{row['headline']}_of_full"))]
-        if kept:
-            metric, words = kept[0]["headline"], titled(title, (row.get("question") for row in kept))
-            for axis in AXES:
-                given = f"quality vs {axis}: {title}", f"{words}: {metric}, % of full", axis, f"{metric}_of_full"
-                made.append(Chart(*given, _points(kept, axis, metric)))
-    for title, labels, rows in _panels(divergence, "text"):
-        kept, title = [row for row in rows if row["kl"] > 0], f"{title}, {labels['text']}"
-        words = f"{titled(title, (row.get('question') for row in kept))}: log10 of KL, nats"
-        for axis in AXES if kept else ():
-            points = [[line, x, math.log10(kl)] for line, x, kl in _along(kept, axis, "kl")]
-            points.sort(key=lambda point: point[1])
-            made.append(Chart(f"divergence vs {axis}: {title}", words, axis, "log10_kl", points))
-    return made
-
-
-def _panels(frame: pd.DataFrame | None, *by: str) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
-    """(title, labels, rows) of each printed table of a frame; the setting says where a run has fewer examples."""
-    for title, labels, part in parts(frame, *by) if frame is not None and len(frame) else ():
-        filled = part.assign(setting=part["setting"].fillna("") if "setting" in part else "")
-        yield title, labels, records(with_n(filled))
-
-
-def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[Iterable[Any]]:
-    """(line, x, percent) by x, and the two marks as lines of their own across the chart.
-
-    A line is a method with one setting: two settings of a method are two lines, not one that goes to and fro.
-    """
-    points = sorted(_along(rows, axis, f"{metric}_of_full"), key=lambda point: point[1])
-    ends = [points[0][1], points[-1][1]] if points else []
-    return points + [[f"{mark:g} % mark", end, mark] for mark in stats.SUFFIX for end in ends]
-
-
-def _along(rows: Sequence[Mapping[str, Any]], axis: str, value: str) -> list[Any]:
-    """[line, x, value] of the rows that have a place on the axis."""
-    names = [[str(row[name]) for name in ("method", "setting") if row.get(name)] for row in rows]
-    points = [[" ".join(name), row.get(axis), row[value]] for name, row in zip(names, rows, strict=True)]
-    return [point for point in points if isinstance(point[1], int | float) and math.isfinite(point[1])]
+    drawings: dict[str, Callable[[], Figure]] = {
+        "quality": lambda: plots.draw_quality(runs.frame(quality_table), None),
+        **{f"divergence along {text}": partial(plots.draw_divergence, runs, "kv_ratio", text) for text in TEXTS},
+        "bytes": lambda: plots.draw_bytes(views.bytes_table(runs)),
+    }
+    for name, draw in drawings.items():
+        with contextlib.suppress(ConfigError):
+            yield name, draw()
 
 
 def _samples(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -276,6 +229,12 @@ is its hash: published again, it is the same run there."""
 @tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvexp log`; exit code 0, 1 where no run was chosen, 2 for a wrong request."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["dashboards"]:
+        raise ConfigError(
+            "log dashboards is gone: kvexp report OUTPUTS has the same panels in one HTML file, and kvexp log OUTPUTS "
+            "publishes a sweep's table and figures with its runs"
+        )
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
@@ -283,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--online", action="store_const", dest="mode", const="online", help="even if no account is found")
     how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     paths = [folder.run.path for folder in read_runs(args.outputs, chosen_by(args)).ran]
     if not paths:
         say(unmatched(args.outputs, chosen_by(args)))
@@ -294,169 +253,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if mode == "offline" and written:
         say(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
     return 0
-
-
-MEMORY = ("kv_bytes", "peak_kv_bytes")
-SPEED = ("tpot_s", "ttft_s", "tokens_per_s")
-COLUMNS = ("method", "kv_ratio", "verdict99", "verdict999", "status")
-
-
-def spec(frame: pd.DataFrame, divergence: pd.DataFrame | None = None) -> dict[str, Any]:
-    """`kvexp.results.table`'s runs -> sections of panels, columns of the run list, colors by run.
-
-    divergence: their `divergence_table`, where there is one.
-
-    kind of a panel: points (one per run, over two summary keys), lines (a chart that the sweep's run logged: key),
-    table (a table that runs logged: key). An axis that no run has recorded, such as a time, has no panel.
-    """
-    found = charts(frame, divergence)
-    metrics = list(dict.fromkeys(chart.y.removesuffix("_of_full") for chart in found if chart.y != "log10_kl"))
-    sections = {
-        "Quality against budget": [*_lines(found, "quality vs kv_ratio"), *_spec_points(frame, metrics, ("kv_ratio",))],
-        "Quality against speed": _spec_points(frame, metrics, SPEED),
-        "Quality against memory": [*_lines(found, "quality vs kv_bytes"), *_spec_points(frame, metrics, MEMORY)],
-        "Divergence from the full cache": _lines(found, "divergence"),
-        "Verdicts": [{"kind": "table", "key": "runs"}],
-        "Sample outputs": [{"kind": "table", "key": "examples"}],
-    }
-    named = frame[frame["status"] != "refused"].to_dict("records")  # a refused job is no run there
-    return {
-        "sections": [{"name": name, "panels": panels} for name, panels in sections.items() if panels],
-        "columns": [*COLUMNS, *(f"{metric}_of_full" for metric in metrics)],
-        "colors": {row["hash"]: color_of(str(row["method"])) for row in named if not absent(row.get("method"))},
-    }
-
-
-def _lines(found: Sequence[Chart], kind: str) -> list[dict[str, str]]:
-    """Panels of the charts whose key begins with `kind`; a chart of divergence without a point has none."""
-    return [
-        {"kind": "lines", "key": chart.key, "x": chart.x, "y": chart.y}
-        for chart in found
-        if chart.key.startswith(kind) and (chart.points or kind != "divergence")
-    ]
-
-
-def _spec_points(frame: pd.DataFrame, metrics: list[str], axes: tuple[str, ...]) -> list[dict[str, str]]:
-    return [
-        {"kind": "points", "x": axis, "y": f"{metric}_of_full"}
-        for metric in metrics
-        for axis in axes
-        if axis in frame and (frame[axis].notna() & frame[f"{metric}_of_full"].notna()).any()
-    ]
-
-
-def workspace(spec: dict[str, Any], entity: str, project: str) -> Any:
-    """A saved view of the project: the run list with verdicts, one section per section of the spec."""
-    import wandb_workspaces.workspaces as ws
-
-    sections = [
-        ws.Section(name=section["name"], panels=[panel(each) for each in section["panels"]], is_open=True)
-        for section in spec["sections"]
-    ]
-    runs = ws.RunsetSettings(
-        run_settings={key: ws.RunSettings(color=color) for key, color in spec["colors"].items()},
-        pinned_columns=[f"summary:{name}" for name in spec["columns"]],
-    )
-    settings = ws.WorkspaceSettings(max_runs=100)
-    return ws.Workspace(
-        entity=entity, project=project, name=PROJECT, sections=sections, runset_settings=runs, settings=settings
-    )
-
-
-def report(spec: dict[str, Any], entity: str, project: str) -> Any:
-    """A report: one heading and one grid of panels per section, all over the same runs."""
-    import wandb_workspaces.reports.v2 as wr
-
-    colors = {key: wr.RunSettings(color=color) for key, color in spec["colors"].items()}
-    blocks: list[Any] = [wr.TableOfContents()]
-    for section in spec["sections"]:
-        runs = wr.Runset(entity=entity, project=project, name="runs", run_settings=colors)
-        panels = [panel(each, place) for place, each in enumerate(section["panels"])]
-        blocks += [wr.H1(section["name"]), wr.PanelGrid(runsets=[runs], panels=panels)]
-    return wr.Report(entity=entity, project=project, title=PROJECT, blocks=blocks, width="fluid")
-
-
-def panel(described: dict[str, str], place: int = 0) -> Any:
-    """One panel; place: its number in a grid of two columns."""
-    import wandb_workspaces.reports.v2 as wr
-
-    layout = wr.Layout(x=12 * (place % 2), y=10 * (place // 2), w=12, h=10)
-    if described["kind"] == "table":
-        return wr.WeavePanelSummaryTable(table_name=described["key"], layout=wr.Layout(x=0, y=0, w=24, h=16))
-    x, y = described["x"], described["y"]
-    if described["kind"] == "points":
-        x_metric, y_metric = wr.SummaryMetric(x), wr.SummaryMetric(y)
-        return wr.ScatterPlot(title=f"{y} against {x}", x=x_metric, y=y_metric, range_y=(0, None), layout=layout)
-    return wr.CustomChart(
-        query={"summaryTable": {"tableKey": f"{described['key']}_table"}},
-        chart_name="wandb/line/v0",
-        chart_fields={"x": x, "y": y, "stroke": "line"},
-        chart_strings={"title": described["key"]},
-        layout=layout,
-    )
-
-
-DASHBOARDS_DESCRIPTION = """The report's panels in Weights & Biases, as a saved view of a project and as a report there.
-
-kvexp log dashboards outputs/ (after: kvexp log outputs/ --online). Which panels, over which keys that
-were logged, is plain data (`spec`), printed by --print; wandb's public API (wandb_workspaces) makes them. Needle
-heat-maps are not among them: what kvexp.results.wandb_log publishes has no such table."""
-
-
-@tells_warnings
-@tells_errors(ConfigError)
-def dashboards(argv: Sequence[str] | None = None) -> int:
-    """Run `kvexp log dashboards`; exit code 0, or 2 with one line that says why not."""
-    parser = argparse.ArgumentParser(prog="kvexp log dashboards", description=DASHBOARDS_DESCRIPTION)
-    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
-    parser.add_argument("--entity", help="user or team (default: WANDB_ENTITY, else the account's own)")
-    parser.add_argument("--print", action="store_true", help="print the spec as JSON; needs no account and no network")
-    args = parser.parse_args(argv)
-    runs = read_runs(args.outputs)
-    if not runs.shown:
-        raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
-    described = spec(quality_table(runs), frame_of(runs))
-    for line in [json.dumps(described, indent=2)] if args.print else save(described, args.entity, args.project):
-        say(line)
-    return 0
-
-
-def save(described: dict[str, Any], entity: str | None, project: str) -> list[str]:
-    """Addresses of the saved view and of the report; ConfigError where wandb is missing, unreachable or says no."""
-    check(project, "online")
-    if importlib.util.find_spec("wandb_workspaces") is None:
-        raise ConfigError("dashboards need wandb-workspaces, which is not installed; run: pip install 'kvexp[eval]'")
-    if not has_account():
-        raise ConfigError("no wandb account is configured: run `wandb login` or set WANDB_API_KEY; --print needs none")
-    check_reachable(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    import wandb
-
-    try:
-        entity = entity or os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
-        if not entity:
-            raise ConfigError("the wandb account names no entity of its own; name a user or team with --entity")
-        made = [build(described, entity, project) for build in (workspace, report)]
-        for each in made:
-            each.save()
-        return [str(each.url) for each in made]
-    except ConfigError:
-        raise
-    except (wandb.Error, OSError, ValueError, RuntimeError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"wandb did not take the dashboards ({type(error).__name__}: {first}); are the runs there "
-            f"(kvexp log {'' if project == PROJECT else f'--project {project} '}--online) and the network up?"
-        ) from error
-
-
-def check_reachable(address: str, seconds: float = 10.0) -> None:
-    """ConfigError where the server gives no answer at all: wandb itself would try again for many minutes."""
-    try:
-        urllib.request.urlopen(address, timeout=seconds).close()
-    except urllib.error.HTTPError:
-        return  # an answer, if not to this question
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no answer from {address} ({error}): dashboards need the network; --print does not"
-        ) from error

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, attention_probs, compute_attention, softcapped
 from kvexp.core.budget import floor_share
-from kvexp.core.method import Method, is_users, nan_error
+from kvexp.core.method import is_users, nan_error
 from kvexp.core.slot_order import topk_slots
+from kvexp.core.special_methods import KeepsEverything
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.offload import BlockCacheConfig, OffloadedKV, step_layout
 from kvexp.util import AtLeast, Range
@@ -189,7 +190,7 @@ def left_aligned(x: Tensor, lengths: list[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Retrieval(Method):
+class Retrieval(KeepsEverything):
     """Base of every retrieval method. Subclasses say how relevant each slot is; all they remember is in the `KVIndex`.
 
     attended = sinks U recent window U current token U selected slots: budget slots in all, the current token included.
@@ -201,7 +202,6 @@ class Retrieval(Method):
     move).
     """
 
-    full_cache: ClassVar[bool] = True
     whole_prompt: ClassVar[bool] = False  # whether it can only index a prompt that comes in one forward
     n_sinks: Annotated[int, AtLeast(0)] = 4  # 32: PQCache's release, for every method; 0: SparQ's authors
     recent_ratio: Annotated[float, Range(0, 1)] = 0.5  # of the budget less sinks and current token

@@ -285,10 +285,8 @@ class Member:
 
     @property
     def title(self) -> str:
-        """Method, settings and budget, for a line of progress."""
-        labels = self.settings.labels
-        name, ratio = f"{labels['method']} {labels['setting']}".strip(), labels.get("kv_ratio")
-        return name if ratio is None else f"{name} kv_ratio={ratio:g}"
+        """The run's name for a line of progress."""
+        return run_name(self.settings.labels)
 
     def fail(self, error: BaseException) -> None:
         """Leave it to its own turn."""
@@ -556,8 +554,7 @@ class Filler:
                     raise
                 members[0].fail(error)
                 # Its own turn, which says more, comes when the group is done, and that can be hours from now.
-                name = run_name(members[0].settings.labels)
-                say(f"{name} failed, the other runs go on: {members[0].error}", file=sys.stderr)
+                say(f"{members[0].title} failed, the other runs go on: {members[0].error}", file=sys.stderr)
         if not failure:
             yield from parts
             return
@@ -735,8 +732,7 @@ def measure(
         if after.lacking:
             before = found.get(after.run.hash, after)
             why = before.error or "; ".join(before.skipped) or UNKNOWN
-            name = run_name(after.settings.labels)
-            lines.append(f"divergence of {name}: {len(after.lacking)} KL passes were not made ({why})")
+            lines.append(f"divergence of {after.title}: {len(after.lacking)} KL passes were not made ({why})")
     return lines
 
 

@@ -10,7 +10,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvexp.run.compose import root_values
+from kvexp.run.compose import RETIRED, root_values
+from kvexp.run.user_methods import admitted
 from kvexp.util import ConfigError, field_types, typed
 
 if TYPE_CHECKING:
@@ -52,18 +53,31 @@ def build(
     where: str,
     *,
     within: str | tuple[str, ...],
-    admitted: Mapping[str, type[Any]] | None = None,
+    users: Mapping[str, type[Any]] | None = None,
     keys: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Any:
     """The dataclass named by node["_target_"] (in package `within`, or one of several), made from the other fields.
 
-    where: the node's place in the configuration, for messages. admitted: dotted name -> class, of classes from
+    where: the node's place in the configuration, for messages. users: dotted name -> class, of classes from
     elsewhere that may be named too. keys: field -> its dotted key, for fields that are not typed as `where.field`.
     ConfigError names the field, what was found, what is allowed.
     """
     fields = dict(node)
     target = fields.pop("_target_", None)
-    return made((admitted or {}).get(str(target)) or _class(target, where, within), fields, where, keys)
+    return made((users or {}).get(str(target)) or _class(target, where, within), fields, where, keys)
+
+
+def build_method(node: Mapping[str, Any]) -> Method:
+    """The method of a node; a user's by the class that was admitted."""
+    users = {target: method.cls for target, method in admitted().items()}
+    method: Method = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"), users=users)
+    return method
+
+
+def build_budget(node: Mapping[str, Any]) -> Budget:
+    """The budget of a node, whose kv_ratio is typed without a group."""
+    budget: Budget = build(node, "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
+    return budget
 
 
 def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] = types.MappingProxyType({})) -> Any:
@@ -71,7 +85,8 @@ def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] 
     hints, known = field_types(cls), {field.name for field in dataclasses.fields(cls)}
     for name in node:
         if name not in known:
-            raise ConfigError(f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}")
+            own = f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}"
+            raise ConfigError(RETIRED.get(f"{where}.{name}", own))
     values = {
         name: typed(value, hints.get(name, Any), keys.get(name, f"{where}.{name}")) for name, value in node.items()
     }

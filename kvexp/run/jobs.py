@@ -111,12 +111,17 @@ def diagnosis_of(config: DictConfig) -> Diagnosis | None:
 
 @dataclass(frozen=True)
 class HydraJob:
-    """What Hydra composed; number: its place in a sweep, None for a single run."""
+    """What Hydra composed; number: its place in a sweep, None for a single run.
+
+    settings, runs: checked settings and their parts, once `built`.
+    """
 
     config: DictConfig
     overrides: list[str]
     choices: dict[str, str]
     number: int | None
+    settings: Settings | None = None
+    runs: Sequence[Settings] = ()
 
     @property
     def name(self) -> str:
@@ -151,12 +156,13 @@ def runs_of(job: HydraJob, session: Session) -> list[Settings]:
     return settings_of_job(job, session).parts()
 
 
-def runs_or_none(job: HydraJob, session: Session) -> list[Settings]:
-    """The runs of a job; none where its settings are wrong, which its turn will say."""
+def built(job: HydraJob, session: Session) -> HydraJob:
+    """The job with its settings and runs; as it was where they are wrong, which its turn will say."""
     try:
-        return runs_of(job, session)
+        settings = settings_of_job(job, session)
+        return dataclasses.replace(job, settings=settings, runs=settings.parts())
     except Exception:
-        return []
+        return job
 
 
 def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: Callable[[Item], bool | None]) -> None:
@@ -232,16 +238,16 @@ def main_job(config: DictConfig, session: Session) -> float | None:
     return found
 
 
-def _take_turns(jobs: Sequence[tuple[HydraJob, Sequence[Settings]]], session: Session) -> list[float | None]:
-    """Run the jobs, those first whose runs nobody else is at; their objectives, in the jobs' order."""
-    found: dict[int, float | None] = {}
+def _take_turns(jobs: Sequence[HydraJob], session: Session) -> list[float | None]:
+    """Run the built jobs, those first whose runs nobody else is at; their objectives, in the jobs' order."""
+    objectives: dict[int, float | None] = {}
 
     def take(place: int) -> None:
-        job, runs = jobs[place]
-        found[place] = run_job(job, session, announced=not _is_filled_ahead(runs, session))
+        job = jobs[place]
+        objectives[place] = run_job(job, session, announced=not _is_filled_ahead(job.runs, session))
 
-    run_unclaimed_first([(place, runs) for place, (_, runs) in enumerate(jobs)], take)
-    return [found[place] for place in range(len(jobs))]
+    run_unclaimed_first([(place, job.runs) for place, job in enumerate(jobs)], take)
+    return [objectives[place] for place in range(len(jobs))]
 
 
 def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
@@ -253,7 +259,7 @@ def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> l
     """Run the jobs of a sweep and return their objectives. share: first fill in runs that can share prefills."""
     from kvexp.run.batches import prefill_groups, run_group, why_alone
 
-    each = [(job, runs_or_none(job, session)) for job in jobs]
+    jobs = [built(job, session) for job in jobs]
 
     def filled(group: list[Settings]) -> bool:
         try:
@@ -265,13 +271,13 @@ def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> l
                 traceback.print_exc()
             return True
 
-    wanted = [settings for _, runs in each for settings in runs]
+    wanted = [settings for job in jobs for settings in job.runs]
     groups = prefill_groups(wanted) if share else []
     if share and len(jobs) > 1:
         for why, count in Counter(filter(None, map(why_alone, wanted))).items():
             say(f"{count} run{'s do' if count > 1 else ' does'} not share prefills with others, which is slower: {why}")
     run_unclaimed_first([(group, group) for group in groups], filled)
-    return _take_turns(each, session)
+    return _take_turns(jobs, session)
 
 
 def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float | None:
@@ -286,9 +292,9 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
     try:
         if session.disk_error is not None:  # what is computed now could not be kept either
             raise session.disk_error
-        settings = settings_of_job(job, session)
+        settings = job.settings or settings_of_job(job, session)
         diagnosis = diagnosis_of(job.config)
-        made, wrong, parts = [], [], settings.parts()
+        made, wrong, parts = [], [], job.runs or settings.parts()
         if len(parts) > 1:  # all are checked before the first one loads a model
             settings.task.check()
         for part in parts:

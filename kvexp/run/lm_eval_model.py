@@ -38,7 +38,7 @@ from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.lm_eval import Ask, Bench, NothingToJudge, check_row_mask, padded
-from kvexp.run.build import build, build_cache
+from kvexp.run.build import build_budget, build_cache, build_method
 from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
 from kvexp.tasks.lm_eval import Making, Protocol, protocol_of
@@ -82,9 +82,7 @@ def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
             f"method=FILE.py or method=MODULE.CLASS, got {name!r}"
         )
     node = {"_target_": users[name].target} if name in users else option("method", name)
-    own = {one.target: one.cls for one in users.values()}
-    method: Method = build({**node, **settings}, "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
-    return method
+    return build_method({**node, **settings})
 
 
 def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Budget | None:
@@ -96,9 +94,7 @@ def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Bud
             f"method={method.name} needs a budget: give kv_ratio=RATIO, budget.tokens=NUMBER or budget.threshold=NUMBER"
         )
     ratio = {} if kv_ratio is None else {"kv_ratio": kv_ratio}
-    node, keys = {"_target_": "kvexp.core.Budget", **ratio, **settings}, {"kv_ratio": "kv_ratio"}
-    budget: Budget = build(node, "budget", within="kvexp.core", keys=keys)
-    return budget
+    return build_budget({"_target_": "kvexp.core.Budget", **ratio, **settings})
 
 
 @dataclass(frozen=True)

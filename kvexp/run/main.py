@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hydra import version
 from hydra._internal.hydra import Hydra
@@ -31,9 +31,6 @@ from kvexp.run.compose import (
 from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
 from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
-
-if TYPE_CHECKING:
-    from kvexp.run.plan import TimeOf
 
 
 def compose_and_run() -> None:
@@ -125,10 +122,10 @@ def own_launchers() -> None:
         known.pop(file.name, None)
 
 
-def main(session: Session | None = None, time_of: TimeOf | None = None) -> NoReturn:
+def main(session: Session | None = None) -> NoReturn:
     """The whole command, from sys.argv; the exit code is 1 where a job failed.
 
-    session: to look at afterwards; time_of: how long a group of runs takes, for --dry-run (`kvexp.run.plan.show_plan`).
+    session: to look at afterwards.
     """
     watch_pipes()
     session = session or Session()
@@ -142,7 +139,7 @@ def main(session: Session | None = None, time_of: TimeOf | None = None) -> NoRet
             if planning:
                 from kvexp.run.plan import dry_run
 
-                sys.exit(dry_run(compose_and_run, planning[-1], session, time_of))
+                sys.exit(dry_run(compose_and_run, planning[-1], session))
             compose_and_run()
     except ConfigError as error:
         stop(str(error))

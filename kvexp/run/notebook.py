@@ -109,10 +109,9 @@ def generate(
 
 def method_of(name: str) -> Method:
     """The method of this name with its defaults: one of `kvexp methods`, MODULE.CLASS or FILE.py."""
-    from kvexp.run.build import build
+    from kvexp.run.build import build_method
 
     if name in options("method"):
-        method: Method = build(option("method", name), "method", within=("kvexp.methods", "kvexp.retrieval"))
-        return method
-    method = named_user_method(name).cls()
+        return build_method(option("method", name))
+    method: Method = named_user_method(name).cls()
     return method

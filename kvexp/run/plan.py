@@ -23,10 +23,10 @@ from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_sp
 from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, no_room, tokenize
 from kvexp.run.rows import environment, head_slot_bytes, slots_held
 from kvexp.run.settings import Settings
-from kvexp.run.store import Run, run_hash, runs
+from kvexp.run.store import IN_ITS_TABLE, TABLE, Run, run_hash, run_name, runs
 from kvexp.tasks import Example, LMEval, Mathematics, Task
 from kvexp.tasks.base import AFTER_EVICTION, SampledTask
-from kvexp.util import ConfigError, Session, canonical, duration, say
+from kvexp.util import ConfigError, Session, canonical, duration, say, size
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Tokenizer
@@ -253,12 +253,12 @@ DATA: dict[str, tuple[int, int]] = {
 LISTED = 40  # runs shown one by one; more are shown in groups
 
 
-def dry_run(main: Callable[[], None], option: str, session: Session, time_of: TimeOf | None = None) -> int:
+def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
     """Let Hydra compose the jobs of sys.argv without running one and print their plan; returns the exit code.
 
-    option: --dry-run, or --dry-run=NAME of another machine (`MACHINES`); time_of: as of `show_plan`. Nothing is
-    written: Hydra's own notes on a sweep go to a folder that is removed. Whatever the launcher, jobs are composed here,
-    one after the other. ConfigError for an option that cannot be planned.
+    option: --dry-run, or --dry-run=NAME of another machine (`MACHINES`). Nothing is written: Hydra's own notes on a
+    sweep go to a folder that is removed. Whatever the launcher, jobs are composed here, one after the other.
+    ConfigError for an option that cannot be planned.
     """
     name = option.partition("=")[2] or None
     if name not in (None, *MACHINES):
@@ -278,17 +278,14 @@ def dry_run(main: Callable[[], None], option: str, session: Session, time_of: Ti
         finally:
             jobs = session.collected_jobs()
     swept = any(job.number is not None for job in jobs)
-    show_plan(jobs, name, session, shares=swept and not basic, time_of=time_of)
+    show_plan(jobs, name, session, shares=swept and not basic)
     return session.exit_code
 
 
-def show_plan(
-    jobs: Sequence[HydraJob], machine: str | None, session: Session, *, shares: bool, time_of: TimeOf | None = None
-) -> list[PlannedGroup]:
+def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *, shares: bool) -> list[PlannedGroup]:
     """Print the plan of these jobs and return it. Jobs that cannot run are reported as their turn would report them.
 
-    shares: the launcher lets runs share prefills. time_of: seconds of a group and where they are from, else from rows
-    of the same model and machine, else an estimate.
+    shares: the launcher lets runs share prefills.
     """
     wanted: dict[str, Settings] = {}
     workloads: dict[Any, Workload] = {}
@@ -312,11 +309,11 @@ def show_plan(
     for group in [*together, *alone]:
         try:
             made = PlannedGroup([_planned(settings, workload_of(settings, workloads)) for settings in group])
-            seconds, basis = (time_of or functools.partial(seconds_of, machine=machine, pace_of=known))(made)
+            seconds, basis = seconds_of(made, machine, known)
             planned.append(replace(made, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
-            session.add_failure(name_of(group[0]), str(error), reported=True)
+            session.add_failure(run_name(group[0].labels, *TABLE, *IN_ITS_TABLE), str(error), reported=True)
     print_plan(planned, len(jobs))
     return planned
 
@@ -390,9 +387,6 @@ class PlannedGroup:
         answers = any(run.left for run in self.runs)
         asked = getattr(self.lead.task, "question", None) == AFTER_EVICTION
         return max(1, answers + len(kinds)) + asked
-
-
-TimeOf = Callable[[PlannedGroup], tuple[float | None, str]]  # seconds of a group, and their source
 
 
 def _planned(settings: Settings, work: Workload) -> Planned:
@@ -556,10 +550,10 @@ def print_plan(planned: list[PlannedGroup], jobs: int) -> None:
         for run in all_runs:
             rows = f"{run.total - run.left:>6}/{run.total} rows" if not run.settings.divergence.only else ""
             texts = f", {run.texts} KL passes" if run.texts else ""
-            say(f"  {run.state:6} {rows}  {name_of(run.settings)}{texts}")
+            say(f"  {run.state:6} {rows}  {run_name(run.settings.labels, *TABLE, *IN_ITS_TABLE)}{texts}")
     parts: dict[str, list[PlannedGroup]] = {}
     for group in planned:
-        parts.setdefault(_title(group.lead), []).append(group)
+        parts.setdefault(run_name(group.lead.labels, *TABLE), []).append(group)
     for part in parts.values():
         _print_part(part)
     for lead in {group.lead.model: group.lead for group in reversed(planned)}.values():
@@ -585,9 +579,10 @@ def _print_part(groups: list[PlannedGroup]) -> None:
         kv = max(
             kv_bytes(shape, [run.settings for run in group.runs], work.prompt_tokens, group.copies) for group in groups
         )
-        memory = f"weights {scaled(shape.weight_bytes(lead.model.dtype), 'B')} + KV {scaled(kv, 'B')}"
+        memory = f"weights {size(shape.weight_bytes(lead.model.dtype))} + KV {size(kv)}"
+    prefills = sum(group.prefills for group in groups)
     say(
-        f"{_title(lead)}: {count} runs{sharing}; {sum(group.prefills for group in groups)} prefills of "
+        f"{run_name(lead.labels, *TABLE)}: {count} runs{sharing}; {prefills} prefills of "
         f"{work.prompt_tokens:.0f} tokens ({work.source}), {scaled(_new_tokens(groups))} new tokens"
         f"{f', {texts} KL passes' if texts else ''}; {memory}; about {_time(groups)}"
     )
@@ -658,21 +653,9 @@ def total_seconds(groups: Sequence[PlannedGroup]) -> float:
     return sum(group.seconds or 0.0 for group in groups)
 
 
-def _title(settings: Settings) -> str:
-    return f"{settings.labels['model']} {settings.labels['task']}"
-
-
-def name_of(settings: Settings) -> str:
-    """The name of a run: its labels."""
-    labels = settings.labels
-    ratio = f"kv_ratio={labels['kv_ratio']:g}" if labels.get("kv_ratio") is not None else ""
-    words = (labels["model"], labels["task"], labels["method"], ratio, labels["setting"])
-    return " ".join(str(word) for word in words if word)
-
-
-def scaled(count: float, unit: str = "") -> str:
-    """A number with its prefix and unit: 13.5 GB, 12 k, 300."""
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}{unit}"
-    return f"{count:.0f} {unit}".strip()
+def scaled(count: float) -> str:
+    """A number with its prefix: 1.35 G, 12 k, 300."""
+    for prefix, least in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= least:
+            return f"{count / least:.3g} {prefix}"
+    return f"{count:.0f}"

@@ -381,7 +381,7 @@ def slots_held(settings: Settings, lengths: Sequence[int], *, cached: bool = Fal
     new = settings.decoding.max_new_tokens
     budget = batch_budget(settings, lengths)
     cache = settings.cache
-    if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
+    if budget is None or cache.mode == "mask" or cache.keeps_everything or not cache.cadence.at_prefill:
         blocks = cache.method.cache if cached and isinstance(cache.method, Retrieval) else None
         return [length + new + (min(blocks.tokens, length) if blocks else 0) for length in lengths]
     if isinstance(budget, BytesBudget):

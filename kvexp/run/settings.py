@@ -18,7 +18,16 @@ from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import batch_size_identifies_run
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import Full
-from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, made, quantization_of
+from kvexp.run.build import (
+    ADDED_LATER,
+    CACHE,
+    build,
+    build_budget,
+    build_cache,
+    build_method,
+    made,
+    quantization_of,
+)
 from kvexp.run.compose import option
 from kvexp.run.engine import check_engine, engine_of
 from kvexp.run.labels import (
@@ -214,8 +223,7 @@ def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
     widths = {max(pad_to, length) for length in lengths}
     if len(widths) > 1:
         raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
-    flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
-    (slots,) = flat.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
+    (slots,) = budget.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
     return dataclasses.replace(budget, kv_ratio=None, tokens=slots)
 
 
@@ -417,11 +425,12 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     for group in (*groups, *(group for group in ("select", "score") if group in config)):  # older rows have neither
         typed(config.get(group), dict, group)
     check_values(config, choices)
+    if config["budget"].get("pyramid") == 0:  # as runs of older versions have recorded it, which did nothing
+        config = {**config, "budget": {name: value for name, value in config["budget"].items() if name != "pyramid"}}
     for name, words in OF_THE_RUN.items():
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
-    own = {target: one.cls for target, one in admitted().items()}
-    method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
+    method = build_method(config["method"])
     # Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it.
     users = [one for one in admitted().values() if one.cls is type(method)]
     found = {"method_found_as": users[0].reference} if users else {}
@@ -442,7 +451,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)
     else:  # that of a method without a budget is checked as well: a word may be misspelt
-        asked: Budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
+        asked = build_budget(config["budget"])
         budget = asked if method.evicts else None
     cache = build_cache(
         method,
@@ -502,6 +511,7 @@ def _budget_identity(budget: Any) -> dict[str, Any]:
     """Settings of a budget; newer ones only where they do something, so that older runs keep their hashes."""
     later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
     plain = _plain(budget, without=(*later, "others"))  # which the model says
+    plain["pyramid"] = 0.0  # a setting that is no more: all others keep their hashes
     if plain.get("quantization") is not None:
         plain["quantization"] = _plain(budget.quantization, without=_OF_BLOCKS)
     if budget.threshold is not None:

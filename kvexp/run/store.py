@@ -623,14 +623,20 @@ def _check_file(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
 # -- what a run is called, and which rows can be compared --------------------------------------------------------------
 
 
-def run_name(labels: Mapping[str, Any]) -> str:
-    """Method, kv_ratio and setting, as far as there are any: h2o 0.5, h2o budget.tokens=40.
+TABLE = ("model", "task")  # labels that runs of one table share
+IN_ITS_TABLE = ("method", "kv_ratio", "setting")  # labels that tell a run from others of its model and task
 
-    labels: of a run's folder, or a row of a table, whose missing kv_ratio is NaN.
+
+def run_name(labels: Mapping[str, Any], *names: str, between: str = " ") -> str:
+    """The values of these labels, by default of IN_ITS_TABLE, as far as there are any: h2o 0.5, h2o budget.tokens=40.
+
+    labels: of a run's folder, or a row of a table, whose missing numbers are NaN.
     """
-    ratio = labels.get("kv_ratio")
-    known = isinstance(ratio, int | float) and math.isfinite(ratio)
-    return " ".join(filter(None, [str(labels["method"]), f"{ratio:g}" if known else "", labels.get("setting") or ""]))
+    words = []
+    for name in names or IN_ITS_TABLE:
+        value = labels.get(name)
+        words.append(value if isinstance(value, str) else "" if value is None or value != value else f"{value:g}")
+    return between.join(filter(None, words))
 
 
 DIGESTS = ("prompt_digest", "continuation_digest")  # fields of a row; one that lacks either is taken as it is

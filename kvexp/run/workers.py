@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omegaconf import open_dict
 
-from kvexp.run.jobs import HydraJob, run_job, run_jobs, runs_of, runs_or_none
+from kvexp.run.jobs import HydraJob, built, run_job, run_jobs, runs_of
 from kvexp.run.store import Run, run_hash
 from kvexp.run.user_methods import admit, admitted, load_method
 from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, listening, say, watch_torch, worked
@@ -277,7 +277,7 @@ def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Itera
 
     alike: dict[Any, list[HydraJob]] = {}
     for job in jobs:
-        runs = runs_or_none(job, session)
+        runs = built(job, session).runs
         if not runs:
             run_job(job, session)  # it says why it cannot be
             continue

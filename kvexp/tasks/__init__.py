@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvexp.tasks.babilong import BABILong
 from kvexp.tasks.base import Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
-from kvexp.tasks.facts import BABILong, Facts
 from kvexp.tasks.ifeval import IFEval, IFEvalArticles
 from kvexp.tasks.infinitebench import InfiniteBench
 from kvexp.tasks.lm_eval import LMEval
@@ -40,7 +40,6 @@ __all__ = [
     "ContextQA",
     "Dialogue",
     "Example",
-    "Facts",
     "GovReport",
     "GovReportSections",
     "IFEval",

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
-from kvexp.util import ConfigError, file_digest, forbidden, path_of, unreachable
+from kvexp.util import ConfigError, file_digest, forbidden, path_of, size, unreachable
 
 
 def json_rows(path: Path) -> Iterator[Row]:
@@ -310,7 +310,7 @@ class Archive:
                     return
                 if len(line) > LINE:
                     raise self._refused(
-                        f"line {number} of {self.name}.jsonl is longer than {_size(LINE)}", "look at what it holds"
+                        f"line {number} of {self.name}.jsonl is longer than {size(LINE)}", "look at what it holds"
                     )
                 yield number, line
 
@@ -347,7 +347,7 @@ class Archive:
             raise ConfigError(f"task.data_files: {self.name}.jsonl {what}")
         info = mine[0]
         kind = NAMES.get(info.compress_type, f"method {info.compress_type}")
-        size, most = _size(info.file_size), _size(MEMBER)
+        unpacked, most = size(info.file_size), size(MEMBER)
         for wrong, why, way in (
             (info.flag_bits & 1, "is encrypted", "unpack it with its password and name the folder"),
             (
@@ -357,7 +357,7 @@ class Archive:
             ),
             (
                 info.file_size > MEMBER,
-                f"unpacks to {size}, more than the {most} that are read of an archive",
+                f"unpacks to {unpacked}, more than the {most} that are read of an archive",
                 "unpack it and name the file, if it is what it should be",
             ),
         ):
@@ -367,10 +367,6 @@ class Archive:
 
     def _refused(self, why: str, way: str) -> ConfigError:
         return ConfigError(f"task.data_files: cannot read {self.path}: {why}; {way}")
-
-
-def _size(number: int) -> str:
-    return f"{number / (1 << 20):,.0f} MiB" if number >= 1 << 20 else f"{number:,} bytes"
 
 
 @dataclass(frozen=True, kw_only=True)

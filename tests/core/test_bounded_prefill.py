@@ -20,8 +20,8 @@ from kvexp.generate import divergence_from_full, generate, prefill, prefill_toge
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import calibrate_queries
 from kvexp.methods import H2O, TOVA, ExpectedAttention, Full, KeyDiff, StreamingLLM, Window
+from kvexp.results.blocks import print_blocks
 from kvexp.results.read import read_runs
-from kvexp.results.table import print_blocks
 from kvexp.results.views import main as results
 from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run

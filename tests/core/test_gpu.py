@@ -10,11 +10,12 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from capture_steps import CASES, NEW, prompts_for
+from capture_steps import CASES, NEW, case_of, prompts_for
 from test_device import WIDE, config_for, seen_by
 from test_retrieval import METHODS as RETRIEVAL_METHODS
 from test_retrieval import PROMPTS as RETRIEVAL_PROMPTS
@@ -411,11 +412,12 @@ def on_cuda(family, dtype=torch.float32):
     return patch_model(copy.deepcopy(stock(family)).to(device="cuda", dtype=dtype))
 
 
-def runs(model, method, budget, **options):
+def runs(model, method, budget=None, **options):
     """(graph=auto, graph=off)."""
     options |= {"decoding": DECODING, "seeds": [1, 2], "keep_logits": True}
-    prompts = prompts_for(method)
-    return tuple(generate(model, prompts, method, budget, graph=how, **options) for how in ("auto", "off"))
+    config = CacheConfig.of(method, budget)
+    hows = [replace(config, graph=how) for how in ("auto", "off")]
+    return tuple(generate(model, prompts_for(config.method), how, **options) for how in hows)
 
 
 def alike(made, plain):
@@ -433,21 +435,21 @@ def replayed(made):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_replayed_steps_are_the_eager_ones(case, dtype):
-    made, plain = runs(on_cuda("llama", dtype), *CASES[case])
+    made, plain = runs(on_cuda("llama", dtype), case_of("llama", case))
     assert plain.cuda_graph is None and replayed(made) > NEW - 9, made.cuda_graph
     alike(made, plain)
 
 
 @pytest.mark.parametrize("family", [family for family in CONFIGS if family != "llama"])
 def test_on_every_family(family):
-    made, plain = runs(on_cuda(family), *CASES["keyformer"])
+    made, plain = runs(on_cuda(family), case_of(family, "keyformer"))
     assert replayed(made) > NEW - 9, made.cuda_graph
     alike(made, plain)
 
 
 def test_with_the_triton_kernels():
     pytest.importorskip("triton")
-    made, plain = runs(on_cuda("llama"), *CASES["keyformer"], observe="triton")
+    made, plain = runs(on_cuda("llama"), replace(case_of("llama", "keyformer"), observe="triton"))
     assert replayed(made) > NEW - 9, made.cuda_graph
     alike(made, plain)
 
@@ -456,7 +458,7 @@ def test_caches_that_decode_together():
     model = on_cuda("llama")
     made = {}
     for how in ("auto", "off"):
-        variants = [CacheConfig(*CASES[name], graph=how) for name in ("keyformer", "h2o", "window")]
+        variants = [replace(case_of("llama", name), graph=how) for name in ("keyformer", "h2o", "window", "full")]
         contexts = prefill_together(model, prompts_for(), variants, max_new_tokens=NEW, seeds=[1, 2])
         made[how] = decode(model, contexts, GenerationParams(NEW, eos=[7, 11, 19]), [1, 2], None, start=0.0)
     for one, other in zip(made["auto"], made["off"], strict=True):
@@ -464,8 +466,8 @@ def test_caches_that_decode_together():
 
 
 def test_what_cannot_be_captured_says_so():
-    made, plain = runs(on_cuda("llama"), Full(), None)
-    assert made.tokens == plain.tokens and replayed(made) == 0 and "full is not captured" in made.cuda_graph
+    made, plain = runs(on_cuda("llama"), PQCache(), SCARCE)
+    assert made.tokens == plain.tokens and replayed(made) == 0 and "pqcache is not captured" in made.cuda_graph
 
 
 def test_a_method_that_waits_for_the_device_falls_back():

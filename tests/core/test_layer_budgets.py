@@ -236,16 +236,14 @@ def test_a_fork_and_a_second_prompt_have_budgets_of_their_own() -> None:
 def test_what_is_refused_before_a_model_loads() -> None:
     with pytest.raises(ConfigError, match=r"layers must be one of uniform, pyramid, cake or null, got 'funnel'"):
         Budget(tokens=8, layers="funnel")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"budget\.pyramid=0\.5 and budget\.layers=cake both share"):
-        Budget(tokens=8, pyramid=0.5, layers="cake")
     with pytest.raises(ConfigError, match="method ideal drops nothing at the end of the prompt"):
         CacheConfig(Ideal(), Budget(tokens=8, layers="cake"), mode="mask")
     with pytest.raises(ConfigError, match=r"set evict_at_prefill=true, or budget\.layers=uniform"):
         CacheConfig(H2O(), Budget(tokens=8, layers="cake"), Cadence(at_prefill=False))
     with pytest.raises(ConfigError, match=r"pyramidkv shares .* budget\.heads=global says otherwise"):
         CacheConfig(PyramidKV(), Budget(tokens=8, heads="global"))
-    with pytest.raises(ConfigError, match=r"cake shares .* budget\.pyramid=0\.5 says .* set budget\.pyramid=0, or set"):
-        CacheConfig(CAKE(), Budget(tokens=8, pyramid=0.5))
+    with pytest.raises(ConfigError, match=r"cake shares .* budget\.threshold=1 says .* give kv_ratio "):
+        CacheConfig(CAKE(), Budget(threshold=1.0))
     for method, layers, named in ((H2O(), "cake", r"budget\.layers=cake"), (CAKE(), None, "method cake")):
         with pytest.raises(ConfigError, match=rf"{named} shares slots out among layers by a whole prompt"):
             CacheConfig(method, Budget(tokens=8, layers=layers), bounded_chunk=8)

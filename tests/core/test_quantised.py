@@ -100,7 +100,7 @@ def by_hand(
     common = CacheState(plain, layers, sequence)
     states = [EvictionLayer(plain, i, common) for i in range(layers)]
     for state in states:
-        state.fast_path_allowed = False
+        state.takes_step = False
     places = list(product(range(layers), range(batch), range(heads)))
     made = {(name, *place): head_of(how, name) for name in ("keys", "values") for place in places}
     seen, start = Seen([], [], [], states), 0

@@ -16,13 +16,13 @@ from tiny import CONFIGS, VOCAB, prompts_of, tiny
 from turns import in_turn
 
 import kvexp.core.decode_stack as cross_layer
-import kvexp.core.eviction as layer
 import kvexp.core.noise as noise
 import kvexp.core.slots
 import kvexp.generate
 from kvexp import util as free_memory
 from kvexp.core import Budget, Cadence, Slots
-from kvexp.core.decode_stack import can_fast_decode
+from kvexp.core.eviction import EvictionLayer
+from kvexp.core.selection import SlotSelection
 from kvexp.generate import (
     CacheConfig,
     GenerationParams,
@@ -37,17 +37,25 @@ from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
 from kvexp.methods import (
     A2SF,
+    CAOTE,
     H2O,
+    RKV,
     TOVA,
+    VATP,
     DilatedWindow,
     ExpectedAttention,
     Full,
+    H2ODamping,
     KeyAttention,
+    KeyDiff,
     Keyformer,
     KeyformerA2SF,
+    KNorm,
     LagKV,
+    Random,
     SnapKV,
     StreamingLLM,
+    VaSE,
     Window,
 )
 from kvexp.run.batches import NEW, PROMPT, evaluate_run
@@ -71,6 +79,18 @@ METHODS = [
     StreamingLLM(),
     StreamingLLM(n_sinks=0),
 ]
+LOOKING = [  # at keys, values, newest queries or their attention; with scores from the start, or changed by evictions
+    KNorm(),
+    KeyDiff(),
+    Random(),
+    CAOTE(),
+    CAOTE(alpha="window", window=4),
+    CAOTE(alpha="accumulated", recent_ratio=0.5),
+    VATP(n_sinks=2),
+    RKV(window=4),
+    VaSE(window=4, n_sinks=2),
+    H2ODamping(),
+]
 GROWING = [Full(), SnapKV(window=6), LagKV(n_sinks=2, lag=8), ExpectedAttention(n_sinks=2)]
 ROWS = {"padded": (40, 33, 40), "equal": (36, 36)}
 
@@ -79,15 +99,15 @@ def both(family, method, budget, lengths, monkeypatch, plan=None, **changes):
     """(short, general, how often the short step was taken)."""
     model, rows = tiny(family, **changes), prompts_of(3, lengths)
     options = {"decoding": GenerationParams(14, eos=None), "seeds": list(range(len(lengths))), "keep_logits": True}
-    taken = []
+    taken, can_step = [], EvictionLayer.can_step
 
     def counted(*arguments):
-        taken.append(can_fast_decode(*arguments))
+        taken.append(can_step(*arguments))
         return taken[-1]
 
     made = []
     for which in (counted, lambda *_: False):
-        monkeypatch.setattr(layer, "can_fast_decode", which)
+        monkeypatch.setattr(EvictionLayer, "can_step", which)
         made.append(generate(model, rows, method, budget, **options, **(plan or {})))
     return *made, sum(taken)
 
@@ -116,7 +136,7 @@ def alike(short, general, *, peak=True):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("method", [*METHODS, *GROWING], ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, *LOOKING, *GROWING], ids=repr)
 def test_short_step_is_the_general_one(method, rows, monkeypatch):
     short, general, taken = both("llama", method, HALF, ROWS[rows], monkeypatch)
     assert taken == 13 * 2, "every decode step of both layers goes the short way, or nothing is tested"
@@ -143,6 +163,22 @@ VARIANTS = {
     "sinks within a sliding window": (StreamingLLM(), WINDOW),
     "full within a sliding window": (Full(), WINDOW),
     "no eviction while decoding": (H2O(), {"plan": {"cadence": Cadence(every=None)}}),
+    **{
+        f"every {n} steps, {method.name}": (method, {"plan": {"cadence": Cadence(every=n)}})
+        for method, n in [(H2O(), 3), (Keyformer(), 4), (KeyDiff(), 4), (TOVA(), 5), (StreamingLLM(n_sinks=2), 3)]
+    },
+    "every 4 steps, before rows are full": (
+        H2O(),
+        {"budget": Budget(tokens=30), "lengths": (40, 22, 18), "plan": {"cadence": Cadence(every=4)}},
+    ),
+    "every 4 steps, heads of different width": (
+        H2O(),
+        {"budget": Budget(kv_ratio=0.5, heads="adaptive"), "plan": {"cadence": Cadence(every=4)}},
+    ),
+    "chunks": (H2O(), {"plan": {"select": SlotSelection(by="chunk", chunk=4)}}),
+    "values": (H2O(), {"plan": {"select": SlotSelection(values="critical")}}),
+    "the prompt stays": (VaSE(window=4), {"budget": Budget(tokens=6, of="generated"), "plan": {"keep": "prompt"}}),
+    "chunks within a sliding window": (A2SF(alpha=0.5), {**WINDOW, "plan": {"select": SlotSelection(by="chunk")}}),
     "short rows still grow while the long one overwrites": (
         H2O(),
         {"budget": Budget(tokens=30), "lengths": (40, 22, 18)},
@@ -156,7 +192,7 @@ def test_short_step_on_every_family(case, monkeypatch):
     given = {"family": "llama", "budget": HALF, "lengths": ROWS["padded"]} | given
     short, general, taken = both(method=method, monkeypatch=monkeypatch, **given)
     assert taken == 13 * 2 or (given["budget"] != HALF and taken > 0)
-    alike(short, general)
+    alike(short, general, peak=not given["budget"].ragged)
 
 
 @pytest.mark.parametrize("method", METHODS[:9], ids=repr)
@@ -210,7 +246,7 @@ def test_rows_selected_between_steps(method, monkeypatch):
     made = []
     for general in (False, True):
         if general:
-            monkeypatch.setattr(layer, "can_fast_decode", lambda *_: False)
+            monkeypatch.setattr(EvictionLayer, "can_step", lambda *_: False)
         cache = prefill(model, rows, method, HALF, max_new_tokens=30, seeds=[1, 2, 3]).cache
         places, logits = torch.tensor([[40], [33], [40]]), []
         for picked in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 1, 0]):
@@ -242,7 +278,7 @@ def test_layers_that_hold_too_much_to_lie_together(monkeypatch):
 @pytest.mark.parametrize("method", [H2O(), Keyformer(), StreamingLLM()], ids=repr)
 def test_layers_with_budgets_of_their_own_keep_books_of_their_own(method, monkeypatch):
     """The first layer holds more than the second."""
-    short, general, taken = both("llama", method, Budget(kv_ratio=0.5, pyramid=0.4), ROWS["padded"], monkeypatch)
+    short, general, taken = both("llama", method, Budget(kv_ratio=0.5, layers="pyramid"), ROWS["padded"], monkeypatch)
     assert taken > 13 and not short.cache.layer_states[0].cross_layer_buffers.merged
     alike(short, general)
 

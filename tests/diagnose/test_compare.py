@@ -1,4 +1,4 @@
-"""Gaps to the ideal and differences of two runs, on run folders and logs made by hand; classes of tokens."""
+"""Gaps to the ideal on run folders made by hand; log, twin and replay of what is not a plain budget."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from test_eviction_log import assert_kept_is_what_is_not_logged, case_of, held, 
 from test_show import losses
 from tiny import stock
 
-from experiments.studies.causal import prompt_scores
 from kvexp.core import Budget, HeadScores, Quantization
 from kvexp.diagnose.case import cases, rows_of
-from kvexp.diagnose.gap import differences, draw, gaps, outcome, show
+from kvexp.diagnose.gap import draw, gaps, show
 from kvexp.diagnose.options import Twin
-from kvexp.diagnose.replay import NOTHING_UNDONE, Replay, classes_of
+from kvexp.diagnose.replay import NOTHING_UNDONE, Replay
 from kvexp.diagnose.show import main
 from kvexp.methods import H2O, TOVA, SnapKV
 from kvexp.results import stats
@@ -27,12 +26,9 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.evictions import (
     EVICTIONS,
     TWIN,
-    ExampleLog,
     has,
     read_example_log,
     read_table,
-    write_example_log,
-    write_table,
 )
 from kvexp.run.store import Run, runs
 from kvexp.util import ConfigError
@@ -126,79 +122,9 @@ def test_the_table_and_the_bars(sweep, capsys):
     assert "run the same sweep with method=ideal" in capsys.readouterr().err
 
 
-# -- diff --------------------------------------------------------------------------------------------------------------
-
-WORDS = ["<s>", " a", " b", " c", " Some", " code", " Ann", " 4711", " .", " x", *[" w"] * 10]
-
-
-def log(run, example, gone):
-    """gone: (step, layer, head, position)."""
-    told = ExampleLog(
-        example, 20, 0, list(range(22)), [*WORDS, " ans", " wer"], [2, 2], same_output=True, same_kept=True
-    )
-    kinds = {"step": np.int32, "layer": np.int16, "head": np.int16, "position": np.int32}
-    columns = {name: np.array([row[i] for row in gone], dtype=kind) for i, (name, kind) in enumerate(kinds.items())}
-    write_table(run, example, EVICTIONS, columns, told.texts)
-    write_example_log(run, told)
-
-
-@pytest.fixture
-def pair(tmp_path):
-    full = made(tmp_path, "full", [100.0, 100.0, 50.0, 0.0, 80.0])
-    a = made(tmp_path, "h2o", [100.0, 0.0, 60.0, 0.0, 10.0], baseline=full)
-    b = made(tmp_path, "tova", [100.0, 100.0, 40.0, 0.0, 20.0], baseline=full)
-    return full, a, b
-
-
-def test_who_is_right(pair):
-    _, a, b = pair
-    found = outcome(a, b)
-    assert (found.both, found.only_a, found.only_b, found.neither) == (["e0"], ["e2"], ["e1"], ["e4"])
-
-
-def test_what_each_held_and_the_other_not(pair, capsys):
-    _, a, b = pair
-    log(a, "e1", [(0, 0, 0, 7), (0, 0, 1, 7), (0, 1, 1, 6), (0, 0, 0, 9), (2, 1, 0, 8), (1, 0, 0, 20)])
-    log(b, "e1", [(0, 0, 0, 9), (0, 1, 1, 0), (0, 1, 0, 19)])
-    log(a, "e2", [])
-    log(b, "e2", [(0, 0, 0, 5)])
-    only_a, only_b = differences(a, b, ["e1"])
-    assert only_b.by_class == {"digits": 2, "names": 1} and only_a.by_class == {"first": 1, "last": 1}
-    assert only_b.by_decile == {"30-40 %": 3} and only_a.by_decile == {"0-10 %": 1, "90-100 %": 1}
-    assert only_b.by_text == {"4711": 2, "Ann": 1}
-    assert only_a.there["digits"] == 4 and only_a.there["last"] == 32 and only_a.there["0-10 %"] == 8
-    assert differences(a, b, ["e1"], step=2)[1].by_class == {"digits": 2, "names": 1, "punctuation": 1}
-    assert main(["diff", str(a.path), str(b.path)]) == 0
-    out = capsys.readouterr().out
-    assert "both 1, only A 1, only B 1, neither 1" in out and "2 (50.0 %)" in out and "4711 2" in out
-
-
-def test_what_does_not_compare(pair, tmp_path, capsys):
-    full, a, b = pair
-    other = made(tmp_path, "full", [1.0], task="summary")
-    elsewhere = made(tmp_path, "h2o", [1.0], task="summary", baseline=other)
-    with pytest.raises(ConfigError, match="not measured against the same full-attention run"):
-        outcome(a, elsewhere)
-    with pytest.raises(ConfigError, match="not measured against the same"):
-        outcome(full, a)
-    assert main(["diff", str(a.path), str(b.path)]) == 2
-    assert "run the same command again" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [
-        (["The", " code", " of", " Al", "ice", " is", " 47", "11", "."], "other other other names names other digits"),
-        (["x", ".", " Then", " some", " Bob", ",", "no", " seven"], "other punctuation other other names punctuation"),
-        (["the", " code", " milo", " nine", " ;"], "other other names digits punctuation"),
-    ],
-)
-def test_classes_go_by_words_not_by_tokens(texts, expected):
-    padded = ["<s>", " it", " is", " ."] + [f" {texts[0]}", *texts[1:]] + [" z"] * 8
-    found = classes_of(padded)
-    assert found[:4] == ["first"] * 4 and found[-8:] == ["last"] * 8
-    wanted = expected.split()
-    assert found[4 : 4 + len(wanted)] == wanted
+def test_diff_is_gone_and_its_error_names_what_stands_in_its_place(capsys):
+    assert main(["diff", "a", "b"]) == 2
+    assert "run kvexp diagnose show on either run" in capsys.readouterr().err
 
 
 # Log, twin and replay of head budgets, of quantised slots and of turns of a conversation, or why there is none.
@@ -319,5 +245,3 @@ def test_marked_spans_are_spared_in_a_diagnosis_as_in_the_run():
     for one, where in ((case, False), (spared, True)):
         _, table = watched(one)
         assert all({6, 7, 8} <= set(held(table, layer, head, 31, 0)) for layer in (0, 1) for head in range(3)) == where
-    (scores,) = prompt_scores(spared, {"snapkv": spared.cache}).values()
-    assert bool(scores.kept[:, :, 6:9].all())

@@ -224,13 +224,13 @@ def test_commands_make_the_log_they_need(tmp_path, command, capsys):
     before = (run.path / "examples.jsonl").read_bytes()
     first, second = (row["example"] for row in run.rows())
     assert main(["show", str(run.path), first]) == 0
-    assert f"diagnose h2o {SETTING}: 1 examples" in text_of(capsys)
+    assert f"diagnose h2o 0.3 {SETTING}: 1 examples" in text_of(capsys)
     assert has(run, first, EVICTIONS) and not has(run, second, EVICTIONS), "what is asked for and no more"
     assert main(["show", str(run.path), first]) == 0
     assert "diagnose h2o" not in text_of(capsys), "made once"
     assert main(["replay", str(run.path), second, "--trials", "2"]) == 0
     said = text_of(capsys)
-    assert f"diagnose h2o {SETTING}: 1 examples" in said and "2 trials at most" in said
+    assert f"diagnose h2o 0.3 {SETTING}: 1 examples" in said and "2 trials at most" in said
     assert main(["draw", str(run.path), "--example", first, "--out", str(tmp_path / "pictures")]) == 0
     assert has(run, first, TWIN) and not has(run, second, TWIN)
     assert (run.path / "examples.jsonl").read_bytes() == before and not command.failures

@@ -51,7 +51,6 @@ RUNS = {
     "surrogate": ["-m", "model=tiny", "task=sample", "task.nll=false", "limit=1", "method=kvzap", "kv_ratio=0.3,0.6"],
     "learned": ["-m", "model=testbed_learned", *SUMMARY, "method=h2o,streaming_llm,keyformer", "kv_ratio=0.3", "cache.positions=original"],
     # budgets
-    "budget_pyramid": _gqa(f"method={EVICT_BY_ATTENTION}", "budget=pyramid"),
     "budget_sequence": _gqa("method=h2o,window", "budget=sequence"),
     "budget_tokens": _gqa("method=h2o,tova", "budget=tokens", "budget.tokens=80", ratio=False),
     "budget_threshold": _gqa("method=h2o,keyformer", "budget=threshold", "budget.threshold=0.001", ratio=False),

@@ -334,7 +334,7 @@ def settings(outputs, *overrides):
     return settings_of({k: v for k, v in config.items() if k not in ("log", "experiment")}, {}, overrides)
 
 
-@pytest.mark.parametrize("extra", [[], ["method=keyformer", "method.tau_end=1.0"], ["budget.pyramid=0.5"]])
+@pytest.mark.parametrize("extra", [[], ["method=keyformer", "method.tau_end=1.0"], ["budget.layers=pyramid"]])
 def test_the_slots_are_those_of_a_prompt_with_real_pads(tmp_path, extra):
     made = settings(tmp_path, "kv_ratio=0.5", "budget.of=padded", "task.pad_to=420", *extra)
     rows = evaluate_run(made).rows()
@@ -347,7 +347,7 @@ def test_the_slots_are_those_of_a_prompt_with_real_pads(tmp_path, extra):
         receipt = receipts(padded.cache)[0]
         assert (row["receipt"]["kept_digest"], row["receipt"]["slots"]) == (receipt.kept_digest, receipt.slots)
         assert row["output"] == tokenizer.decode(padded.tokens[0], skip_special_tokens=True)
-        if "budget.pyramid=0.5" not in extra:
+        if "budget.layers=pyramid" not in extra:
             assert row["receipt"]["slots"] == 420 // 2 - 1  # the token to come has the last slot
         assert row["receipt"]["peak_kv_bytes"] < receipt.peak_kv_bytes, "pads hold no memory"
 
@@ -387,3 +387,13 @@ def test_prompts_of_one_width_may_share_a_batch(tmp_path):
     one, two = (evaluate_run(settings(tmp_path / size, *width, f"batch_size={size}")).rows() for size in "12")
     for a, b in zip(one, two, strict=True):
         assert (a["output"], a["receipt"]["kept_digest"]) == (b["output"], b["receipt"]["kept_digest"])
+
+
+def test_what_older_runs_recorded_of_the_linear_pyramid(tmp_path):
+    """At 0 it did nothing: the same run. Any other value made numbers that nothing makes again."""
+    made = settings(tmp_path, "kv_ratio=0.5")
+    config = made.command["config"]
+    older = [{**config, "budget": {**config["budget"], "pyramid": value}} for value in (0.0, 0.5)]
+    assert settings_of(older[0], {}, []).identity == made.identity
+    with pytest.raises(ConfigError, match=r"write budget\.layers=pyramid"):
+        settings_of(older[1], {}, [])

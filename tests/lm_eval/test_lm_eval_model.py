@@ -503,7 +503,7 @@ BAD = [
     (MASK | {"method": "tova"}, "protocol=row_mask has no mask for method tova; it has for full, window, h2o"),
     (MASK | {"method": "a2sf", "mask": "global"}, "mask=global is H2O's alone"),
     (MASK | {"method": "keyformer", "method.key_window": "release_frozen"}, "method.key_window=release_frozen means"),
-    (MASK | {"budget.pyramid": 0.5}, "takes kv_ratio (or tokens) and nothing else of a budget"),
+    (MASK | {"budget.layers": "pyramid"}, "takes kv_ratio (or tokens) and nothing else of a budget"),
     (MASK | {"cache.evict_every": 2}, "leave cache.evict_at_prefill and cache.evict_every alone"),
 ]
 

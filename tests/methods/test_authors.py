@@ -496,7 +496,7 @@ def test_one_set_for_all_layers_goes_through_decoding_in_every_mode(tmp_path: Pa
 def test_budgets_that_differ_between_layers_are_refused(tmp_path: Path) -> None:
     calibration = read_triattention(triattention_file(tmp_path), NEWER.heads)
     for budget in (
-        Budget(kv_ratio=0.5, pyramid=0.3),
+        Budget(kv_ratio=0.5, layers="pyramid"),
         Budget(tokens=9, layers="cake"),
         Budget(tokens=9, heads="adaptive"),
     ):

@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from turns import in_turn
 
-from kvexp.core import Budget, CacheConfig, Cadence, QueryCalibration
+from kvexp.core import Budget, CacheConfig, Cadence, KeepsEverything, QueryCalibration
 from kvexp.core import attention as attending
-from kvexp.core.budget import PromptSizes
 from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
@@ -311,12 +310,6 @@ def test_chunked_prefill_is_whole_prefill(
 # -- identity ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("pyramid", "want"), [(0.0, (100, 100)), (0.15, (115, 85)), (0.5, (150, 50))])
-def test_pyramid_budgets_average_to_the_budget(pyramid: float, want: tuple[int, int]) -> None:
-    budget = Budget(tokens=100, pyramid=pyramid)
-    assert tuple(budget.resolve(PromptSizes([200], 200, None, 2), layer)[0] for layer in range(2)) == want
-
-
 @torch.inference_mode()
 def plain(family: str, prompt: Tensor, new: Tensor, mask: Tensor, **changes: Any) -> list[Tensor]:
     """Logits of the stock model with its own cache."""
@@ -425,7 +418,7 @@ def test_padding_after_the_prompt_is_never_attended_to(family: str, changes: dic
     real = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
 
     def cache() -> EvictionCache:
-        budget = None if method.full_cache else Budget(tokens=8)
+        budget = None if isinstance(method, KeepsEverything) else Budget(tokens=8)
         return EvictionCache(model, method, budget, max_new_tokens=6)
 
     both = feed(cache(), model, prompt, new, later=real).logits[1:]

@@ -320,7 +320,7 @@ def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
 def test_caches_whose_layers_fill_up_at_different_steps(waste, monkeypatch):
     """Layer 0 of a pyramid overwrites from a later step on than layer 1: the others' books must not be torn apart."""
     monkeypatch.setattr("kvexp.hf.cache.MAX_PAD_BYTES", waste)
-    late = [CacheConfig(H2O(), Budget(tokens=tokens, pyramid=0.5)) for tokens in (30, 31, 33, 33)]
+    late = [CacheConfig(H2O(), Budget(tokens=tokens, layers="pyramid")) for tokens in (30, 31, 33, 33)]
     variants = [CacheConfig(H2O(), FIFTH), CacheConfig(A2SF(alpha=0.3), FIFTH), *late, CacheConfig(Keyformer(), FIFTH)]
     model, decoding = tiny("llama"), GenerationParams(24, eos=None)
     for made, variant in zip(together(model, variants, decoding), variants, strict=True):

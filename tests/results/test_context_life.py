@@ -10,10 +10,10 @@ import pytest
 from life_runs import EVIL, instructions, opened, outputs
 
 from kvexp.results import report as life_section
+from kvexp.results.blocks import print_blocks
 from kvexp.results.plots import draw_life
 from kvexp.results.read import folders, in_order, read_runs
 from kvexp.results.report import page, read
-from kvexp.results.table import print_blocks
 from kvexp.results.views import RUNS, VIEWS, View, chart_of, main, shown
 from kvexp.util import ConfigError, Console
 
@@ -37,7 +37,7 @@ def framed(view: View, folder: Path) -> Any:
 def charts(folder: Path, name: str) -> list[Any]:
     """(places, lines as label -> [(place, values)]) of each block of a view."""
     view = VIEWS[name]
-    found = [chart_of(view, rows) for _, rows, _, _ in view.blocks(framed(view, folder))]
+    found = [chart_of(view, block.rows) for block in view.blocks(framed(view, folder))]
     return [(places, {line.label: [(x, v) for x, _, v in line.points] for line in lines}) for places, lines in found]
 
 

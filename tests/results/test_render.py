@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from report_runs import write
 from rich.console import Console
 
+from kvexp.results.blocks import Block, Column, interval, plain, print_columns
 from kvexp.results.table import print_table, table, to_markdown
 from kvexp.results.views import main
 from kvexp.run.store import refuse
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, size
 
 
 def record(folder, method, setting, kv_ratio=0.5, baseline=None, slots=8.0, changes=None, **more):
@@ -107,3 +109,32 @@ def test_answers_without_a_reference_have_no_rouge(tmp_path):
     assert "h2o" in text and "R-1" not in text and "rouge" not in text.lower()
     assert "h2o 0.5" in text and "no references to compare with: KL and equal tokens are the distance" in text
     assert main([str(tmp_path), "--plot", str(tmp_path / "x.png")]) == 2
+
+
+def test_a_cell_sorts_by_its_value_and_not_by_its_words() -> None:
+    row = {"bytes": 1536.0, "low": 12.5, "high": 14.0, "few": math.nan, "verdict": "fail (R-2)", "none": None, "": "-"}
+    columns = [Column("", "bytes", size), interval("", "low", "high", 1), interval("", "few", "few", 1)]
+    columns += [Column("", lambda row: ((20.0, 31.0), (40.0, 50.0)), str), plain("verdict", ""), plain("none", "")]
+    found = Block("", [{**row, "hash": "a"}], [*columns, Column("", lambda row: "-")], 1).cells()
+    assert found["sort"] == [[1536, 12.5, "too few", 20, "fail (R-2)", None, None]]
+    assert found["rows"][0][:4] == ["a", "1.5 KiB", "12.5..14.0", "too few"]
+
+
+def test_one_grid_takes_further_columns_by_their_rank_and_folds_its_widest_name():
+    row = {"method": "a b c d e f g h i j k l", "one": 1.25, "two": 22222.5, "three": 3.5}
+    further = [Column("three", "three", rank=2), Column("two", "two", rank=1)]
+
+    def heads(width):
+        out = io.StringIO()
+        print_columns(
+            [row],
+            [plain("method", "method", right=False), plain("one", "one"), *further],
+            1,
+            Console(file=out, width=width),
+        )
+        return out.getvalue().splitlines()[0].split(), len(out.getvalue().strip().splitlines())
+
+    assert heads(80) == (["method", "one", "three", "two"], 2)
+    assert heads(41) == (["method", "one", "two"], 2), "the least rank first, in the columns' order"
+    assert heads(31) == (["method", "one"], 2)
+    assert heads(24) == (["method", "one"], 3), "the name folds"

@@ -19,14 +19,15 @@ from rich.console import Console
 import kvexp
 from kvexp.results import stats
 from kvexp.results import stats as intervals
+from kvexp.results.blocks import count, seconds
 from kvexp.results.plots import draw_quality as draw
 from kvexp.results.read import read_runs
 from kvexp.results.stats import n_needed
-from kvexp.results.table import CONTAINS, count, print_table, quality_table, seconds, size, table, to_markdown
+from kvexp.results.table import CONTAINS, print_table, quality_table, table, to_markdown
 from kvexp.results.views import main
 from kvexp.run.compose import listed
 from kvexp.run.store import Run, refuse
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, size
 
 SEED = 7
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +166,17 @@ def test_times_of_a_busy_machine_are_not_shown(tmp_path: Path) -> None:
     assert full["ttft_s"] > 0 and all(math.isnan(h2o[name]) for name in ("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s"))
     text = to_markdown(table(tmp_path, {"method": "h2o"}))
     assert "busy machine: times are not comparable" in text and "TTFT" not in text
+
+
+def test_the_share_of_captured_steps_is_said(tmp_path: Path) -> None:
+    note = "{} of 40 decode steps were replayed from a CUDA graph; h2o is not captured: why"
+    run = write(tmp_path, "h2o", [], done=False)
+    for index, replayed in enumerate((36, 30, 0)):
+        run.append(row(index, 10.0, info={"cuda_graph": note.format(replayed)}))
+    run.finish(3)
+    write(tmp_path, "full", [10.0, 30.0])
+    text = to_markdown(table(tmp_path))
+    assert "55 % of the decode steps were replayed from a CUDA graph" in text and text.count("CUDA graph") == 1
 
 
 def test_percent_and_spread_by_hand() -> None:

@@ -95,8 +95,8 @@ def test_report_and_tables_have_the_screens_order(sweep):
     wanted = [("full", 1.0), *((name, ratio) for ratio in (0.7, 0.3) for name in NEAREST)]
     assert [(run["method"], run["kv_ratio"]) for run in index(read(sweep))][1:] == wanted[1:]
     for name in ("runs", "divergence"):
-        _, ((_, rows, *_), *_), _ = blocks_of(read_runs(sweep), name)
-        ratios = [row["kv_ratio"] for row in rows if row["method"] != "full"]
+        _, (block, *_), _ = blocks_of(read_runs(sweep), name)
+        ratios = [row["kv_ratio"] for row in block.rows if row["method"] != "full"]
         assert ratios == [ratio for _, ratio in wanted[1:]], name
 
 
@@ -145,20 +145,20 @@ def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep
         (
             {},
             {"evicts": False},
-            ("h2o 50 %: void: no example evicted", "KL to the full cache was not measured: divergence=true"),
+            ("h2o 0.5: void: no example evicted", "KL to the full cache was not measured: divergence=true"),
             ("TTFT",),
         ),
         ({"timed": True}, {"kl": 0.3, "timed": True}, ("TTFT", "100 ms", "10 ms"), ("Speed was not measured",)),
         (
             {"timed": True, "load": 1.0},
             {"kl": 0.3, "timed": True, "load": 1.0},
-            ("full, h2o 50 %: busy machine: times are not comparable",),
+            ("full, h2o 0.5: busy machine: times are not comparable",),
             ("TTFT", "100 ms", "10 ms", "Speed was not measured"),
         ),
         (
             {},
             {"kl": 0.01, "heavy": 40.0},
-            ("KL rests on one or two examples, its upper end says little: h2o 50 % (61 % by e0).",),
+            ("KL rests on one or two examples, its upper end says little: h2o 0.5 (61 % by e0).",),
             (),
         ),
         ({}, {"kl": 0.01, "heavy": 5.0}, ("equivalent",), ("KL rests",)),
@@ -175,7 +175,7 @@ def test_what_the_lines_around_a_table_say(tmp_path, full, run, present, missing
 def test_an_unfinished_run_stays_on_the_screen(tmp_path):
     unfinished = record(tmp_path, "tova", 0.5, score=30.0, baseline=record(tmp_path, "full"))
     (tmp_path / unfinished / "done.json").unlink()
-    assert "tova 50 %: partial" in shown(tmp_path)
+    assert "tova 0.5: partial" in shown(tmp_path)
 
 
 def test_the_command_prints_the_screen_and_more_on_request(sweep, capsys, monkeypatch):

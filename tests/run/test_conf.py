@@ -360,7 +360,7 @@ def test_a_plan_tells_what_the_sweep_then_does(command, tmp_path, monkeypatch):
     prompts = scaled(sum(row["prompt_tokens"] for row in rows) / 5)  # each is read once
     assert f"total: 0 done, 0 partly, 5 to do; {prompts} prompt tokens" in out
     assert "100 new tokens" in out and len(rows) == 20
-    assert "h2o kv_ratio=0.5 task.max_new_tokens=5 task.nll=False, 4 KL passes" in out and "16 KL passes" in out
+    assert "h2o 0.5 task.max_new_tokens=5 task.nll=False, 4 KL passes" in out and "16 KL passes" in out
     assert "text" not in command("--dry-run", "divergence=false", *sweep)[1]
     assert "total: 5 done, 0 partly, 0 to do; 0 prompt tokens, at most 0 new tokens" in command("--dry-run", *sweep)[1]
     more = command("--dry-run", "divergence_text=both", *sweep)[1]
@@ -404,7 +404,7 @@ def test_a_model_on_the_hub_is_planned_from_what_is_published(command):
     code, out, err = command("--dry-run=a100", *words)
     assert code == 0, err
     assert "6,738,415,616 parameters, the published configuration" in out and "published sizes of the data set" in out
-    assert "weights 13.5 GB" in out
+    assert "weights 12.6 GiB" in out
     code, out, err = command("--dry-run=a100", "model=llama2_7b", "model.path=someone/unknown", *words[1:])
     assert code == 0 and "memory not known" in out and "and what is not known" in out
 

@@ -17,8 +17,8 @@ from kvexp.generate.prefill import forward_last
 from kvexp.hf import EvictionCache
 from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import H2O
+from kvexp.results.blocks import print_blocks
 from kvexp.results.read import read_runs
-from kvexp.results.table import print_blocks
 from kvexp.results.views import VIEWS, shown
 from kvexp.run import answers
 from kvexp.run.answers import conversation_outputs

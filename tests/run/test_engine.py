@@ -78,7 +78,7 @@ def test_a_twins_evictions_are_not_undone_and_what_else_can_be_asked_is_said(tmp
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
     for command, *more in (["replay", "0"], ["explain"], ["explain", "--kl"]):
         assert main([command, str(run.path), *more]) == 2
-        assert "take kvexp diagnose show, draw, diff or gap" in " ".join(capsys.readouterr().err.split())
+        assert "take kvexp diagnose show, draw or gap" in " ".join(capsys.readouterr().err.split())
 
 
 def test_rows_are_the_twins_token_for_token(tmp_path, monkeypatch):

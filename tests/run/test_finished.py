@@ -62,6 +62,13 @@ def test_the_same_table_without_a_look_at_the_jobs(settled, given, tmp_path, mon
     assert before == {file: file.read_bytes() for file in (tmp_path / "out").rglob("*.json*")}
 
 
+def test_settings_of_a_job_are_built_once(given, monkeypatch):
+    made, build = [], jobs.settings_of_job
+    monkeypatch.setattr(jobs, "settings_of_job", lambda job, session: made.append(job.number) or build(job, session))
+    given(*SWEEP)
+    assert made == [0, 1]
+
+
 def test_runs_have_the_names_they_were_asked_for_under_last(settled, given, tmp_path):
     def names():
         return {run.labels["method"]: (run.asked, run.command["overrides"]) for run in runs(tmp_path / "out")}

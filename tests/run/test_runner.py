@@ -265,7 +265,7 @@ def test_the_shell_completes_options():
 NAMED = (  # refused, in the name of the setting
     *("kv_ratio=0", "kv_ratio=1.5", "kv_ratio=half", "kv_ratio=null", "limit=0", "limit=two", "batch_size=0"),
     *("batch_size=1.5", "seed=x", "cache.mode=drop", "cache.positions=new", "cache.evict_every=0"),
-    *("cache.evict_at_prefill=maybe", "cache.observe=all", "budget.tokens=8", "budget.pyramid=2"),
+    *("cache.evict_at_prefill=maybe", "cache.observe=all", "budget.tokens=8"),
     *("method.recent_ratio=2", "method.recent_ratio=x", "+method.alpha=1", "generation.num_beams=0"),
     *("generation.max_new_tokens=0", "generation.max_new_tokens=many", "generation.top_p=2"),
     *("generation.min_new_tokens=99", "task.prompt_share=1", "task.split=3", "+task.colour=red", "task.truncate=left"),

@@ -19,8 +19,19 @@ from test_shared_prefill import content
 from tiny import prompts_of, tiny
 
 import kvexp
+import kvexp.core
 from kvexp import cli
-from kvexp.core import AttentionScoreSpec, Budget, CacheConfig, Cadence, Method, Quantization
+from kvexp.core import (
+    AttentionScoreSpec,
+    Budget,
+    CacheConfig,
+    Cadence,
+    ChangesScores,
+    Method,
+    Quantization,
+    Simulated,
+)
+from kvexp.core.method import SPECIAL
 from kvexp.diagnose.show import main as diagnose
 from kvexp.diagnose.show import parser
 from kvexp.generate import GenerationParams, decode_batches, generate, prefill_together
@@ -302,19 +313,30 @@ HOOKS = {  # a hook, its arguments, what it returns; what is said of that
 FLAGS = {"query_mask": "per_query = True", "hidden_next_step": "simulation_only = True"}
 
 
+def base_of(hook):
+    """The class that a method with this hook derives from."""
+    return getattr(kvexp.core, SPECIAL.get(hook, "Method"))
+
+
+@pytest.mark.parametrize(("hook", "special"), SPECIAL.items())
+def test_a_hook_that_no_plain_method_is_asked_for_is_refused(hook, special):
+    with pytest.raises(ConfigError, match=rf"Odd.{hook} is only asked of kvexp.core.{special}: derive the class"):
+        exec(f"class Odd(Method):\n    {hook} = None\n", {"Method": Method})
+
+
 @pytest.mark.parametrize("case", HOOKS)
 def test_a_hook_of_another_shape_is_named(case):
     arguments, made, said = HOOKS[case]
-    hook, scope = case.split()[0], {"torch": torch, "Method": Method}
-    flag = FLAGS.get(hook, "pass")
-    exec(f"class Odd(Method):\n    {flag}\n    def {hook}(self, {arguments}):\n        return {made}\n", scope)
+    hook = case.split()[0]
+    scope, flag = {"torch": torch, "Base": base_of(hook)}, FLAGS.get(hook, "pass")
+    exec(f"class Odd(Base):\n    {flag}\n    def {hook}(self, {arguments}):\n        return {made}\n", scope)
     mode = "mask" if hook in FLAGS else "overwrite"
     with pytest.raises(ConfigError, match=rf"Odd.{hook} must return .*{re.escape(said)}"):
         generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7), mode=mode)
 
 
 def test_hiding_slots_where_nothing_is_hidden_is_refused():
-    class Hides(Method):
+    class Hides(Simulated):
         def hidden_next_step(self, ctx):
             return ctx.age() == 3
 
@@ -361,7 +383,7 @@ class NoScore(Method):
         return torch.where(positions == 3, torch.nan, positions.float())[:, None].expand(keys.shape[:3])
 
 
-class NoScoreLater(Method):
+class NoScoreLater(ChangesScores):
     def after_eviction(self, score):
         return score * torch.nan
 
@@ -432,10 +454,10 @@ CHANGES = {  # a hook, its arguments, what it changes, what it returns; what is 
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_change_in_place_is_refused(case):
     hook, arguments, change, made, named = CHANGES[case]
-    scope = {"torch": torch, "Method": Method}
+    scope = {"torch": torch, "Base": base_of(hook)}
     flag = "per_query = True" if hook == "query_mask" else "pass"
     body = f"        {change}\n        return {made}\n"
-    exec(f"class Odd(Method):\n    {flag}\n    def {hook}(self, {arguments}):\n{body}", scope)
+    exec(f"class Odd(Base):\n    {flag}\n    def {hook}(self, {arguments}):\n{body}", scope)
     mode = "mask" if hook == "query_mask" else "overwrite"
     decoding = GenerationParams(max_new_tokens=8, eos=None)
     with pytest.raises(ConfigError, match=rf"Odd.{hook} changes {named} in place, .* as in {named}.clone"):

@@ -11,8 +11,8 @@ import pytest
 from report_runs import labels
 
 from kvexp.hf.load import byte_tokenizer
+from kvexp.results.blocks import print_blocks
 from kvexp.results.read import read_runs
-from kvexp.results.table import print_blocks
 from kvexp.results.views import main as results
 from kvexp.results.views import shown
 from kvexp.run.prompts import token_spans, tokenize

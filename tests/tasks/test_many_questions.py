@@ -11,9 +11,9 @@ from commands import composed, settings
 
 import kvexp.run.store
 from kvexp.hf.load import byte_tokenizer
+from kvexp.results.blocks import print_blocks
 from kvexp.results.plots import draw_life
 from kvexp.results.read import read_runs
-from kvexp.results.table import print_blocks
 from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import batches, tokenize

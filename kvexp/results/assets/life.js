@@ -5,10 +5,14 @@ kvexp.section("life", (root, data) => {
   const P = kvexp.panels;
   const parts = data.map((part) => {
     const grid = el("div");
-    const tables = el("div");
-    root.append(el("h3", {}, part.title), grid, tables,
+    const tables = part.blocks.map((block) => {
+      const table = kvexp.table(block);
+      return { ...table, box: el("details", { open: true }, el("summary", {}, block.title), table.node) };
+    });
+    const none = el("p", { class: "small" }, "None of the runs shown is of this kind.");
+    root.append(el("h3", {}, part.title), grid, ...tables.map(({ box }) => box), none,
       el("details", { class: "small" }, el("summary", {}, part.command), el("p", { class: "small" }, part.legend)));
-    return { part, grid, tables };
+    return { part, grid, tables, none };
   });
 
   function trace(line, side, number, places, bars) {
@@ -46,17 +50,9 @@ kvexp.section("life", (root, data) => {
     box.append(P.key(here.map((line) => [line, line.label])));
   }
 
-  function table(block, kept) {
-    const rows = block.rows.filter(([hash]) => kept.has(hash)).map(([hash, ...cells]) => el("tr", { title: hash },
-      cells.map((text, i) => el("td", { class: block.right[i] ? "right" : "" }, text))));
-    const heads = block.heads.map((text, i) => el("th", { class: block.right[i] ? "right" : "", scope: "col" }, text));
-    return el("details", { open: true }, el("summary", {}, block.title),
-      kvexp.scroll(block.title, el("table", { class: "verdicts" }, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows))));
-  }
-
   return (shown) => {
     const kept = new Set(shown.map((run) => run.hash));
-    for (const { part, grid, tables } of parts) {
+    for (const { part, grid, tables, none } of parts) {
       const blocks = part.blocks.filter((block) => block.rows.some(([hash]) => kept.has(hash)));
       const panels = blocks.flatMap((block) => {
         const lines = block.lines.map((line) => ({ ...line, points: line.points.filter(([, hash]) => kept.has(hash)) }));
@@ -65,8 +61,8 @@ kvexp.section("life", (root, data) => {
       });
       const inside = P.fresh(grid);
       P.fill(inside, P.cap(grid, panels), panel);
-      tables.replaceChildren(...blocks.map((block) => table(block, kept)));
-      if (!blocks.length) tables.append(el("p", { class: "small" }, "None of the runs shown is of this kind."));
+      for (const { box, show } of tables) box.hidden = !show(kept);
+      none.hidden = blocks.length > 0;
     }
   };
 });
