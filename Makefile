@@ -71,14 +71,14 @@ testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then me
 smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 	@$(BIN)/python run.py model=testbed_rope task=testbed_summary limit=1 outputs_dir=outputs/smoke
 
-test: $(VENV)/.stamp ## the tests to run before every commit (not slow, peers, real)
-	@$(PYTEST) -m 'not slow and not peers and not real' $(ARGS)
+test: $(VENV)/.stamp ## the tests to run before every commit (not slow, real)
+	@$(PYTEST) -m 'not slow and not real' $(ARGS)
 
 faults: $(VENV)/.stamp ## kill sweeps at 30 random moments and resume them, both launchers
 	@$(TEST_ENV) $(BIN)/python tests/faults $(ARGS)
 
 test-slow: $(VENV)/.stamp ## only the tests marked slow
-	@$(PYTEST) --timeout=0 -m 'slow and not peers' $(ARGS)
+	@$(PYTEST) --timeout=0 -m 'slow' $(ARGS)
 
 test-real: $(VENV)/.stamp ## only the tests of the fetched real model; they skip without it
 	@$(PYTEST) -m 'real and not slow' $(ARGS)
@@ -96,7 +96,7 @@ test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer n
 # and are found first; torch stays. Without lm-eval, whose own dependencies are newer (data_dir).
 oldest: $(OLDEST)/.stamp ## these tests with the oldest versions that pyproject.toml allows (constraints-oldest.txt)
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m 'not slow and not peers and not real' $(addprefix tests/,hf/test_identity.py hf/test_patch.py hf/test_gguf.py hf/test_checkpoints.py generate/test_generation.py core/test_layer.py) -k 'not data_dir and not lm_eval' $(ARGS)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m 'not slow and not real' $(addprefix tests/,hf/test_identity.py hf/test_patch.py hf/test_gguf.py hf/test_checkpoints.py generate/test_generation.py core/test_layer.py) -k 'not data_dir and not lm_eval' $(ARGS)
 
 $(OLDEST)/.stamp: $(VENV)/.stamp constraints-oldest.txt
 	@echo 'installing the versions of constraints-oldest.txt into $(OLDEST)'
@@ -125,8 +125,7 @@ audit: $(VENV)/.stamp ## known vulnerabilities of the pinned packages (one line 
 	@.ci/audit $(BIN)/python
 
 # Peers live apart: kvpress 0.5.5 needs transformers < 5.3, kvexp needs >= 5.4.
-peers: $(PEERS)/.stamp ## export what kvpress computes, for the tests marked peers
-	@for script in tests/peers/export_*.py; do $(TEST_ENV) $(PEERS)/bin/python $$script || exit 1; done
+peers: $(PEERS)/.stamp ## an environment with kvpress in it, for benchmarks.peers
 
 $(PEERS)/.stamp: constraints.txt
 	@test -x $(PEERS)/bin/pip || { echo 'creating $(PEERS)'; $(PYTHON) -m venv --clear $(PEERS); }
@@ -199,5 +198,5 @@ notebooks: $(VENV)/.stamp ## execute the three notebooks with two examples each:
 	@$(PYTEST) --timeout=0 tests/experiments/test_notebooks.py $(ARGS)
 
 clean: ## remove environments and caches (outputs/ stays)
-	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(PEERS) build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,7 +45,7 @@ Every method is compared, slot by slot, with an independent slow version (`tests
 
 - *authors' code*: numbers recorded by running a release (`tests/golden`, `tests/fixtures/authors_*.npz`): for
   StreamingLLM Keyformer's, for SparQ, InfLLM, Oracle and H2O(C) PQCache's.
-- *kvpress*: the sets that kvpress 0.5.5 keeps (`make peers`).
+- *kvpress*: the sets that kvpress 0.5.5 keeps (`tests/fixtures/kvpress.npz`).
 - *paper alone*: nothing; the slow version follows the paper. *own oracle*: there is no paper.
 """
 # What methods were compared with: the file of numbers from outside, or how its name begins -> methods.
@@ -62,11 +62,11 @@ AUTHORS = {
     "tests/fixtures/authors_2026.npz": ("capkv", "defensivekv", "triattention", "vase"),
 }
 KVPRESS = {
-    "tests/peers/export_kvpress.py": (
+    "eager": (
         *("streaming_llm", "knorm", "snapkv", "tova", "keydiff", "lagkv", "cur", "expected_attention", "qfilters"),
     ),
-    "tests/peers/export_kvzip.py": ("kvzip", "kvzip_plus"),
-    "tests/peers/export_wrappers.py": ("pyramidkv", "compactor"),
+    "kvzip": ("kvzip", "kvzip_plus"),
+    "wrappers": ("pyramidkv", "compactor"),
 }
 EVICTING = """\
 ## Methods that evict

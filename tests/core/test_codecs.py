@@ -319,7 +319,7 @@ def test_the_model_says_how_llama_cpp_orders_its_keys():
     assert EvictionCache(tiny("llama"), Full(), quantization=fp8).config.quantization == fp8
 
 
-@pytest.mark.parametrize("codec", ["nvfp4", "q8_0", "q4_0"])
+@pytest.mark.parametrize("codec", ["nvfp4", "q8_0", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_formats_of_blocks_run_under_a_model(codec):
     """Rows do not depend on their neighbours."""
     model = tiny("llama", head_dim=64)

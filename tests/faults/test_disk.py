@@ -101,7 +101,7 @@ Run.append = limited
 """
 
 
-@pytest.mark.parametrize("place", ["all", "a run"])
+@pytest.mark.parametrize("place", ["all", pytest.param("a run", marks=pytest.mark.slow)])
 def test_read_only_outputs_are_said_before_a_model_loads(stage, tmp_path, mounted, place):
     disk = mounted("size=1m")
     out = disk / "out"
@@ -216,7 +216,10 @@ load.patch_model = patch_model
 """
 
 
-@pytest.mark.parametrize(("value", "launcher"), [("float('nan')", "shared_prefill"), ("float('inf')", "basic")])
+@pytest.mark.parametrize(
+    ("value", "launcher"),
+    [("float('nan')", "shared_prefill"), pytest.param("float('inf')", "basic", marks=pytest.mark.slow)],
+)
 def test_that_run_stops_and_the_others_do_not(stage, tmp_path, value, launcher):
     out, before = tmp_path / "out", OVERFLOW.replace("VALUE", value)
     code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log", before)

@@ -21,7 +21,7 @@ from faults.sweeps import lines_of, rows_of, sweep
 from kvexp.run.store import runs
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_and_resumed(stage, tmp_path, processes):
     start = functools.partial(stage.start, before=TWO_THREADS) if processes == 2 else stage.start
     killer = Killer(start, "shared_prefill", tmp_path, seed=8 + processes, ordered=processes == 1)

@@ -49,6 +49,7 @@ def test_batches_and_groups_are_halved(stage, tmp_path, truth, error, launcher, 
     assert "hal-" in capsys.readouterr().out, "the full table has a column for it"
 
 
+@pytest.mark.slow
 def test_a_group_alone_is_halved_and_says_so(stage, tmp_path):
     """Three runs that decode together need three rows; one at a time they fit."""
     short = SHORT.replace("ERROR", ERRORS["cuda"]).replace("ROWS", "1")

@@ -79,7 +79,9 @@ def truth(full, logits, text):
     }
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mpt", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mpt", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "gpt_neox"))]
+)
 def test_every_method_against_one_row_at_a_time(family):
     model, length = tiny(family), max(map(len, TEXTS))
     variants = VARIANTS if family == "llama" else VARIANTS[:-1]  # PQCache: heads of 11 components have no halves

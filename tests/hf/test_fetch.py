@@ -204,7 +204,9 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "a part that is not there")) for case in PARTS]
+)
 def test_a_model_is_never_made_of_some_of_its_parts(case, parts, tmp_path):
     change, words = PARTS[case]
     change(tmp_path / "index")

@@ -1,4 +1,4 @@
-"""The sets kept after prefill against NVIDIA's kvpress 0.5.5, on the same weights (tests/peers/export_*.py).
+"""The sets kept after prefill against NVIDIA's kvpress 0.5.5, on the same weights (tests/fixtures/kvpress.md).
 
 What each parameter is called over there, and where the two differ on purpose:
 
@@ -26,10 +26,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,12 +34,13 @@ import numpy as np
 import pytest
 import torch
 from commands import composed
+from recordings import Recording
 from torch import Tensor
 
 import kvexp.methods.compactor as compactor
 from kvexp import generate as generation
 from kvexp.core import Budget, EvictionContext, Method, QueryCalibration, SlotSelection
-from kvexp.hf import EvictionCache, calibrate_heads, random_model
+from kvexp.hf import EvictionCache, calibrate_heads
 from kvexp.methods import (
     CUR,
     H2O,
@@ -61,42 +59,8 @@ from kvexp.methods import (
 )
 from kvexp.run.settings import batch_cache, settings_of
 
-pytestmark = pytest.mark.peers
-
-# What `make peers` exported of kvpress, and its model with kvexp installed.
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class PeerExport:
-    """The file .peers/NAME.npz of tests/peers/export_NAME.py; a test skips where it is not there or not of this script.
-
-    about: what the script says of it; key -> tensor.
-    """
-
-    def __init__(self, name: str) -> None:
-        path, script = ROOT / ".peers" / f"{name}.npz", ROOT / "tests" / "peers" / f"export_{name}.py"
-        if not path.exists():
-            pytest.skip(f"no export at {path.relative_to(ROOT)}; run: make peers")
-        self.file: Any = np.load(path)
-        self.about: dict[str, Any] = json.loads(str(self.file["about"]))
-        both = script.read_bytes() + script.with_name("common.py").read_bytes()
-        if self.about["script"] != hashlib.sha256(both).hexdigest():
-            pytest.skip(f"{path.relative_to(ROOT)} comes from another version of its script; run: make peers")
-
-    def __getitem__(self, key: str) -> Tensor:
-        return torch.tensor(self.file[key])
-
-    def model(self, case: str | None = None) -> Any:
-        """The model of a case, or of the file where it has one."""
-        about, prefix = (
-            (self.about["case"], "weights/") if case is None else (self.about["cases"][case], f"{case}/weights/")
-        )
-        made = random_model("llama", **about["config"])
-        names = [key for key in self.file.files if key.startswith(prefix)]
-        made.load_state_dict({key.removeprefix(prefix): self[key] for key in names})
-        return made
+part_of = functools.cache(functools.partial(Recording, "kvpress"))
+model_of = functools.cache(lambda place: part_of(place).model())
 
 
 def other_sets(cache: EvictionCache, want: Tensor, where: object) -> list[str]:
@@ -114,6 +78,7 @@ def other_sets(cache: EvictionCache, want: Tensor, where: object) -> list[str]:
 
 # Each way to drop slots once, with each way to observe the prompt.
 HOW: list[dict[str, Any]] = [{"mode": "overwrite"}, {"mode": "compact"}, {"mode": "mask", "observe": "naive"}]
+HOW_ONCE = [pytest.param(how, id=how["mode"], marks=[pytest.mark.slow] * (i > 0)) for i, how in enumerate(HOW)]
 CHUNKS, CRITICAL = SlotSelection(by="chunk", chunk=9), SlotSelection(values="critical")
 KEYDIFF, QFILTERS, AVG = KeyDiff(protect_recent=0), QFilters(protect_recent=0), SnapKV(window=7, kernel=5, pool="avg")
 MEAN = CUR(n_sinks=2, block=10, leverage="mean")
@@ -121,24 +86,24 @@ FEW = ExpectedAttention(n_sinks=3, n_future=3, covariance=False, epsilon=0.02)
 
 # Export, press -> the method and further options of its cache; kvpress.npz holds two models, by their attention.
 PRESSES: dict[tuple[str, str], tuple[Method, dict[str, Any]]] = {
-    ("kvpress/eager", "streaming_llm"): (StreamingLLM(), {}),
-    ("kvpress/eager", "knorm"): (KNorm(), {}),
-    ("kvpress/eager", "snapkv"): (AVG, {}),
-    ("kvpress/eager", "tova"): (TOVA(protect_recent=1), {}),
-    ("kvpress/eager", "keydiff"): (KEYDIFF, {}),
-    ("kvpress/eager", "lagkv"): (LagKV(n_sinks=1, lag=16), {}),
-    ("kvpress/eager", "cur"): (CUR(n_sinks=4, block=14), {}),
-    ("kvpress/eager", "expected_attention"): (ExpectedAttention(n_future=31), {}),
-    ("kvpress/eager", "qfilters"): (QFILTERS, {}),
-    ("kvpress/sdpa", "streaming_llm"): (StreamingLLM(n_sinks=3), {}),
-    ("kvpress/sdpa", "knorm"): (KNorm(), {}),
-    ("kvpress/sdpa", "snapkv"): (SnapKV(window=13, kernel=7, pool="avg"), {}),
-    ("kvpress/sdpa", "tova"): (TOVA(protect_recent=1), {}),
-    ("kvpress/sdpa", "keydiff"): (KEYDIFF, {}),
-    ("kvpress/sdpa", "lagkv"): (LagKV(n_sinks=3, lag=16), {}),
-    ("kvpress/sdpa", "cur"): (MEAN, {}),
-    ("kvpress/sdpa", "expected_attention"): (FEW, {}),
-    ("kvpress/sdpa", "qfilters"): (QFILTERS, {}),
+    ("eager", "streaming_llm"): (StreamingLLM(), {}),
+    ("eager", "knorm"): (KNorm(), {}),
+    ("eager", "snapkv"): (AVG, {}),
+    ("eager", "tova"): (TOVA(protect_recent=1), {}),
+    ("eager", "keydiff"): (KEYDIFF, {}),
+    ("eager", "lagkv"): (LagKV(n_sinks=1, lag=16), {}),
+    ("eager", "cur"): (CUR(n_sinks=4, block=14), {}),
+    ("eager", "expected_attention"): (ExpectedAttention(n_future=31), {}),
+    ("eager", "qfilters"): (QFILTERS, {}),
+    ("sdpa", "streaming_llm"): (StreamingLLM(n_sinks=3), {}),
+    ("sdpa", "knorm"): (KNorm(), {}),
+    ("sdpa", "snapkv"): (SnapKV(window=13, kernel=7, pool="avg"), {}),
+    ("sdpa", "tova"): (TOVA(protect_recent=1), {}),
+    ("sdpa", "keydiff"): (KEYDIFF, {}),
+    ("sdpa", "lagkv"): (LagKV(n_sinks=3, lag=16), {}),
+    ("sdpa", "cur"): (MEAN, {}),
+    ("sdpa", "expected_attention"): (FEW, {}),
+    ("sdpa", "qfilters"): (QFILTERS, {}),
     ("adakv", "knorm"): (KNorm(), {}),
     ("adakv", "snapkv"): (AVG, {}),
     ("adakv", "expected_attention"): (FEW, {}),
@@ -162,22 +127,22 @@ PRESSES: dict[tuple[str, str], tuple[Method, dict[str, Any]]] = {
 }  # fmt: skip
 # One parameter off, and sets differ.
 NEAR_MISSES: list[tuple[str, str, Method, dict[str, Any]]] = [
-    ("kvpress/eager", "streaming_llm", StreamingLLM(n_sinks=5), {}),
-    ("kvpress/eager", "knorm", TOVA(protect_recent=1), {}),
-    ("kvpress/eager", "snapkv", SnapKV(window=7, kernel=5, pool="max"), {}),
-    ("kvpress/eager", "snapkv", SnapKV(window=7, kernel=3, pool="avg"), {}),
-    ("kvpress/eager", "snapkv", SnapKV(window=8, kernel=5, pool="avg"), {}),
-    ("kvpress/eager", "tova", TOVA(), {}),
-    ("kvpress/eager", "keydiff", KNorm(), {}),
-    ("kvpress/eager", "lagkv", LagKV(n_sinks=1, lag=15), {}),
-    ("kvpress/eager", "expected_attention", ExpectedAttention(n_future=31, covariance=False), {}),
-    ("kvpress/eager", "expected_attention", ExpectedAttention(n_future=31, weight="none"), {}),
-    ("kvpress/eager", "expected_attention", ExpectedAttention(n_future=512), {}),
-    ("kvpress/eager", "cur", CUR(block=15), {}),
-    ("kvpress/eager", "cur", CUR(block=14, leverage="mean"), {}),
-    ("kvpress/eager", "keydiff", KeyDiff(protect_recent=1), {}),
-    ("kvpress/eager", "qfilters", QFilters(protect_recent=2), {}),
-    ("kvpress/eager", "qfilters", KNorm(), {}),
+    ("eager", "streaming_llm", StreamingLLM(n_sinks=5), {}),
+    ("eager", "knorm", TOVA(protect_recent=1), {}),
+    ("eager", "snapkv", SnapKV(window=7, kernel=5, pool="max"), {}),
+    ("eager", "snapkv", SnapKV(window=7, kernel=3, pool="avg"), {}),
+    ("eager", "snapkv", SnapKV(window=8, kernel=5, pool="avg"), {}),
+    ("eager", "tova", TOVA(), {}),
+    ("eager", "keydiff", KNorm(), {}),
+    ("eager", "lagkv", LagKV(n_sinks=1, lag=15), {}),
+    ("eager", "expected_attention", ExpectedAttention(n_future=31, covariance=False), {}),
+    ("eager", "expected_attention", ExpectedAttention(n_future=31, weight="none"), {}),
+    ("eager", "expected_attention", ExpectedAttention(n_future=512), {}),
+    ("eager", "cur", CUR(block=15), {}),
+    ("eager", "cur", CUR(block=14, leverage="mean"), {}),
+    ("eager", "keydiff", KeyDiff(protect_recent=1), {}),
+    ("eager", "qfilters", QFilters(protect_recent=2), {}),
+    ("eager", "qfilters", KNorm(), {}),
     ("adakv", "knorm", TOVA(protect_recent=1), {}),
     ("adakv", "knorm", KNorm(), {"slip": 0.8}),
     ("adakv", "cur", CUR(n_sinks=4, block=13), {}),
@@ -194,26 +159,23 @@ NEAR_MISSES: list[tuple[str, str, Method, dict[str, Any]]] = [
 
 
 class Presses:
-    """One export with its model; place: kvpress/CASE, or the name of a file with one model."""
+    """One recording of kept sets, with its model."""
 
     def __init__(self, place: str) -> None:
-        self.place, (name, _, case) = place, place.partition("/")
-        self.export, self.prefix = PeerExport(name), f"{case}/" if case else ""
-        self.about = self.export.about["cases"][case] if case else self.export.about
-        self.model = self.export.model(case or None)
+        self.place, self.recording, self.model = place, part_of(place), model_of(place)
+        self.about = self.recording.config
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.export[f"{self.prefix}{key}"]
+        return self.recording.tensor(key)
 
     def budgets(self, press: str, slip: float) -> Iterator[tuple[str, Budget]]:
         """What a press was asked for: the key of its kept positions, and kvexp's budget; slip: added to head floors."""
-        about, length = self.export.about, self["ids"].shape[1]
+        about, length = self.about, self["ids"].shape[1]
         if self.place == "dms":
             for threshold in about["thresholds"][press]:
                 yield f"{press}/{threshold}", Budget(threshold=threshold, threshold_recent=about["window"])
             return
-        own = self.about["ratios"] if self.prefix else {}  # of presses that have other ratios
-        for ratio in own.get(press, about["ratios"]):
+        for ratio in about.get("own_ratios", {}).get(press, about["ratios"]):
             tokens = int(length * (1 - ratio))
             if self.place == "adakv":
                 for floor in about["floors"]:
@@ -251,7 +213,7 @@ def same_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(compactor, "sketch_matrix", lambda seeds, layer, *_: draws[layer])
 
 
-@pytest.mark.parametrize("place", ["kvpress/eager", "kvpress/sdpa", "wrappers"])
+@pytest.mark.parametrize("place", ["eager", "sdpa", "wrappers"])
 def test_same_model(place: str) -> None:
     """Two versions of transformers, two attention functions, one model: else the sets would mean nothing."""
     presses = presses_of(place)
@@ -262,7 +224,7 @@ def test_same_model(place: str) -> None:
     assert errors[0] <= 1.5 * errors[1] < 5e-4, "both as near to float64, up to the order of sums"
 
 
-@pytest.mark.parametrize("how", HOW, ids=lambda how: how["mode"])
+@pytest.mark.parametrize("how", HOW_ONCE)
 @pytest.mark.parametrize(("place", "press"), PRESSES)
 def test_same_sets(place: str, press: str, how: dict[str, Any]) -> None:
     method, plan = PRESSES[place, press]
@@ -270,10 +232,10 @@ def test_same_sets(place: str, press: str, how: dict[str, Any]) -> None:
 
 
 def test_every_press_is_compared() -> None:
-    for place in ("kvpress/eager", "kvpress/sdpa", "adakv", "dms", "wrappers"):
+    for place in ("eager", "sdpa", "adakv", "dms", "wrappers"):
         presses, mine = presses_of(place), {press for where, press in PRESSES if where == place}
         named = presses.about.get("presses") or presses.about.get("thresholds")
-        assert named is None or set(named) == mine, place
+        assert set(named) == mine, place
 
 
 def test_heads_hold_different_numbers() -> None:
@@ -290,50 +252,42 @@ def test_a_near_miss_is_seen(place: str, press: str, other: Method, changes: dic
     assert presses_of(place).differences(press, other, **changes)
 
 
-# Scores of heads and kept sets against NVIDIA's DuoAttentionPress with on-the-fly scoring (tests/peers/export_duo.py).
+# Scores of heads and kept sets against NVIDIA's DuoAttentionPress with on-the-fly scoring.
 #
 # DuoAttentionPress(head_compression_ratio) is the share of heads that stream; Budget(heads="duo") has as many retrieval
 # heads as the budget has room for, so the test takes the budget that leaves as many.
 
 
-@pytest.fixture(scope="module")
-def duo_export() -> PeerExport:
-    return PeerExport("duo")
-
-
-@pytest.fixture(scope="module")
-def duo_model(duo_export: PeerExport) -> Any:
-    return duo_export.model()
-
-
-def test_duo_has_the_same_scores(duo_export: PeerExport, duo_model: Any) -> None:
-    made = calibrate_heads(duo_model, duo_export.file["texts"].tolist())
-    torch.testing.assert_close(made.scores, duo_export["scores"], rtol=1e-4, atol=1e-6)
-    assert made.scores.flatten().argsort().tolist() == duo_export.file["scores"].flatten().argsort().tolist()
-    other = calibrate_heads(duo_model, duo_export.file["texts"][:2].tolist())
+def test_duo_has_the_same_scores() -> None:
+    duo, model = part_of("duo"), model_of("duo")
+    made = calibrate_heads(model, duo["texts"].tolist())
+    torch.testing.assert_close(made.scores, duo.tensor("scores"), rtol=1e-4, atol=1e-6)
+    assert made.scores.flatten().argsort().tolist() == duo["scores"].flatten().argsort().tolist()
+    other = calibrate_heads(model, duo["texts"][:2].tolist())
     assert not torch.allclose(other.scores, made.scores, rtol=1e-4, atol=1e-6), "the comparison is sharp"
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
 @pytest.mark.parametrize("method", [H2O(), KNorm()], ids=repr)
 @torch.inference_mode()
-def test_duo_keeps_the_same_sets(duo_export: PeerExport, duo_model: Any, method: Any, mode: Any) -> None:
+def test_duo_keeps_the_same_sets(method: Any, mode: Any) -> None:
     """Whatever the method: it has no say at the end of the prompt."""
-    about, scores = duo_export.about, calibrate_heads(duo_model, duo_export.file["texts"].tolist())
+    duo, model = part_of("duo"), model_of("duo")
+    about, scores = duo.config, calibrate_heads(model, duo["texts"].tolist())
     sinks, recent = about["stream"]
     for ratio in about["ratios"]:
-        want = duo_export[str(ratio)]  # [L, B, H, T] bool
+        want = duo.tensor(str(ratio))  # [L, B, H, T] bool
         heads, length = scores.scores.numel(), want.shape[-1]
         full = int((want.sum(-1) == length)[:, 0].sum())
         assert full == heads - round(heads * ratio)
         slots = sinks + recent + -(-full * (length - sinks - recent) // heads)
         budget = Budget(tokens=slots, counts_self=False, heads="duo", stream_sinks=sinks, stream_recent=recent)
-        cache = EvictionCache(duo_model, method, budget, head_scores=scores, mode=mode, max_new_tokens=0)
-        duo_model(duo_export["ids"], past_key_values=cache)
+        cache = EvictionCache(model, method, budget, head_scores=scores, mode=mode, max_new_tokens=0)
+        model(duo.tensor("ids"), past_key_values=cache)
         assert other_sets(cache, want, ratio) == []
 
 
-# KVzip and KVzip+ against NVIDIA's KVzipPress, on the same weights (tests/peers/export_kvzip.py).
+# KVzip and KVzip+ against NVIDIA's KVzipPress, on the same weights.
 #
 # kvpress 0.5.5                                  kvexp
 # KVzipPress(n_sink, chunk_size)                 KVzip(n_sinks, chunk): a template's prefix as long as the sinks
@@ -367,55 +321,57 @@ class Letters:
         return str(self.chat_template).format(turns[0]["content"])
 
 
-class KVzipExport(PeerExport):
-    """kvzip.npz, and its models with kvexp installed."""
+class KVzipCase:
+    """One recorded case of KVzipPress: its scores [L, B, H, T], and kvexp on the same model and prompt."""
 
-    def method(self, case: str, **changes: Any) -> KVzip:
-        """kvexp's method for the press of a case, from the press's own parameters."""
-        press = self.about["cases"][case]["press"]
+    def __init__(self, case: str) -> None:
+        self.recording, self.model = part_of(f"kvzip_{case}"), model_of(f"kvzip_{case}")
+        self.about, self.scores = self.recording.config, self.recording.tensor("scores")
+
+    def method(self, **changes: Any) -> KVzip:
+        """kvexp's method for the press, from the press's own parameters."""
+        press = self.about["press"]
         cls = KVzipPlus if press.get("kvzip_plus_normalization") else KVzip
         return cls(n_sinks=press["n_sink"], chunk=press.get("chunk_size", 2048), **changes)
 
     @torch.inference_mode()
-    def cache(self, case: str, method: KVzip, kept: int, heads: Any = "uniform") -> EvictionCache:
-        """The prompt of a case, prefilled and cut to `kept` slots."""
-        what = self.about["cases"][case]
-        tokenizer = Letters(what["config"]["vocab_size"], what["template"])
-        model, budget = self.model(case), Budget(tokens=kept, counts_self=False, heads=heads)
-        cache = EvictionCache(model, method, budget, tokenizer=tokenizer)
-        model(self[f"{case}/ids"], past_key_values=cache)
+    def cache(self, method: KVzip, kept: int, heads: Any = "uniform") -> EvictionCache:
+        """The prompt, prefilled and cut to `kept` slots."""
+        tokenizer = Letters(self.about["config"]["vocab_size"], self.about["template"])
+        budget = Budget(tokens=kept, counts_self=False, heads=heads)
+        cache = EvictionCache(self.model, method, budget, tokenizer=tokenizer)
+        self.model(self.recording.tensor("ids"), past_key_values=cache)
         return cache
 
-    def differences(self, case: str, method: KVzip) -> list[str]:
+    def differences(self, method: KVzip) -> list[str]:
         """At every ratio: where kept sets are not the best of the press's scores."""
-        bad, scores = [], self[f"{case}/scores"]
+        bad = []
         for ratio in self.about["ratios"]:
-            kept = int(scores.shape[-1] * (1 - ratio))
-            cache, want = self.cache(case, method, kept), scores.topk(kept).indices.sort().values
-            for layer, row, head in np.ndindex(*scores.shape[:3]):
+            kept = int(self.scores.shape[-1] * (1 - ratio))
+            cache, want = self.cache(method, kept), self.scores.topk(kept).indices.sort().values
+            for layer, row, head in np.ndindex(*self.scores.shape[:3]):
                 got = cache.kept_positions(layer)[row][head]
                 if got != want[layer, row, head].tolist():
                     bad.append(f"ratio {ratio} layer {layer} row {row} head {head}")
         return bad
 
 
-@pytest.fixture(scope="module")
-def kvzip_export() -> KVzipExport:
-    return KVzipExport("kvzip")
+kvzip_of = functools.cache(KVzipCase)
 
 
 @pytest.mark.parametrize("case", KVZIP_CASES)
-def test_kvzip_keeps_the_same_sets(kvzip_export: KVzipExport, case: str) -> None:
-    assert kvzip_export.differences(case, kvzip_export.method(case)) == []
+def test_kvzip_keeps_the_same_sets(case: str) -> None:
+    assert kvzip_of(case).differences(kvzip_of(case).method()) == []
 
 
 @pytest.mark.parametrize("case", KVZIP_CASES)
-def test_kvzip_keeps_the_best_of_all_layers(kvzip_export: KVzipExport, case: str) -> None:
+def test_kvzip_keeps_the_best_of_all_layers(case: str) -> None:
     """KVzip's own budget, `budget.heads=global`: the best of all layers' heads together, sinks first."""
-    method, scores, compared = kvzip_export.method(case), kvzip_export[f"{case}/scores"], 0
-    for ratio in kvzip_export.about["ratios"]:
+    kvzip, compared = kvzip_of(case), 0
+    method, scores = kvzip.method(), kvzip.scores
+    for ratio in kvzip.about["ratios"]:
         kept = int(scores.shape[-1] * (1 - ratio))
-        cache = kvzip_export.cache(case, method, kept, heads="global")
+        cache = kvzip.cache(method, kept, heads="global")
         for row in range(scores.shape[1]):
             values = scores[:, row].clone()
             values[..., : method.n_sinks] = torch.inf
@@ -433,8 +389,9 @@ def test_kvzip_keeps_the_best_of_all_layers(kvzip_export: KVzipExport, case: str
 
 
 @pytest.mark.parametrize("case", KVZIP_CASES)
-def test_kvzip_has_the_same_scores(kvzip_export: KVzipExport, case: str) -> None:
-    method, notes = kvzip_export.method(case), []
+def test_kvzip_has_the_same_scores(case: str) -> None:
+    kvzip, notes = kvzip_of(case), []
+    method = kvzip.method()
 
     class Noting(type(method)):  # type: ignore[misc]
         def priority(self, ctx: EvictionContext) -> Tensor:
@@ -442,19 +399,19 @@ def test_kvzip_has_the_same_scores(kvzip_export: KVzipExport, case: str) -> None
             return notes[-1]
 
     noting = Noting(**dataclasses.asdict(method))
-    kvzip_export.cache(case, noting, max(method.n_sinks, 5))
-    scores = kvzip_export[f"{case}/scores"][..., method.n_sinks :]
+    kvzip.cache(noting, max(method.n_sinks, 5))
+    scores = kvzip.scores[..., method.n_sinks :]
     torch.testing.assert_close(torch.stack(notes)[..., method.n_sinks :], scores, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("case", "name", "changes"), KVZIP_MISSES)
-def test_a_near_miss_of_kvzip_is_seen(kvzip_export: KVzipExport, case: str, name: str, changes: dict[str, Any]) -> None:
+def test_a_near_miss_of_kvzip_is_seen(case: str, name: str, changes: dict[str, Any]) -> None:
     """The comparison is sharp: one parameter off, and sets differ."""
-    own = dataclasses.asdict(kvzip_export.method(case)) | changes
-    assert kvzip_export.differences(case, KVZIPS[name](**own))
+    own = dataclasses.asdict(kvzip_of(case).method()) | changes
+    assert kvzip_of(case).differences(KVZIPS[name](**own))
 
 
-# kvpress's own evaluation and protocol=kvpress give the same answers; exported by `make peers`.
+# kvpress's own evaluation and protocol=kvpress give the same answers.
 
 
 ANSWERED = {
@@ -465,21 +422,15 @@ ANSWERED = {
 }
 
 
-@functools.cache
-def exported() -> PeerExport:
-    return PeerExport("kvpress_answers")
-
-
 def theirs(method: str, ratio: float) -> list[object]:
-    found: list[object] = exported()[f"{method}/{ratio}"].tolist()
-    return found
+    answered: list[object] = part_of("answers")[f"{method}/{ratio}"].tolist()
+    return answered
 
 
 def answers(method: str, ratio: float, *changes: str) -> list[object]:
     """Answers of kvexp to all questions, of copies of each context's cache; -1 behind an end."""
-    export = exported()
-    model = export.model()
-    model.generation_config.eos_token_id = end = export.about["case"]["config"]["eos_token_id"]
+    export, model = part_of("answers"), model_of("answers")
+    model.generation_config.eos_token_id = end = export.config["config"]["eos_token_id"]
     words = ("protocol=kvpress", "model=tiny", "task=news_qa", *ANSWERED[method], f"kv_ratio={1 - ratio}", *changes)
     settings = settings_of(*composed(*words))
     assert settings.task.question == "after_eviction"

@@ -205,7 +205,9 @@ def test_softcap_and_sinks_are_part_of_what_is_chosen_by(method):
     assert (kept == run(method, streams, 13)[0]) == isinstance(method, Quest)
 
 
-@pytest.mark.parametrize("geometry", [{}, GEOMETRY], ids=["plain", "softcap and sinks"])
+@pytest.mark.parametrize(
+    "geometry", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(GEOMETRY, id="softcap and sinks")]
+)
 def test_infllm(geometry):
     """Rows of the prompt are full rows; later ones go over what was attended to, the chosen blocks included."""
     method, tokens = InfLLM(n_sinks=2, block=3, choice="kv_head"), 13

@@ -86,7 +86,7 @@ def test_no_order_is_left_to_luck(seeds, monkeypatch):
         assert any("to device" in step for step in checker.steps) and any("to host" in step for step in checker.steps)
 
 
-QUICK = [("pqcache", 4), ("released", 1), ("quest", 1)]
+QUICK = [("pqcache", 4), ("released", 1)]
 REST = [(name, beams) for name in [*METHODS, "released"] for beams in (1, 4) if (name, beams) not in QUICK]
 
 
@@ -109,7 +109,7 @@ def test_answers_are_made_without_luck(name, beams, monkeypatch):
         assert a.retrieval == b.retrieval
 
 
-@pytest.mark.parametrize("window", [0.0, 0.5])
+@pytest.mark.parametrize("window", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_codes_that_were_fetched_for_nothing_are_fetched_again(window, monkeypatch):
     """As long as all candidates fit, nobody asks for codes; those that came meanwhile know no later token.
 

@@ -158,7 +158,7 @@ def test_a_method_that_adds_up_the_batch_shares_nothing(tmp_path, prefills):
 # -- choices
 
 
-@pytest.mark.parametrize("question", ["in_prompt", "after_eviction"])
+@pytest.mark.parametrize("question", [pytest.param("in_prompt", marks=pytest.mark.slow), "after_eviction"])
 def test_choices_are_compared_by_their_log_probability(tmp_path, question, prefills):
     task = Reading(question=question, kind="choices")
     one, three = (evaluate_run(settings(tmp_path / str(b), task, f"batch_size={b}")) for b in (1, 3))

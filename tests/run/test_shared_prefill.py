@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -67,6 +68,7 @@ def content(folder):
     return made
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 LATER = ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_size=3")
 
 
@@ -304,12 +306,12 @@ def test_rows_say_nothing_about_time_and_the_table_says_why(command, tmp_path):
 @pytest.mark.parametrize(
     ("task", "divergence", "copies"),
     [
-        ((), "divergence=false", 1),
+        SLOW((), "divergence=false", 1),
         ((), "divergence=only", 1),
         ((), "divergence=true", 2),
-        ((), "divergence=true divergence_text=both", 3),
-        (LATER, "divergence=false", 2),
-        (LATER, "divergence=only", 2),
+        SLOW((), "divergence=true divergence_text=both", 3),
+        SLOW(LATER, "divergence=false", 2),
+        SLOW(LATER, "divergence=only", 2),
         (LATER, "divergence=true", 3),
     ],
 )

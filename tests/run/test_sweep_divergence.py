@@ -179,7 +179,9 @@ def test_what_is_decoded_is_written_before_the_next_is(tmp_path, prefills, monke
     }
 
 
-@pytest.mark.parametrize(("asked", "made"), [("true", (4, 3)), ("only", (0, 3)), ("false", (4, 0))])
+@pytest.mark.parametrize(
+    ("asked", "made"), [("true", (4, 3)), ("only", (0, 3)), pytest.param("false", (4, 0), marks=pytest.mark.slow)]
+)
 def test_prompts_that_take_long_are_written_before_the_next_is_read(tmp_path, monkeypatch, asked, made):
     """Three runs and the full cache; on so slow a core a prompt takes over a minute."""
     monkeypatch.setattr(batch, "CORE_FLOPS", 1.0)

@@ -1,4 +1,7 @@
-"""Prompts and graders of four benchmarks against what their own code makes (tests/peers/record_graders.py)."""
+"""Prompts and graders of four benchmarks against what their own code makes.
+
+The script that recorded it: tests/peers/record_graders.py of commit 17b4c173.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kvexp.tasks import (
     LongBenchV2,
     SCBench,
     SCBenchTurns,
-    facts,
+    babilong,
     infinitebench,
     longbench_v2,
     scbench,
@@ -39,7 +42,7 @@ def test_answers_get_the_official_score(name):
 
 def test_facts_are_graded_as_babilong_does():
     for said, (target, question, labels), right in RECORDED["facts"]:
-        assert facts.is_right(said, target, question, labels) == right, (said, target)
+        assert babilong.is_right(said, target, question, labels) == right, (said, target)
     assert {right for *_, right in RECORDED["facts"]} == {True, False}
     assert ["none", ["none", "How many objects is John carrying?", ["none", "one", "three", "two"]], False] in RECORDED[
         "facts"
@@ -71,8 +74,8 @@ def test_prompts_are_the_official_ones(recorded):
                 made = task.example(part, "")
                 assert [turn.message for turn in made.turns] == recorded["turns"] and made.number == number
         return
-    if name in facts.KINDS:
-        row = {**row, "target": facts.KINDS[name].labels[0]}
+    if name in babilong.KINDS:
+        row = {**row, "target": babilong.KINDS[name].labels[0]}
         task = BABILong(subset=name, answer_prefix="")
     else:
         task = LongBenchV2() if name == "longbench_v2" else InfiniteBench(subset=name)
