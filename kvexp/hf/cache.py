@@ -800,12 +800,14 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
             cache.sequence.begin_chunk()
         for cache in self.caches:
             cache.allow_multi_token_steps()
-        yield
-        for cache in self.caches:
-            cache.allow_multi_token_steps(False)
-        for cache in evicting:
-            cache.sequence.by_token = False
-            cache.sequence.end_chunk(len(cache.held))
+        try:
+            yield
+            for cache in evicting:
+                cache.sequence.end_chunk(len(cache.held))
+        finally:  # after an error caches are out of step, and say so when they are used again
+            for cache in self.caches:
+                cache.allow_multi_token_steps(False)
+                cache.sequence.by_token = False
 
     def hand_out(self) -> None:
         """Give every cache the states that the prompt has left in layers that kvexp does not hold."""
