@@ -14,7 +14,7 @@ from test_kept_sets import METHODS
 from tiny import LAYERS, Streams, prompts_of, run_core, tiny
 from turns import in_turn
 
-from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, EvictionLayer, SequenceState
+from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, ChoosesSlots, EvictionLayer, SequenceState
 from kvexp.core.budget import BytesBudget, PromptSizes
 from kvexp.core.budget_resolution import resolve_layer_slots
 from kvexp.core.budget_shares import LayerBudgets
@@ -39,7 +39,8 @@ from kvexp.util import ConfigError
 TRIED = [
     name
     for name, case in METHODS.items()
-    if case.method.evicts and not case.method.in_order and type(case.method.layer_budgets) is LayerBudgets
+    if case.method.evicts and type(case.method.layer_budgets) is LayerBudgets
+    if not isinstance(case.method, ChoosesSlots)
     if not (case.method.needs.calibration or case.method.needs.surrogate or case.method.needs.second_pass)
 ]
 SIX = GenerationParams(6, eos=None)
@@ -247,7 +248,11 @@ def test_a_task_without_marks_is_told_before_a_model_loads(tmp_path: Any) -> Non
 # Prompts that are kept whole: what stays, budgets of what is generated, redrawn chance, what is refused.
 
 
-DECODING = [name for name in TRIED if CASES[name].method.evicts_while_decoding and not CASES[name].method.in_order]
+DECODING = [
+    name
+    for name in TRIED
+    if CASES[name].method.evicts_while_decoding and not isinstance(CASES[name].method, ChoosesSlots)
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turn(DECODING, ["overwrite", "compact", "mask"], of=2))
