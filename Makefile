@@ -35,7 +35,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck size format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck size format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## /{printf "  %-15s %s\n", $$1, $$2}' Makefile
@@ -73,9 +73,6 @@ smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 
 test: $(VENV)/.stamp ## the tests to run before every commit (not slow, real)
 	@$(PYTEST) -m 'not slow and not real' $(ARGS)
-
-faults: $(VENV)/.stamp ## kill sweeps at 30 random moments and resume them, both launchers
-	@$(TEST_ENV) $(BIN)/python tests/faults $(ARGS)
 
 test-slow: $(VENV)/.stamp ## only the tests marked slow
 	@$(PYTEST) --timeout=0 -m 'slow' $(ARGS)

@@ -154,8 +154,8 @@ results/divergence.py: results/test_divergence_table.py
 
 KL is taken the other way round
 generate/kl.py: generate/test_divergence.py
-- compare(full, self.logits[self.size :], token)
-+ compare(self.logits[self.size :], full, token)
+- compare(full, logits[self.size :], token)
++ compare(logits[self.size :], full, token)
 
 rows of other prompts are paired
 results/read.py: results/test_results.py run/test_record.py

@@ -1,7 +1,4 @@
-"""A sweep that is killed at random moments ends with the files of one that is not, byte for byte but for times.
-
-The long form, 30 moments of each kind, is `make faults`.
-"""
+"""A sweep that is killed at random moments ends with the files of one that is not, byte for byte but for times."""
 
 from __future__ import annotations
 

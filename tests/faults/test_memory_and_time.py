@@ -49,17 +49,6 @@ def test_batches_and_groups_are_halved(stage, tmp_path, truth, error, launcher, 
     assert "hal-" in capsys.readouterr().out, "the full table has a column for it"
 
 
-@pytest.mark.slow
-def test_a_group_alone_is_halved_and_says_so(stage, tmp_path):
-    """Three runs that decode together need three rows; one at a time they fit."""
-    short = SHORT.replace("ERROR", ERRORS["cuda"]).replace("ROWS", "1")
-    code, said = stage.run(
-        sweep(tmp_path / "out", "divergence=false", launcher="shared_prefill"), tmp_path / "log", short
-    )
-    assert code == 0, said
-    assert {row["halved"] for rows in rows_of(tmp_path / "out").values() for row in rows.values()} == {1, 2}
-
-
 def test_a_run_without_room_for_the_full_cache_beside_it_has_rows_and_no_divergence(stage, tmp_path, truth):
     """A text is forced on a run and on the full cache, two rows: where one fits, the rows are made and this is said."""
     out = tmp_path / "out"

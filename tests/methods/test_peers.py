@@ -449,7 +449,7 @@ def answers(method: str, ratio: float, *changes: str) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.875])
+@pytest.mark.parametrize("ratio", [0.5, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (0.25, 0.875))])
 @pytest.mark.parametrize("method", ANSWERED)
 def test_the_same_answers(method: str, ratio: float) -> None:
     assert answers(method, ratio) == theirs(method, ratio)

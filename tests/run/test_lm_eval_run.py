@@ -115,7 +115,7 @@ SAME = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] if c in ("full", "h2o", "tokens", "global") else []) for c in SAME],
+    [pytest.param(c, marks=[pytest.mark.slow] if c in ("full", "h2o", "tokens") else []) for c in SAME],
 )
 def test_rows_have_the_numbers_of_lm_evals_own_command(case, tmp_path):
     """Both ways over the same items; also with batches of rows in the one and not in the other."""
