@@ -211,26 +211,26 @@ def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides:
 def _check_idle_storage(cache: Any, typed_keys: Collection[str]) -> None:
     """ConfigError for an option of quantised slots where bits were not asked for. cache: the group `cache`."""
     bits = ("bits", "key_bits", "value_bits")
-    if not isinstance(cache, Mapping):
-        return
+    given = [name for name in STORAGE if f"cache.{name}" in typed_keys]
+    if not isinstance(cache, Mapping) or not given:
+        return  # without the codecs, which import torch
     codec, codecs = cache.get("codec", KIVI), codec_keys()
-    for name in STORAGE:
-        if name not in ("codec", "residual", *codecs.get(codec, ())) and f"cache.{name}" in typed_keys:
+    for name in given:
+        if name not in ("codec", "residual", *codecs.get(codec, ())):
             reader = next(other for other, names in codecs.items() if name in names)
             raise ConfigError(
                 f"cache.{name} has no effect with cache.codec={codec}: leave out cache.{name}={cache[name]}, or take "
                 f"cache.codec={reader}"
             )
-    if codec != KIVI or any(f"cache.{name}" in typed_keys for name in bits):
+    if codec != KIVI or set(given) & set(bits):
         return
     if cache.get("bits", 16) != 16 or cache.get("key_bits") or cache.get("value_bits"):
         return
-    for name in STORAGE:
-        if f"cache.{name}" in typed_keys:
-            raise ConfigError(
-                f"cache.{name} has no effect with cache.bits=16, where nothing is quantised: add cache.bits=8, 4 or 2, "
-                f"or leave out cache.{name}={cache[name]}"
-            )
+    name = given[0]
+    raise ConfigError(
+        f"cache.{name} has no effect with cache.bits=16, where nothing is quantised: add cache.bits=8, 4 or 2, "
+        f"or leave out cache.{name}={cache[name]}"
+    )
 
 
 def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -> None:
