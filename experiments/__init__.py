@@ -1,5 +1,5 @@
 """The papers' figures and tables made again, a folder per paper, and the commands that make, list and check them."""
 
-from kvexp.run.threads import import_torch
+from kvexp.util import watch_torch
 
-import_torch()
+watch_torch()

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from kvexp.util import CONF, ConfigError, did_you_mean, say, tells_errors, watch_pipes
+from kvexp.util import CONF, ConfigError, did_you_mean, say, tells_errors, watch_pipes, watch_torch
 
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
@@ -37,7 +37,6 @@ PARTS = {  # the same, of commands under one of the above
     "tasks testbed": ("kvexp.tasks.testbed:main", "a document of the synthetic language, and what is asked of it"),
     "export trace": ("kvexp.engines.trace:main", "what a method scored, kept and dropped of one example, step by step"),
 }
-WITH_TORCH = ("calibrate", "lm-eval", "export trace")  # whose modules import it
 
 
 def main() -> NoReturn:
@@ -62,10 +61,7 @@ def main() -> NoReturn:
     sys.argv = [f"kvexp {name}", *rest]
     if name == "run":
         run()
-    if name in WITH_TORCH:
-        from kvexp.run.threads import import_torch
-
-        import_torch()
+    watch_torch()
     try:
         sys.exit(_function((COMMANDS | PARTS)[name][0])(rest))
     except KeyboardInterrupt:
@@ -115,6 +111,7 @@ def run() -> NoReturn:
     from kvexp.run.jobs import install_handler
 
     install_handler()  # first: the imports take their time too
+    watch_torch()
     from kvexp.run.main import main as run_hydra
 
     run_hydra()

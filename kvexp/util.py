@@ -9,11 +9,12 @@ import errno
 import fcntl
 import functools
 import hashlib
+import importlib.abc
+import importlib.machinery
 import json
 import math
 import os
 import re
-import resource
 import select
 import signal
 import sys
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple, ParamSpec, TextIO, TypeVar
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.segment import Segment
 
@@ -580,6 +581,11 @@ def keys_of(words: Sequence[str]) -> set[str]:
 
 EVERY_S = 60.0  # between plain lines
 TITLE = 32  # letters in front of a bar
+REDRAW_S = 0.2  # between two changes of a bar
+KNOWN = 0.02  # of a kind of work, done: from then on it is known how long the rest takes
+LARGE = 0.1  # of a kind of work: a first piece of it that tells how long the others take
+# Kinds of work of a run: prompts are read, answers written, texts forced to measure their KL from the full cache.
+PROMPTS, ANSWERS, TEXTS = "prompts", "answers", "KL passes"
 
 
 class Console(rich.console.Console):
@@ -593,50 +599,127 @@ class Console(rich.console.Console):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
+Listener = Callable[[str, float], None]
+_listeners: list[Listener] = []  # to work as it is done, the innermost last
+
+
+def worked(kind: str, count: float) -> None:
+    """Report to the innermost `Progress`, if any, that so many prompts, answers or texts are done: a part of one too.
+
+    Called after every decode step, in timed runs too: a listener has to be quick.
+    """
+    if _listeners:
+        _listeners[-1](kind, count)
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Let `worked` call this listener in the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 class Progress:
     """Context manager around the examples of a run, or whatever else is counted; `advance` after each.
 
-    A bar on a terminal, elsewhere a line a minute at most. what: the name of what is counted.
+    work: how many of each kind are to be done, where kinds take times of their own: prompts are read, then answers
+    written, then texts forced. The time left is shown once each kind's pace is known by some of it (`worked` reports
+    parts of an answer); forced texts count as fast as answers until then.
     """
 
-    def __init__(self, title: str, total: int, done: int, what: str = "examples") -> None:
+    def __init__(
+        self, title: str, total: int, done: int, what: str = "examples", work: Mapping[str, int] | None = None
+    ) -> None:
         self.title, self.total, self.done, self.what = title, total, done, what
-        self.shown = time.monotonic()
+        # A kind with nothing to do has no pace: what is said of it (a conversation forces texts) is the last kind's.
+        self.work = {kind: count for kind, count in (work or {}).items() if count} or {what: total - done}
+        self.made = dict.fromkeys(self.work, 0.0)  # of each kind, parts included
+        self.written = dict.fromkeys(self.work, 0)
+        self.spent = dict.fromkeys(self.work, 0.0)  # seconds
+        self.first: dict[str, tuple[float, float]] = {}  # seconds of the first piece of each kind, and how much it was
+        self.last = self.shown = time.monotonic()
+        self.bar: Bar | None = None
 
     def __enter__(self) -> Progress:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TextColumn(self.what, markup=False),
-        )
-        self.plain = not sys.stdout.isatty()
-        # Examples may be further apart than rich looks back by default.
-        self.bar = Bar(
-            *columns, console=Console(), disable=self.plain, get_time=time.monotonic, speed_estimate_period=math.inf
-        )
-        title = self.title if len(self.title) <= TITLE else f"{self.title[: TITLE - 1]}…"
-        self.task = self.bar.add_task(title, total=self.total, completed=self.done)
-        self.bar.advance(self.task, 0)  # so that its speed counts from here
-        self.bar.start()
-        if self.plain:
-            say(f"{self.title}: {self.total - self.done} {self.what}", flush=True)
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(listening(self._worked))
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), TaskProgressColumn())
+            self.bar = Bar(*columns, TextColumn("{task.fields[words]}", markup=False), console=Console())
+            self.bar.start()
+            title = self.title if len(self.title) <= TITLE else f"{self.title[: TITLE - 1]}…"
+            self.task = self.bar.add_task(title, total=1.0, completed=0, words=self._counts())
+        else:
+            say(f"{self.title}: {self._counts(done=False)}", flush=True)
         return self
 
-    def advance(self, count: int = 1) -> None:
-        """Count so many more as done, whose rows are on disk."""
+    def advance(self, count: int = 1, kind: str | None = None) -> None:
+        """Count so many more as done, whose rows are on disk. kind: of `work`."""
+        kind = kind or next(iter(self.work))
         self.done += count
-        self.bar.advance(self.task, count)
-        left = self.bar.tasks[0].time_remaining
-        if self.plain and left is not None and time.monotonic() - self.shown >= EVERY_S:
-            self.shown = time.monotonic()
-            say(f"{self.title}: {self.done}/{self.total} {self.what}, about {duration(left)} left", flush=True)
+        self.written[kind] += count
+        self._worked(kind, max(0.0, self.written[kind] - self.made[kind]))
+
+    def seconds_left(self) -> float | None:
+        """Seconds that the rest takes; None until that is known."""
+        made, each = self.made, dict[str, float]()
+        for kind, (seconds, count) in self.first.items():
+            if made[kind] >= max(2 * count, KNOWN * self.work[kind]):
+                each[kind] = (self.spent[kind] - seconds) / (made[kind] - count)
+            elif count >= LARGE * self.work[kind]:
+                each[kind] = self.spent[kind] / made[kind]
+        if TEXTS in self.work and TEXTS not in each and ANSWERS in each:
+            each[TEXTS] = each[ANSWERS]
+        left = {kind: max(0.0, self.work[kind] - made[kind]) for kind in self.work}
+        later = [1 - made[kind] / self.work[kind] for kind in (ANSWERS, TEXTS) if self.work.get(kind)]
+        if PROMPTS in left and later and min(later) < 1:  # prompts are read before; some kinds of task tell of none
+            left[PROMPTS] = min(left[PROMPTS], max(later) * self.work[PROMPTS]) if made[PROMPTS] else 0.0
+        if any(left[kind] and kind not in each for kind in left):
+            return None
+        return sum(count * each[kind] for kind, count in left.items() if count)
+
+    def _worked(self, kind: str, count: float) -> None:
+        """Listener of `worked`; the time since the last call was this kind's."""
+        if kind not in self.work:
+            kind, count = next(reversed(self.work)), 0.0
+        now = time.monotonic()
+        self.spent[kind] += now - self.last
+        self.last = now
+        self.made[kind] = min(float(self.work[kind]), self.made[kind] + count)
+        if count:
+            self.first.setdefault(kind, (self.spent[kind], self.made[kind]))
+        if now - self.shown < (EVERY_S if self.bar is None else REDRAW_S):
+            return
+        self.shown = now
+        left = self.seconds_left()
+        about = "about" if any(self.written.values()) else "at most"  # answers may end before max_new_tokens
+        time_left = "time not known yet" if left is None else f"{about} {duration(left)} left"
+        if self.bar is None:
+            say(f"{self.title}: {self._counts()}, {time_left}", flush=True)
+            return
+        spent = sum(self.spent.values())
+        share = self.done / max(1, self.total) if left is None else spent / max(spent + left, 1e-9)
+        # A narrow terminal cuts the end off: the time left stands first.
+        self.bar.update(self.task, completed=share, words=f"{time_left}, {self._counts()}")
+
+    def _counts(self, *, done: bool = True) -> str:
+        """ "12/20 prompts, 30/76 answers"; without what is done, "20 prompts, 76 answers"."""
+        if list(self.work) == [self.what]:
+            return f"{self.done}/{self.total} {self.what}" if done else f"{self.total - self.done} {self.what}"
+        each = ((kind, count, f"{int(self.made[kind])}/" if done else "") for kind, count in self.work.items())
+        return ", ".join(f"{before}{count} {kind}" for kind, count, before in each)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        self._stack.close()
+        if self.bar is not None:
+            if kind is None:
+                self.bar.update(self.task, completed=1.0, words=self._counts())
+            self.bar.stop()
 
 
 def duration(seconds: float) -> str:
@@ -706,25 +789,33 @@ def cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+UNKNOWN = 1 << 62  # more than there can be; cgroups v1 write no limit as nearly that
 # A group's limit, what of it is taken, and the key in memory.stat of the file pages that go first when it is short.
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available() -> int:
-    """Free bytes of memory for this process."""
-    import psutil  # late: without a limit of memory in question nothing here needs it
-
-    return max(0, min([int(psutil.virtual_memory().available), *_of_process(), *_of_groups()]))
+    """Free bytes of memory for this process; a number larger than any memory where the system does not tell."""
+    return max(0, min([_of_computer(), _of_process(), *_of_groups()]))
 
 
-def _of_process() -> Iterator[int]:
+def _of_computer() -> int:
+    """Bytes that /proc/meminfo says are available; UNKNOWN where there is no such file."""
+    for line in _lines(PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return UNKNOWN
+
+
+def _of_process() -> int:
     """Free bytes under the process's address limit (`ulimit -v`)."""
-    import psutil
+    import resource
 
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        yield int(limit) - psutil.Process().memory_info().vms
+    limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], _lines(PROC / "self/statm")
+    if limit == resource.RLIM_INFINITY or not taken:
+        return UNKNOWN
+    return int(limit) - int(taken[0].split()[0]) * resource.getpagesize()
 
 
 def _of_groups() -> Iterator[int]:
@@ -762,15 +853,174 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def cpu_quota() -> float:
+# Threads of torch: at most the free cores, waiting so that they take none from others; decided as torch is imported.
+#
+# OpenMP's threads spin where they wait for each other. Where another process wants one of their cores, they all wait
+# until the scheduler gives it back, at every product; threads that sleep instead are slower on an idle machine. No
+# setting is good for both (benchmarks/README.md).
+
+
+BUSY = 0.5  # cores wanted that other processes take; measured: from there on spinning threads are no faster than fewer
+SAMPLE_S = 0.1  # seconds between two readings, at least: the system counts hundredths of a second
+USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@dataclass(frozen=True)
+class Threads:
+    """What torch gets. count: threads at most, None as torch has them; variables: of OpenMP, while it is loaded.
+
+    wanted: the threads on an idle machine; load: the cores of them that other processes took, None where not known.
+    """
+
+    count: int | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    wanted: int = 1
+    load: float | None = None
+
+
+def decide_threads(
+    cores: int, quota: float, others: float | None, environ: Mapping[str, str], asked: int | None = None
+) -> Threads:
+    """Threads of a process that may run on so many cores, and only for quota seconds per second (inf: no limit).
+
+    cores: 0 where the system does not tell; others: cores that other processes take, None where it does not tell that.
+    asked: `threads=N`. Where the user has set one of `USERS`, nothing but that is decided.
+    """
+    if not cores:
+        return Threads(asked)
+    whole = max(1, int(min(cores, quota)))
+    given = environ.get("OMP_NUM_THREADS", "")
+    wanted = asked or (min(int(given), cores) if given.isdecimal() else 0) or whole
+    load = max(0.0, wanted + (others or 0.0) - cores)
+    busy, own = load >= BUSY, any(name in environ for name in USERS)
+    count = asked
+    if count is None and not own and (busy or whole < cores):
+        count = max(1, math.ceil(whole - load - 0.5)) if busy else whole
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if busy and not own else {}
+    return Threads(count, waiting, wanted, None if others is None else load)
+
+
+class LoadMeter:
+    """Cores that other processes take from its making on."""
+
+    def __init__(self) -> None:
+        self.began, self.taken, self.own = time.monotonic(), _seconds_of_cores(), time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def others(self) -> float | None:
+        """Cores on average so far, of those that this process may run on; None where the system does not tell."""
+        taken, own, seconds = _seconds_of_cores(), time.process_time(), self.seconds
+        if taken is None or self.taken is None or seconds < SAMPLE_S:
+            return None
+        return max(0.0, (taken - self.taken - (own - self.own)) / seconds)
+
+
+def _cores() -> set[int]:
+    """Numbers of the cores that this process may run on; empty where the system does not tell."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _seconds_of_cores() -> float | None:
+    """Seconds that the cores of this process have worked for anybody since the machine started."""
+    names, total = {f"cpu{number}" for number in _cores()}, 0
+    for line in _lines(PROC / "stat"):
+        name, *counts = line.split()
+        if name in names:
+            names.remove(name)
+            user, nice, system, _, _, *more = map(int, counts[:8])  # without idle and waiting for a disk
+            total += user + nice + system + sum(more)
+    return None if names or not total else total / os.sysconf("SC_CLK_TCK")
+
+
+def _quota() -> float:
     """Cores' worth of time under the limits of the control groups around this process; inf without a limit."""
-    limits = [math.inf]
+    found = [math.inf]
     for folder, unified in _groups("cpu"):
         with suppress(OSError, ValueError, ZeroDivisionError):  # not there, or "max": without a limit
             names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             most, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-            limits += [most / period] if most > 0 else []
-    return min(limits)
+            found += [most / period] if most > 0 else []
+    return min(found)
+
+
+threads: Threads | None = None  # as decided; None where torch was there before, or is not there yet
+_threads_asked: int | None = None  # threads=N
+_told = False  # that the machine is busy
+
+
+class _BeforeTorch(importlib.abc.MetaPathFinder):
+    """Import hook that decides when torch is first imported, by whomever: OpenMP reads its variables only then.
+
+    The variables are taken back, so that processes started later decide for themselves.
+    """
+
+    def __init__(self) -> None:
+        self.meter = LoadMeter()
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "torch" else None
+        if spec is not None and spec.loader is not None:
+            load, loader = spec.loader.exec_module, typing.cast("Any", spec.loader)
+            loader.exec_module = lambda module: self.load(module, load)
+        return spec
+
+    def load(self, torch: Any, execute: Callable[[Any], None]) -> None:
+        global threads
+        with suppress(ValueError):  # imported once more
+            sys.meta_path.remove(self)
+        time.sleep(max(0.0, SAMPLE_S - self.meter.seconds))
+        cores = len(_cores())
+        made = decide_threads(cores, _quota(), self.meter.others(), os.environ, _threads_asked)
+        os.environ.update(made.variables)
+        try:
+            execute(torch)
+        finally:
+            for name in made.variables:
+                del os.environ[name]
+        if made.count is not None:
+            torch.set_num_threads(_threads_asked or min(made.count, torch.get_num_threads()))
+        threads = made
+
+
+def watch_torch() -> None:
+    """From now on the import of torch decides about its threads; nothing where it has been imported already."""
+    if "torch" not in sys.modules and not any(isinstance(each, _BeforeTorch) for each in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeTorch())
+
+
+def use_threads(count: int) -> None:
+    """Let torch have so many threads, whether it has been imported or not. ConfigError for a second number."""
+    global _threads_asked
+    if _threads_asked not in (None, count):
+        raise ConfigError(f"threads={count}, but this command has threads={_threads_asked}: give each a command")
+    _threads_asked = count
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(count)
+
+
+def tell_threads() -> None:
+    """Say once on stderr that torch has fewer threads than on an idle machine, and why."""
+    global _told
+    if threads is None or threads.load is None or not threads.variables or _threads_asked or _told:
+        return
+    _told = True
+    few = f"{threads.count} thread{'s' * (threads.count != 1)}"
+    words = f"busy machine: other processes take {threads.load:.1f} of {threads.wanted} cores, so torch has {few}"
+    say(f"{words} (threads=N: so many)", file=sys.stderr, flush=True)
+
+
+def machine_load(meter: LoadMeter | None = None) -> float | None:
+    """Cores wanted by torch's threads and taken by other processes as it was imported, or by the meter where more.
+
+    None where that is not known.
+    """
+    if threads is None or threads.load is None:
+        return None
+    others = (meter and meter.others()) or 0.0
+    return round(max(threads.load, threads.wanted + others - len(_cores())), 2)
 
 
 # What JSON can hold, written in one way only: the same content has the same bytes, and so the same digest.

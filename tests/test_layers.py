@@ -18,7 +18,7 @@ CONFIGURED = {"hydra", "omegaconf", "yaml"}
 # Layer (kvexp/<layer>.py or kvexp/<layer>/) -> the layers below it that it may know, and third-party packages. Each may
 # know itself, the standard library and the constants of `kvexp`.
 LAYERS: dict[str, tuple[str, set[str]]] = {
-    "util": ("", {"huggingface_hub", "platformdirs", "psutil", "rich"}),
+    "util": ("", {"huggingface_hub", "platformdirs", "rich"}),
     "core": ("util", {"torch", "triton"}),  # triton: in ON_DEMAND alone
     "methods": ("util core", {"torch", "numpy"}),  # numpy: C++'s generator, which draws OpenVINO's anchors
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
     "run": (
         "util core methods retrieval hf generate tasks lm_eval",
-        {"torch", "transformers", "numpy", "pandas", "psutil", "pyarrow", "rich", "lm_eval", *CONFIGURED},
+        {"torch", "transformers", "numpy", "pandas", "pyarrow", "rich", "lm_eval", *CONFIGURED},
     ),
     "results": ("util core tasks run", {"plotly", "wandb", *LAB, *CONFIGURED}),
     "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),

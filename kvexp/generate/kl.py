@@ -15,7 +15,7 @@ from kvexp.generate.inputs import check_finite, check_length, check_tokens, rows
 from kvexp.generate.loop import MIN_ENDED_SHARE, batched_cache
 from kvexp.generate.prefill import PrefilledContext, decode_step, feed_chunk
 from kvexp.hf import MultiMethodCache
-from kvexp.util import ConfigError
+from kvexp.util import TEXTS, ConfigError, worked
 
 # Tokens of a text in one forward. A single one would be attended to by other products, so that a row's last digits
 # would depend on the company that cuts its text into chunks.
@@ -229,7 +229,10 @@ def divergence_of_batches(
     for batch in batches:
         batch.begin(max_new_tokens, eos)
     going, feeder = batches, _Feeder(model, batches)
+    texts = sum(len(batch.variants) * batch.size for batch in batches)
+    longest = max((len(text) for batch in batches for text in batch.texts or ()), default=max_new_tokens or 0)
     while True:
+        worked(TEXTS, texts / max(1, longest))
         for batch in going:
             batch.compare_next(batch.logits)
         if all(batch.ended for batch in going):
@@ -245,6 +248,7 @@ def divergence_of_batches(
             for column in range(width - 1):
                 batch.compare_next(columns[:, column])
             batch.logits = columns[:, -1]
+        worked(TEXTS, (width - 1) * texts / max(1, longest))
     for batch in batches:
         for context in batch.contexts:
             check_finite(context.cache)

@@ -56,7 +56,7 @@ from kvexp.generate.inputs import (
 from kvexp.generate.prefill import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.hf.chat_template import end_of_turn
-from kvexp.util import ConfigError
+from kvexp.util import ANSWERS, ConfigError, worked
 
 # Contexts of several batches that have ended are left out of a step once they are such a share of all: leaving some out
 # copies the caches of the others, which takes as long as several steps. Those of one batch are left out at once.
@@ -110,6 +110,7 @@ def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int
     going, counts = parts, GraphCounts()
     cache = batched_cache([context for part in parts for context in part.contexts])
     steps = DecodeSteps(model, cache, counts)
+    answers = sum(len(part.ids) for part in parts)
     for left in reversed(range(max_new_tokens)):
         # 1. Choose the next token of every row.
         tokens = [part.next_token(keep_logits) for part in going]
@@ -118,7 +119,9 @@ def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int
         now = time.perf_counter()
         for part, ended in zip(going, done, strict=True):
             part.record(ended, now, last=left == 0)
+        worked(ANSWERS, answers / max_new_tokens)
         if left == 0 or not any(part.num_going for part in going):
+            worked(ANSWERS, answers * left / max_new_tokens)  # the steps that no row needed
             break
         # 3. Leave out the contexts all of whose rows have ended, once they are many; the others go on.
         ended_share = 1 - sum(part.num_going for part in going) / sum(len(part.outputs) for part in going)

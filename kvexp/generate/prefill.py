@@ -24,7 +24,7 @@ from kvexp.generate.inputs import (
 )
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.hf.patch import forward_columns, forward_logits
-from kvexp.util import ConfigError
+from kvexp.util import PROMPTS, ConfigError, worked
 
 
 @dataclass
@@ -123,6 +123,7 @@ def prefill(
     # 4. Wait for the device, so that the time is true.
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
+    worked(PROMPTS, len(prompts))
     return PrefilledContext(cache, ids, mask, logits, time.perf_counter() - start)
 
 
@@ -213,5 +214,6 @@ def prefill_together(
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         seconds = time.perf_counter() - start
+        worked(PROMPTS, len(ids))
         made |= {i: PrefilledContext(cache, ids, mask, logits, seconds) for i, cache in zip(whole, caches, strict=True)}
     return [made[i] for i in range(len(configs))]

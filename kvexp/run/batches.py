@@ -58,18 +58,22 @@ from kvexp.run.rows import (
 )
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import REFERENCE, TEXTS, Line, Run, run_hash, run_name
-from kvexp.run.threads import LoadMeter, machine_load
 from kvexp.run.workers import ForkPool, num_workers
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
 from kvexp.util import (
+    ANSWERS,
+    PROMPTS,
     CacheError,
     ConfigError,
+    LoadMeter,
     NotFinite,
     Progress,
     Session,
+    machine_load,
     say,
 )
+from kvexp.util import TEXTS as FORCED
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
@@ -356,11 +360,12 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
     if not timed:
         groups = decode_groups(work, members, size, *_cost(members, model, prompts, work, size))
     lacking = [kind for member in members if member.error is None for _, kind in member.lacking]
-    kinds = {"answers": ANSWER in lacking, "KL passes": not {ANSWER}.issuperset(lacking)}
-    what = " and ".join(name for name, some in kinds.items() if some)
-    with ForkPool(size, filler.made) as pool, Progress(title, len(lacking), 0, what) as progress:
+    answers = lacking.count(ANSWER)
+    prompts_read = len({example.prompt for batch in work for _, example in batch})
+    parts = {PROMPTS: prompts_read, ANSWERS: answers, FORCED: len(lacking) - answers}
+    with ForkPool(size, filler.made) as pool, Progress(title, len(lacking), 0, work=parts) as progress:
         for is_row in pool.imap(groups):
-            progress.advance()
+            progress.advance(kind=ANSWERS if is_row else FORCED)
             session.rows_written += is_row
             session.texts_measured += not is_row
     free_memory()

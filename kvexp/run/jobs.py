@@ -50,7 +50,6 @@ from kvexp.run.labels import (
 )
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.store import DIVERGENCE, EXAMPLES, Run, accept, refusal_file, refuse, run_hash
-from kvexp.run.threads import import_torch, use_threads
 from kvexp.run.user_methods import source_of
 from kvexp.util import (
     CONF,
@@ -68,6 +67,8 @@ from kvexp.util import (
     replace,
     say,
     stamp,
+    tell_threads,
+    use_threads,
 )
 
 if TYPE_CHECKING:
@@ -137,9 +138,9 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     check_idle(plain, job.choices, job.overrides)
     check_places(plain)
     plain["divergence"] = decided(plain, job.overrides, sweep=job.number is not None)
-    import_torch()  # late: mistakes found so far need not wait for it
-    from kvexp.run.settings import settings_of
+    from kvexp.run.settings import settings_of  # late: it imports torch, which mistakes found so far need not wait for
 
+    tell_threads()
     settings = settings_of(plain, job.choices, job.overrides)
     check_objective(settings.task, plain.get("objective"))
     diagnosis = diagnosis_of(job.config)
@@ -256,8 +257,9 @@ def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
 
 def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> list[float | None]:
     """Run the jobs of a sweep and return their objectives. share: first fill in runs that can share prefills."""
+    from kvexp.run.batches import prefill_groups, run_group, why_alone
+
     jobs = [built(job, session) for job in jobs]
-    from kvexp.run.batches import prefill_groups, run_group, why_alone  # late: it imports torch
 
     def filled(group: list[Settings]) -> bool:
         try:

@@ -30,7 +30,6 @@ from kvexp.run.compose import (
 )
 from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
-from kvexp.run.threads import import_torch
 from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
 
 
@@ -138,7 +137,6 @@ def main(session: Session | None = None) -> NoReturn:
         planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
         with active(session), interruptible(), hydra_errors_shown(sys.argv[1:]):
             if planning:
-                import_torch()
                 from kvexp.run.plan import dry_run
 
                 sys.exit(dry_run(compose_and_run, planning[-1], session))

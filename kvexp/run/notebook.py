@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvexp.run import model_spec
 from kvexp.run.compose import in_python, is_model_place, meant, named_user_method, option, options
 from kvexp.run.labels import with_packaged_path
-from kvexp.run.threads import import_torch
-from kvexp.util import ConfigError, as_python
+from kvexp.util import ConfigError, as_python, watch_torch
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method
@@ -26,7 +25,7 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
     name, settings = as_python(name), {key: as_python(value) for key, value in settings.items()}
     if not isinstance(name, str):
         raise ConfigError(f"name must be a model's name, a folder, a GGUF file or a hub id, got {name!r}")
-    import_torch()
+    watch_torch()
     if name in options("model"):
         node = dict(option("model", name))
         if node.get("path") == "???":

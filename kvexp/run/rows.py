@@ -28,9 +28,8 @@ from kvexp.run.model_spec import ModelSpec, is_verified, load
 from kvexp.run.prompts import ItemPrompt, Items, Prompts, TokenizedExample, later_turns
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.run.store import Run, sent_otherwise
-from kvexp.run.threads import machine_load
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, machine_load
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer

@@ -25,7 +25,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvexp.run.threads import import_torch
 from kvexp.util import ConfigError, did_you_mean, path_of
 
 MISSING = "???"  # OmegaConf's word for a value that has to be given
@@ -331,7 +330,8 @@ _IMPORTED: set[str] = set()  # first names of the modules that were imported her
 
 def _import_anew(place: ModulePlace) -> tuple[ModuleType, dict[str, str]]:
     """Import a module as its files are now; returns it and its `source_files`. ConfigError names the user's line."""
-    import_torch()  # first: the methods' own imports of it are not the user's lines
+    import torch  # noqa: F401  # first: the methods' own imports of it are not the user's lines
+
     top, files = place.name.partition(".")[0], source_files(place)
     own = {str(place.root / name) for name in files}
     loaded = getattr(sys.modules.get(top), "__file__", None)

@@ -14,8 +14,10 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -27,7 +29,7 @@ from omegaconf import open_dict
 from kvexp.run.jobs import HydraJob, built, run_job, run_jobs, runs_of
 from kvexp.run.store import Run, run_hash
 from kvexp.run.user_methods import admit, admitted, load_method
-from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, say
+from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, listening, say, watch_torch, worked
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+RELAY_S = 0.5  # between messages of a process about its progress
 _KILL_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -103,6 +106,9 @@ class ForkPool(Generic[Item]):
                 if kind == "made":
                     yield what
                     continue
+                if kind == "worked":
+                    worked(*what)
+                    continue
                 if kind == "failed":
                     failure = failure or _unpack_error(*what)
                     left.clear()
@@ -147,17 +153,34 @@ def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    while True:
-        try:
-            item = pipe.recv()
-        except EOFError:
+    with listening(_Relay(pipe)):
+        while True:
+            try:
+                item = pipe.recv()
+            except EOFError:
+                return
+            try:
+                for made in task(item):
+                    pipe.send(("made", made))
+                pipe.send(("done", None))
+            except Exception as error:
+                pipe.send(("failed", _pack_error(error)))
+
+
+class _Relay:
+    """A listener of `worked` that tells the parent process, every now and then: each message takes its time."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.counts, self.last = pipe, defaultdict[str, float](float), 0.0
+
+    def __call__(self, kind: str, count: float) -> None:
+        self.counts[kind] += count
+        if time.monotonic() - self.last < RELAY_S:
             return
-        try:
-            for made in task(item):
-                pipe.send(("made", made))
-            pipe.send(("done", None))
-        except Exception as error:
-            pipe.send(("failed", _pack_error(error)))
+        self.last = time.monotonic()
+        for message in self.counts.items():
+            self.pipe.send(("worked", message))
+        self.counts.clear()
 
 
 def _pack_error(error: Exception) -> tuple[str, int, str, str]:
@@ -241,6 +264,7 @@ def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: S
 
 def run_batch(shipment: JobBatch) -> BatchResult:
     """In the worker: run the jobs in a session of their own, and tell what they were."""
+    watch_torch()
     with active(Session(overrides_of_jobs=shipment.words)) as session:
         _load_methods(shipment.methods)
         values = run_jobs(shipment.jobs, session)

@@ -7,9 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from commands import composed
@@ -62,7 +60,7 @@ from kvexp.methods import (
 )
 from kvexp.run.batches import NEW, PROMPT, evaluate_run
 from kvexp.run.settings import settings_of
-from kvexp.util import available
+from kvexp.util import UNKNOWN, available
 
 HALF = Budget(kv_ratio=0.5)
 METHODS = [
@@ -528,9 +526,11 @@ for version, said, none in ((1, V1, 9223372036854771712), (2, V2, "max")):
 
 @pytest.mark.parametrize("case", MEMORY)
 def test_available_memory(case, tmp_path, monkeypatch):
-    """Under control groups of our own; the computer has 64 GiB left."""
+    """Under a /proc and a /sys/fs/cgroup of our own; the computer has 64 GiB left."""
     groups, written, expected = MEMORY[case]
-    files = {} if groups is None else {"proc/self/cgroup": groups}
+    files = {"proc/meminfo": f"MemTotal: {99 << 20} kB\nMemAvailable: {64 << 20} kB\n"}
+    if groups is not None:
+        files["proc/self/cgroup"] = groups
     for version, path, limit, used, cached in written:
         names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
         root = "cgroup" + ("/memory" if version == 1 else "") + path
@@ -541,8 +541,12 @@ def test_available_memory(case, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(free_memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(free_memory, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     assert available() == expected
+
+
+def test_a_system_without_proc(tmp_path, monkeypatch):
+    monkeypatch.setattr(free_memory, "PROC", tmp_path / "none")
+    assert available() == UNKNOWN
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")

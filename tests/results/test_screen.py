@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
+from pathlib import Path
 
 import pytest
 from report_runs import write
@@ -14,7 +16,7 @@ from kvexp.results.screen import print_answers, print_screen
 from kvexp.results.views import main
 from kvexp.results.views import shown as blocks_of
 from kvexp.run.store import EPSILON_KL, OWN
-from kvexp.util import Console, Progress
+from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
 
 AROUND = 6  # lines, the empty ones not counted
 
@@ -215,6 +217,68 @@ def clock(monkeypatch):
     return Clock
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("seconds", [(1.0, 0.2, 0.1), (0.1, 2.0, 1.5), (5.0, 0.5, 0.3)], ids=str)
+def test_the_time_left_is_right_within_a_factor_of_two_once_it_is_said(clock, capsys, groups, seconds):
+    """seconds: of a prompt, of an answer's step and of a text's step, for 16 prompts, 3 runs and 10 steps."""
+    prompts, steps, runs = 16 // groups, 10, 3
+    end = groups * (prompts * seconds[0] + steps * (seconds[1] + seconds[2]))
+    work = {PROMPTS: 16, ANSWERS: 16 * runs, TEXTS: 16 * (runs - 1)}
+    wrong = []
+    with Progress("runs", 16 * (2 * runs - 1), 0, work=work) as progress:
+
+        def passed(kind, count, took):
+            clock.now += took
+            worked(kind, count)
+            left = progress.seconds_left()
+            if left is not None and 0.1 * end < clock.now < 0.95 * end:
+                wrong.append(max(left / (end - clock.now), (end - clock.now) / max(left, 1e-9)))
+
+        for _ in range(groups):
+            for _ in range(prompts):
+                passed(PROMPTS, 1, seconds[0])
+            for kind, each, took in ((ANSWERS, runs, seconds[1]), (TEXTS, runs - 1, seconds[2])):
+                for _ in range(steps):
+                    passed(kind, prompts * each / steps, took)
+                progress.advance(prompts * each, kind)
+    assert wrong and max(wrong) <= 2
+    assert capsys.readouterr().out.startswith("runs: 16 prompts, 48 answers, 32 KL passes\n")
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "progress.json").read_text())
+
+
+@pytest.mark.parametrize("waited", [0.0, 100.0])
+def test_the_time_left_of_a_recorded_sweep(clock, waited):
+    """A sweep of 18 runs and the full cache; also where the first answer and the first text waited so many seconds."""
+    last, said, waits = 0.0, [], {ANSWERS: waited, TEXTS: waited}
+    start = clock.now
+    with Progress("runs", 760, 0, work=RECORDED["work"]) as progress:
+        for now, kind, count in RECORDED["pieces"]:
+            clock.now += now - last + waits.pop(kind, 0.0)
+            last = now
+            worked(kind, count)
+            said.append((clock.now - start, progress.seconds_left(), bool(waits) and waited > 0))
+    end = said[-1][0]
+    known = [(now, left) for now, left, _ in said if left is not None]
+    assert known[0][0] > 0.04 * end, "before, nothing is known"
+    tenth = 0.1 * (end - 2 * waited)
+    late = [(left, end - now) for now, left, waits_still in said if tenth < now < end - tenth and not waits_still]
+    assert late and all(left is not None and 0.5 <= left / rest <= 2 for left, rest in late)
+
+
+def test_a_kind_of_which_nothing_is_to_do_may_be_worked_on(clock, capsys):
+    """Conversations force texts while they answer, and no text is one of their pieces of work."""
+    with Progress("turns", 4, 0, work={PROMPTS: 2, ANSWERS: 4, TEXTS: 0}) as progress:
+        for kind, count in ((PROMPTS, 2), (TEXTS, 0.25), (ANSWERS, 1), (TEXTS, 0.75), (ANSWERS, 1)):
+            clock.now += 70
+            worked(kind, count)
+        progress.advance(2, ANSWERS)
+        assert progress.seconds_left() == pytest.approx(280), "half of the answers took four times 70 s"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "turns: 2 prompts, 4 answers" and said[-1].startswith("turns: 2/2 prompts, 2/4 answers")
+
+
 def test_piped_progress_is_a_line_a_minute_at_most(clock, capsys):
     with Progress("run", 100, 0) as progress:
         for _ in range(100):
@@ -225,11 +289,18 @@ def test_piped_progress_is_a_line_a_minute_at_most(clock, capsys):
     assert lines[1] == "run: 12/100 examples, about 7 min left"
 
 
-def test_a_bar_says_the_time_left(clock, monkeypatch, capsys):
+def test_a_bar_says_the_time_left_first_for_a_narrow_terminal_cuts_the_end(clock, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with Progress("run", 100, 0) as progress:
         for _ in range(20):
             clock.now += 5.0
             progress.advance()
-        progress.bar.refresh()
-    assert "0:06:40" in capsys.readouterr().out
+        assert progress.bar.tasks[0].fields["words"] == "about 7 min left, 20/100 examples"
+
+
+def test_work_that_tells_of_no_steps_is_counted_by_what_is_written(clock):
+    with Progress("run", 4, 0, work={PROMPTS: 4, ANSWERS: 4, TEXTS: 0}) as progress:
+        assert progress.seconds_left() is None
+        clock.now += 3.0
+        progress.advance(kind=ANSWERS)
+        assert progress.seconds_left() == pytest.approx(9.0)
