@@ -173,7 +173,7 @@ def quantization_of(node: Mapping[str, Any]) -> AnyQuantization | None:
     from kvexp.core.quantized import FULL_BITS, Bits, TurboBits
 
     known, codecs = {**CACHE, **node}, codec_keys()
-    codec = known["codec"]
+    codec = typed(known["codec"], str, "cache.codec")
     if codec not in codecs:
         raise ConfigError(f"cache.codec must be one of {', '.join(codecs)}, got {codec!r}")
     allowed: Any = Bits if codec == KIVI else TurboBits

@@ -214,7 +214,7 @@ def _check_idle_storage(cache: Any, typed_keys: Collection[str]) -> None:
     given = [name for name in STORAGE if f"cache.{name}" in typed_keys]
     if not isinstance(cache, Mapping) or not given:
         return  # without the codecs, which import torch
-    codec, codecs = cache.get("codec", KIVI), codec_keys()
+    codec, codecs = str(cache.get("codec", KIVI)), codec_keys()
     for name in given:
         if name not in ("codec", "residual", *codecs.get(codec, ())):
             reader = next(other for other, names in codecs.items() if name in names)

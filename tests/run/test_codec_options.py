@@ -75,6 +75,8 @@ REFUSED = {
     "cache.codec=turboquant cache.bits=2": r"cache\.bits must be",
     "cache.codec=turboquant cache.value_bits=8": r"values in 4 or 3, got cache\.key_bits=4 and cache\.value_bits=8",
     "cache.bits=3": r"cache\.bits must be",
+    "cache.codec=[fp8]": r"cache\.codec must be a text, got \['fp8'\]",
+    "cache.codec=[fp8] cache.rotate=true": r"cache\.rotate has no effect",
     "cache.codec=q8_0 method=quest": "keeps everything",
 }
 
