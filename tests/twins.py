@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-from kvexp.hf.traits import REFUSED, text_config
+from kvexp.hf.traits import text_config
 
 VOCABULARY, WINDOW, LAYERS = 97, 20, 4  # LAYERS is also the number of heads, of experts and of states
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
@@ -165,4 +165,3 @@ def ids_of(seed: int, rows: int, columns: int) -> Tensor:
 
 
 NOT_BUILT = ("phi4_multimodal",)  # types of which no small model can be made
-DECODERS = sorted(name for name in NAMES if name not in REFUSED)

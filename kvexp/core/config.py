@@ -149,12 +149,6 @@ class CacheConfig:
         return self.keeps_everything or self.per_query
 
     @property
-    def stacks(self) -> bool:
-        """Whether caches of this kind take decode steps together, in common buffers."""
-        drops = self.method.evicts and self.mode == "overwrite"
-        return drops and self.quantization is None and not self.is_ragged
-
-    @property
     def is_union(self) -> bool:
         """Whether all kv heads of a layer keep the same positions."""
         return self.budget is not None and self.budget.heads == "union"

@@ -1,4 +1,4 @@
-"""One decode step of a layer on the CPU.
+"""The parts of a decode step: which slots go, temperatures and noise, moved sinks, heads of different width.
 
 Its protection of sinks and recent slots and its choice of one victim are the rules of `kvexp.core.ranking.rank` and
 `kvexp.core.slot_order` for a single new token; tests hold both to the same kept sets.

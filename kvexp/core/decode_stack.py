@@ -182,10 +182,10 @@ def takes_step(config: CacheConfig) -> bool:
 class StackedLayer:
     """One layer of one or several caches, stacked as the R rows of one decode step.
 
-    states: the same layer of every cache, each with a free slot (`EvictionLayer.can_step`) and of one `kind`, sorted
-    by `stack_order`. The slots of several caches become views of common buffers, so each cache still holds and reports
-    its own slots. A cache with fewer slots than the largest has dead slots behind its own, which no token may take.
-    buffers: what all layers of these caches share; None: each layer keeps its own.
+    states: the same layer of every cache, each with a free slot (`EvictionLayer.can_step`), of one `stack_kind` and
+    sorted by `stack_order`. The slots of several caches become views of common buffers, so each cache still holds and
+    reports its own slots. A cache with fewer slots than the largest has dead slots behind its own, which no token may
+    take. buffers: what all layers of these caches share; None: each layer keeps its own.
 
     free_slots [R, H, every]: the slots that the next tokens of each row are written to, the last victims' or, of caches
     that only grow, the first behind those in use. growing: those caches' layers, which come first. is_ranked: whether
@@ -220,6 +220,9 @@ class StackedLayer:
             if state.config.method.needs != NOTHING
         ]
         self._due: dict[int, DueEviction] = {}  # what their evictions after this step need
+        self._scored = [state.evicts_by_score for state in evicting]
+        self._scores_new_tokens = any(state.scores_new_tokens for state in states)
+        self._changes_scores = any(state.changes_scores for state in evicting)
         heads = self.slots.positions.shape[1]
         free = [
             torch.full((rows, heads, 1), slots.length, device=slots.positions.device)
@@ -295,7 +298,7 @@ class StackedLayer:
 
     def _initial_scores(self, key: Tensor, positions: Tensor) -> Tensor | None:
         """The scores [R, H, 1] that the new tokens start with; None: 0. key [R, H, 1, D]; positions [R, 1]."""
-        if not any(state.scores_new_tokens for state in self.states):
+        if not self._scores_new_tokens:
             return None
         parts = zip(self.states, key.split(self.sizes), positions.split(self.sizes), strict=True)
         return cat_rows([state.initial_score(k, p) for state, k, p in parts])
@@ -316,7 +319,7 @@ class StackedLayer:
 
     def change_scores(self, newest: Tensor) -> None:
         """Let the methods that do so change their scores after an eviction; newest [R, 1, 1]."""
-        if not any(state.changes_scores for state in self.eviction.states):
+        if not self._changes_scores:
             return
         tokens = (newest[self.evicting_rows, 0, 0] + 1).split(self.eviction.sizes)
         for state, count in zip(self.eviction.states, tokens, strict=True):
@@ -332,7 +335,7 @@ class StackedLayer:
         )
 
     def set_free(self, free: Tensor) -> None:
-        """Take free [R, H, 1] as the slots of the next tokens, a buffer that steps write in place."""
+        """Take free [R, H, every] as the slots of the next tokens, a buffer that steps write in place."""
         self.free_slots = free
         for backend, part in zip(self.backends, free.split(self.sizes)[len(self.growing) :], strict=True):
             backend.free_slots = part
@@ -511,9 +514,9 @@ class StackedLayer:
             return self.slots.score[rows, :, :columns]
         priorities = []
         newest_by_cache = newest[rows, 0, 0].split(eviction.sizes)
-        for place, (state, last) in enumerate(zip(eviction.states, newest_by_cache, strict=True)):
+        caches = zip(eviction.states, self._scored, newest_by_cache, strict=True)
+        for place, (state, scored, last) in enumerate(caches):
             score = state.require_slots().score
-            scored = state.evicts_by_score
             priorities.append(score if scored else state.step_priority(self._due.get(place), self._params, last))
         return cat_rows([pad_last_dim(priority, columns, -torch.inf) for priority in priorities])
 

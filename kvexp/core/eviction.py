@@ -23,13 +23,7 @@ from kvexp.core.attention import (
 from kvexp.core.backends import Compacting, InPlace, make_backend
 from kvexp.core.budget import Budget, PromptSizes
 from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
-from kvexp.core.budget_shares import (
-    LastLayer,
-    layer_budgets_of,
-    share_among_heads,
-    share_among_layers,
-    union_priority,
-)
+from kvexp.core.budget_shares import LastLayer, layer_budgets_of, share_among_heads, share_among_layers
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, takes_step
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, is_users, newest_attention
@@ -46,7 +40,7 @@ from kvexp.core.observe import (
     weighted_column_sums,
 )
 from kvexp.core.quantized import QuantizedSlots, settled
-from kvexp.core.ranking import RankedSlots, float_priority, joined, rank
+from kvexp.core.ranking import RankedSlots, among_heads, float_priority, joined, rank
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import RaggedSlots, Slots
 from kvexp.core.special_methods import ChangesScores, JoinsLayers, Simulated
@@ -840,10 +834,7 @@ class EvictionLayer:
             ranked = self._rank(due, newest)
             return ranked.priority.masked_fill(ranked.protected, torch.inf)
         ctx = self._context(newest, due)
-        priority = allowed.by_stream(float_priority(config.method, ctx), ctx.positions)
-        if config.is_union:
-            priority = union_priority(priority, logarithmic=config.method.priority_kind == "log_share")
-        return priority
+        return among_heads(config, allowed, float_priority(config.method, ctx), ctx.positions)
 
     def begin_step(self) -> None:
         """Count the new token's slot on the host, where the cache only grows."""

@@ -78,9 +78,7 @@ def rank(
     recent = positions > (ctx.newest[:, None] - allowed.recent_by_head)[..., None]
     protected = (positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))
     priority = config.select.priorities(method, ctx, priority, protected, allowed, sequence.seq_len, output_projection)
-    priority = allowed.by_stream(priority, positions)
-    if config.is_union:
-        priority = union_priority(priority, logarithmic=method.priority_kind == "log_share")
+    priority = among_heads(config, allowed, priority, positions)
     if ctx.kept_prompt is not None:
         protected = protected | (ctx.held() & (positions < ctx.kept_prompt[:, None, None]))
     elif config.keep is not None and sequence.spans is not None:
@@ -91,6 +89,14 @@ def rank(
     if isinstance(method, ChoosesSlots):
         kept = checked(method.kept(ctx, priority), positions.shape, method, "kept", "[B, H, S]", mask=True)
     return RankedSlots(priority, positions, protected, hidden, threshold, kept)
+
+
+def among_heads(config: CacheConfig, allowed: LayerSlots, priority: Tensor, positions: Tensor) -> Tensor:
+    """The priority [B, H, S] after what the budget says of heads: recency in streaming ones, one order for all."""
+    priority = allowed.by_stream(priority, positions)
+    if not config.is_union:
+        return priority
+    return union_priority(priority, logarithmic=config.method.priority_kind == "log_share")
 
 
 def joined(method: JoinsLayers, ranked: Sequence[RankedSlots]) -> list[RankedSlots]:

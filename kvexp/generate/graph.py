@@ -1,4 +1,4 @@
-"""Decode steps as a CUDA graph: captured once the caches are at their budget, checked against an eager step, replayed.
+"""Decode steps as a CUDA graph: captured once caches that evict are full, checked against an eager step, replayed.
 
 Most of an eager step of a small batch goes to launching kernels; a graph launches all of a step's at once. Nothing is
 captured that `kvexp.core.graph` refuses, and the first replay is compared with the step that it stands for: only equal

@@ -460,12 +460,6 @@ def stop_strings_of(model: PreTrainedModel, decoding: GenerationParams) -> tuple
     return decoding.stop_strings or ((own,) if isinstance(own, str) else tuple(own))
 
 
-def is_plain_greedy(model: PreTrainedModel, decoding: GenerationParams) -> bool:
-    """Whether a greedy answer is the most probable token of every step, until an end token."""
-    own = set_fields(model.generation_config, MODEL_PROCESSORS)
-    return not (own or decoding.min_new_tokens or stop_strings_of(model, decoding))
-
-
 class RowProcessors(LogitsProcessor):  # type: ignore[misc]
     """The logits processors of the model's own generation configuration, one list per row.
 

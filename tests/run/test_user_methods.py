@@ -18,7 +18,6 @@ from small import small
 from test_shared_prefill import content
 from tiny import prompts_of, tiny
 
-import kvexp
 import kvexp.core
 from kvexp import cli
 from kvexp.core import (
