@@ -92,7 +92,7 @@ def real_prompts(
             f"attention_mask must have a 1 or 0 for every token of the prompts: they have {shapes[0]} tokens, it has "
             f"{shapes[1]}"
         )
-    if wrong := {int(each) for row in masks for each in row} - {0, 1}:
+    if wrong := {int(flag) for row in masks for flag in row} - {0, 1}:
         raise ConfigError(f"attention_mask must hold 1 for tokens and 0 for padding, got {min(wrong)}")
     return [[token for token, real in zip(*pair, strict=True) if real] for pair in zip(prompts, masks, strict=True)]
 
@@ -142,9 +142,9 @@ def _check_unpadded(
     ends = {getattr(tokenizer, "eos_token_id", None), *eos_ids(model, "model")}
     begins = {getattr(tokenizer, "bos_token_id", None), model.config.bos_token_id} - ends
     text_ids = begins | ends
-    own = {getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id} - {None}
+    pad_ids = {getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id} - {None}
     one_width = len(prompts) > 1 and len({len(row) for row in prompts}) == 1
-    for pad in own or text_ids - {None}:
+    for pad in pad_ids or text_ids - {None}:
         for side, rows in (("left", prompts), ("right", [row[::-1] for row in prompts])):
             runs = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
             usual = min(int(pad in text_ids), *runs) if one_width and pad not in begins else int(pad in text_ids)
@@ -302,8 +302,8 @@ def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 def eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> list[int]:
     """The ids of end tokens: `eos` as a list, or the model's own for "model"."""
     if isinstance(eos, str):  # "model": GenerationParams lets no other word pass
-        own: Any = getattr(model.generation_config, "eos_token_id", None)
-        eos = own if own is not None else getattr(model.config, "eos_token_id", None)
+        model_eos: Any = getattr(model.generation_config, "eos_token_id", None)
+        eos = model_eos if model_eos is not None else getattr(model.config, "eos_token_id", None)
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
@@ -410,7 +410,7 @@ REFUSED: tuple[Rule[GenerationParams], ...] = (
 )
 # `GenerationParams` under the names that transformers gives them.
 OWN_NAMES = {"do_sample": "sample", "eos_token_id": "eos", "prefill_chunk_size": "prefill_chunk"}
-_OURS = {each.name for each in fields(GenerationParams)} - {*OWN_NAMES.values(), "thinking"}
+_OURS = {field.name for field in fields(GenerationParams)} - {*OWN_NAMES.values(), "thinking"}
 GENERATION_NAMES = (*OWN_NAMES, *sorted(_OURS))
 
 
@@ -456,14 +456,14 @@ def check_generation_config(config: GenerationConfig) -> None:
 
 def stop_strings_of(model: PreTrainedModel, decoding: GenerationParams) -> tuple[str, ...]:
     """The stop strings of these parameters, or else of the model's own generation configuration."""
-    own = getattr(model.generation_config, "stop_strings", None) or ()
-    return decoding.stop_strings or ((own,) if isinstance(own, str) else tuple(own))
+    model_stops = getattr(model.generation_config, "stop_strings", None) or ()
+    return decoding.stop_strings or ((model_stops,) if isinstance(model_stops, str) else tuple(model_stops))
 
 
 def is_plain_greedy(model: PreTrainedModel, decoding: GenerationParams) -> bool:
     """Whether a greedy answer is the most probable token of every step, until an end token."""
-    own = set_fields(model.generation_config, MODEL_PROCESSORS)
-    return not (own or decoding.min_new_tokens or stop_strings_of(model, decoding))
+    processors = set_fields(model.generation_config, MODEL_PROCESSORS)
+    return not (processors or decoding.min_new_tokens or stop_strings_of(model, decoding))
 
 
 class RowProcessors(LogitsProcessor):  # type: ignore[misc]
@@ -484,36 +484,36 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]
 
         eos: ids of end tokens. ConfigError for what kvexp does not offer, and for values that transformers refuses.
         """
-        own = copy.deepcopy(model.generation_config)
-        check_generation_config(own)
-        if not set_fields(own, MODEL_PROCESSORS):
+        settings = copy.deepcopy(model.generation_config)
+        check_generation_config(settings)
+        if not set_fields(settings, MODEL_PROCESSORS):
             return None
-        own.do_sample, own.num_beams, own.remove_invalid_values = False, decoding.num_beams, False
-        own.min_new_tokens = decoding.min_new_tokens or own.min_new_tokens
-        own._eos_token_tensor = torch.tensor(eos, device=ids.device) if eos else None
+        settings.do_sample, settings.num_beams, settings.remove_invalid_values = False, decoding.num_beams, False
+        settings.min_new_tokens = decoding.min_new_tokens or settings.min_new_tokens
+        settings._eos_token_tensor = torch.tensor(eos, device=ids.device) if eos else None
         if not eos:
-            own.exponential_decay_length_penalty = None
+            settings.exponential_decay_length_penalty = None
         padding = (mask == 0).sum(1).tolist()
         lists = []
         for row, pads in zip(ids, padding, strict=True):
             prompt = row[None, pads:]
-            one, length = copy.copy(own), prompt.shape[1]
-            one.max_length = length + decoding.max_new_tokens
-            if own.min_new_tokens:
-                one.min_length = length + own.min_new_tokens
+            row_settings, length = copy.copy(settings), prompt.shape[1]
+            row_settings.max_length = length + decoding.max_new_tokens
+            if settings.min_new_tokens:
+                row_settings.min_length = length + settings.min_new_tokens
             try:
-                made = model._get_logits_processor(
-                    one, input_ids_seq_length=length, encoder_input_ids=prompt, device=ids.device
+                processors = model._get_logits_processor(
+                    row_settings, input_ids_seq_length=length, encoder_input_ids=prompt, device=ids.device
                 )
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"the model's generation_config.json cannot be followed: {error}") from error
-            lists.append(made)
+            lists.append(processors)
         return cls(lists, padding)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        each = len(scores) // len(self.lists)  # 1, or the number of beams
+        beams = len(scores) // len(self.lists)  # 1, or the number of beams
         rows = [
-            self.lists[row // each](input_ids[row : row + 1, self.padding[row // each] :], scores[row : row + 1])
+            self.lists[row // beams](input_ids[row : row + 1, self.padding[row // beams] :], scores[row : row + 1])
             for row in range(len(scores))
         ]
         return torch.cat(rows)
@@ -605,7 +605,7 @@ def truncate_at_end(
     columns: of the prompt; eos: ids of end tokens.
     """
     ends = set(eos)
-    tokens, made = [], []
+    tokens, endings = [], []
     for new in ids[:, columns:].tolist():
         ending = Ending("length")
         for count, token in enumerate(new, 1):
@@ -617,8 +617,8 @@ def truncate_at_end(
                 new = new[:count]
                 break
         tokens.append(new)
-        made.append(ending)
-    return tokens, made
+        endings.append(ending)
+    return tokens, endings
 
 
 @dataclass(frozen=True)
@@ -671,10 +671,10 @@ def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = No
     are replaced by the batch's at its end.
     """
     rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
-    made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
+    stats = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
     held, peak = _bytes(cache, rows)
     now = {"kv_bytes": held, "peak_kv_bytes": peak, "kv_bytes_at_16": _at_16(cache, rows), **_ledger(cache, rows)}
-    return [replace(one, **now) for one in made]
+    return [replace(receipt, **now) for receipt in stats]
 
 
 def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
@@ -723,9 +723,9 @@ def _ledger(cache: EvictionCache, rows: int) -> dict[str, Any]:
 
 def _at_16(cache: EvictionCache, rows: int) -> int | None:
     """A sample's share, of `rows`, of the layers' bytes_at_16, windows and states; None where a layer has none."""
-    each = [state.bytes_at_16 for state in cache.layer_states]
-    known = [held for held in each if held is not None]
-    return (sum(known) + cache.other_bytes_at_16) // rows if len(known) == len(each) else None
+    sizes = [state.bytes_at_16 for state in cache.layer_states]
+    known = [held for held in sizes if held is not None]
+    return (sum(known) + cache.other_bytes_at_16) // rows if len(known) == len(sizes) else None
 
 
 @dataclass
