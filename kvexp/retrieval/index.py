@@ -223,7 +223,7 @@ def _select(x: Tensor, problems: Tensor) -> Tensor:
 
 
 def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """The best centroid [N, n] of points [N, n, d], and the squared distance to it less the point's squared norm."""
+    """The nearest centroid [N, n] of points [N, n, d], and the squared distance to it less the point's squared norm."""
     half = centroids.square().sum(-1) / 2
     tiles = points.split(_points_per_tile(centroids), dim=1)
     best = [torch.baddbmm(-half[:, None], tile, centroids.transpose(1, 2)).max(-1) for tile in tiles]
