@@ -284,11 +284,11 @@ class _Feeder:
         outputs: dict[int, Tensor] = {}
         rows = list(zip(tokens.split(self.sizes), positions.split(self.sizes), strict=True))
         for members, cache in self.parts:
-            ids, places = (torch.cat(columns) for columns in zip(*(rows[i] for i in members), strict=True))
+            ids, position_ids = (torch.cat(columns) for columns in zip(*(rows[i] for i in members), strict=True))
             if isinstance(cache, MultiMethodCache) and cache.by_layer:
-                logits = feed_chunk(self.model, ids, places, cache)
+                logits = feed_chunk(self.model, ids, position_ids, cache)
             else:
-                columns = zip(ids.split(1, dim=1), places.split(1, dim=1), strict=True)
+                columns = zip(ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True)
                 logits = torch.stack([decode_step(self.model, *column, cache) for column in columns], dim=1)
             outputs |= zip(members, logits.split([self.sizes[i] for i in members]), strict=True)
         return cat_rows([outputs[i] for i in range(len(rows))]) if len(self.parts) > 1 else logits

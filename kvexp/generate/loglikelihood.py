@@ -44,7 +44,7 @@ def continuation_logprobs(
     prompts = real_prompts(model, prompts, attention_mask, tokenizer)
     lengths = _lengths(model, len(prompts), continuations, questions)
     length = _schedule(config, max_new_tokens, lengths)
-    rows_that_fit(model, [len(p) for p in prompts], lengths, config.beyond_context)
+    rows_that_fit(model, [len(prompt) for prompt in prompts], lengths, config.beyond_context)
     context = prefill(model, prompts, config, max_new_tokens=length, seeds=seeds, tokenizer=tokenizer)
     return score_continuations(model, context, continuations, questions, max_new_tokens=length)
 
@@ -141,13 +141,13 @@ def _lengths(
     """Tokens of question and continuation per row; ConfigError for what cannot be fed."""
     if rows != len(continuations) or not rows:
         raise ConfigError(f"got {rows} prompts and {len(continuations)} continuations: give one for each")
-    if min(len(c) for c in continuations) == 0:
+    if min(len(continuation) for continuation in continuations) == 0:
         raise ConfigError("a continuation is empty: every continuation needs at least one token")
     check_tokens(model, continuations, "the continuation of ")
     if questions is None:
-        return [len(c) for c in continuations]
+        return [len(continuation) for continuation in continuations]
     question_sizes = question_lengths(model, rows, questions)
-    return [length + len(c) for length, c in zip(question_sizes, continuations, strict=True)]
+    return [length + len(continuation) for length, continuation in zip(question_sizes, continuations, strict=True)]
 
 
 def _schedule(config: CacheConfig, max_new_tokens: int | None, lengths: list[int]) -> int:

@@ -420,7 +420,7 @@ def generate(
     new = decoding.max_new_tokens
     if questions is not None:
         new += equal_length(question_lengths(model, len(prompts), questions))
-    check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
+    check_length(model, max(len(prompt) for prompt in prompts), new, config.beyond_context)
     start = time.perf_counter()
     if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
         check_bounded(config, prompts, decoding.num_beams, decoding.prefill_chunk)
@@ -491,7 +491,7 @@ def generate_from_contexts(
         check_length(model, max(context.lengths), new, context.cache.sequence.max_positions is None)
         context.set_max_new_tokens(new)
     start = time.perf_counter() - first.seconds
-    questions_t = torch.as_tensor([list(q) for q in questions]).to(first.ids.device)
+    questions_t = torch.as_tensor([list(question) for question in questions]).to(first.ids.device)
     before, ids = first.ids.shape[1], torch.cat([first.ids, questions_t], dim=1)
     mask = torch.cat([first.mask, torch.ones_like(questions_t)], dim=1)
     steps = questions_t.repeat_interleave(beams, 0).repeat(len(contexts), 1)

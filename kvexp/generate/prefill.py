@@ -115,11 +115,11 @@ def prefill(
         prepare(cache)
     # 3. Feed the prompts, `chunk` columns at a time. The cache evicts by itself when the last column has come.
     start = time.perf_counter()
-    columns, rows_mask = ids.repeat_interleave(num_beams, 0), mask.repeat_interleave(num_beams, 0)
+    beam_ids, beam_mask = ids.repeat_interleave(num_beams, 0), mask.repeat_interleave(num_beams, 0)
     end = 0
-    for block in columns.split(chunk or columns.shape[1], dim=1):
-        end += block.shape[1]
-        logits = forward_last(model, block, rows_mask[:, :end], cache)
+    for chunk_ids in beam_ids.split(chunk or beam_ids.shape[1], dim=1):
+        end += chunk_ids.shape[1]
+        logits = forward_last(model, chunk_ids, beam_mask[:, :end], cache)
     # 4. Wait for the device, so that the time is true.
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
