@@ -1,4 +1,4 @@
-"""Docstrings start with their noun or a verb, and no text is written in the elliptic English of the first weeks."""
+"""Docstrings start with a noun or a verb, no text is in the English of the first weeks, variables have real names."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ PARTICIPLE = re.compile(
     r"(?:[.,;:]| (?:by|of|from|in|at|with|as|to|for|on|when|where|once|before|after|if|unless|until|that|and|is|are)\b)"
 )
 MARKS = ("told", "beside", "goes by", "in words", "those of")
+# Names of variables that say nothing of what they hold.
+EMPTY_NAMES = frozenset(
+    ("asked", "each", "found", "its", "made", "one", "own", "part", "some", "there", "those", "what")
+)
+# Rooms whose variables have other names -> their files that are not read yet.
+NAMED_ROOMS: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "generate": (),
+    "hf": ("chat_template.py", "gguf.py", "moving_rope.py", "triattention_file.py"),
+    "methods": (),
+    "retrieval": (),
+    "tasks": ("lm_eval.py",),
+}
 # Uses that are the plain word: add one only where no standard term says the same.
 ALLOWED: tuple[str, ...] = (
     '"told"',  # a column of recorded CSV files
@@ -71,6 +84,42 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield from enumerate(token.string.splitlines(), token.start[0])
 
 
+def empty_names(node: ast.AST, *, public: bool = True, in_class: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, name) of each variable below `node` with an empty name, and of each argument that callers do not see.
+
+    public: whether callers name the arguments of a function defined here; in_class: whether names bound here are a
+    class's attributes, which its users see.
+    """
+    for child in ast.iter_child_nodes(node):
+        inside = {"public": public, "in_class": in_class}
+        name, line = None, getattr(child, "lineno", 0)
+        if isinstance(child, ast.ClassDef):
+            inside = {"public": public and not child.name.startswith("_"), "in_class": True}
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            hidden = child.name.startswith("_") and not child.name.endswith("__")
+            if not public or hidden:
+                yield from empty_arguments(child.args)
+            inside = {"public": False, "in_class": False}
+        elif isinstance(child, ast.Lambda):
+            yield from empty_arguments(child.args)
+        elif isinstance(child, ast.comprehension):
+            inside["in_class"] = False
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            name = None if in_class else child.id
+        elif isinstance(child, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            name = child.name
+        if name in EMPTY_NAMES:
+            yield line, name
+        yield from empty_names(child, **inside)
+
+
+def empty_arguments(arguments: ast.arguments) -> Iterator[tuple[int, str]]:
+    """(line, name) of each argument with an empty name."""
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg) and argument.arg in EMPTY_NAMES:
+            yield argument.lineno, argument.arg
+
+
 PACKAGES = ["modules", *(f"kvexp/{name}" for name in FOLDERS), "experiments", "benchmarks", "hydra_plugins"]
 
 
@@ -105,6 +154,46 @@ def test_no_text_has_the_marks_of_the_old_style(name: str) -> None:
             if marks.search(kept):
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not wrong, f"{len(wrong)} lines\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", NAMED_ROOMS)
+def test_variables_say_what_they_hold(room: str) -> None:
+    files = sorted((ROOT / "kvexp" / room).rglob("*.py"))
+    assert {path.name for path in files} >= {*NAMED_ROOMS[room]}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in files
+        if path.name not in NAMED_ROOMS[room]
+        for line, name in empty_names(ast.parse(path.read_text("utf-8")))
+    ]
+    assert not wrong, f"{len(wrong)} empty names\n" + "\n".join(wrong)
+
+
+def test_empty_names_are_those_that_no_caller_sees() -> None:
+    """Variables, and arguments of private, nested and lambda functions; not what a function or class is used by."""
+    bad = (
+        "found = 1",
+        "for each in x: pass",
+        "with x as made: pass",
+        "def f(x):\n    own: int = x",
+        "def f(x):\n    x = [one for one in x]",
+        "def f(x):\n    return (part := x)",
+        "def _f(asked): pass",
+        "def f():\n    def g(what): pass",
+        "class _A:\n    def f(self, there): pass",
+        "class A:\n    def _f(self, *those): pass",
+        "class A:\n    x = {one for one in y}",
+        "f(lambda some: 0)",
+    )
+    good = (
+        "def f(found): pass",
+        "class A:\n    what: str\n    def __init__(self, own): pass",
+        "f(made=1)",
+        "x.own = x.found",
+        "rows_found = each_row",
+    )
+    assert [len([*empty_names(ast.parse(text))]) for text in bad] == [1] * len(bad)
+    assert not any([*empty_names(ast.parse(text))] for text in good)
 
 
 def test_the_rules_see_what_they_are_for() -> None:

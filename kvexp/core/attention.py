@@ -99,8 +99,8 @@ def token_share(x: Tensor, sinks: Tensor) -> Tensor:
 
     It is sum(exp(x_i)) / (sum(exp(x_i)) + exp(s)) of masked logits x [.., H, G, q, S] and sinks s, one per query head.
     """
-    own = sinks.to(x).reshape(*x.shape[-4:-2], 1, 1)
-    return torch.sigmoid(x.logsumexp(dim=-1, keepdim=True) - own)
+    sink_logits = sinks.to(x).reshape(*x.shape[-4:-2], 1, 1)
+    return torch.sigmoid(x.logsumexp(dim=-1, keepdim=True) - sink_logits)
 
 
 def attention_probs(x: Tensor, sinks: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -225,7 +225,7 @@ def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
     """
     count, params = inputs.query.shape[3], inputs.params
     states = (inputs.query, inputs.keys, inputs.values, *(() if params.sinks is None else (params.sinks,)))
-    wants_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in states)
+    wants_gradients = torch.is_grad_enabled() and any(state.requires_grad for state in states)
     if observers or (inputs.query.device.type == "cpu" and count > 1 and not wants_gradients):
         out = blocked_attention(inputs, observers)
         if not wants_gradients:
@@ -256,21 +256,21 @@ def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
     out = inputs.values.new_zeros(b, h, g, count, inputs.values.shape[-1])
     sinks = None if inputs.params.sinks is None else inputs.params.sinks.view(h, g)
 
-    def show(what: str, tile: Tile, x: Tensor) -> None:
+    def show(stage: str, tile: Tile, x: Tensor) -> None:
         for observer in observers:
-            if observer.takes == what:
+            if observer.takes == stage:
                 observer.add(tile, x)
 
     for row in range(b):
-        found = _without_padding(inputs, row)
-        if found is None:
+        unpadded = _without_padding(inputs, row)
+        if unpadded is None:
             continue
-        one, pads, cut, consecutive = found
-        tiles = list(_tiles(one, consecutive))
+        row_inputs, pads, cut, consecutive = unpadded
+        tiles = list(_tiles(row_inputs, consecutive))
         size = max(g * (hs.stop - hs.start) * (r.stop - r.start) * (s.stop - s.start) for hs, r, s in tiles)
         room = torch.empty(size, dtype=torch.float64 if inputs.query.dtype == torch.float64 else torch.float32)
         for heads, rows, seen in tiles:
-            x = _tile_logits(one, heads, rows, seen, room, diagonal=consecutive)
+            x = _tile_logits(row_inputs, heads, rows, seen, room, diagonal=consecutive)
             place = (slice(rows.start + cut, rows.stop + cut), slice(seen.start + pads, seen.stop + pads))
             tile = Tile(row, heads, *place, consecutive)
             share = None if sinks is None else token_share(x, sinks[heads])
@@ -280,7 +280,7 @@ def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
             if share is not None:
                 x *= share
             show("attention", tile, x)
-            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), one.values[0, heads, seen])
+            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), row_inputs.values[0, heads, seen])
     return out
 
 
@@ -304,7 +304,7 @@ def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs
         straight = inputs.visible is None and inputs.rope_positions is None
         consecutive = straight and bool((places.diff() == 1).all())
     place = inputs.rope_positions
-    one = replace(
+    row_inputs = replace(
         inputs,
         query=inputs.query[at, :, :, cut:],
         keys=inputs.keys[at, :, pads:],
@@ -314,35 +314,35 @@ def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs
         visible=None if inputs.visible is None else inputs.visible[at, :, pads:],
         rope_positions=None if place is None else (place[0][at, :, pads:], place[1][at, :, cut:]),
     )
-    return one, pads, cut, in_order and consecutive
+    return row_inputs, pads, cut, in_order and consecutive
 
 
-def _tiles(one: AttentionInputs, consecutive: bool) -> Iterator[tuple[slice, slice, slice]]:
+def _tiles(inputs: AttentionInputs, consecutive: bool) -> Iterator[tuple[slice, slice, slice]]:
     """The tiles of one batch row: (kv heads, query rows, slots); consecutive: as of `Tile`."""
-    _, h, g, count, _ = one.query.shape
-    slots = one.keys.shape[2]
-    past, window = slots - count, one.params.sliding_window if consecutive else None
+    _, h, g, count, _ = inputs.query.shape
+    slots = inputs.keys.shape[2]
+    past, window = slots - count, inputs.params.sliding_window if consecutive else None
     together = min(h, max(1, MAX_TILE_LOGITS // (g * min(MAX_TILE_ROWS, count) * slots)))
     for first in range(0, h, together):
         heads, start = slice(first, min(first + together, h)), 0
         while start < count:
-            own = past + start if one.in_column_order else slots
-            oldest = max(0, own + 1 - window) if window is not None else 0
-            fit = MAX_TILE_LOGITS // (g * together * (own - oldest + MAX_TILE_ROWS))
+            query_slot = past + start if inputs.in_column_order else slots
+            oldest = max(0, query_slot + 1 - window) if window is not None else 0
+            fit = MAX_TILE_LOGITS // (g * together * (query_slot - oldest + MAX_TILE_ROWS))
             rows = slice(start, min(count, start + max(1, MIN_TILE_ROWS // g, min(MAX_TILE_ROWS, fit))))
-            yield heads, rows, slice(oldest, one.kv_len(rows))
+            yield heads, rows, slice(oldest, inputs.kv_len(rows))
             start = rows.stop
 
 
 def _tile_logits(
-    one: AttentionInputs, heads: slice, rows: slice, seen: slice, room: Tensor, *, diagonal: bool
+    inputs: AttentionInputs, heads: slice, rows: slice, seen: slice, room: Tensor, *, diagonal: bool
 ) -> Tensor:
     """Masked logits [heads, G, rows, seen] of a tile, in `room`; diagonal: whether no query sees a slot behind its own.
 
     The scale is multiplied into the query; in half precision products are rounded before they are scaled, as in
     `AttentionInputs.logits`.
     """
-    query, keys, params = one.query[0, heads, :, rows], one.keys[0, heads, seen], one.params
+    query, keys, params = inputs.query[0, heads, :, rows], inputs.keys[0, heads, seen], inputs.params
     if params.upcast:
         query, keys = query.float(), keys.float()
     h, g, q, _ = query.shape
@@ -354,21 +354,21 @@ def _tile_logits(
         torch.mul(grouped_matmul(query, keys.transpose(1, 2)).float(), params.scale, out=x)
     softcapped(x, params.softcap)
     if params.alibi is not None:
-        bias = one.alibi_bias(rows, seen.stop)
+        bias = inputs.alibi_bias(rows, seen.stop)
         assert bias is not None
         x += bias[0, heads, :, :, seen.start :]
-    if one.all_visible:
+    if inputs.all_visible:
         return x
     if not diagonal:
-        mask = one.mask(rows, seen.stop)[0, :, :, seen.start :]
+        mask = inputs.mask(rows, seen.stop)[0, :, :, seen.start :]
         x.masked_fill_(~mask[heads if mask.shape[0] > 1 else slice(None), None], -torch.inf)
         return x
     x[..., slots - q :].masked_fill_(torch.ones(q, q, dtype=torch.bool).triu(1), -torch.inf)
     window = params.sliding_window
-    if window is not None and one.keys.shape[2] - one.query.shape[3] + rows.stop > window:
-        own = torch.arange(rows.start, rows.stop) + one.keys.shape[2] - one.query.shape[3]
+    if window is not None and inputs.keys.shape[2] - inputs.query.shape[3] + rows.stop > window:
+        query_slots = torch.arange(rows.start, rows.stop) + inputs.keys.shape[2] - inputs.query.shape[3]
         # Only the first q slots are too old for some row.
-        too_old = torch.arange(seen.start, seen.start + q) <= own[:, None] - window
+        too_old = torch.arange(seen.start, seen.start + q) <= query_slots[:, None] - window
         x[..., :q].masked_fill_(too_old, -torch.inf)
     return x
 
@@ -472,7 +472,7 @@ def apply_probs_any_width(probabilities: Tensor, values: Tensor) -> Tensor:
     behind = -slots % SUMMED_TOGETHER
     if few and behind:
         parts[-1] = pad(parts[-1][0], (0, behind)), pad(parts[-1][1], (0, 0, 0, behind))
-    first, *others = (apply_probs(*part) for part in parts)
+    first, *others = (apply_probs(*chunk) for chunk in parts)
     for other in others:
         first += other
     return first
@@ -571,6 +571,6 @@ class LocalAttention:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder batch rows."""
-        there = rows.to(self.sums.device)
-        self.sums, self.query = self.sums[there], self.query[there]
+        index = rows.to(self.sums.device)
+        self.sums, self.query = self.sums[index], self.query[index]
         self.done = [self.done[row] for row in rows.tolist()]

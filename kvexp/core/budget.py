@@ -302,8 +302,8 @@ class BytesBudget(Budget):
     def _full_bytes(self, tokens: int, prompts: PromptSizes) -> tuple[int, int]:
         """Bytes of a full cache of so many tokens: of the slots that may be evicted, and of the other layers."""
         assert self.others is not None
-        one = SlotBytes(self.key_dim, self.value_dim)
-        slots = sum(one.of(prompts.held(tokens, layer)) for layer in range(prompts.layers))
+        slot_bytes = SlotBytes(self.key_dim, self.value_dim)
+        slots = sum(slot_bytes.of(prompts.held(tokens, layer)) for layer in range(prompts.layers))
         return self.others.heads * slots, self.others.bytes_at(tokens)
 
     def _share_of_slots(self, tokens: int, prompts: PromptSizes) -> float:

@@ -44,7 +44,7 @@ def layer_slots(
         stated: Sequence[Sequence[float] | None] = [None] * len(lengths) if preferences is None else preferences
         least = [least_slots(method, k, n, budget.counts_self) for k, n in zip(slots, lengths, strict=True)]
         rows = zip(slots, lengths, least, stated, strict=True)
-        slots = [how.share(k, n, few, prompts.layers, each)[layer] for k, n, few, each in rows]
+        slots = [how.share(k, n, few, prompts.layers, preference)[layer] for k, n, few, preference in rows]
     slots = [granted(method, k, length) for k, length in zip(slots, lengths, strict=True)]
     for k, length in zip(slots, lengths, strict=True):
         recent_window(method, k, counts_self=budget.counts_self, prompt=length if keep_prompt else 0)
@@ -170,15 +170,15 @@ class LayerSlots:
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
         """Keep, repeat or reorder batch rows; same_prompts: only among the beams of a sample, of equal budgets."""
-        there = rows.to(self.slots_t.device)
+        index = rows.to(self.slots_t.device)
         if self.streaming is not None:
-            self.streaming = self.streaming[there]
+            self.streaming = self.streaming[index]
         if self.by_head is not None and self.by_head_t is not None:
-            self.by_head, self.by_head_t = [self.by_head[i] for i in rows.tolist()], self.by_head_t[there]
+            self.by_head, self.by_head_t = [self.by_head[i] for i in rows.tolist()], self.by_head_t[index]
         if not same_prompts:
             chosen = rows.tolist()
             self.slots, self.kept, self.recent = ([x[i] for i in chosen] for x in (self.slots, self.kept, self.recent))
-        self.slots_t, self.kept_t, self.recent_t = self.slots_t[there], self.kept_t[there], self.recent_t[there]
+        self.slots_t, self.kept_t, self.recent_t = self.slots_t[index], self.kept_t[index], self.recent_t[index]
 
 
 def resolve_layer_slots(
@@ -206,14 +206,14 @@ def resolve_layer_slots(
         recent = [min(budget.newest, max(length - method.sinks, 0)) for length in lengths]
     kept = [k - itself for k in slots]
     slots_t, kept_t, recent_t = (torch.tensor(x, dtype=torch.int64, device=device) for x in (slots, kept, recent))
-    made = LayerSlots(slots, kept, recent, slots_t, kept_t, recent_t)
+    resolved = LayerSlots(slots, kept, recent, slots_t, kept_t, recent_t)
     if budget.heads == "duo" and config.head_scores is not None:
         heads = [retrieval_heads(budget, k, n, new, config.head_scores) for k, n in zip(slots, lengths, strict=True)]
-        full = torch.stack([each[layer] for each in heads]).to(device)
+        full = torch.stack([row_heads[layer] for row_heads in heads]).to(device)
         whole = torch.tensor([n + (new or 0) for n in lengths], device=device)[:, None]
-        made.streaming, made.stream_sinks, made.new_tokens = ~full, budget.stream[0], new or 0
-        made.share_out(torch.where(full, whole, sum(budget.stream)) - itself, full.shape[1])
-    return made
+        resolved.streaming, resolved.stream_sinks, resolved.new_tokens = ~full, budget.stream[0], new or 0
+        resolved.share_out(torch.where(full, whole, sum(budget.stream)) - itself, full.shape[1])
+    return resolved
 
 
 def check_budget(config: CacheConfig, prompts: PromptSizes) -> None:

@@ -98,8 +98,8 @@ class PyramidLayers(LayerBudgets):
         step = (bottom - top) / (layers - 1)
         lower = [round(bottom - layer * step) for layer in range(layers // 2)]
         middle = [mean] * (layers % 2)
-        upper = [2 * mean - each for each in reversed(lower)]
-        return [outside + each for each in (*lower, *middle, *upper)]
+        upper = [2 * mean - share for share in reversed(lower)]
+        return [outside + share for share in (*lower, *middle, *upper)]
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,16 @@ class CakeLayers(LayerBudgets):
         return self.observed
 
     def preference(self, logits: Tensor, lengths: Sequence[int], sinks: Tensor | None = None) -> list[float]:
-        found = []
+        preferences = []
         for row, length in zip(logits, lengths, strict=True):
             # Row by row over its own tokens alone: sums over padding would round otherwise.
             probabilities = attention_probs(row[..., -length:].double(), sinks)[..., -min(self.observed, length) :, :]
             before = probabilities[..., : -probabilities.shape[-2]].contiguous()
             entropy = -(before * (before + SMALL).log()).sum()
-            some = before.shape[-2] > 1 and before.shape[-1] > 0  # queries to differ, tokens before them to look at
-            variance = before.var(dim=-2).sum() if some else torch.zeros(())
-            found.append(float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(variance) ** (1 / self.tau2))
-        return found
+            can_vary = before.shape[-2] > 1 and before.shape[-1] > 0  # queries to differ, tokens before them to look at
+            variance = before.var(dim=-2).sum() if can_vary else torch.zeros(())
+            preferences.append(float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(variance) ** (1 / self.tau2))
+        return preferences
 
     def _share(
         self, slots: int, length: int, least: int, layers: int, preferences: Sequence[float] | None
@@ -140,23 +140,23 @@ class CakeLayers(LayerBudgets):
         if preferences is None or slots <= base or not 0 < sum(preferences) < float("inf"):
             return [slots] * layers
         total, most, whole = (slots - base) * layers, length - base, sum(map(Fraction, preferences))
-        wanted = [int(Fraction(each) / whole * total) for each in preferences]
-        shares = [min(each, most) for each in wanted]
+        wanted = [int(Fraction(preference) / whole * total) for preference in preferences]
+        shares = [min(share, most) for share in wanted]
         shares = _spread(shares, sum(wanted) - sum(shares), most)
         shares = _spread(shares, total - sum(shares), most)  # what rounding down has left
-        return [base + each for each in shares]
+        return [base + share for share in shares]
 
 
 def _spread(shares: Sequence[int], rest: int, most: int) -> list[int]:
     """The shares with `rest` more: one for each that is below `most`, from the first on, again and again."""
-    made = list(shares)
+    new_shares = list(shares)
     while rest:
-        below = [i for i, each in enumerate(made) if each < most]
-        even = max(1, min(rest // len(below), min(most - made[i] for i in below)))
+        below = [i for i, share in enumerate(new_shares) if share < most]
+        even = max(1, min(rest // len(below), min(most - new_shares[i] for i in below)))
         for i in below[:rest]:
-            made[i] += even
+            new_shares[i] += even
         rest -= even * len(below[:rest])
-    return made
+    return new_shares
 
 
 BY_NAME: dict[str, LayerBudgets] = {"uniform": LayerBudgets(), "pyramid": PyramidLayers(), "cake": CakeLayers()}
@@ -167,11 +167,11 @@ def layer_budgets_of(method: Method, budget: Budget) -> LayerBudgets:
 
     A method whose own way is of the kind that is asked for keeps its own settings.
     """
-    own = method.layer_budgets
+    of_method = method.layer_budgets
     if budget.layers is None:
-        return BY_NAME["uniform"] if budget.among_all_layers else own
-    asked = BY_NAME[budget.layers]
-    return own if type(own) is type(asked) else asked
+        return BY_NAME["uniform"] if budget.among_all_layers else of_method
+    of_budget = BY_NAME[budget.layers]
+    return of_method if type(of_method) is type(of_budget) else of_budget
 
 
 def union_priority(priority: Tensor, *, logarithmic: bool = False) -> Tensor:
@@ -219,11 +219,11 @@ def share_among_heads(ranked: Sequence[RankedSlots], kept: list[int], floor: flo
     """How many slots each head of each layer keeps, [B, H] each; kept: of a row's heads on average, in all layers."""
     home = ranked[0].priority.device
     priority, candidates, protected = (
-        torch.cat([getattr(one, name).to(home) for one in ranked], dim=1)
+        torch.cat([getattr(layer, name).to(home) for layer in ranked], dim=1)
         for name in ("priority", "candidates", "protected")
     )
     shares = slots_by_head(priority, candidates, protected, kept, floor).chunk(len(ranked), dim=1)
-    return [share.to(one.priority.device) for one, share in zip(ranked, shares, strict=True)]
+    return [share.to(layer.priority.device) for layer, share in zip(ranked, shares, strict=True)]
 
 
 def share_among_layers(preferences: Sequence[list[float]]) -> list[list[list[float]]]:
@@ -252,7 +252,7 @@ class LastLayer:
         if len(self._waiting) < self.layers:
             return
         waiting, self._waiting = self._waiting, []
-        shares = share_out([each for each, _ in waiting])
+        shares = share_out([finding for finding, _ in waiting])
         for (_, evict_layer), share in zip(waiting, shares, strict=True):
             evict_layer(share)
 

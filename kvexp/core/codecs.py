@@ -149,8 +149,8 @@ class NVFP4:
         magnitudes = torch.tensor(E2M1, device=rows.device)[(codes & 7).long()]
         signed = torch.where(codes >= 8, -magnitudes, magnitudes)
         scale = _numbers(rows[..., width // 2 :], E4M3).to(SINGLE)
-        made: Tensor = (signed.unflatten(-1, (-1, 16)) * scale[..., None]).flatten(-2)
-        return made
+        decoded: Tensor = (signed.unflatten(-1, (-1, 16)) * scale[..., None]).flatten(-2)
+        return decoded
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,8 @@ class U8:
 
     def decode(self, rows: Tensor, width: int) -> Tensor:
         scale, zero = _numbers(rows[..., width:], SINGLE).split(1, -1)
-        made: Tensor = (rows[..., :width].to(SINGLE) - zero) * scale
-        return made
+        decoded: Tensor = (rows[..., :width].to(SINGLE) - zero) * scale
+        return decoded
 
 
 @functools.cache
@@ -257,7 +257,7 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
     for _ in range(5000):
         edges = [-math.inf, *((low + high) / 2 for low, high in pairwise(points)), math.inf]
         new = [(density(low) - density(high)) / (below(high) - below(low)) for low, high in pairwise(edges)]
-        moved = max(abs(one - other) for one, other in zip(points, new, strict=True))
+        moved = max(abs(point - new_point) for point, new_point in zip(points, new, strict=True))
         points = new
         if moved < 1e-12:
             break
@@ -280,11 +280,11 @@ def hadamard(x: Tensor) -> Tensor:
 @functools.cache
 def random_signs(width: int) -> Tensor:
     """Signs [D] of ±1, the same for every layer, head, run and machine: bits of a linear congruential generator."""
-    state, found = 12345, []
+    state, signs = 12345, []
     for _ in range(width):
         state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
-        found.append(1.0 if state >> 63 else -1.0)
-    return torch.tensor(found)
+        signs.append(1.0 if state >> 63 else -1.0)
+    return torch.tensor(signs)
 
 
 @dataclass(frozen=True)
@@ -344,8 +344,8 @@ class TurboValues:
 
     def decode(self, rows: Tensor, width: int) -> Tensor:
         scale, least = _numbers(rows[..., -4:], HALF).to(SINGLE).split(1, -1)
-        made: Tensor = unpack(rows[..., :-4], self.bits, width).to(SINGLE) * scale + least
-        return made
+        decoded: Tensor = unpack(rows[..., :-4], self.bits, width).to(SINGLE) * scale + least
+        return decoded
 
 
 # -- the registry: a codec is a Format above and an entry here ---------------------------------------------------------

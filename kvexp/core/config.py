@@ -198,8 +198,8 @@ class CacheConfig:
     @property
     def layers_shared_twice(self) -> bool:
         """Whether the method shares slots out among layers in a way of its own, and the budget in another."""
-        own = self.method.evicts and type(self.method.layer_budgets) is not LayerBudgets
-        return own and self.budget is not None and self.budget.layers is None and self.budget.among_all_layers
+        shares_out = self.method.evicts and type(self.method.layer_budgets) is not LayerBudgets
+        return shares_out and self.budget is not None and self.budget.layers is None and self.budget.among_all_layers
 
     @property
     def renumbered(self) -> bool:
@@ -218,7 +218,7 @@ class CacheConfig:
         return not selects and (not self.method.evicts or self.evict_every is None)
 
 
-OPTIONS = tuple(each.name for each in fields(CacheConfig) if each.name not in ("method", "budget"))
+OPTIONS = tuple(option.name for option in fields(CacheConfig) if option.name not in ("method", "budget"))
 
 
 def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
@@ -238,8 +238,8 @@ def check_declarations(method: Method) -> None:
         ("needs", Needs, "a Needs"),
         ("sinks", int, "a whole number"),
     ):
-        if not isinstance(found := getattr(method, declared), kind):
-            got = found if declared != "score_spec" else f"a {type(found).__name__}"
+        if not isinstance(attribute := getattr(method, declared), kind):
+            got = attribute if declared != "score_spec" else f"a {type(attribute).__name__}"
             raise ConfigError(f"{name}.{declared} must be a property (@property) that gives {words}, got {got!s:.60}")
     if not callable(method.recent):
         raise ConfigError(

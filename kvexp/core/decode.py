@@ -67,8 +67,8 @@ class BatchedEviction:
     @property
     def reach(self) -> Tensor:
         """[R, 1 or H, S] bool: as `out_of_budget`, all False where every row uses every slot."""
-        each = [backend.out_of_budget for backend in self._backends if backend.out_of_budget is not None]
-        return cat_rows([pad_last_dim(one, max(self.capacities), True) for one in each])
+        masks = [backend.out_of_budget for backend in self._backends if backend.out_of_budget is not None]
+        return cat_rows([pad_last_dim(mask, max(self.capacities), True) for mask in masks])
 
     def widen(self, columns: int) -> None:
         """Widen the stack of one cache to `columns` columns; new ones are out of budget."""
@@ -85,8 +85,8 @@ class BatchedEviction:
         """
         budgets = [state.layer_slots for state in self.states if state.layer_slots is not None]
         limits = [(allowed.slots, allowed.kept, allowed.recent) for allowed in budgets]
-        own = () if self.is_ragged else (self.capacities, self.no_padding_slots)
-        return self.sizes, self.at_budget, limits, *own
+        rectangle = () if self.is_ragged else (self.capacities, self.no_padding_slots)
+        return self.sizes, self.at_budget, limits, *rectangle
 
     def same_policy(self, other: BatchedEviction) -> bool:
         """Whether another layer's stack of the same caches can evict together with this one.
@@ -95,8 +95,8 @@ class BatchedEviction:
         """
         if self.policy != other.policy or (self.is_ragged and not self.at_budget):
             return False
-        one, two = self.streaming, other.streaming
-        return one is two is None or (one is not None and two is not None and torch.equal(one, two))
+        mask, theirs = self.streaming, other.streaming
+        return mask is theirs is None or (mask is not None and theirs is not None and torch.equal(mask, theirs))
 
     def accumulate(self, score: Tensor, sums: Tensor) -> None:
         """Decay the score [.., R, H, S] and add column sums [.., n, H, S] of the first n rows, in place.
@@ -176,8 +176,8 @@ class BatchedEviction:
 
     def _by_row(self, values: list[float]) -> Tensor:
         """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""
-        each = [v for value, size in zip(values, self.sizes, strict=True) for v in [value] * size]
-        return torch.tensor(each, device=self.states[0].require_slots().positions.device)[:, None, None]
+        by_row = [v for value, size in zip(values, self.sizes, strict=True) for v in [value] * size]
+        return torch.tensor(by_row, device=self.states[0].require_slots().positions.device)[:, None, None]
 
 
 def pad_last_dim(x: Tensor, width: int, value: float) -> Tensor:
@@ -217,11 +217,11 @@ class TauSchedule:
 
     def _row(self, step: int) -> list[float]:
         """Temperatures of the R rows at decode step `step`; 1 for rows that observe nothing."""
-        each = [
+        taus = [
             1.0 if state.score_spec is None else state.score_spec.tau_at(step, state.sequence.max_new_tokens)
             for state in self.states
         ]
-        return [tau for tau, size in zip(each, self.sizes, strict=True) for _ in range(size)]
+        return [tau for tau, size in zip(taus, self.sizes, strict=True) for _ in range(size)]
 
 
 class NoisedObserver:
@@ -306,13 +306,13 @@ def group_by_noise(states: list[EvictionLayer], sizes: list[int], start: int) ->
     For caches that observe under noise or a temperature. states: one layer of each cache, in `stack_order`; sizes:
     batch rows of each; start: the first row of such a cache.
     """
-    made = []
+    observers = []
     pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if stack_order(state)[0] == 1]
     for _, run in groupby(pairs, key=lambda pair: stack_order(pair[0])):
-        some, counts = map(list, zip(*run, strict=True))
-        made.append(NoisedObserver(slice(start, start + sum(counts)), some, counts))
+        run_states, counts = map(list, zip(*run, strict=True))
+        observers.append(NoisedObserver(slice(start, start + sum(counts)), run_states, counts))
         start += sum(counts)
-    return made
+    return observers
 
 
 class SinkRerotation:
@@ -401,14 +401,14 @@ class RaggedProducts:
             self._make_buffers(query, columns)
         self._queries.copy_(query)
         swapped = query.device.type == "cpu" and d >= SWAP_MIN_HEAD_DIM  # as in `qk_matmul`
-        each = zip(self._logits_by_pair, self._queries_by_pair, self._keys, self._turned, strict=True)
-        for into, one, keys, turned in each:
+        pairs = zip(self._logits_by_pair, self._queries_by_pair, self._keys, self._turned, strict=True)
+        for into, pair_query, keys, turned in pairs:
             if swapped:
-                into.copy_(torch.mm(keys.to(one.dtype), one.t()).t())
+                into.copy_(torch.mm(keys.to(pair_query.dtype), pair_query.t()).t())
             elif params.upcast:
-                into.copy_(torch.mm(one, turned.to(one.dtype)))
+                into.copy_(torch.mm(pair_query, turned.to(pair_query.dtype)))
             else:
-                torch.mm(one, turned, out=into)
+                torch.mm(pair_query, turned, out=into)
         x = self._logits.view(r, h, g, columns)
         x = x.mul_(params.scale) if x.dtype in (torch.float32, torch.float64) else x.float() * params.scale
         if params.softcap is not None:

@@ -98,19 +98,19 @@ class CrossLayerBuffers:
             return False
         ragged = first.products is not None
         limit = MAX_WIDENING if first.groups < ORDERED_GROUP else min(MAX_WIDENING, NEAR_WIDENING)
-        if ragged and self.layers * width > limit * sum(one.slots.positions.shape[2] for one in self._stacks):
+        if ragged and self.layers * width > limit * sum(stack.slots.positions.shape[2] for stack in self._stacks):
             return False
         return len(set(self._windows)) == 1 and all(
-            one.slots.positions.device == positions.device
-            and (ragged or one.slots.positions.shape == positions.shape)
-            and first.same_policy(one)
-            for one in others
+            other.slots.positions.device == positions.device
+            and (ragged or other.slots.positions.shape == positions.shape)
+            and first.same_policy(other)
+            for other in others
         )
 
     @property
     def _width(self) -> int:
         """Columns of the widest layer."""
-        return max(one.slots.positions.shape[2] for one in self._stacks)
+        return max(stack.slots.positions.shape[2] for stack in self._stacks)
 
     def _merge(self) -> None:
         """Copy positions, scores and free slots of all layers into common buffers; the layers' own become views."""
@@ -282,10 +282,10 @@ class StackedLayer:
         sums = sums[: self.num_observed_rows]
         if self.pools_scores:
             eviction = self.eviction
-            each = zip(
+            caches = zip(
                 eviction.states, self.score_specs, sums.split(eviction.sizes[: self.num_observing]), strict=False
             )
-            sums = cat_rows([pool_sums(spec, own, state.sequence) for state, spec, own in each if spec is not None])
+            sums = cat_rows([pool_sums(spec, seen, state.sequence) for state, spec, seen in caches if spec is not None])
         window = params.sliding_window
         if buffers.merged:
             buffers.collect(self, sums, newest)
@@ -330,35 +330,35 @@ class StackedLayer:
     def is_current(self) -> bool:
         """Whether the caches still hold the slots that this stack was made of, with room for a token more."""
         held = [state.require_slots().kv_buffers[0] for state in self.states]
-        return all(one is other for one, other in zip(held, self._held, strict=True)) and not any(
+        return all(buffer is held_buffer for buffer, held_buffer in zip(held, self._held, strict=True)) and not any(
             state.lacks_slot for state in self.growing
         )
 
     def set_free(self, free: Tensor) -> None:
         """Take free [R, H, every] as the slots of the next tokens, a buffer that steps write in place."""
         self.free_slots = free
-        for backend, part in zip(self.backends, free.split(self.sizes)[len(self.growing) :], strict=True):
-            backend.free_slots = part
+        for backend, free_slots in zip(self.backends, free.split(self.sizes)[len(self.growing) :], strict=True):
+            backend.free_slots = free_slots
 
     def hold_inputs(self, positions: Tensor) -> None:
         """Hold what the step in progress takes from schedules of the host at fixed addresses (`NoisedObserver`).
 
         positions [R, 1]: of the new tokens. Where buffers are merged, the first layer's inputs are for all layers.
         """
-        for part in self._scheduled:
-            part.hold_inputs(positions)
+        for observer in self._scheduled:
+            observer.hold_inputs(positions)
 
     def release_inputs(self) -> None:
         """End the step whose inputs were held."""
-        for part in self._scheduled:
-            part.release_inputs()
+        for observer in self._scheduled:
+            observer.release_inputs()
 
     @property
     def sees_sinks(self) -> Tensor:
         """Rows [R, 1, 1, 1, 1] whose methods see what attention sinks leave to the slots (score.sink=applied)."""
         if self._sees_sinks is None:
-            each = zip(self.states, self.sizes, strict=True)
-            applied = [state.config.score_sink == "applied" for state, size in each for _ in range(size)]
+            sized_states = zip(self.states, self.sizes, strict=True)
+            applied = [state.config.score_sink == "applied" for state, size in sized_states for _ in range(size)]
             self._sees_sinks = torch.tensor(applied, device=self.keys.device)[:, None, None, None, None]
         return self._sees_sinks
 
@@ -417,13 +417,13 @@ class StackedLayer:
             probabilities *= share
         drawn = self._noise_and_tau(positions, query.shape[2])
         tempered = (
-            part.observed_probs(x[part.rows][..., :observed_columns], *noise_and_tau)
-            for part, noise_and_tau in zip(self.noised, drawn, strict=True)
+            observer.observed_probs(x[observer.rows][..., :observed_columns], *noise_and_tau)
+            for observer, noise_and_tau in zip(self.noised, drawn, strict=True)
         )
         self._note_queries(query, observed, positions, params)
         first = self.evicting_rows.start
         plain = observed[first : first + self.num_plain_rows, ..., :observed_columns]
-        seen = cat_rows([part for part in (plain, *tempered) if len(part)] or [plain])
+        seen = cat_rows([probs for probs in (plain, *tempered) if len(probs)] or [plain])
         # A sum over no rows is a launch all the same.
         sums = seen[:, :, 0, 0] if seen.shape[2] == 1 or not len(seen) else seen[..., 0, :].sum(2)
         if products is not None:
@@ -467,7 +467,7 @@ class StackedLayer:
         slot_positions = slot_positions[..., : self.evicting_columns]
         layers = range(buffers.layers) if buffers.merged else [self.index]
         if not buffers.merged or self.index == 0:
-            buffers.drawn = [part.noise_and_tau(positions, slot_positions, layers, groups) for part in self.noised]
+            buffers.drawn = [noised.noise_and_tau(positions, slot_positions, layers, groups) for noised in self.noised]
         place = self.index if buffers.merged else 0
         return [(None if noise is None else noise[place], tau) for noise, tau in buffers.drawn]
 

@@ -276,7 +276,7 @@ class EvictionLayer:
         sums: dict[SumsKey, ColumnSums] = {}
         self.observe(inputs, sums)
         out, probabilities = self.attend(inputs, sums.values())
-        self.update(inputs, probabilities, {key: each.sums for key, each in sums.items()})
+        self.update(inputs, probabilities, {key: column_sums.sums for key, column_sums in sums.items()})
         return out.flatten(1, 2)
 
     # -- store --------------------------------------------------------------------------------------------------------

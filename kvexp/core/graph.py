@@ -59,7 +59,7 @@ class ReplayableStep:
         self.caches, self.stacks = caches, stacks
         first = [layers[0].require_slots().positions for layers in caches]
         self.positions = torch.zeros(sum(map(len, first)), 1, dtype=torch.int64, device=first[0].device)
-        parts = self.positions.split([len(each) for each in first])
+        parts = self.positions.split([len(positions) for positions in first])
         self._rows = {id(layers[0].sequence): rows for layers, rows in zip(caches, parts, strict=True)}
         self._addresses = self.addresses()
         self.evicts = evicting(stacks)
@@ -132,19 +132,19 @@ class ReplayableStep:
 
     def addresses(self) -> dict[str, int]:
         """Name -> address of what one step leaves for the next, and the number of columns that it reads."""
-        found: dict[str, int] = {}
+        addresses: dict[str, int] = {}
         for number, stack in enumerate(self._all):
             buffers = [*stack.slots.kv_buffers, stack.slots.positions, stack.slots.score]
             named = zip(("keys", "values", "positions", "score"), buffers, strict=True)
-            found |= {f"{name} of stack {number}": tensor.data_ptr() for name, tensor in named}
-            found[f"free slots of stack {number}"] = stack.free_slots.data_ptr()
-            found |= {f"queries {place} of stack {number}": x.data_ptr() for place, x in enumerate(_queries(stack))}
-            found[f"columns of stack {number}"] = stack.columns(1)
-        return found
+            addresses |= {f"{name} of stack {number}": tensor.data_ptr() for name, tensor in named}
+            addresses[f"free slots of stack {number}"] = stack.free_slots.data_ptr()
+            addresses |= {f"queries {place} of stack {number}": x.data_ptr() for place, x in enumerate(_queries(stack))}
+            addresses[f"columns of stack {number}"] = stack.columns(1)
+        return addresses
 
     def is_current(self, stacks: Sequence[Sequence[StackedLayer]] | None) -> bool:
         """Whether the next step would be taken by the same stacks (`stacks`: those it would be taken by), in place."""
-        if stacks is None or [[*map(id, each)] for each in stacks] != [[*map(id, each)] for each in self.stacks]:
+        if stacks is None or [[*map(id, layer)] for layer in stacks] != [[*map(id, layer)] for layer in self.stacks]:
             return False
         shared = any(state.require_slots().is_shared for stack in self._all for state in stack.states)
         return not shared and self.addresses() == self._addresses

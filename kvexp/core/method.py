@@ -95,7 +95,7 @@ def output_norms(values: Tensor, factors: Tensor) -> Tensor:
 
     With R of W = QR, the block of the output projection that a query head's output goes through, this is ||W v_j||_2.
     """
-    sizes = [torch.linalg.vector_norm(values.float() @ each.transpose(-1, -2), dim=-1) for each in factors.unbind(1)]
+    sizes = [torch.linalg.vector_norm(values.float() @ r.transpose(-1, -2), dim=-1) for r in factors.unbind(1)]
     return torch.stack(sizes, dim=2)
 
 
@@ -443,14 +443,14 @@ def _guarded(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
     def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
         given = {**dict(zip(parameters, arguments, strict=False)), **named}
         watched, before = _watched(given), _state(given)
-        made = hook(self, *arguments, **named)
+        returned = hook(self, *arguments, **named)
         after = _state(given)
         for of in watched:
             if after.get(of) != before[of]:
                 raise ConfigError(
                     f"{name} changes {of} in place, which the model goes on with: change a copy, as in {of}.clone()"
                 )
-        return made
+        return returned
 
     setattr(guarded, GUARDED, True)
     return guarded
@@ -458,18 +458,18 @@ def _guarded(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _watched(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Name -> tensor, of all that a hook is given and must not change."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            found[name] = value
-        for key, part in getattr(value, "__dict__", {}).items() if not isinstance(value, Tensor) else ():
-            if isinstance(part, Tensor):
-                found[f"{name}.{key}"] = part
-            elif isinstance(part, Slots):
-                found |= {f"{name}.{key}.{of}": tensor for of, tensor in part.buffers.items()}
+            tensors[name] = value
+        for key, attribute in getattr(value, "__dict__", {}).items() if not isinstance(value, Tensor) else ():
+            if isinstance(attribute, Tensor):
+                tensors[f"{name}.{key}"] = attribute
+            elif isinstance(attribute, Slots):
+                tensors |= {f"{name}.{key}.{of}": tensor for of, tensor in attribute.buffers.items()}
             elif key == "memory":
-                found |= {f"{name}.{key}.keys": part.keys, f"{name}.{key}.values": part.values}
-    return found
+                tensors |= {f"{name}.{key}.keys": attribute.keys, f"{name}.{key}.values": attribute.values}
+    return tensors
 
 
 def _state(arguments: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:

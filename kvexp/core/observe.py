@@ -143,14 +143,14 @@ class ColumnSums:
             return self._noise(tile, x.shape[1]).exp().expand_as(x).contiguous()
         if self._room.numel() < x.numel():
             self._room = x.new_empty(x.numel())
-        found = self._room[: x.numel()].view(-1, x.shape[3])
+        factors = self._room[: x.numel()].view(-1, x.shape[3])
         # A query's draws for neighbouring positions are neighbours in the pool: one copy per query.
         assert self.noise is not None
         first = int(self.inputs.positions[tile.row, 0, tile.seen.start])
         draws = exp_pool(self.noise.kind)[first:].unfold(0, x.shape[3], 1)
         starts = self._pool_offsets(tile.row).unflatten(0, (-1, x.shape[1]))[tile.heads, :, tile.rows]
-        torch.index_select(draws, 0, starts.flatten(), out=found)
-        return found.view(x.shape)
+        torch.index_select(draws, 0, starts.flatten(), out=factors)
+        return factors.view(x.shape)
 
     def _pool_offsets(self, row: int) -> Tensor:
         """Offsets [H * G, Q] into the pool of one batch row's queries: where the noise of each starts."""
@@ -172,8 +172,8 @@ class ColumnSums:
             inputs.query_positions[at, tile.rows],
             inputs.positions[at, :, tile.seen],
         )
-        own: Tensor = zeta.unflatten(1, (heads, groups))[0, tile.heads]
-        return own
+        tile_noise: Tensor = zeta.unflatten(1, (heads, groups))[0, tile.heads]
+        return tile_noise
 
 
 BLOCK_ELEMENTS = 1 << 24  # logits per block: 64 MiB in float32

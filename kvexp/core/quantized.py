@@ -79,7 +79,7 @@ class Quantization:
 
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in SUPPORTED:
-        names = ", ".join(str(one).removeprefix("torch.") for one in SUPPORTED[:3])
+        names = ", ".join(str(supported).removeprefix("torch.") for supported in SUPPORTED[:3])
         raise ConfigError(f"keys and values of {dtype} cannot be quantised; a model's dtype may be {names}")
 
 
@@ -119,12 +119,12 @@ class Codec:
         Numbers beyond the range of float16 are taken as its ends.
         """
         if self.symmetric:
-            made = [x.abs().amax(dim) / self._half]
+            parameters = [x.abs().amax(dim) / self._half]
         else:
             least, largest = x.amin(dim), x.amax(dim)
-            made = [(largest - least) / self._levels, least]
+            parameters = [(largest - least) / self._levels, least]
         end = torch.finfo(PARAMETER).max
-        return torch.stack(made, dim).clamp(-end, end).to(PARAMETER)
+        return torch.stack(parameters, dim).clamp(-end, end).to(PARAMETER)
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Codes of x as uint8, one per number; scale and zero (None: symmetric) in x's dtype, broadcast to x."""
@@ -373,10 +373,10 @@ class TokenStates(PlainStates):
         b, h, c = positions.shape
         dense = self.full.new_empty(b, h, c + 1, self.width)  # one slot more, for free places
         same = self.full.dtype == self._compute_dtype
-        made = dense[:, :, :c] if same else dense.new_empty(b, h, c, self.width, dtype=self._compute_dtype)
-        self._decode(positions, made)
+        decoded = dense[:, :, :c] if same else dense.new_empty(b, h, c, self.width, dtype=self._compute_dtype)
+        self._decode(positions, decoded)
         if not same:
-            dense[:, :, :c] = made
+            dense[:, :, :c] = decoded
         index = self._slots_or(c)[..., None].expand(-1, -1, -1, self.width)
         return dense.scatter_(2, index, self.full)[:, :, :c]
 
@@ -506,9 +506,9 @@ class ChannelStates(TokenStates):
             return
         index = self._group_of(positions) + groups * torch.arange(b * h, device=positions.device).view(b, h, 1)
         rows = self.parameters.to(self._compute_dtype).flatten(0, 2)
-        found = rows.index_select(0, index.flatten()).view(*positions.shape, -1)
+        group_parameters = rows.index_select(0, index.flatten()).view(*positions.shape, -1)
         codes = unpack(self.codes, self.codec.bits, self.width)
-        scale, zero = self._split(found)
+        scale, zero = self._split(group_parameters)
         self.codec.decode(codes, scale, zero, out=out)
 
     def _group_of(self, positions: Tensor) -> Tensor:
@@ -646,16 +646,16 @@ class QuantizedSlots(Slots):
         quantization.check_head(slots.keys.shape[-1], slots.values.shape[-1])
         quantization.check_dtype(slots.keys.dtype)
         positions = slots.positions
-        made = cls(
+        quantized = cls(
             positions,
             slots.score,
             slots.length,
             states_of(quantization.keys, slots.keys, positions, newest),
             states_of(quantization.values, slots.values, positions, newest),
         )
-        made.same_order = slots.same_order
-        made._peak_bytes = max(slots.take_peak_bytes(), slots.kv_bytes + made.kv_bytes)
-        return made
+        quantized.same_order = slots.same_order
+        quantized._peak_bytes = max(slots.take_peak_bytes(), slots.kv_bytes + quantized.kv_bytes)
+        return quantized
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -679,8 +679,8 @@ class QuantizedSlots(Slots):
             return states.data
         if name not in self._dense:
             self._dense[name] = states.dense(self.positions)
-            made = sum(dense.nbytes for dense in self._dense.values())
-            self._peak_bytes = max(self._peak_bytes, self.kv_bytes + made)
+            dense_bytes = sum(dense.nbytes for dense in self._dense.values())
+            self._peak_bytes = max(self._peak_bytes, self.kv_bytes + dense_bytes)
         return self._dense[name]
 
     @property
@@ -767,9 +767,9 @@ class QuantizedSlots(Slots):
 
     def index_rows(self, rows: Tensor) -> QuantizedSlots:
         """As `Slots.index_rows`, room to grow included; codes are shared until one of both sides takes a token."""
-        there = rows.to(self.positions.device)
+        index = rows.to(self.positions.device)
         keys, values = (states.index_rows(rows) for states in self._states)
-        positions, score = self.positions.index_select(0, there), self.score.index_select(0, there)
+        positions, score = self.positions.index_select(0, index), self.score.index_select(0, index)
         other = QuantizedSlots(positions, score, self.length, keys, values)
         other.same_order = self.same_order
         return other

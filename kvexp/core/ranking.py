@@ -83,8 +83,8 @@ def rank(
         protected = protected | (ctx.held() & (positions < ctx.kept_prompt[:, None, None]))
     elif config.keep is not None and sequence.spans is not None:
         priority, protected = spare(config.keep, sequence.spans, ctx, priority, protected, allowed, method.sinks)
-    asked = None if config.budget is None else config.budget.threshold
-    threshold = None if asked is None else method.threshold_as_priority(asked)
+    budget_threshold = None if config.budget is None else config.budget.threshold
+    threshold = None if budget_threshold is None else method.threshold_as_priority(budget_threshold)
     kept = None
     if isinstance(method, ChoosesSlots):
         kept = checked(method.kept(ctx, priority), positions.shape, method, "kept", "[B, H, S]", mask=True)
@@ -105,15 +105,15 @@ def joined(method: JoinsLayers, ranked: Sequence[RankedSlots]) -> list[RankedSlo
     Slots stand in any order; what a layer evicts first whatever the method says (-inf) stays so.
     """
     home = ranked[0].priority.device
-    orders = [one.positions.argsort(dim=-1, stable=True) for one in ranked]
-    by_position = [one.priority.gather(-1, order).to(home) for one, order in zip(ranked, orders, strict=True)]
-    made = method.join_layers(torch.stack(by_position))
-    if is_users(type(method)) and bool(made.isnan().any()):
+    orders = [layer.positions.argsort(dim=-1, stable=True) for layer in ranked]
+    by_position = [layer.priority.gather(-1, order).to(home) for layer, order in zip(ranked, orders, strict=True)]
+    joined_priority = method.join_layers(torch.stack(by_position))
+    if is_users(type(method)) and bool(joined_priority.isnan().any()):
         raise nan_error(type(method), "join_layers")
     parts = []
-    for one, order, part in zip(ranked, orders, made.to(torch.float32), strict=True):
-        priority = torch.empty_like(one.priority).scatter_(-1, order, part.to(order.device))
-        parts.append(replace(one, priority=priority.masked_fill(one.priority == -torch.inf, -torch.inf)))
+    for layer, order, layer_priority in zip(ranked, orders, joined_priority.to(torch.float32), strict=True):
+        priority = torch.empty_like(layer.priority).scatter_(-1, order, layer_priority.to(order.device))
+        parts.append(replace(layer, priority=priority.masked_fill(layer.priority == -torch.inf, -torch.inf)))
     return parts
 
 
@@ -123,12 +123,12 @@ def float_priority(method: Method, ctx: EvictionContext) -> Tensor:
     A NaN for a held slot sets the context's flag; the host does not wait for it.
     """
     try:
-        made = method.priority(ctx)
+        returned = method.priority(ctx)
     except (AttributeError, TypeError) as error:  # None was read, where an input is not declared
         if (missing := undeclared(method, ctx)) is None:
             raise
         raise ConfigError(missing) from error
-    priority = checked(made, ctx.positions.shape, method, "priority", "[B, H, S]")
+    priority = checked(returned, ctx.positions.shape, method, "priority", "[B, H, S]")
     if ctx.nan_flag is not None:
         held = (ctx.positions >= 0) & (ctx.score != -torch.inf)  # also where the score itself is NaN
         ctx.nan_flag.logical_or_((priority.isnan() & held).any())

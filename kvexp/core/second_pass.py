@@ -99,8 +99,8 @@ class SecondPassLayer:
         largest = largest_attention(near, before.shape[1], repeated.shape[1], norms)
         # Columns that a row lacks (-1) are given a place of their own behind the last, which is thrown away.
         index = torch.where(repeated < 0, self.seq_len, repeated)[:, None, None].expand_as(largest)
-        found = torch.zeros(*largest.shape[:3], self.seq_len + 1, device=key.device).scatter(-1, index, largest)
-        self.attention[rows] = torch.maximum(self.attention[rows], found[..., :-1])
+        placed = torch.zeros(*largest.shape[:3], self.seq_len + 1, device=key.device).scatter(-1, index, largest)
+        self.attention[rows] = torch.maximum(self.attention[rows], placed[..., :-1])
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Always a CacheError: the rows belong to the cache whose prompt is repeated."""

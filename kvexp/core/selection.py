@@ -88,13 +88,13 @@ def attention_shares(method: Method, ctx: EvictionContext, priority: Tensor) -> 
 
     Priorities made of the score are divided by the sum of the kv head's scores, which is what its queries had to give.
     """
-    held, made = ctx.held(), priority.double()
+    held, shares = ctx.held(), priority.double()
     if method.priority_kind == "log_share":
-        made = made.exp()
+        shares = shares.exp()
     elif method.priority_kind == "score":
         total = ctx.score.double().masked_fill(~held, 0.0).sum(-1, keepdim=True)
-        made = made / total.clamp_min(torch.finfo(torch.float32).tiny)
-    return made.masked_fill(~held, 0.0)
+        shares = shares / total.clamp_min(torch.finfo(torch.float32).tiny)
+    return shares.masked_fill(~held, 0.0)
 
 
 def by_chunk(
@@ -135,8 +135,8 @@ def by_values(
     chosen = kept_mask(priority, ctx.positions.masked_fill(~held, -1), protected & held, first, most)
     sizes = projected_sizes(ctx.slots.values[:, :, : ctx.slots.length], projection)
     second = ((attention_shares(method, ctx, priority) + EPSILON) * sizes).float()
-    made = second.masked_fill(priority == torch.inf, torch.inf).masked_fill(chosen, torch.inf)
-    return made.masked_fill(~held | (priority == -torch.inf), -torch.inf)
+    new_priority = second.masked_fill(priority == torch.inf, torch.inf).masked_fill(chosen, torch.inf)
+    return new_priority.masked_fill(~held | (priority == -torch.inf), -torch.inf)
 
 
 def projected_sizes(values: Tensor, projection: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def projected_sizes(values: Tensor, projection: Tensor) -> Tensor:
     g, n = projection.shape[1:3]
     size = max(1, BLOCK_ELEMENTS // (b * h * n))
     parts = []
-    for part in values.float().split(size, dim=2):
-        heads = [(part @ each.float().transpose(-1, -2)).abs().double().sum(-1) for each in projection.unbind(1)]
+    for tile in values.float().split(size, dim=2):
+        heads = [(tile @ w.float().transpose(-1, -2)).abs().double().sum(-1) for w in projection.unbind(1)]
         parts.append(torch.stack(heads).sum(0) / g)
     return torch.cat(parts, dim=2)

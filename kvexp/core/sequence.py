@@ -32,9 +32,9 @@ class MarkedSpans:
     def of(cls, spans: Sequence[Sequence[Span]], prompts: Sequence[int]) -> MarkedSpans:
         """Spans per row, in order and apart; ConfigError where one is empty, overlaps another or leaves its prompt."""
         number = torch.full((len(prompts), max(prompts) + 1), -1, dtype=torch.int64)
-        for row, (each, length) in enumerate(zip(spans, prompts, strict=True)):
+        for row, (row_spans, length) in enumerate(zip(spans, prompts, strict=True)):
             end = 0
-            for place, (first, behind) in enumerate(each):
+            for place, (first, behind) in enumerate(row_spans):
                 if not end <= first < behind <= length:
                     raise ConfigError(
                         f"row {row}: span {place} is tokens {first} to {behind} of a prompt of {length}; spans are not "
@@ -42,7 +42,7 @@ class MarkedSpans:
                     )
                 number[row, first:behind] = place
                 end = behind
-        return cls(number, [[behind - first for first, behind in each] for each in spans], list(prompts))
+        return cls(number, [[behind - first for first, behind in row_spans] for row_spans in spans], list(prompts))
 
     def of_slots(self, positions: Tensor) -> Tensor:
         """The span [B, H, S] of every slot, -1 for none; positions [B, H, S]: position ids, -1 for dead slots."""

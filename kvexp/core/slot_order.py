@@ -107,10 +107,10 @@ def topk_slots(priority: Tensor, candidates: Tensor, counts: list[int], max_keep
     key = order_key(priority.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), place)
     key = key.masked_fill_(~candidates, INT64_MIN)
     alike = min(counts) == max_keep  # then the order within the chosen does not matter
-    found = key.topk(max_keep, dim=-1, sorted=not alike).values
-    if alike and key.device.type == "cpu" and max_keep and int(found.amin()) != INT64_MIN:
-        return (found & 0xFFFFFFFF).sort(dim=-1).values
-    asked = torch.tensor(counts, device=key.device)[:, None, None]
-    chosen = (found != INT64_MIN) & (torch.arange(max_keep, device=key.device) < asked)
-    slots = torch.where(chosen, found & 0xFFFFFFFF, INT64_MAX).sort(dim=-1).values
+    top_keys = key.topk(max_keep, dim=-1, sorted=not alike).values
+    if alike and key.device.type == "cpu" and max_keep and int(top_keys.amin()) != INT64_MIN:
+        return (top_keys & 0xFFFFFFFF).sort(dim=-1).values
+    counts_t = torch.tensor(counts, device=key.device)[:, None, None]
+    chosen = (top_keys != INT64_MIN) & (torch.arange(max_keep, device=key.device) < counts_t)
+    slots = torch.where(chosen, top_keys & 0xFFFFFFFF, INT64_MAX).sort(dim=-1).values
     return slots.masked_fill(slots == INT64_MAX, -1)

@@ -202,18 +202,18 @@ class Slots:
 
         Behind the slots of a cache with fewer, slots are dead. most: columns, at least as many as any part has.
         """
-        sizes = [part.keys.shape[0] for part in parts]
-        capacities = [part.keys.shape[2] for part in parts]
+        sizes = [slots.keys.shape[0] for slots in parts]
+        capacities = [slots.keys.shape[2] for slots in parts]
         whole = []
         for name, like in parts[0].tensors.items():
             buffer = like.new_empty(sum(sizes), like.shape[1], most, *like.shape[3:])
-            for part, rows, count in zip(parts, buffer.split(sizes), capacities, strict=True):
-                rows[:, :, :count] = part.tensors[name]
+            for slots, rows, count in zip(parts, buffer.split(sizes), capacities, strict=True):
+                rows[:, :, :count] = slots.tensors[name]
                 _fill_invalid(name, rows[:, :, count:])
-                setattr(part, name, rows[:, :, :count])
+                setattr(slots, name, rows[:, :, :count])
             whole.append(buffer)
-        for part in parts:
-            part._shared = False
+        for slots in parts:
+            slots._shared = False
         return cls(*whole)
 
     def index_rows(self, rows: Tensor) -> Slots:
@@ -222,12 +222,12 @@ class Slots:
         Where the rows lie side by side, or are one, keys and values are shared until one of both sides overwrites them.
         Tokens that are appended to these slots lie behind the copy's.
         """
-        there, can_share, shares = rows.to(self.keys.device), self._can_share(), False
+        index, can_share, shares = rows.to(self.keys.device), self._can_share(), False
         copied = {}
         for name, tensor in self.tensors.items():
             used = tensor[:, :, : self.length]
             view = rows_view(used, rows) if can_share and name in ("keys", "values") else None
-            copied[name] = used.index_select(0, there) if view is None else view
+            copied[name] = used.index_select(0, index) if view is None else view
             shares |= view is not None
         other = Slots(**copied)
         other.same_order = self.same_order
@@ -237,7 +237,7 @@ class Slots:
 
     def _can_share(self) -> bool:
         """Whether keys and values are buffers of these slots alone, and no part of a stack's, which writes to it."""
-        whole = all(each.untyped_storage().nbytes() == each.nbytes for each in (self.keys, self.values))
+        whole = all(states.untyped_storage().nbytes() == states.nbytes for states in (self.keys, self.values))
         return whole and not self._borrowed
 
 
@@ -282,12 +282,12 @@ class PackedStates:
         parts: keys or values [any width, D] of each pair. An index beyond a pair's slots is a dead slot's: any of the
         pair's slots may stand there.
         """
-        made = cls.zeros(parts[0], widths)
-        for new, old, chosen in zip(made.parts, parts, index.flatten(0, 1), strict=True):
+        packed = cls.zeros(parts[0], widths)
+        for new, old, chosen in zip(packed.parts, parts, index.flatten(0, 1), strict=True):
             count = min(len(new), len(chosen))
             if count and len(old):
                 new[:count] = old.index_select(0, chosen[:count].clamp_max(len(old) - 1))
-        return made
+        return packed
 
     def places(self, index: Tensor) -> Tensor:
         """Rows [B * H * n] of the buffer that hold the slots index [B, H, n]; the same wherever `widths` are."""
@@ -299,22 +299,22 @@ class PackedStates:
 
     def widened(self, widths: Sequence[int]) -> PackedStates:
         """A copy with at least as much room for every pair, zeros behind what it holds."""
-        made = PackedStates.zeros(self.buffer, widths)
-        for new, old in zip(made.parts, self.parts, strict=True):
+        wider = PackedStates.zeros(self.buffer, widths)
+        for new, old in zip(wider.parts, self.parts, strict=True):
             new[: len(old)] = old
-        return made
+        return wider
 
     def of_pairs(self, pairs: Sequence[int]) -> PackedStates:
         """A copy of the pairs of row and head `pairs`, in this order."""
         chosen = [self.parts[pair] for pair in pairs]
-        return PackedStates(torch.cat(chosen), [len(part) for part in chosen])
+        return PackedStates(torch.cat(chosen), [len(states) for states in chosen])
 
     def padded(self, heads: int, columns: int) -> Tensor:
         """A copy as [B, H, columns, D], zeros behind the slots of each pair."""
-        made = self.buffer.new_zeros(len(self.parts), columns, self.buffer.shape[-1])
-        for new, part in zip(made, self.parts, strict=True):
-            new[: len(part)] = part
-        return made.view(-1, heads, columns, made.shape[-1])
+        rectangle = self.buffer.new_zeros(len(self.parts), columns, self.buffer.shape[-1])
+        for new, states in zip(rectangle, self.parts, strict=True):
+            new[: len(states)] = states
+        return rectangle.view(-1, heads, columns, rectangle.shape[-1])
 
 
 class RaggedSlots(Slots):
@@ -334,10 +334,10 @@ class RaggedSlots(Slots):
     @classmethod
     def of(cls, slots: Slots) -> RaggedSlots:
         """Take over the slots, in the buffers they are in until `pack` replaces them."""
-        made = cls(slots.keys, slots.values, slots.positions, slots.score, slots.visible)
-        made.length, made.same_order = slots.length, slots.same_order
-        made._borrowed, made._shared, made._peak_bytes = slots._borrowed, slots._shared, slots._peak_bytes
-        return made
+        ragged = cls(slots.keys, slots.values, slots.positions, slots.score, slots.visible)
+        ragged.length, ragged.same_order = slots.length, slots.same_order
+        ragged._borrowed, ragged._shared, ragged._peak_bytes = slots._borrowed, slots._shared, slots._peak_bytes
+        return ragged
 
     @property
     def keys(self) -> Tensor:
@@ -374,7 +374,7 @@ class RaggedSlots(Slots):
             return states
         heads, columns = self.positions.shape[1:]
         both = (self.packed("keys"), self.packed("values"))
-        copied = sum(len(one.parts) * columns * one.buffer[:1].nbytes for one in both)
+        copied = sum(len(packed.parts) * columns * packed.buffer[:1].nbytes for packed in both)
         self._peak_bytes = max(self._peak_bytes, self.kv_bytes + copied)
         return states.padded(heads, columns)
 
@@ -434,18 +434,18 @@ class RaggedSlots(Slots):
         self.packed("values").write(places, values)
 
     def select_rows(self, rows: Tensor) -> None:
-        pairs, there = self._pairs(rows), rows.to(self.positions.device)
+        pairs, index = self._pairs(rows), rows.to(self.positions.device)
         for name in ("keys", "values"):
             self._take(name, self.packed(name).of_pairs(pairs))
-        self.positions, self.score = self.positions[there], self.score[there]
+        self.positions, self.score = self.positions[index], self.score[index]
         self._used = [self._used[pair] for pair in pairs]
 
     def index_rows(self, rows: Tensor) -> Slots:
         """A copy of the batch rows `rows` [n], which may repeat; it shares nothing with these slots."""
-        there, pairs = rows.to(self.positions.device), self._pairs(rows)
+        index, pairs = rows.to(self.positions.device), self._pairs(rows)
         keys, values = (self.packed(name).of_pairs(pairs) for name in ("keys", "values"))
         empty = self.score.new_empty(0, 0, 0, 0)
-        other = RaggedSlots(empty, empty, self.positions[there], self.score[there])
+        other = RaggedSlots(empty, empty, self.positions[index], self.score[index])
         other._states = {"keys": keys, "values": values}
         other._used, other.length = [self._used[pair] for pair in pairs], self.length
         return other

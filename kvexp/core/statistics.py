@@ -140,17 +140,17 @@ CALIBRATION_BLOCK = 1024  # tokens of a calibration pass taken at a time: their 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     """16 hex digits of all numbers; ConfigError where they are not finite float32."""
     total = hashlib.sha256()
-    for name, one in tensors.items():
-        if one.dtype != torch.float32 or not bool(one.isfinite().all()):
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
             raise ConfigError(f"{name} must be finite numbers in float32")
-        total.update(f"{name} {list(one.shape)}\n".encode() + one.contiguous().numpy().tobytes())
+        total.update(f"{name} {list(tensor.shape)}\n".encode() + tensor.contiguous().numpy().tobytes())
     return total.hexdigest()[:16]
 
 
-def _check_shape(what: str, found: Tensor, wanted: list[int]) -> None:
+def _check_shape(name: str, tensor: Tensor, wanted: list[int]) -> None:
     """ConfigError where statistics were made of a model of another shape."""
-    if list(found.shape) != wanted:
-        raise ConfigError(f"{what} = {list(found.shape)}, are of another model: this one's are {wanted}")
+    if list(tensor.shape) != wanted:
+        raise ConfigError(f"{name} = {list(tensor.shape)}, are of another model: this one's are {wanted}")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class QueryCalibration:
         """The calibration with its digest; ConfigError for tensors that do not go together or hold no numbers."""
         given = {"direction": direction, "mean": mean, "size": size}
         if direction.ndim != 4 or mean.shape != direction.shape or size.shape[:3] != direction.shape[:3]:
-            shapes = [list(one.shape) for one in given.values()]
+            shapes = [list(tensor.shape) for tensor in given.values()]
             raise ConfigError(f"tensors of shapes {shapes} are not the statistics of one model's queries")
         return cls(_digest(given), direction, mean, size)
 
@@ -185,7 +185,7 @@ class QueryCalibration:
         """The statistics on a device: itself where it lies there already."""
         if self.mean.device == device:
             return self
-        direction, mean, size = (part.to(device) for part in (self.direction, self.mean, self.size))
+        direction, mean, size = (tensor.to(device) for tensor in (self.direction, self.mean, self.size))
         return replace(self, direction=direction, mean=mean, size=size)
 
     def check_shape(self, layers: int, heads: int, group: int, width: int) -> None:
@@ -203,15 +203,15 @@ class QuerySums:
     def add(self, query: Tensor, positions: Tensor, rope: RoPE | None) -> None:
         """Add queries [H, G, Q, D], RoPE applied, that stand at positions [Q]. rope: the model's; None: it has none."""
         self.count += query.shape[2]
-        for part, at in zip(query.split(CALIBRATION_BLOCK, dim=2), positions.split(CALIBRATION_BLOCK), strict=True):
-            rows = part.double()
+        for block, at in zip(query.split(CALIBRATION_BLOCK, dim=2), positions.split(CALIBRATION_BLOCK), strict=True):
+            rows = block.double()
             self.squares = self.squares + (rows.transpose(-1, -2) @ rows).cpu()
             self.total = self.total + rows.sum(-2).cpu()
             if rope is None:
                 self.before, self.sizes = self.total, torch.zeros(*query.shape[:2], 0, dtype=torch.float64)
                 continue
             # In float32 whatever the model's dtype: an angle in half precision is no angle.
-            before = rope.rotate_by(part.float().flatten(0, 1)[None], -at[None, None])[0].view(part.shape)
+            before = rope.rotate_by(block.float().flatten(0, 1)[None], -at[None, None])[0].view(block.shape)
             self.before = self.before + before.double().sum(-2).cpu()
             self.sizes = self.sizes + torch.linalg.vector_norm(rope.pairs(before.double()), dim=-1).sum(-2).cpu()
 
@@ -285,8 +285,8 @@ class HeadScoreSums:
 def mean_before_rope(states: Tensor, positions: Tensor, rope: RoPE) -> Tensor:
     """The mean [N, D] float32 of states [N, Q, D] over tokens, turned back by their positions [Q]."""
     total = torch.zeros(len(states), states.shape[-1], dtype=torch.float64, device=states.device)
-    for part, at in zip(states.split(CALIBRATION_BLOCK, dim=1), positions.split(CALIBRATION_BLOCK), strict=True):
-        total += rope.rotate_by(part.float()[None], -at[None, None])[0].double().sum(1)
+    for block, at in zip(states.split(CALIBRATION_BLOCK, dim=1), positions.split(CALIBRATION_BLOCK), strict=True):
+        total += rope.rotate_by(block.float()[None], -at[None, None])[0].double().sum(1)
     return (total / states.shape[1]).float()
 
 
@@ -380,5 +380,5 @@ class Surrogate:
 
     def on(self, device: torch.device) -> Surrogate:
         """This map in float64 on a device: itself where it is there already."""
-        weight, bias = (part.to(device, torch.float64) for part in (self.weight, self.bias))
+        weight, bias = (tensor.to(device, torch.float64) for tensor in (self.weight, self.bias))
         return self if weight is self.weight and bias is self.bias else replace(self, weight=weight, bias=bias)

@@ -167,7 +167,7 @@ def split_kv_attention(
     Writes logits [R, H, G, S]; m_parts, l_parts, seen_m_parts, seen_l_parts [R, H, G, parts]; acc_parts [R, H, G,
     parts, Dv].
     """
-    part, bh = tl.program_id(0), tl.program_id(1)
+    split, bh = tl.program_id(0), tl.program_id(1)
     h, b = bh % heads, bh // heads
     g, d, e = tl.arange(0, G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     g_ok = g < groups
@@ -185,7 +185,7 @@ def split_kv_attention(
     m_i, seen_m_i = tl.full([G], NEG_INF, tl.float32), tl.full([G], NEG_INF, tl.float32)
     l_i, seen_l_i = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
     acc = tl.zeros([G, BLOCK_DV], tl.float32)
-    for n in range(part * length, tl.minimum(part * length + length, slots), N):
+    for n in range(split * length, tl.minimum(split * length + length, slots), N):
         col = n + tl.arange(0, N)
         ok = col < slots
         index = col.to(tl.int64)
@@ -220,13 +220,13 @@ def split_kv_attention(
             fresh = tl.sum(tl.where(seen, tl.exp(y - higher[:, None]), 0.0), 1)
             seen_l_i = seen_l_i * tl.exp(seen_m_i - higher) + fresh
             seen_m_i = higher
-    there = head * parts + part
-    tl.store(m_parts + there, m_i, mask=g_ok)
-    tl.store(l_parts + there, l_i, mask=g_ok)
-    tl.store(acc_parts + there[:, None] * DV + e[None, :], acc, mask=g_ok[:, None] & (e < DV)[None, :])
+    at = head * parts + split
+    tl.store(m_parts + at, m_i, mask=g_ok)
+    tl.store(l_parts + at, l_i, mask=g_ok)
+    tl.store(acc_parts + at[:, None] * DV + e[None, :], acc, mask=g_ok[:, None] & (e < DV)[None, :])
     if OBSERVED:
-        tl.store(seen_m_parts + there, seen_m_i, mask=g_ok)
-        tl.store(seen_l_parts + there, seen_l_i, mask=g_ok)
+        tl.store(seen_m_parts + at, seen_m_i, mask=g_ok)
+        tl.store(seen_l_parts + at, seen_l_i, mask=g_ok)
 
 
 @triton.jit
@@ -242,16 +242,16 @@ def combine_splits(
     """
     block, bh = tl.program_id(0), tl.program_id(1)
     h, b = bh % heads, bh // heads
-    g, part = tl.arange(0, G), tl.arange(0, PARTS)
+    g, split = tl.arange(0, G), tl.arange(0, PARTS)
     g_ok = g < groups
     head = bh.to(tl.int64) * groups + g
-    there = head[:, None] * parts + part[None, :]
-    ok = g_ok[:, None] & (part < parts)[None, :]
+    at = head[:, None] * parts + split[None, :]
+    ok = g_ok[:, None] & (split < parts)[None, :]
     if block == 0:
         e = tl.arange(0, BLOCK_DV)
-        m_i = tl.load(m_parts + there, mask=ok, other=NEG_INF)
+        m_i = tl.load(m_parts + at, mask=ok, other=NEG_INF)
         share = tl.exp(m_i - tl.max(m_i, 1)[:, None])
-        norm = tl.sum(tl.load(l_parts + there, mask=ok, other=0.0) * share, 1)
+        norm = tl.sum(tl.load(l_parts + at, mask=ok, other=0.0) * share, 1)
         norm = tl.where(norm > 0, norm, 1.0)
         result = tl.zeros([G, BLOCK_DV], tl.float32)
         highest = tl.max(m_i, 1)
@@ -273,9 +273,9 @@ def combine_splits(
         seen = x > NEG_INF
         offset = tl.load(pool_offsets + head, mask=g_ok, other=0) if NOISE else 0
         y = _observed(x, seen, kind, tau, offset, kv_pos, gumbel, gaussian, NOISE)
-        m_i = tl.load(seen_m_parts + there, mask=ok, other=NEG_INF)
+        m_i = tl.load(seen_m_parts + at, mask=ok, other=NEG_INF)
         highest = tl.max(m_i, 1)
-        norm = tl.sum(tl.load(seen_l_parts + there, mask=ok, other=0.0) * tl.exp(m_i - highest[:, None]), 1)
+        norm = tl.sum(tl.load(seen_l_parts + at, mask=ok, other=0.0) * tl.exp(m_i - highest[:, None]), 1)
         norm = tl.where(norm > 0, norm, 1.0)
         p = tl.where(seen & (kind != UNSEEN), tl.exp(y - highest[:, None]) / norm[:, None], 0.0)
         tl.store(given + bh.to(tl.int64) * slots + col, tl.sum(p, 0), mask=inside)

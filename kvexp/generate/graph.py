@@ -87,8 +87,8 @@ def graph_device(cache: AnyCache) -> GraphDevice | None:
     """What captures steps of this cache: CUDA graphs where cache.graph=auto and the model is on CUDA; else None."""
     caches = _caches(cache)
     tokens = caches[0].sequence.num_real
-    asked = all(one.config.graph == "auto" for one in caches) and torch.cuda.is_available()
-    return CudaGraphs(tokens.device) if asked and tokens is not None and tokens.device.type == "cuda" else None
+    captures = all(member.config.graph == "auto" for member in caches) and torch.cuda.is_available()
+    return CudaGraphs(tokens.device) if captures and tokens is not None and tokens.device.type == "cuda" else None
 
 
 class DecodeSteps:
@@ -101,10 +101,10 @@ class DecodeSteps:
         self.model, self.cache, self.counts = model, cache, counts
         device = graph_device(cache)
         counts.asked |= device is not None
-        obstacles = [] if device is None else [(one, capture_obstacle(one.config)) for one in _caches(cache)]
-        for one, why in obstacles:
+        obstacles = [] if device is None else [(member, capture_obstacle(member.config)) for member in _caches(cache)]
+        for member, why in obstacles:
             if why is not None:
-                counts.because(f"{one.config.method.name} is not captured: {why}")
+                counts.because(f"{member.config.method.name} is not captured: {why}")
         if device is not None and MovingRope.of(model.config) is not None:
             counts.because("the model's RoPE is not captured: its frequencies go by a position that the host reads")
             device = None
@@ -121,7 +121,9 @@ class DecodeSteps:
         if self._device is None:
             return decode_step(self.model, token, positions, self.cache)
         stacks = self._stacks()
-        self._captured = {kind: one for kind, one in self._captured.items() if one.step.is_current(stacks)}
+        self._captured = {
+            kind: captured for kind, captured in self._captured.items() if captured.step.is_current(stacks)
+        }
         captured = None if stacks is None else self._captured.get(evicting(stacks))
         if captured is None and stacks is not None and self._is_settled(stacks):
             return self._capture(self._device, stacks, token, positions)
@@ -139,8 +141,8 @@ class DecodeSteps:
     def _stacks(self) -> list[list[Any]] | None:
         """Per layer, the stacks that take the next step; None where a layer takes another step."""
         held: list[Any] = [*self.cache.layer_states]
-        each = [state.decode_stacks for state in held]
-        return None if any(one is None for one in each) else each
+        stacks = [state.decode_stacks for state in held]
+        return None if any(stack is None for stack in stacks) else stacks
 
     def _is_settled(self, stacks: list[list[Any]]) -> bool:
         """Whether the last step was taken by the same stacks with the same buffers as the next one will be."""
@@ -150,8 +152,8 @@ class DecodeSteps:
 
     def _capture(self, device: GraphDevice, stacks: list[list[Any]], token: Tensor, positions: Tensor) -> Tensor:
         """Compute a step, and capture it for the next ones."""
-        layers: list[list[Any]] = [[*one.layer_states] for one in _caches(self.cache)]
-        if len({stack.keys.device for each in stacks for stack in each}) > 1:
+        layers: list[list[Any]] = [[*member.layer_states] for member in _caches(self.cache)]
+        if len({stack.keys.device for layer in stacks for stack in layer}) > 1:
             self._device = None
             self.counts.because("the layers are on several devices")
             return decode_step(self.model, token, positions, self.cache)
@@ -184,7 +186,7 @@ class _CapturedStep:
         """Compute the step, then capture it: its logits [R, V], and why the capture failed, if it did."""
         self.step.begin()
         output, failure = device.warm_up(self._eager), None
-        flags = [one.logits_nan_flag for one in _caches(self.cache)]
+        flags = [member.logits_nan_flag for member in _caches(self.cache)]
         self.step.rewind()
         try:
             self._output, self._replay = device.capture(self._eager)
@@ -192,8 +194,8 @@ class _CapturedStep:
             failure = str(error).strip().partition("\n")[0] or type(error).__name__
             self.step.rewind()
             self.step.count()
-        for one, flag in zip(_caches(self.cache), flags, strict=True):
-            one.logits_nan_flag = flag  # the captured one is of no step
+        for member, flag in zip(_caches(self.cache), flags, strict=True):
+            member.logits_nan_flag = flag  # the captured one is of no step
         self.step.release()
         return output, failure
 

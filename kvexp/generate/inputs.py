@@ -77,22 +77,22 @@ def real_prompts(
         raise ConfigError(
             f"a prompt must be a text, a list of messages or token ids, or a batch of these, got {prompts!r}"
         )
-    for row in prompts:
-        if not isinstance(row, list | tuple) or not all(type(token) is int for token in row):
-            raise ConfigError(f"token ids must be whole numbers, a list of them for each prompt, got {row!r:.80}")
+    for prompt in prompts:
+        if not isinstance(prompt, list | tuple) or not all(type(token) is int for token in prompt):
+            raise ConfigError(f"token ids must be whole numbers, a list of them for each prompt, got {prompt!r:.80}")
     check_prompts(model, prompts)
     if attention_mask is None:
         _check_unpadded(model, prompts, tokenizer)
-        return [list(row) for row in prompts]
+        return [list(prompt) for prompt in prompts]
     masks = _as_lists(attention_mask)
     masks = [masks] if masks and isinstance(masks[0], int | float) else masks  # of one prompt given by itself
-    shapes = [len(row) for row in prompts], [len(row) if isinstance(row, Sequence) else 0 for row in masks]
+    shapes = [len(prompt) for prompt in prompts], [len(mask) if isinstance(mask, Sequence) else 0 for mask in masks]
     if shapes[0] != shapes[1]:
         raise ConfigError(
             f"attention_mask must have a 1 or 0 for every token of the prompts: they have {shapes[0]} tokens, it has "
             f"{shapes[1]}"
         )
-    if wrong := {int(each) for row in masks for each in row} - {0, 1}:
+    if wrong := {int(flag) for mask in masks for flag in mask} - {0, 1}:
         raise ConfigError(f"attention_mask must hold 1 for tokens and 0 for padding, got {min(wrong)}")
     return [[token for token, real in zip(*pair, strict=True) if real] for pair in zip(prompts, masks, strict=True)]
 
@@ -142,11 +142,11 @@ def _check_unpadded(
     ends = {getattr(tokenizer, "eos_token_id", None), *eos_ids(model, "model")}
     begins = {getattr(tokenizer, "bos_token_id", None), model.config.bos_token_id} - ends
     text_ids = begins | ends
-    own = {getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id} - {None}
-    one_width = len(prompts) > 1 and len({len(row) for row in prompts}) == 1
-    for pad in own or text_ids - {None}:
-        for side, rows in (("left", prompts), ("right", [row[::-1] for row in prompts])):
-            runs = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
+    pad_ids = {getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id} - {None}
+    one_width = len(prompts) > 1 and len({len(prompt) for prompt in prompts}) == 1
+    for pad in pad_ids or text_ids - {None}:
+        for side, rows in (("left", prompts), ("right", [prompt[::-1] for prompt in prompts])):
+            runs = [next((n for n, token in enumerate(prompt) if token != pad), len(prompt)) for prompt in rows]
             usual = min(int(pad in text_ids), *runs) if one_width and pad not in begins else int(pad in text_ids)
             for row, run in enumerate(runs):
                 if run > usual and len(rows[row]) > 1:
@@ -168,7 +168,7 @@ def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: st
     """
     size = model.get_input_embeddings().num_embeddings
     for row, ids in enumerate(rows):
-        wrong = [t for t in ids if not 0 <= int(t) < size]
+        wrong = [token for token in ids if not 0 <= int(token) < size]
         if wrong:
             raise ConfigError(f"{what}row {row} holds token id {wrong[0]}, the model knows 0 to {size - 1}")
 
@@ -245,35 +245,35 @@ def check_rows(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: in
         moving.check_prompts([len(prompt) for prompt in prompts], new, chunk=chunk)
 
 
-def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: bool) -> None:
-    """ConfigError where `prompt` columns and `new` tokens are more than the model holds, unless beyond_context."""
+def check_length(model: PreTrainedModel, length: int, new: int, beyond_context: bool) -> None:
+    """ConfigError where `length` columns and `new` tokens are more than the model holds, unless beyond_context."""
     # The last new token is never fed back, so it needs no position.
     holds = max_positions(model.config)
-    if not beyond_context and prompt + new - 1 > holds:
+    if not beyond_context and length + new - 1 > holds:
         raise ConfigError(
-            f"the prompt has {prompt} tokens and max_new_tokens={new}, the model holds {holds}: shorten the prompt, "
+            f"the prompt has {length} tokens and max_new_tokens={new}, the model holds {holds}: shorten the prompt, "
             "lower max_new_tokens, or say beyond_context=True (not for learned positions)"
         )
 
 
 def rows_that_fit(
-    model: PreTrainedModel, prompts: Sequence[int], new: Sequence[int], beyond_context: bool
+    model: PreTrainedModel, lengths: Sequence[int], new: Sequence[int], beyond_context: bool
 ) -> list[int]:
-    """How many rows, one group behind the other, the model holds together; prompts, new: tokens of each row.
+    """How many rows, one group behind the other, the model holds together; lengths, new: tokens of each row.
 
     All rows of a batch are fed as many tokens as the one with most to come, the longest prompt's row too. ConfigError
     where a row is more than the model holds by itself.
     """
     groups: list[int] = []
-    most_prompt = most_new = 0
-    for length, count in zip(prompts, new, strict=True):
+    most_length = most_new = 0
+    for length, count in zip(lengths, new, strict=True):
         check_length(model, length, count, beyond_context)
-        most_prompt, most_new = max(most_prompt, length), max(most_new, count)
-        if groups and (beyond_context or most_prompt + most_new - 1 <= max_positions(model.config)):
+        most_length, most_new = max(most_length, length), max(most_new, count)
+        if groups and (beyond_context or most_length + most_new - 1 <= max_positions(model.config)):
             groups[-1] += 1
         else:
             groups.append(1)
-            most_prompt, most_new = length, count
+            most_length, most_new = length, count
     return groups
 
 
@@ -282,12 +282,12 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[T
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
-    width = max(len(p) for p in prompts)
-    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+    columns = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), columns), pad, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), columns, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.as_tensor(list(prompt))
-        mask[row, width - len(prompt) :] = 1
+        ids[row, columns - len(prompt) :] = torch.as_tensor(list(prompt))
+        mask[row, columns - len(prompt) :] = 1
     return ids.to(device), mask.to(device)
 
 
@@ -302,8 +302,8 @@ def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 def eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> list[int]:
     """The ids of end tokens: `eos` as a list, or the model's own for "model"."""
     if isinstance(eos, str):  # "model": GenerationParams lets no other word pass
-        own: Any = getattr(model.generation_config, "eos_token_id", None)
-        eos = own if own is not None else getattr(model.config, "eos_token_id", None)
+        model_eos: Any = getattr(model.generation_config, "eos_token_id", None)
+        eos = model_eos if model_eos is not None else getattr(model.config, "eos_token_id", None)
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
@@ -410,7 +410,7 @@ REFUSED: tuple[Rule[GenerationParams], ...] = (
 )
 # `GenerationParams` under the names that transformers gives them.
 OWN_NAMES = {"do_sample": "sample", "eos_token_id": "eos", "prefill_chunk_size": "prefill_chunk"}
-_OURS = {each.name for each in fields(GenerationParams)} - {*OWN_NAMES.values(), "thinking"}
+_OURS = {field.name for field in fields(GenerationParams)} - {*OWN_NAMES.values(), "thinking"}
 GENERATION_NAMES = (*OWN_NAMES, *sorted(_OURS))
 
 
@@ -456,8 +456,8 @@ def check_generation_config(config: GenerationConfig) -> None:
 
 def stop_strings_of(model: PreTrainedModel, decoding: GenerationParams) -> tuple[str, ...]:
     """The stop strings of these parameters, or else of the model's own generation configuration."""
-    own = getattr(model.generation_config, "stop_strings", None) or ()
-    return decoding.stop_strings or ((own,) if isinstance(own, str) else tuple(own))
+    model_stops = getattr(model.generation_config, "stop_strings", None) or ()
+    return decoding.stop_strings or ((model_stops,) if isinstance(model_stops, str) else tuple(model_stops))
 
 
 class RowProcessors(LogitsProcessor):  # type: ignore[misc]
@@ -478,36 +478,36 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]
 
         eos: ids of end tokens. ConfigError for what kvexp does not offer, and for values that transformers refuses.
         """
-        own = copy.deepcopy(model.generation_config)
-        check_generation_config(own)
-        if not set_fields(own, MODEL_PROCESSORS):
+        settings = copy.deepcopy(model.generation_config)
+        check_generation_config(settings)
+        if not set_fields(settings, MODEL_PROCESSORS):
             return None
-        own.do_sample, own.num_beams, own.remove_invalid_values = False, decoding.num_beams, False
-        own.min_new_tokens = decoding.min_new_tokens or own.min_new_tokens
-        own._eos_token_tensor = torch.tensor(eos, device=ids.device) if eos else None
+        settings.do_sample, settings.num_beams, settings.remove_invalid_values = False, decoding.num_beams, False
+        settings.min_new_tokens = decoding.min_new_tokens or settings.min_new_tokens
+        settings._eos_token_tensor = torch.tensor(eos, device=ids.device) if eos else None
         if not eos:
-            own.exponential_decay_length_penalty = None
+            settings.exponential_decay_length_penalty = None
         padding = (mask == 0).sum(1).tolist()
         lists = []
         for row, pads in zip(ids, padding, strict=True):
             prompt = row[None, pads:]
-            one, length = copy.copy(own), prompt.shape[1]
-            one.max_length = length + decoding.max_new_tokens
-            if own.min_new_tokens:
-                one.min_length = length + own.min_new_tokens
+            row_settings, length = copy.copy(settings), prompt.shape[1]
+            row_settings.max_length = length + decoding.max_new_tokens
+            if settings.min_new_tokens:
+                row_settings.min_length = length + settings.min_new_tokens
             try:
-                made = model._get_logits_processor(
-                    one, input_ids_seq_length=length, encoder_input_ids=prompt, device=ids.device
+                processors = model._get_logits_processor(
+                    row_settings, input_ids_seq_length=length, encoder_input_ids=prompt, device=ids.device
                 )
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"the model's generation_config.json cannot be followed: {error}") from error
-            lists.append(made)
+            lists.append(processors)
         return cls(lists, padding)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        each = len(scores) // len(self.lists)  # 1, or the number of beams
+        beams = len(scores) // len(self.lists)  # 1, or the number of beams
         rows = [
-            self.lists[row // each](input_ids[row : row + 1, self.padding[row // each] :], scores[row : row + 1])
+            self.lists[row // beams](input_ids[row : row + 1, self.padding[row // beams] :], scores[row : row + 1])
             for row in range(len(scores))
         ]
         return torch.cat(rows)
@@ -599,7 +599,7 @@ def truncate_at_end(
     columns: of the prompt; eos: ids of end tokens.
     """
     ends = set(eos)
-    tokens, made = [], []
+    tokens, endings = [], []
     for new in ids[:, columns:].tolist():
         ending = Ending("length")
         for count, token in enumerate(new, 1):
@@ -611,8 +611,8 @@ def truncate_at_end(
                 new = new[:count]
                 break
         tokens.append(new)
-        made.append(ending)
-    return tokens, made
+        endings.append(ending)
+    return tokens, endings
 
 
 @dataclass(frozen=True)
@@ -665,10 +665,10 @@ def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = No
     are replaced by the batch's at its end.
     """
     rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
-    made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
+    stats = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
     held, peak = _bytes(cache, rows)
     now = {"kv_bytes": held, "peak_kv_bytes": peak, "kv_bytes_at_16": _at_16(cache, rows), **_ledger(cache, rows)}
-    return [replace(one, **now) for one in made]
+    return [replace(receipt, **now) for receipt in stats]
 
 
 def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
@@ -717,9 +717,9 @@ def _ledger(cache: EvictionCache, rows: int) -> dict[str, Any]:
 
 def _at_16(cache: EvictionCache, rows: int) -> int | None:
     """A sample's share, of `rows`, of the layers' bytes_at_16, windows and states; None where a layer has none."""
-    each = [state.bytes_at_16 for state in cache.layer_states]
-    known = [held for held in each if held is not None]
-    return (sum(known) + cache.other_bytes_at_16) // rows if len(known) == len(each) else None
+    sizes = [state.bytes_at_16 for state in cache.layer_states]
+    known = [held for held in sizes if held is not None]
+    return (sum(known) + cache.other_bytes_at_16) // rows if len(known) == len(sizes) else None
 
 
 @dataclass
@@ -803,11 +803,11 @@ def check_finite(cache: EvictionCache) -> None:
         raise NotFinite("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
 
 
-def check_seq_length(cache: EvictionCache, prompt: int, steps: int) -> None:
-    """CacheError where the cache has not seen the prompt's `prompt` columns and `steps` new tokens but the last."""
+def check_seq_length(cache: EvictionCache, columns: int, steps: int) -> None:
+    """CacheError where the cache has not seen the prompt's `columns` and `steps` new tokens but the last."""
     seen = cache.get_seq_length()
-    if seen != prompt + steps - 1:
+    if seen != columns + steps - 1:
         raise CacheError(
-            f"the cache has seen {seen} columns, {prompt + steps - 1} were expected: this version of transformers "
+            f"the cache has seen {seen} columns, {columns + steps - 1} were expected: this version of transformers "
             "feeds the model differently, no number of this run can be trusted"
         )

@@ -48,7 +48,7 @@ class KL:
 
     def mean(self, skip: int = 0) -> dict[str, Any]:
         """Nats per token (kl) and share of equal top tokens (top1) behind the first `skip`; None without any."""
-        kl, same = [max(0.0, each) for each in self.kl[skip:]], self.same_top1[skip:]
+        kl, same = [max(0.0, nats) for nats in self.kl[skip:]], self.same_top1[skip:]
         if not kl:
             return {"kl": None, "top1": None, "kl_tokens": 0}
         return {"kl": sum(kl) / len(kl), "top1": sum(same) / len(same), "kl_tokens": len(kl)}
@@ -137,7 +137,7 @@ class Forcing:
         def row_of(place: int, row: int) -> KL:
             text = list(texts[row])
             kl, full_logprob, logprob, same = columns[: len(text), :, place * self.size + row].T.tolist()
-            return KL(text, kl, full_logprob, logprob, [each > 0.5 for each in same])
+            return KL(text, kl, full_logprob, logprob, [agrees > 0.5 for agrees in same])
 
         return [[row_of(place, row) for row in range(self.size)] for place in range(len(self.variants))]
 
@@ -150,13 +150,13 @@ class Forcing:
         sizes = rows_that_fit(model, full.lengths, [len(text) for text in texts], unbounded)
         if len(sizes) == 1:
             return [self]
-        made, start = [], 0
+        groups, start = [], 0
         for size in sizes:
             rows = range(start, start + size)
             variants = [variant.fork(rows) for variant in self.variants]
-            made.append(Forcing(full.fork(rows), variants, [texts[row] for row in rows]))
+            groups.append(Forcing(full.fork(rows), variants, [texts[row] for row in rows]))
             start += size
-        return made
+        return groups
 
     def check(self, model: PreTrainedModel, max_new_tokens: int | None) -> None:
         """ConfigError for contexts that are not of the same prompts, beams, and texts that cannot be fed."""
@@ -165,8 +165,8 @@ class Forcing:
             raise ConfigError("divergence compares variants with the full cache: got no variant")
         method = full.cache.config.method
         if method.evicts or full.cache.config.quantization is not None:
-            what = method.name if method.evicts else "a quantised cache"
-            raise ConfigError(f"divergence is measured from the full cache, got a context of {what}")
+            kind = method.name if method.evicts else "a quantised cache"
+            raise ConfigError(f"divergence is measured from the full cache, got a context of {kind}")
         for context in self.contexts:
             if context.cache.sequence.num_beams != 1:
                 raise ConfigError("divergence is not defined for beams: prefill with num_beams=1")
@@ -221,11 +221,11 @@ def divergence_of_batches(
     for batch in batches:
         batch.check(model, max_new_tokens)
     fitting = [batch.fitting(model) for batch in batches]
-    if any(len(some) > 1 for some in fitting):
-        all_parts = [part for some in fitting for part in some]
-        found = iter(divergence_of_batches(model, all_parts, max_new_tokens=max_new_tokens, eos=eos))
-        each = [list(zip(*(next(found) for _ in some), strict=True)) for some in fitting]
-        return [[[row for rows in groups for row in rows] for groups in variants] for variants in each]
+    if any(len(groups) > 1 for groups in fitting):
+        all_parts = [group for groups in fitting for group in groups]
+        divergences = iter(divergence_of_batches(model, all_parts, max_new_tokens=max_new_tokens, eos=eos))
+        by_batch = [list(zip(*(next(divergences) for _ in groups), strict=True)) for groups in fitting]
+        return [[[row for rows in groups for row in rows] for groups in variants] for variants in by_batch]
     for batch in batches:
         batch.begin(max_new_tokens, eos)
     going, feeder = batches, _Feeder(model, batches)
@@ -243,7 +243,7 @@ def divergence_of_batches(
             feeder = _Feeder(model, going)
         width = feeder.width(min(batch.left for batch in going if not batch.ended))
         fed = [batch.tokens_and_positions(width) for batch in going]
-        logits = feeder.feed(*(torch.cat(each) for each in zip(*fed, strict=True)))
+        logits = feeder.feed(*(torch.cat(columns) for columns in zip(*fed, strict=True)))
         for batch, columns in zip(going, logits.split([batch.rows for batch in going]), strict=True):
             for column in range(width - 1):
                 batch.compare_next(columns[:, column])
@@ -284,11 +284,11 @@ class _Feeder:
         outputs: dict[int, Tensor] = {}
         rows = list(zip(tokens.split(self.sizes), positions.split(self.sizes), strict=True))
         for members, cache in self.parts:
-            ids, places = (torch.cat(each) for each in zip(*(rows[i] for i in members), strict=True))
+            ids, position_ids = (torch.cat(columns) for columns in zip(*(rows[i] for i in members), strict=True))
             if isinstance(cache, MultiMethodCache) and cache.by_layer:
-                logits = feed_chunk(self.model, ids, places, cache)
+                logits = feed_chunk(self.model, ids, position_ids, cache)
             else:
-                columns = zip(ids.split(1, dim=1), places.split(1, dim=1), strict=True)
+                columns = zip(ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True)
                 logits = torch.stack([decode_step(self.model, *column, cache) for column in columns], dim=1)
             outputs |= zip(members, logits.split([self.sizes[i] for i in members]), strict=True)
         return cat_rows([outputs[i] for i in range(len(rows))]) if len(self.parts) > 1 else logits
@@ -303,12 +303,12 @@ def read_questions(
     Token by token, with eviction going on, as when they are answered (`generate_from_contexts`).
     """
     first, cache = contexts[0], batched_cache(contexts)
-    asked = torch.as_tensor([list(question) for question in questions], device=first.ids.device)
+    questions_t = torch.as_tensor([list(question) for question in questions], device=first.ids.device)
     positions = (first.mask.sum(1, keepdim=True) - 1).repeat(len(contexts), 1)
-    for column in range(asked.shape[1]):
+    for column in range(questions_t.shape[1]):
         positions = positions + 1
-        logits = decode_step(model, asked[:, column : column + 1].repeat(len(contexts), 1), positions, cache)
-    ids, mask = torch.cat([first.ids, asked], dim=1), torch.cat([first.mask, torch.ones_like(asked)], dim=1)
+        logits = decode_step(model, questions_t[:, column : column + 1].repeat(len(contexts), 1), positions, cache)
+    ids, mask = torch.cat([first.ids, questions_t], dim=1), torch.cat([first.mask, torch.ones_like(questions_t)], dim=1)
     for context, last in zip(contexts, logits.split(len(first.ids)), strict=True):
         context.ids, context.mask, context.logits = ids, mask, last
 
@@ -336,7 +336,7 @@ def compare(full: Tensor, logits: Tensor, token: Tensor) -> Tensor:
     for first in range(0, many, step):
         block = logits[first * size : (first + step) * size].float().log_softmax(-1).view(-1, *reference.shape)
         kl = (weights * (reference - block)).sum(-1)
-        own = block.gather(2, token[None, :, None].expand(len(block), -1, 1))[:, :, 0]
+        logprob = block.gather(2, token[None, :, None].expand(len(block), -1, 1))[:, :, 0]
         same = (block.argmax(-1) == best).to(kl.dtype)
-        parts.append(torch.stack([kl, chosen.expand_as(kl), own, same]).flatten(1))
+        parts.append(torch.stack([kl, chosen.expand_as(kl), logprob, same]).flatten(1))
     return torch.cat(parts, dim=1)

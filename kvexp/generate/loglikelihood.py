@@ -44,7 +44,7 @@ def continuation_logprobs(
     prompts = real_prompts(model, prompts, attention_mask, tokenizer)
     lengths = _lengths(model, len(prompts), continuations, questions)
     length = _schedule(config, max_new_tokens, lengths)
-    rows_that_fit(model, [len(p) for p in prompts], lengths, config.beyond_context)
+    rows_that_fit(model, [len(prompt) for prompt in prompts], lengths, config.beyond_context)
     context = prefill(model, prompts, config, max_new_tokens=length, seeds=seeds, tokenizer=tokenizer)
     return score_continuations(model, context, continuations, questions, max_new_tokens=length)
 
@@ -92,21 +92,23 @@ def score_tokens(
     length = _schedule(cache.config, max_new_tokens, lengths)
     groups = rows_that_fit(model, context.lengths, lengths, cache.sequence.max_positions is None)
     if len(groups) > 1:
-        made: list[list[Token]] = []
+        scored: list[list[Token]] = []
         for size in groups:
-            part = slice(len(made), len(made) + size)
-            fork = context.fork(range(len(lengths))[part])
-            some = None if questions is None else questions[part]
-            made += score_tokens(model, fork, continuations[part], some, max_new_tokens=length, one_forward=one_forward)
-        return made
+            group = slice(len(scored), len(scored) + size)
+            fork = context.fork(range(len(lengths))[group])
+            some_questions = None if questions is None else questions[group]
+            scored += score_tokens(
+                model, fork, continuations[group], some_questions, max_new_tokens=length, one_forward=one_forward
+            )
+        return scored
     context.set_max_new_tokens(length)
     fed = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     for row, (question, continuation) in enumerate(zip(before, continuations, strict=True)):
         fed[row, : lengths[row]] = torch.as_tensor([*question, *continuation])
     fed = fed.to(context.ids.device)
     if one_forward and not cache.config.only_grows:
-        what = "quantises" if cache.config.quantization is not None else "evicts"
-        raise ConfigError(f"method {cache.config.method.name} {what} while decoding: feed it one token at a time")
+        verb = "quantises" if cache.config.quantization is not None else "evicts"
+        raise ConfigError(f"method {cache.config.method.name} {verb} while decoding: feed it one token at a time")
     if one_forward and (moving := MovingRope.of(model.config)) is not None:
         raise ConfigError(f"{moving.why}: feed the continuation one token at a time")
     width = fed.shape[1] - 1 if one_forward else 1
@@ -118,7 +120,7 @@ def score_tokens(
         if step.shape[1]:
             tokens.append(score_step(forward_logits(model, step, mask, cache, keep=step.shape[1]), following))
     check_finite(cache)
-    rows = [[Token(*pair) for part in parts for pair in part] for parts in zip(*tokens, strict=True)]
+    rows = [[Token(*pair) for pairs in parts for pair in pairs] for parts in zip(*tokens, strict=True)]
     return [row[len(question) : length] for row, question, length in zip(rows, before, lengths, strict=True)]
 
 
@@ -139,28 +141,28 @@ def _lengths(
     """Tokens of question and continuation per row; ConfigError for what cannot be fed."""
     if rows != len(continuations) or not rows:
         raise ConfigError(f"got {rows} prompts and {len(continuations)} continuations: give one for each")
-    if min(len(c) for c in continuations) == 0:
+    if min(len(continuation) for continuation in continuations) == 0:
         raise ConfigError("a continuation is empty: every continuation needs at least one token")
     check_tokens(model, continuations, "the continuation of ")
     if questions is None:
-        return [len(c) for c in continuations]
-    asked = question_lengths(model, rows, questions)
-    return [length + len(c) for length, c in zip(asked, continuations, strict=True)]
+        return [len(continuation) for continuation in continuations]
+    question_sizes = question_lengths(model, rows, questions)
+    return [length + len(continuation) for length, continuation in zip(question_sizes, continuations, strict=True)]
 
 
-def _schedule(config: CacheConfig, asked: int | None, lengths: list[int]) -> int:
-    """The max_new_tokens by which tau schedules and budget.of=sequence go: `asked`, or the longest row's length.
+def _schedule(config: CacheConfig, max_new_tokens: int | None, lengths: list[int]) -> int:
+    """The max_new_tokens by which tau schedules and budget.of=sequence go: as given, or the longest row's length.
 
     ConfigError where rows differ in length and the schedule depends on it: it would depend on the other rows of the
     batch.
     """
     spec, budget = config.method.score_spec, config.budget
     matters = (spec is not None and spec.tau[0] != spec.tau[1]) or (budget is not None and budget.counts_ahead)
-    if asked is None and matters and len(set(lengths)) > 1:
+    if max_new_tokens is None and matters and len(set(lengths)) > 1:
         raise ConfigError(
             f"continuations of {min(lengths)} to {max(lengths)} tokens: a tau schedule or a budget of tokens to come "
             "needs max_new_tokens, else a row would depend on its neighbours"
         )
-    if asked is not None and asked < max(lengths):
-        raise ConfigError(f"max_new_tokens={asked}, but a continuation has {max(lengths)} tokens")
-    return asked or max(lengths)
+    if max_new_tokens is not None and max_new_tokens < max(lengths):
+        raise ConfigError(f"max_new_tokens={max_new_tokens}, but a continuation has {max(lengths)} tokens")
+    return max_new_tokens or max(lengths)

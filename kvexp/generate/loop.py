@@ -97,52 +97,52 @@ def decode_batches(
     batches, seeds: the contexts and the seeds of each batch of prompts. Returns one list of Generations per batch.
     """
     eos, pad = eos_ids(model, decoding.eos), pad_id(model, tokenizer)
-    stops, parts = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking), []
-    for contexts, some in zip(batches, seeds, strict=True):
-        own = RowProcessors.of(model, decoding, contexts[0].ids, contexts[0].mask, eos)
-        parts.append(_Part(contexts, decoding, some, eos, pad, stops, own))
-    note = _decode_loop(model, parts, decoding.max_new_tokens, keep_logits)
-    return [part.generations(start, note) for part in parts]
+    stops, prepared = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking), []
+    for contexts, row_seeds in zip(batches, seeds, strict=True):
+        processors = RowProcessors.of(model, decoding, contexts[0].ids, contexts[0].mask, eos)
+        prepared.append(_Batch(contexts, decoding, row_seeds, eos, pad, stops, processors))
+    note = _decode_loop(model, prepared, decoding.max_new_tokens, keep_logits)
+    return [batch.generations(start, note) for batch in prepared]
 
 
-def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int, keep_logits: bool) -> str | None:
+def _decode_loop(model: PreTrainedModel, batches: list[_Batch], max_new_tokens: int, keep_logits: bool) -> str | None:
     """Up to max_new_tokens tokens per row, of which the last is not fed; returns `Generation.cuda_graph`."""
-    going, counts = parts, GraphCounts()
-    cache = batched_cache([context for part in parts for context in part.contexts])
+    going, counts = batches, GraphCounts()
+    cache = batched_cache([context for batch in batches for context in batch.contexts])
     steps = DecodeSteps(model, cache, counts)
-    answers = sum(len(part.ids) for part in parts)
+    answers = sum(len(batch.ids) for batch in batches)
     for left in reversed(range(max_new_tokens)):
         # 1. Choose the next token of every row.
-        tokens = [part.next_token(keep_logits) for part in going]
+        tokens = [batch.next_token(keep_logits) for batch in going]
         # 2. See which rows have ended. This waits for the device, so that the time is true.
-        done = [part.done.view(-1, part.size).tolist() for part in going]
+        done = [batch.done.view(-1, batch.size).tolist() for batch in going]
         now = time.perf_counter()
-        for part, ended in zip(going, done, strict=True):
-            part.record(ended, now, last=left == 0)
+        for batch, ended in zip(going, done, strict=True):
+            batch.record(ended, now, last=left == 0)
         worked(ANSWERS, answers / max_new_tokens)
-        if left == 0 or not any(part.num_going for part in going):
+        if left == 0 or not any(batch.num_going for batch in going):
             worked(ANSWERS, answers * left / max_new_tokens)  # the steps that no row needed
             break
         # 3. Leave out the contexts all of whose rows have ended, once they are many; the others go on.
-        ended_share = 1 - sum(part.num_going for part in going) / sum(len(part.outputs) for part in going)
-        if ended_share >= MIN_ENDED_SHARE or (ended_share and len(parts) == 1):
-            pairs = [(part, token) for part, token in zip(going, tokens, strict=True) if part.num_going]
-            going, tokens = [part for part, _ in pairs], [part.drop_ended(token) for part, token in pairs]
-            cache = batched_cache([context for part in going for context in part.contexts])
+        ended_share = 1 - sum(batch.num_going for batch in going) / sum(len(batch.outputs) for batch in going)
+        if ended_share >= MIN_ENDED_SHARE or (ended_share and len(batches) == 1):
+            pairs = [(batch, token) for batch, token in zip(going, tokens, strict=True) if batch.num_going]
+            going, tokens = [batch for batch, _ in pairs], [batch.drop_ended(token) for batch, token in pairs]
+            cache = batched_cache([context for batch in going for context in batch.contexts])
             steps = DecodeSteps(model, cache, counts)
-        for part in going:
-            part.copy_ended()
+        for batch in going:
+            batch.copy_ended()
         # 4. Feed the tokens.
-        logits = steps(cat_rows(tokens), cat_rows([part.positions for part in going]))
-        for part, own in zip(going, logits.split([len(token) for token in tokens]), strict=True):
-            part.logits = own
+        logits = steps(cat_rows(tokens), cat_rows([batch.positions for batch in going]))
+        for batch, batch_logits in zip(going, logits.split([len(token) for token in tokens]), strict=True):
+            batch.logits = batch_logits
     return counts.note
 
 
-class _Part:
+class _Batch:
     """The rows R of one batch of prompts while they decode: `size` rows of each context, one context after the other.
 
-    eos: ids of end tokens; pad: id of padding; own: the model's own logits processors, one list per prompt.
+    eos: ids of end tokens; pad: id of padding; processors: the model's own logits processors, one list per prompt.
     ids [R, columns]: all tokens read and written; positions [R, 1]: of the last one; logits [R, V]: of the next one;
     seeds: of sampling, by row; done [R] bool: the rows that have ended, at an end token or a stop string. outputs: of
     the contexts that are still fed; all_outputs: of all, in the order of the contexts.
@@ -156,7 +156,7 @@ class _Part:
         eos: list[int],
         pad: int,
         stops: StopStrings,
-        own: RowProcessors | None,
+        processors: RowProcessors | None,
     ) -> None:
         self.decoding, self.eos, self.pad, self.stops = decoding, eos, pad, stops
         first, many = contexts[0], len(contexts)
@@ -167,8 +167,8 @@ class _Part:
         self.seeds = seeds * many
         self.done = torch.zeros(len(self.ids), dtype=torch.bool, device=device)
         self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device)
-        self.own = own and own.keep(list(range(self.size)) * many)
-        self.logits_processors = logits_processors(decoding, self.seeds, self.columns, eos, device, self.own)
+        self.processors = processors and processors.keep(list(range(self.size)) * many)
+        self.logits_processors = logits_processors(decoding, self.seeds, self.columns, eos, device, self.processors)
         self.outputs = self.all_outputs = [_Output(context) for context in contexts]
 
     @property
@@ -213,9 +213,9 @@ class _Part:
         self.outputs = [output for output in self.outputs if not output.ended]
         self.ids, self.positions, self.done = self.ids[rows], self.positions[rows], self.done[rows]
         self.seeds = [self.seeds[row] for row in rows.tolist()]
-        self.own = self.own and self.own.keep(rows.tolist())
+        self.processors = self.processors and self.processors.keep(rows.tolist())
         self.logits_processors = logits_processors(
-            self.decoding, self.seeds, self.columns, self.eos, self.ids.device, self.own
+            self.decoding, self.seeds, self.columns, self.eos, self.ids.device, self.processors
         )
         return token[rows]
 
@@ -230,12 +230,12 @@ class _Part:
 
     def generations(self, start: float, cuda_graph: str | None) -> list[Generation]:
         """One Generation per context; start: the `time.perf_counter()` from which its times count; cuda_graph: its."""
-        made = []
+        generations = []
         for output in self.all_outputs:
             check_seq_length(output.cache, self.columns, len(output.token_times))
             check_finite(output.cache)
             tokens, ends = truncate_at_end(output.ids, self.columns, self.eos, self.stops)
-            made.append(
+            generations.append(
                 Generation(
                     tokens=tokens,
                     endings=ends,
@@ -248,7 +248,7 @@ class _Part:
                     cuda_graph=cuda_graph,
                 )
             )
-        return made
+        return generations
 
 
 class _Output:
@@ -323,9 +323,9 @@ def beam_search(
     eos = eos_ids(model, decoding.eos)
     stops = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking)
     watch = _TokenWatch(stops, ids.shape[1])
-    own = RowProcessors.of(model, decoding, ids, mask, eos)
+    processors = RowProcessors.of(model, decoding, ids, mask, eos)
     # Without the model's own generation defaults, such as a temperature, which would change a result without being
-    # asked for; its logits processors are `own`.
+    # asked for; its logits processors are passed on.
     plain = copy.copy(model)
     plain.generation_config = GenerationConfig()
     output: Any = plain.generate(
@@ -338,8 +338,8 @@ def beam_search(
         early_stopping=decoding.early_stopping,
         length_penalty=decoding.length_penalty,
         max_new_tokens=decoding.max_new_tokens,
-        min_new_tokens=(decoding.min_new_tokens or None) if own is None else None,
-        logits_processor=None if own is None else LogitsProcessorList([own]),
+        min_new_tokens=(decoding.min_new_tokens or None) if processors is None else None,
+        logits_processor=None if processors is None else LogitsProcessorList([processors]),
         eos_token_id=eos or None,
         pad_token_id=pad_id(model, tokenizer),
         prefill_chunk_size=decoding.prefill_chunk,
@@ -420,7 +420,7 @@ def generate(
     new = decoding.max_new_tokens
     if questions is not None:
         new += equal_length(question_lengths(model, len(prompts), questions))
-    check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
+    check_length(model, max(len(prompt) for prompt in prompts), new, config.beyond_context)
     start = time.perf_counter()
     if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
         check_bounded(config, prompts, decoding.num_beams, decoding.prefill_chunk)
@@ -491,10 +491,10 @@ def generate_from_contexts(
         check_length(model, max(context.lengths), new, context.cache.sequence.max_positions is None)
         context.set_max_new_tokens(new)
     start = time.perf_counter() - first.seconds
-    asked = torch.as_tensor([list(q) for q in questions]).to(first.ids.device)
-    before, ids = first.ids.shape[1], torch.cat([first.ids, asked], dim=1)
-    mask = torch.cat([first.mask, torch.ones_like(asked)], dim=1)
-    steps = asked.repeat_interleave(beams, 0).repeat(len(contexts), 1)
+    questions_t = torch.as_tensor([list(question) for question in questions]).to(first.ids.device)
+    before, ids = first.ids.shape[1], torch.cat([first.ids, questions_t], dim=1)
+    mask = torch.cat([first.mask, torch.ones_like(questions_t)], dim=1)
+    steps = questions_t.repeat_interleave(beams, 0).repeat(len(contexts), 1)
     seen = mask.repeat_interleave(beams, 0).repeat(len(contexts), 1)
     cache, logits = batched_cache(contexts), first.logits
     for j in range(length - 1 if beams > 1 else length):  # generate(), which does the beams, feeds the last one itself
@@ -512,5 +512,5 @@ def _check_decoding(
 ) -> None:
     """ConfigError for stop strings without a tokenizer, and for the model's own settings that cannot be followed."""
     StopStrings(stop_strings_of(model, decoding), tokenizer)
-    one = torch.zeros(1, 1, dtype=torch.int64)
-    RowProcessors.of(model, decoding, one, one + 1, eos_ids(model, decoding.eos))
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    RowProcessors.of(model, decoding, ids, ids + 1, eos_ids(model, decoding.eos))

@@ -112,10 +112,10 @@ def gguf_name(known: str) -> str:
     if stem.startswith(f"{LAYERS}."):
         number, _, stem = stem.removeprefix(f"{LAYERS}.").partition(".")
         place = f"blk.{number}."
-    found = [theirs for theirs, ours in LLAMA.items() if ours == stem]
-    if not found:
+    names = [theirs for theirs, ours in LLAMA.items() if ours == stem]
+    if not names:
         raise ConfigError(f"engine=openvino has no place for the weight {known}: take another model")
-    return f"{place}{found[0]}.{kind}"
+    return f"{place}{names[0]}.{kind}"
 
 
 def _neighbouring(weight: Tensor, heads: int) -> Tensor:
@@ -232,23 +232,23 @@ class Engine:
     def answer(self, ids: Sequence[int], new: int, ends: Collection[int] = (), least: int = 0) -> EngineAnswer:
         """Decode greedily up to `new` tokens, or an end token after `least` of them."""
         engine, tensor = genai(), import_module("openvino").Tensor
-        asked = engine.GenerationConfig()
-        asked.max_new_tokens, asked.min_new_tokens, asked.logprobs = new, least, 1
-        asked.do_sample, asked.ignore_eos = False, not ends
-        asked.stop_token_ids = set(ends)
+        settings = engine.GenerationConfig()
+        settings.max_new_tokens, settings.min_new_tokens, settings.logprobs = new, least, 1
+        settings.do_sample, settings.ignore_eos = False, not ends
+        settings.stop_token_ids = set(ends)
         self.count += 1
         start, first, used = time.perf_counter(), None, list[int]()
-        handle = self.pipeline.add_request(self.count, tensor(np.array([ids], dtype=np.int64)), asked)
+        handle = self.pipeline.add_request(self.count, tensor(np.array([ids], dtype=np.int64)), settings)
         while self.pipeline.has_non_finished_requests():
             self.pipeline.step()
             first = first or time.perf_counter()
             used.append(round(self.pipeline.get_metrics().cache_usage * self.blocks / 100))
         end = time.perf_counter()
-        (made,) = handle.read_all()
+        (output,) = handle.read_all()
         held = used[:-1] or used
         return EngineAnswer(
-            [int(each) for each in made.generated_ids],
-            [float(each) for each in made.generated_log_probs],
+            [int(token) for token in output.generated_ids],
+            [float(logprob) for logprob in output.generated_log_probs],
             (first or end) - start,
             end - (first or end),
             max(used),

@@ -115,11 +115,11 @@ def prefill(
         prepare(cache)
     # 3. Feed the prompts, `chunk` columns at a time. The cache evicts by itself when the last column has come.
     start = time.perf_counter()
-    columns, rows_mask = ids.repeat_interleave(num_beams, 0), mask.repeat_interleave(num_beams, 0)
+    beam_ids, beam_mask = ids.repeat_interleave(num_beams, 0), mask.repeat_interleave(num_beams, 0)
     end = 0
-    for part in columns.split(chunk or columns.shape[1], dim=1):
-        end += part.shape[1]
-        logits = forward_last(model, part, rows_mask[:, :end], cache)
+    for chunk_ids in beam_ids.split(chunk or beam_ids.shape[1], dim=1):
+        end += chunk_ids.shape[1]
+        logits = forward_last(model, chunk_ids, beam_mask[:, :end], cache)
     # 4. Wait for the device, so that the time is true.
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
@@ -203,7 +203,7 @@ def prefill_together(
     rest: dict[str, Any] = {"tokenizer": tokenizer, "spans": spans}
     columns, whole = ids.shape[1], [i for i, config in enumerate(configs) if config.bounded_chunk is None]
     caches = [new_cache(model, prompts, configs[i], columns, max_new_tokens, row_seeds, **rest) for i in whole]
-    made = {
+    contexts = {
         i: prefill(model, prompts, config, max_new_tokens=max_new_tokens, seeds=row_seeds, **rest)
         for i, config in enumerate(configs)
         if config.bounded_chunk is not None
@@ -215,5 +215,7 @@ def prefill_together(
             torch.cuda.synchronize(logits.device)
         seconds = time.perf_counter() - start
         worked(PROMPTS, len(ids))
-        made |= {i: PrefilledContext(cache, ids, mask, logits, seconds) for i, cache in zip(whole, caches, strict=True)}
-    return [made[i] for i in range(len(configs))]
+        contexts |= {
+            i: PrefilledContext(cache, ids, mask, logits, seconds) for i, cache in zip(whole, caches, strict=True)
+        }
+    return [contexts[i] for i in range(len(configs))]

@@ -72,8 +72,8 @@ def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     between two words to either of them, so each token is decoded together with the one before.
     """
 
-    def decoded(part: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def decoded(span: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(span), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     texts: list[str] = []
     before = shown = 0  # decoded together: from `before` on; of that, in `texts` already: up to `shown`
@@ -194,16 +194,16 @@ def section(data: dict[str, Any]) -> str:
 def _span(data: dict[str, Any], place: int, token: dict[str, Any]) -> str:
     text = escape(visible(token["text"])) or "&#8203;"
     start, question = data["prompt_tokens"], data["question_tokens"]
-    part = "" if place < start else " question" if place < start + question else " answer"
+    role = "" if place < start else " question" if place < start + question else " answer"
     if token["kept"] is None:
-        return f'<span class="later{part}" title="position {place}: not read yet">{text}</span>'
+        return f'<span class="later{role}" title="position {place}: not read yet">{text}</span>'
     kept, heads = token["kept"], data["heads"]
-    each = enumerate(zip(token["by_layer"], data["heads_by_layer"], strict=True))
-    layers = [f"layer {layer}: {count} of {of}" for layer, (count, of) in each]
+    counts = enumerate(zip(token["by_layer"], data["heads_by_layer"], strict=True))
+    layers = [f"layer {layer}: {count} of {of}" for layer, (count, of) in counts]
     title = escape("\n".join([f"position {place}: kept by {kept} of {heads} heads", *layers]))
     kind = "none" if kept == 0 else "all" if kept == heads else "some"
     shade = f' style="background:rgba(0,158,115,{0.55 * kept / heads:.2f})"' if kept else ""
-    return f'<span class="{kind}{part}"{shade} title="{title}">{text}</span>'
+    return f'<span class="{kind}{role}"{shade} title="{title}">{text}</span>'
 
 
 def mark(count: int, heads: int) -> str:
@@ -238,15 +238,15 @@ class KeptText:
     def __repr__(self) -> str:
         """Two lines each: the text, and under every token its mark."""
         every, width = sum(self.heads), 80
-        made, words, marks = [], "", ""
+        lines, words, marks = [], "", ""
         for text, counts in zip(self.texts, self.by_layer, strict=True):
             shown = "".join("\u21b5" if letter == "\n" else letter if letter.isprintable() else " " for letter in text)
             cells = sum(2 if east_asian_width(letter) in "WF" else 1 for letter in shown)
             if marks and len(marks) + cells > width:
-                made += [words, marks]
+                lines += [words, marks]
                 words, marks = "", ""
             words, marks = words + shown, marks + mark(sum(counts), every) * cells
-        return "\n".join([*made, words, marks, f"# all {every} heads, 9-1 tenths of them, . none"])
+        return "\n".join([*lines, words, marks, f"# all {every} heads, 9-1 tenths of them, . none"])
 
 
 class EvictionCache(Cache):  # type: ignore[misc]
@@ -426,21 +426,21 @@ class EvictionCache(Cache):  # type: ignore[misc]
         beams = self.sequence.num_beams
         rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
         # Slots are large: only the wanted rows are copied, or shared; everything else is copied whole.
-        apart: dict[int, Any] = {id(part): None for state in self.layer_states for part in state.heavy_buffers}
+        apart: dict[int, Any] = {id(buffer): None for state in self.layer_states for buffer in state.heavy_buffers}
         evicting = [state for state in self.layer_states if isinstance(state, EvictionLayer)]
         fixed = [
-            part
+            constant
             for state in evicting
-            for part in (state.output_factors, state.output_projection, state.calibration, state.surrogate)
+            for constant in (state.output_factors, state.output_projection, state.calibration, state.surrogate)
         ]
         first = self.layers[self.held[0]]
-        windows = [each for window in self.windows for each in window.shareable]
+        windows = [buffer for window in self.windows for buffer in window.shareable]
         for shared in (self.config, first.model_config, first.layer_input, *fixed, *windows):
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)
-        for mine, its in zip(self.layer_states, other.layer_states, strict=True):
-            its.copy_rows_from(mine, rows)  # type: ignore[arg-type]  # layers of one kind
+        for state, other_state in zip(self.layer_states, other.layer_states, strict=True):
+            other_state.copy_rows_from(state, rows)  # type: ignore[arg-type]  # layers of one kind
         if self.sequence.num_real is not None:
             other.memory_tracker.scale_peak_from(
                 self.memory_tracker, len(samples), self.sequence.num_real.shape[0] // beams
@@ -504,7 +504,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         """Whether no layer holds a NaN score, by which slots cannot be chosen. Waits for the device."""
         slots = [state.slots for state in self.layer_states if state.slots is not None]
         stats = [state.selection_stats for state in self.layer_states if isinstance(state, RetrievalLayer)]
-        if any(one is not None and one.has_nan is not None and bool(one.has_nan) for one in stats):
+        if any(noted is not None and noted.has_nan is not None and bool(noted.has_nan) for noted in stats):
             return False
         return not any(bool((s.score.isnan() & (s.positions >= 0)).any()) for s in slots)
 
@@ -606,9 +606,9 @@ class MultiLayer:
         """Hand what this layer gets [rows, Q, n] to the caches whose methods score tokens by it."""
         parts = [hidden] * len(self.states) if self.seq_len == 0 else hidden.split(self.rows)
         self._inputs = dict(enumerate(parts))
-        for state, part in zip(self.states, parts, strict=True):
+        for state, member_input in zip(self.states, parts, strict=True):
             if isinstance(state, EvictionLayer) and not state.sequence.by_token:
-                state.take_input(part)
+                state.take_input(member_input)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
@@ -627,7 +627,7 @@ class MultiLayer:
             for member in by_token:
                 self.states[member].sequence.restart_chunk()
             for j in range(query.shape[2]):
-                token = {i: tuple(x[:, :, j : j + 1] for x in each) for i, each in by_token.items()}
+                token = {i: tuple(x[:, :, j : j + 1] for x in qkv) for i, qkv in by_token.items()}
                 for i in token:
                     if i in self._inputs and isinstance(state := self.states[i], EvictionLayer):
                         state.take_input(self._inputs[i][:, j : j + 1])
@@ -671,8 +671,8 @@ class MultiLayer:
         if full or eligible != self._eligible:
             self._stacks = []
             for kind in dict.fromkeys(map(stack_kind, slots.values())):
-                some = {i: slot.require_slots() for i, slot in slots.items() if stack_kind(slot) == kind}
-                for members in bin_by_bytes({i: (held.length, held.kv_bytes) for i, held in some.items()}):
+                same_kind = {i: slot.require_slots() for i, slot in slots.items() if stack_kind(slot) == kind}
+                for members in bin_by_bytes({i: (held.length, held.kv_bytes) for i, held in same_kind.items()}):
                     if len(members) > 1:
                         members = sorted(members, key=lambda i: stack_order(slots[i]))
                         stack = StackedLayer([slots[i] for i in members], self.fast_group.buffers(members))
@@ -689,10 +689,10 @@ class MultiLayer:
             if not isinstance(state, EvictionLayer) or not state.has_slot:
                 return None
             if member not in together:
-                own = state.decode_stacks
-                if own is None:
+                state_stacks = state.decode_stacks
+                if state_stacks is None:
                     return None
-                stacks += own
+                stacks += state_stacks
         return stacks
 
     def _prompt(
@@ -716,7 +716,7 @@ class MultiLayer:
         for state in slots:
             state.observe(inputs, sums)
         out, _ = first.attend(inputs, sums.values())
-        seen: PromptSums = {key: each.sums for key, each in sums.items()}
+        seen: PromptSums = {key: column_sums.sums for key, column_sums in sums.items()}
         for state in slots:
             state.update(inputs, None, seen)
         return out.flatten(1, 2)
@@ -773,13 +773,13 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
         self.held = min(alike, key=len)
         layers = []
         for index in range(len(caches[0].layers)):
-            each = [cache.layers[index] for cache in caches]
+            parts = [cache.layers[index] for cache in caches]
             held = [
-                (members, MultiLayer([each[i].state for i in members], [sizes[i] for i in members], group))
+                (members, MultiLayer([parts[i].state for i in members], [sizes[i] for i in members], group))
                 for numbers, (members, group) in together.items()
                 if index in numbers
             ]
-            layers.append(join(each, held, sizes))
+            layers.append(join(parts, held, sizes))
         super().__init__(layers=layers)
         self._new = caches[0].get_seq_length() == 0
 

@@ -74,27 +74,27 @@ class StatisticsFile(Generic[Made]):
 
     def read(self, model: str) -> Made | None:
         """A model's statistics; None where it has none. ConfigError for a file that is not what was written for it."""
-        found = self._read(model)
-        return None if found is None else found[0]
+        stored = self._read(model)
+        return None if stored is None else stored[0]
 
     def about(self, model: str) -> Mapping[str, Any]:
         """What a model's statistics were made of, as it was written; empty where it has none. ConfigError as `read`."""
-        found = self._read(model)
-        return {} if found is None else found[1]
+        stored = self._read(model)
+        return {} if stored is None else stored[1]
 
     def _read(self, model: str) -> tuple[Made, Mapping[str, Any]] | None:
         file = self.path(model)
         try:
             with safe_open(file, "pt") as opened:
                 notes = json.loads((opened.metadata() or {})[ABOUT])
-                made = self.make(*(opened.get_tensor(name) for name in self.tensors))
+                statistics = self.make(*(opened.get_tensor(name) for name in self.tensors))
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError, KeyError, ConfigError) as error:
             raise ConfigError(f"{file} is no {self.what} ({error})") from error
-        if (notes.get("version"), notes.get("model"), notes.get("digest")) != (self.version, model, made.digest):
+        if (notes.get("version"), notes.get("model"), notes.get("digest")) != (self.version, model, statistics.digest):
             raise ConfigError(f"{file} was written for another model, by another version, or changed since")
-        return made, notes["about"]
+        return statistics, notes["about"]
 
 
 QUERIES = StatisticsFile(
@@ -122,13 +122,13 @@ def calibrate_heads(
 
     Arguments and errors as of `calibrate_queries`; ConfigError also for models without RoPE.
     """
-    made = calibrate_queries_and_heads(model, sequences, done)[1]
-    if made is None:
+    scores = calibrate_queries_and_heads(model, sequences, done)[1]
+    if scores is None:
         raise ConfigError(
             f"scores of heads compare their mean query and key under RoPE, which a {model.config.model_type} "
             "model does not have: take another budget.heads"
         )
-    return made
+    return scores
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def calibrate_queries_and_heads(
     parts = zip(*(state.sums.statistics() for state in states), strict=True)
     scores = [score for state in states if (score := state.head_scores.mean()) is not None]
     heads = HeadScores.of(torch.stack(scores)) if len(scores) == len(states) else None
-    return QueryCalibration.of(*(torch.stack(part) for part in parts)), heads
+    return QueryCalibration.of(*(torch.stack(tensors) for tensors in parts)), heads
 
 
 LEAST = 1e-10  # score whose logarithm is taken: a value of 0 has none
@@ -223,7 +223,7 @@ def train_surrogate(
         done()
     if not moments or moments[0].count < 2:
         raise ConfigError("a surrogate needs prompts of more tokens than the method's sinks")
-    solved = [each.solve() for each in moments]
+    solved = [layer.solve() for layer in moments]
     surrogate = Surrogate.of(torch.stack([w for w, _ in solved]), torch.stack([b for _, b in solved]))
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in moments]
     for ids in held_out:
@@ -231,7 +231,7 @@ def train_surrogate(
             parts[index].append((surrogate.layer(index).scores(x[None])[0].T.double().cpu(), y.double().cpu()))
         done()
     tested = sum(len(y) for _, y in parts[0])
-    r2 = [_r2(torch.cat([p for p, _ in part]), torch.cat([y for _, y in part])) for part in parts] if tested else None
+    r2 = [_r2(torch.cat([p for p, _ in seen]), torch.cat([y for _, y in seen])) for seen in parts] if tested else None
     return FittedSurrogate(surrogate, r2, moments[0].count, tested)
 
 
@@ -246,11 +246,11 @@ def _seen(model: PreTrainedModel, method: Method, ids: Sequence[int], tokenizer:
         """The method; records its scores."""
 
         def priority(self, ctx: EvictionContext) -> Tensor:
-            made: Tensor = super().priority(ctx)
-            scores.append(made[0])
-            return made
+            priority: Tensor = super().priority(ctx)
+            scores.append(priority[0])
+            return priority
 
-    noting = Noting(**{one.name: getattr(method, one.name) for one in fields(method)})
+    noting = Noting(**{field.name: getattr(method, field.name) for field in fields(method)})
     most = max(1, len(ids) - 1)
     cache = EvictionCache(model, CacheConfig(noting, Budget(tokens=most, counts_self=False)), tokenizer=tokenizer)
     holder = layer_input(model)

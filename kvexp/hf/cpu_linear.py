@@ -85,8 +85,8 @@ class PackedLinear(nn.Linear):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] times weight, plus bias, by oneDNN: [rows, out]; weight: plain or packed."""
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return made
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
 
 
 def pack_linear(model: AnyModule) -> AnyModule:
@@ -151,8 +151,8 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     most = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / most
     levels = (weight / scale).round().clamp(-most, most)
-    made: Tensor = levels * scale
-    return made
+    nearest: Tensor = levels * scale
+    return nearest
 
 
 @torch.no_grad()

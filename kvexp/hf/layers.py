@@ -111,7 +111,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.attended += 1
         if self.attended > 1:
             parts = query.split([len(read.query_positions) for read in self._reads])
-            return torch.cat([read.attend(part, params) for read, part in zip(self._reads, parts, strict=True)])
+            return torch.cat([read.attend(q, params) for read, q in zip(self._reads, parts, strict=True)])
         if params.rope is None and self.rope is not None:
             params = replace(params, rope=self.rope)
         if not self.shared:
@@ -124,7 +124,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             rows = getattr(self.state, "rows", [len(key)])
             parts = zip(states, held, key.split(rows), value.split(rows), strict=True)
-            self._reads = [_read(*each) for each in parts]
+            self._reads = [_read(*arguments) for arguments in parts]
         return out
 
     def end_forward(self) -> None:
@@ -243,7 +243,7 @@ class WindowLayer:
     def numbers(self) -> int:
         """How many numbers the keys and values held are."""
         held = (self.window.keys, self.window.values)
-        return sum(each.numel() for each in held if isinstance(each, Tensor))
+        return sum(tensor.numel() for tensor in held if isinstance(tensor, Tensor))
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows."""
@@ -256,7 +256,7 @@ class WindowLayer:
     def shareable(self) -> list[Tensor]:
         """Tensors that copies of this layer may share: none of them is ever written to."""
         held = (self.positions, self.window.keys, self.window.values)
-        return [each for each in held if isinstance(each, Tensor)]
+        return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
 class RepeatedWindow(WindowLayer):
@@ -290,22 +290,22 @@ def _attend_in_chunks(inputs: AttentionInputs, size: int) -> Tensor:
     for chunk in number.unique().tolist():
         if chunk < 0:
             continue  # padding
-        asked = number == chunk
-        columns = asked.any(0).nonzero()[:, 0]
+        in_chunk = number == chunk
+        columns = in_chunk.any(0).nonzero()[:, 0]
         first, end = int(columns[0]), int(columns[-1]) + 1
         seen = slots - queries.shape[1] + end
         places = inputs.positions[:, :, :seen]
-        part = replace(
+        chunk_inputs = replace(
             inputs,
             query=inputs.query[..., first:end, :],
             keys=inputs.keys[:, :, :seen],
             values=inputs.values[:, :, :seen],
             positions=torch.where((places >= 0) & (places // size == chunk), places, -1),
-            query_positions=torch.where(asked, queries, -1)[:, first:end],
+            query_positions=torch.where(in_chunk, queries, -1)[:, first:end],
             padded=True,
         )
-        rows = asked[:, None, None, first:end, None]
-        out[..., first:end, :] = torch.where(rows, compute_attention(part), out[..., first:end, :])
+        rows = in_chunk[:, None, None, first:end, None]
+        out[..., first:end, :] = torch.where(rows, compute_attention(chunk_inputs), out[..., first:end, :])
     return out
 
 
@@ -330,13 +330,13 @@ class JoinedWindows:
         if self.seq_len == 0:
             stored = [state.store(key, value, padding) for state in self.states]
             return self.states[0].attend(*stored[0], query, params)
-        parts = [each.split(self.rows) for each in (query, key, value)]
+        parts = [x.split(self.rows) for x in (query, key, value)]
         masks = [None] * len(self.rows) if padding is None else padding.split(self.rows)
         outputs = []
         for state, q, k, v, mask in zip(self.states, *parts, masks, strict=True):
             if state.sequence.by_token:
                 state.sequence.restart_chunk()
-                tokens = zip(*(each.split(1, dim=2) for each in (q, k, v)), strict=True)
+                tokens = zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True)
                 outputs.append(torch.cat([state.forward(*token, params, mask) for token in tokens], dim=2))
             else:
                 outputs.append(state.forward(q, k, v, params, mask))
@@ -359,18 +359,18 @@ class SplitLayer(JoinedWindows):
     """
 
     def __init__(self, parts: Sequence[tuple[list[int], Any]], rows: list[int]) -> None:
-        found = {
+        by_member = {
             member: state for members, joined in parts for member, state in zip(members, joined.states, strict=True)
         }
-        super().__init__([found[member] for member in range(len(rows))], rows)
+        super().__init__([by_member[member] for member in range(len(rows))], rows)
         self.parts = parts
 
     def take_input(self, hidden: Tensor) -> None:
         """Hand what this layer gets [rows, Q, n] to the parts that evict."""
-        each = None if self.seq_len == 0 else hidden.split(self.rows)
+        by_member = None if self.seq_len == 0 else hidden.split(self.rows)
         for members, joined in self.parts:
             if hasattr(joined, "take_input"):
-                joined.take_input(hidden if each is None else torch.cat([each[member] for member in members]))
+                joined.take_input(hidden if by_member is None else torch.cat([by_member[member] for member in members]))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
@@ -380,15 +380,15 @@ class SplitLayer(JoinedWindows):
             outputs = [joined.forward(query, key, value, params, padding) for _, joined in self.parts]
             first: Tensor = outputs[0]
             return first
-        new = [each.split(self.rows) for each in (query, key, value)]
+        new = [x.split(self.rows) for x in (query, key, value)]
         masks = None if padding is None else padding.split(self.rows)
-        made: dict[int, Tensor] = {}
+        by_member: dict[int, Tensor] = {}
         for members, joined in self.parts:
-            q, k, v = (torch.cat([part[member] for member in members]) for part in new)
+            q, k, v = (torch.cat([states[member] for member in members]) for states in new)
             mask = None if masks is None else torch.cat([masks[member] for member in members])
             sizes = [self.rows[member] for member in members]
-            made |= zip(members, joined.forward(q, k, v, params, mask).split(sizes), strict=True)
-        return torch.cat([made[member] for member in range(len(self.rows))])
+            by_member |= zip(members, joined.forward(q, k, v, params, mask).split(sizes), strict=True)
+        return torch.cat([by_member[member] for member in range(len(self.rows))])
 
 
 def states_of(state: Any) -> list[Any]:
@@ -446,22 +446,22 @@ def compose(
     stock = DynamicCache(config=text_config(model_config)).layers
     sequence = SequenceState() if sequence is None else sequence
     rest = dict(zip(traits.held, zip(held, ropes or [None] * len(held), strict=True), strict=True))
-    made: list[Any] = []
-    for number, (kind, own) in enumerate(zip(traits.layers, stock, strict=True)):
+    layers: list[Any] = []
+    for number, (kind, native) in enumerate(zip(traits.layers, stock, strict=True)):
         shared = number in traits.shared
         if number in rest:
             state, rope = rest[number]
             given = (state, rope, model_config, layer_input, kind, shared)
             hybrid = kind.kind == "hybrid"
-            made.append(
-                HybridLayer(*given, number_of_states=own.number_of_states) if hybrid else EvictionCacheLayer(*given)
+            layers.append(
+                HybridLayer(*given, number_of_states=native.number_of_states) if hybrid else EvictionCacheLayer(*given)
             )
         elif kind.kind in ("window", "chunk"):
             window = WindowLayer(kind, sequence, len(held))
-            made.append(EvictionCacheLayer(window, None, model_config, None, kind, shared))
+            layers.append(EvictionCacheLayer(window, None, model_config, None, kind, shared))
         else:
-            made.append(own)
-    return made
+            layers.append(native)
+    return layers
 
 
 def join(parts: Sequence[Any], held: Sequence[tuple[list[int], LayerCache]], rows: list[int]) -> Any:
@@ -479,8 +479,8 @@ def join(parts: Sequence[Any], held: Sequence[tuple[list[int], LayerCache]], row
         windows = JoinedWindows([parts[member].state for member in others], [rows[member] for member in others])
         held = [(others, windows), *held]
     state: LayerCache = held[0][1] if len(held) == 1 else SplitLayer(held, rows)
-    rope = next((part.rope for part in parts if part.rope is not None), None)
-    inputs = next((part.layer_input for part in parts if part.layer_input is not None), None)
+    rope = next((layer.rope for layer in parts if layer.rope is not None), None)
+    inputs = next((layer.layer_input for layer in parts if layer.layer_input is not None), None)
     given = (state, rope, first.model_config, inputs, first.kind, first.shared)
     if isinstance(first, HybridLayer):
         return _join_states(HybridLayer(*given, number_of_states=first.number_of_states), parts)
@@ -499,10 +499,10 @@ def _join_states(whole: Any, parts: Sequence[Any]) -> Any:
         for index, state in getattr(first, name).items():
             if state is None or not first.has_previous_state[index]:
                 continue
-            each = [getattr(part, name)[index] for part in parts]
-            getattr(whole, name)[index] = together = torch.cat(each)
-            for part, own in zip(parts, together.split([len(one) for one in each]), strict=True):
-                getattr(part, name)[index] = own
+            by_layer = [getattr(layer, name)[index] for layer in parts]
+            getattr(whole, name)[index] = together = torch.cat(by_layer)
+            for layer, view in zip(parts, together.split([len(rows) for rows in by_layer]), strict=True):
+                getattr(layer, name)[index] = view
     return whole
 
 
@@ -510,11 +510,11 @@ def hand_out(whole: Any, parts: Sequence[Any]) -> None:
     """Give each cache a copy of the states that a prompt, which came once, has left."""
     if not isinstance(whole, LinearAttentionLayer):
         return
-    for part in parts:
-        _copy_flags(whole, part)
+    for layer in parts:
+        _copy_flags(whole, layer)
         for name in STATES:
             states = getattr(whole, name).items()
-            setattr(part, name, {index: None if state is None else state.clone() for index, state in states})
+            setattr(layer, name, {index: None if state is None else state.clone() for index, state in states})
 
 
 def _copy_flags(source: Any, target: Any) -> None:

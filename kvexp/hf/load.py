@@ -101,7 +101,7 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True, check: Ch
     record = _Patch(MovingRope.of(model.config), traits.whole_prompts)
     try:
         if traits.type not in SHIMS:
-            configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+            configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
             for config in configs.values():
                 record.note(config, "_attn_implementation_internal")
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -278,20 +278,20 @@ def track_finite(cache: Any, logits: torch.Tensor) -> None:
 
     Without waiting for the device. A cache that is not kvexp's has no flag.
     """
-    caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "logits_nan_flag")]
+    caches: list[Any] = [member for member in getattr(cache, "caches", (cache,)) if hasattr(member, "logits_nan_flag")]
     if caches:
         doubt = 0 * logits.sum(dtype=torch.float32)  # NaN unless all of them are finite
-        for one in caches:
-            one.logits_nan_flag = one.logits_nan_flag + doubt
+        for member in caches:
+            member.logits_nan_flag = member.logits_nan_flag + doubt
 
 
 def _check_finite(model: PreTrainedModel) -> None:
     """ConfigError for a parameter that holds NaN or inf."""
     with torch.no_grad():
-        for name, part in ((name, part) for name, weight in model.named_parameters() for part in plain_parts(weight)):
-            if part.device.type == "meta" or not part.is_floating_point() or bool(torch.isfinite(part.sum())):
+        for name, x in ((name, x) for name, weight in model.named_parameters() for x in plain_parts(weight)):
+            if x.device.type == "meta" or not x.is_floating_point() or bool(torch.isfinite(x.sum())):
                 continue  # a finite sum has finite terms, and costs a thirtieth of looking at each
-            if not bool(torch.isfinite(part).all()):
+            if not bool(torch.isfinite(x).all()):
                 raise ConfigError(f"weight {name} holds NaN or inf: the checkpoint is damaged")
 
 
@@ -328,7 +328,7 @@ def check_complete(path: str, found: Mapping[str, Any]) -> None:
     path: named in the message. found: from_pretrained's loading info, which leaves out tied heads and follows the
     renamings that it knows.
     """
-    shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]]
+    shapes = [f"{name} {list(stored)} instead of {list(wanted)}" for name, stored, wanted in found["mismatched_keys"]]
     unexpected = [name for name in found["unexpected_keys"] if not TABLES.search(name)]
     kinds = {"missing": found["missing_keys"], "unexpected": unexpected, "of another shape": shapes}
     if wrong := named_weights(kinds):
@@ -396,7 +396,7 @@ def load_model(
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     with without_report(), without_adapter(path) as place:
-        model, found = _from_hub(
+        model, loading = _from_hub(
             place,
             "model",
             AutoModelForCausalLM.from_pretrained,
@@ -410,7 +410,7 @@ def load_model(
             attn_implementation="eager",
             **options,
         )
-    check_complete(path, found)
+    check_complete(path, loading)
     model.config._commit_hash = commit  # where transformers 4 kept it: what a record of this model names
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise ConfigError(
@@ -452,8 +452,8 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         raise ConfigError(f"config.json of {path}: {error}") from error
     known = AUTO_QUANTIZATION_CONFIG_MAPPING
     quantised: Any = getattr(config, "quantization_config", None)
-    own = isinstance(quantised, dict) and not (quantised.get("load_in_8bit") or quantised.get("load_in_4bit"))
-    if own and quantised.get("quant_method") not in known:  # of which transformers merely warns
+    by_method = isinstance(quantised, dict) and not (quantised.get("load_in_8bit") or quantised.get("load_in_4bit"))
+    if by_method and quantised.get("quant_method") not in known:  # of which transformers merely warns
         raise ConfigError(
             f"config.json of {path}: quantization_config has quant_method={quantised.get('quant_method')!r}; the "
             f"installed transformers knows {', '.join(sorted(known))} and would take other weights as they are stored: "
@@ -549,14 +549,14 @@ def random_config(family: str, **config: Any) -> Any:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
     with _as_config_error(f"model.config cannot be that of a {family} model"):
-        made = AutoConfig.for_model(family, **config)
-        check_sizes(made)
-    traits_of(made)
-    return made
+        family_config = AutoConfig.for_model(family, **config)
+        check_sizes(family_config)
+    traits_of(family_config)
+    return family_config
 
 
 @contextmanager
-def _as_config_error(what: str) -> Iterator[None]:
+def _as_config_error(problem: str) -> Iterator[None]:
     """A block whose errors, of transformers', torch's or peft's code and without a common base, become ConfigErrors.
 
     what: the beginning of their message.
@@ -565,7 +565,7 @@ def _as_config_error(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:800] or type(error).__name__
-        raise ConfigError(f"{what}: {reason}") from error
+        raise ConfigError(f"{problem}: {reason}") from error
 
 
 def check_device(device: str | None) -> None:
@@ -602,16 +602,16 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
+def _from_hub(path: str, kind: str, loader: Any, **options: Any) -> Any:
     """What `loader` (a `from_pretrained`) gives for `path`, with every failure as one ConfigError.
 
     what: the thing that is loaded, for the message; options: of the loader.
     """
-    folder = model_folder(path, ("config.json",) if what != "tokenizer" else ())
-    there = folder is not None
-    if there:
+    folder = model_folder(path, ("config.json",) if kind != "tokenizer" else ())
+    is_local = folder is not None
+    if is_local:
         path = str(folder)
-    offline = None if there else unreachable()
+    offline = None if is_local else unreachable()
     if offline:
         options["local_files_only"] = True  # what is in the cache needs no hub
     try:
@@ -619,8 +619,8 @@ def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # transformers', tokenizers', safetensors' and the hub's: no common base
-        if there:
-            raise ConfigError(f"cannot load the {what} in {path}: {_reason(error)}") from error
+        if is_local:
+            raise ConfigError(f"cannot load the {kind} in {path}: {_reason(error)}") from error
         ways = "give a folder, as in model=local model.path=FOLDER"
         if offline:
             raise ConfigError(
@@ -754,10 +754,10 @@ def check_hub(path: str, revision: str | None = None) -> None:
     if path.startswith((WHEEL, ".", "/", "~")) or path_of(path, "model.path").exists():
         return
     try:
-        found = find_adapter_config_file(path, revision=revision, local_files_only=bool(unreachable()))
+        adapter = find_adapter_config_file(path, revision=revision, local_files_only=bool(unreachable()))
     except Exception:  # reported when the configuration is asked for
-        found = None
-    if found is not None:
+        adapter = None
+    if adapter is not None:
         raise ConfigError(
             f"{path} holds a LoRA adapter ({ADAPTER}), which is merged from a folder alone: fetch it (hf download "
             f"{path} --local-dir FOLDER) and set model=local model.path=FOLDER"
@@ -809,7 +809,7 @@ def _with_adapter(model: Any, path: str) -> Any:
         config.init_lora_weights = False  # some first values are made of the weights
     wrapped = peft.get_peft_model(model, config)
     try:
-        found: Any = peft.set_peft_model_state_dict(wrapped, state)
+        loaded: Any = peft.set_peft_model_state_dict(wrapped, state)
     except RuntimeError as error:
         if len(lines := str(error).split("size mismatch for ")) < 2:
             raise
@@ -817,8 +817,8 @@ def _with_adapter(model: Any, path: str) -> Any:
             f"its weights have other sizes than r and its model ask for ({lines[1].strip()}); give it the model and "
             f"the {ADAPTER} that it was trained with"
         ) from error
-    missing = [name for name in found.missing_keys if "lora_" in name or "modules_to_save" in name]
-    if said := named_weights({"missing": missing, "unexpected": found.unexpected_keys}):
+    missing = [name for name in loaded.missing_keys if "lora_" in name or "modules_to_save" in name]
+    if said := named_weights({"missing": missing, "unexpected": loaded.unexpected_keys}):
         raise ConfigError(f"it is not one of this model ({said}); give it its own model")
     return wrapped
 
@@ -908,21 +908,21 @@ def first_not_finite(model: nn.Module) -> Iterator[list[str]]:
 
     For running a forward again that has failed: it waits for the device at every module.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             parts = output if isinstance(output, tuple | list) else [output]
-            tensors = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-            if not found and not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-                found.append(name or type(module).__name__)
+            tensors = [tensor for tensor in parts if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+            if not names and not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                names.append(name or type(module).__name__)
 
         return hook
 
     # Modules inside a module are done before it, so the first one to be noticed is the innermost.
     hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
     try:
-        yield found
+        yield names
     finally:
         for hook in hooks:
             hook.remove()

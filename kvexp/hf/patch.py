@@ -107,25 +107,25 @@ def _sight_of(
     return Layer("chunk", size) if _same(mask_function, chunked_causal_mask_function(size, padding)) else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(left: Any, right: Any) -> bool:
     """Whether two functions, or what their closures hold, are the same code over the same numbers."""
-    if isinstance(other, Tensor):
-        return isinstance(one, Tensor) and one.shape == other.shape and bool((one == other).all())
-    if isinstance(other, tuple):
-        return isinstance(one, tuple) and len(one) == len(other) and all(map(_same, one, other))
-    if not isinstance(other, FunctionType):
-        return type(one) is type(other) and bool(one == other)
-    if not isinstance(one, FunctionType) or one.__code__ is not other.__code__:
+    if isinstance(right, Tensor):
+        return isinstance(left, Tensor) and left.shape == right.shape and bool((left == right).all())
+    if isinstance(right, tuple):
+        return isinstance(left, tuple) and len(left) == len(right) and all(map(_same, left, right))
+    if not isinstance(right, FunctionType):
+        return type(left) is type(right) and bool(left == right)
+    if not isinstance(left, FunctionType) or left.__code__ is not right.__code__:
         return False
-    held = [tuple(cell.cell_contents for cell in each.__closure__ or ()) for each in (one, other)]
+    held = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (left, right)]
     return _same(*held)
 
 
 def check_mask(mask: Any) -> None:
     """CacheError for an attention mask that is not the padding mask [B, columns]."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise CacheError(f"kvexp takes the 2-D attention mask [batch, columns], got {what}: pass the padding mask")
+        got = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise CacheError(f"kvexp takes the 2-D attention mask [batch, columns], got {got}: pass the padding mask")
 
 
 class _Forward(threading.local):
@@ -144,8 +144,8 @@ _forward = _Forward()
 
 def _sequences(cache: Any) -> list[SequenceState]:
     """Sequences of the cache, or of the caches that it joins; none where it counts no tokens."""
-    each = (getattr(one, "sequence", None) for one in getattr(cache, "caches", (cache,)))
-    return [sequence for sequence in each if sequence is not None]
+    sequences = (getattr(member, "sequence", None) for member in getattr(cache, "caches", (cache,)))
+    return [sequence for sequence in sequences if sequence is not None]
 
 
 def tagging_layers(cache: Any) -> list[Any]:
@@ -355,7 +355,7 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (
-            part.reshape(batch, count, self.n_heads, self.head_dim).transpose(1, 2) for part in mixed.chunk(3, dim=2)
+            x.reshape(batch, count, self.n_heads, self.head_dim).transpose(1, 2) for x in mixed.chunk(3, dim=2)
         )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -412,8 +412,8 @@ _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKey
 def attention_modules(model: nn.Module, sliding: Sliding = "auto") -> list[nn.Module]:
     """The attention modules of a model whose keys kvexp holds (`held_layers`), in the order of its layers."""
     held = traits_of(model.config, sliding).held
-    found = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    return [module for module in found if getattr(module, "layer_idx", held[0]) in held]
+    modules = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    return [module for module in modules if getattr(module, "layer_idx", held[0]) in held]
 
 
 def output_factors(model: PreTrainedModel, sliding: Sliding = "auto") -> list[Tensor]:

@@ -89,8 +89,8 @@ def other_layers(model: PreTrainedModel, traits: Traits) -> OtherLayers | None:
     if traits.held not in known:
         layers = _forward(model, traits, 0).layers
         windows = [layer.state for layer in layers if isinstance(getattr(layer, "state", None), WindowLayer)]
-        each = tuple((window.numbers // window.window.keys.shape[2], window.size - 1) for window in windows)
-        known[traits.held] = OtherLayers(traits.kv_heads, each, sum(map(state_numbers, layers)))
+        sizes = tuple((window.numbers // window.window.keys.shape[2], window.size - 1) for window in windows)
+        known[traits.held] = OtherLayers(traits.kv_heads, sizes, sum(map(state_numbers, layers)))
     return known[traits.held]
 
 
@@ -126,20 +126,20 @@ def _probe(model: PreTrainedModel, traits: Traits) -> list[RoPE | None]:
         if name.endswith("inv_freq") and not name.startswith("original")
     ]
     known = [RoPE(table.detach(), interleaved) for table in tables for interleaved in (False, True)]
-    found: list[RoPE | None] = []
-    for number, here, there in zip(traits.held, *by_place, strict=True):
-        rope, turns = None, not _equal(here, there)
+    ropes: list[RoPE | None] = []
+    for number, keys, shifted in zip(traits.held, *by_place, strict=True):
+        rope, turns = None, not _equal(keys, shifted)
         if turns:
-            delta = torch.full(here.shape[:3], SHIFT, device=here.device)
-            fits = (each for each in known if 2 * len(each.inv_freq) <= here.shape[-1])
-            rope = next((each for each in fits if _equal(each.rotate_by(here, delta), there)), None)
+            delta = torch.full(keys.shape[:3], SHIFT, device=keys.device)
+            fits = (candidate for candidate in known if 2 * len(candidate.inv_freq) <= keys.shape[-1])
+            rope = next((candidate for candidate in fits if _equal(candidate.rotate_by(keys, delta), shifted)), None)
         if turns and rope is None:
             raise ConfigError(f"{unknown} (layer {number} turns them by none of the model's tables)")
-        found.append(rope)
-    return found
+        ropes.append(rope)
+    return ropes
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(keys: Tensor, other_keys: Tensor) -> bool:
     """Whether keys are the same up to rounding."""
-    room = 1e-3 if one.dtype == torch.float32 else 0.05
-    return float((one - other).abs().max()) <= room * float(other.abs().max())
+    room = 1e-3 if keys.dtype == torch.float32 else 0.05
+    return float((keys - other_keys).abs().max()) <= room * float(other_keys.abs().max())

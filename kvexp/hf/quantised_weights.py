@@ -44,14 +44,14 @@ def scheme_of(config: Any) -> str | None:
     method = str(getattr(method, "value", method))
     kind: Any = given.get("quant_type")
     if isinstance(kind, dict):  # torchao's: settings by module
-        kind = next((each.get("_type") for each in kind.values() if isinstance(each, dict)), None)
+        kind = next((settings.get("_type") for settings in kind.values() if isinstance(settings, dict)), None)
     details = {
         "bitsandbytes": given.get("bnb_4bit_quant_type") if given.get("load_in_4bit") else "8 bits",
         "torchao": str(kind or "").removesuffix("Config"),
         "compressed-tensors": given.get("format"),
     }
     bits = f"{given['bits']} bits" if isinstance(given.get("bits"), int) else None
-    return " ".join(str(part) for part in (method, details.get(method) or bits) if part)
+    return " ".join(str(word) for word in (method, details.get(method) or bits) if word)
 
 
 def check_scheme(config: Any, path: str, adapter: bool = False) -> None:
@@ -83,6 +83,6 @@ def plain_parts(weight: Tensor) -> Iterator[Tensor]:
         yield weight
         return
     for name in flatten()[0]:
-        part = getattr(weight, name)
-        if isinstance(part, Tensor):
-            yield from plain_parts(part)
+        tensor = getattr(weight, name)
+        if isinstance(tensor, Tensor):
+            yield from plain_parts(tensor)

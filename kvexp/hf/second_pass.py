@@ -93,7 +93,7 @@ class RepeatedPrompt:
 
         lengths: real tokens of every row.
         """
-        ids = torch.cat([part.cpu() for part in self.fed], dim=1)
+        ids = torch.cat([chunk.cpu() for chunk in self.fed], dim=1)
         columns = ids.shape[1]
         rows = [row[columns - length :] for row, length in zip(ids.tolist(), lengths, strict=True)]
         starts = range(self.how.start, max(lengths), self.how.chunk)
@@ -141,8 +141,8 @@ def end_of_user_turn(tokenizer: Any) -> str:
         return "\n"
     turn = [{"role": "user", "content": _USER + _MARK}]
     text = render(tokenizer, turn, add_generation_prompt=True)
-    _, found, after = text.rpartition(_MARK)
-    if not found:
+    _, mark, after = text.rpartition(_MARK)
+    if not mark:
         raise ConfigError(
             "the tokenizer's chat template changes what the user says, so its end of a turn is not known: set "
             "method.end_turn=false"
@@ -188,20 +188,20 @@ def second_pass_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], 
     """
     cache = kwargs.get("past_key_values")
     every: list[Any] = list(getattr(cache, "caches", (cache,)))
-    caches = [one for one in every if getattr(one, "repeated_prompt", None) is not None]
+    caches = [member for member in every if getattr(member, "repeated_prompt", None) is not None]
     ids = args[0] if args else kwargs.get("input_ids")
     if not caches or ids is None or not caches[0].sequence.in_prompt:
         return
     groups: dict[Any, list[EvictionCache]] = {}
-    for one in caches:
-        one.repeated_prompt.fed.append(ids)
-        if any(isinstance(state, EvictionLayer) and state.due_eviction is not None for state in one.layer_states):
-            groups.setdefault((one.repeated_prompt.same_pass, one.config.score_sink), []).append(one)
+    for member in caches:
+        member.repeated_prompt.fed.append(ids)
+        if any(isinstance(state, EvictionLayer) and state.due_eviction is not None for state in member.layer_states):
+            groups.setdefault((member.repeated_prompt.same_pass, member.config.score_sink), []).append(member)
     for members in groups.values():
         repeat_prompts(model, members)
     if caches[0].sequence.prompt_complete:
-        for one in caches:
-            one.repeated_prompt.fed.clear()
+        for member in caches:
+            member.repeated_prompt.fed.clear()
 
 
 @torch.no_grad()
@@ -223,10 +223,10 @@ def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> N
         mask = torch.cat([real[chunk.rows], (chunk.positions >= 0).long()], dim=1)
         with input_norms(model, chunk, wanted=prompt.how.over_input):
             logits = forward_logits(model, ids, mask, cache, keep=1)[:, -1]
-        for one in caches:
-            one.logits_nan_flag = one.logits_nan_flag + 0 * logits.sum(dtype=torch.float32)
-    for one in caches:
-        for state, layer in zip(one.layer_states, cache.passes, strict=True):
+        for member in caches:
+            member.logits_nan_flag = member.logits_nan_flag + 0 * logits.sum(dtype=torch.float32)
+    for member in caches:
+        for state, layer in zip(member.layer_states, cache.passes, strict=True):
             if isinstance(state, EvictionLayer) and state.due_eviction is not None:
                 state.evict_due(layer.attention, layer.peak_bytes)
 

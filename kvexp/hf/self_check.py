@@ -55,7 +55,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits of the model's configuration, a sample of each of its weights, and the versions that compute it."""
     hashed = hashlib.sha256(f"{transformers.__version__} {NUMERICS} {torch.__version__}".encode())
     hashed.update(json.dumps(model.config.to_diff_dict(), sort_keys=True, default=str).encode())
-    for name, weight in ((name, part) for name, whole in model.state_dict().items() for part in plain_parts(whole)):
+    for name, weight in ((name, tensor) for name, whole in model.state_dict().items() for tensor in plain_parts(whole)):
         flat = weight.detach().flatten()
         few = flat[:: max(1, flat.numel() // 256)].cpu()
         hashed.update(f"{name} {tuple(weight.shape)} {weight.dtype} {weight.device.type}".encode())
@@ -90,21 +90,21 @@ def measure(model: PreTrainedModel) -> float:
     title = traits_of(model.config).title
     ids, mask = random_tokens(model)
     with _own_attention(model) as swap:
-        swap(own=True)
-        own = _stock(model, ids, mask)
-        swap(own=False)
+        swap(stock=True)
+        stock = _stock(model, ids, mask)
+        swap(stock=False)
         try:
             got, cache = _kvexp(model, ids, mask)
         except CacheError as error:
             raise ConfigError(f"model family {title!r} is not supported: {error}") from error
         _check_shapes(model, cache)
-        size, whole = logits_size(own, model.dtype), model.dtype == torch.float32
-        difference, allowed = logits_size(got - own, model.dtype), max(ATOL, RTOL * size)
+        size, whole = logits_size(stock, model.dtype), model.dtype == torch.float32
+        difference, allowed = logits_size(got - stock, model.dtype), max(ATOL, RTOL * size)
         if difference > allowed or not whole:
-            swap(own=True)
+            swap(stock=True)
             noise, most = (NOISE, MOST) if whole else (NOISE_IN_HALF, MOST_IN_HALF)
-            allowed = max(allowed, min(noise * _rounding(model, ids, mask, own), most * size))
-            swap(own=False)
+            allowed = max(allowed, min(noise * _rounding(model, ids, mask, stock), most * size))
+            swap(stock=False)
         if not difference <= allowed:
             layer = _first_bad_layer(model, ids, mask, swap)
             raise ConfigError(
@@ -131,51 +131,51 @@ def _own_attention(model: PreTrainedModel) -> Iterator[Callable[..., None]]:
     """A block with a function that switches between the model's own eager attention and kvexp's, which it ends with."""
     shims = [(module, type(module)) for module in model.modules() if isinstance(module, SHIM_CLASSES)]
 
-    def swap(*, own: bool) -> None:
-        name = "eager" if own else ATTN_IMPLEMENTATION
+    def swap(*, stock: bool) -> None:
+        name = "eager" if stock else ATTN_IMPLEMENTATION
         if not shims:
             model.set_attn_implementation(name)
             return
         model.config._attn_implementation_internal = name
         for module, shim in shims:
-            module.__class__ = shim.__mro__[1] if own else shim
+            module.__class__ = shim.__mro__[1] if stock else shim
             if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
                 module._old_forward = MethodType(type(module).forward, module)
 
     try:
         yield swap
     finally:
-        swap(own=False)
+        swap(stock=False)
 
 
 def _stock(model: PreTrainedModel, ids: Tensor, mask: Tensor, width: int = TOKENS) -> Tensor:
     """Logits [2, 1 + STEPS, V] float32 by transformers' own cache; width: columns of the prompt's forwards."""
-    cache, made, columns = DynamicCache(config=model.config), [], mask.shape[1]
+    cache, last_logits, columns = DynamicCache(config=model.config), [], mask.shape[1]
     logits = torch.zeros(0)
     for start in range(0, columns, width):
-        part = ids[:, start : min(start + width, columns)]
-        logits = forward_logits(model, part, mask[:, : start + part.shape[1]], cache, keep=1)[:, -1]
-    made.append(logits)
+        block = ids[:, start : min(start + width, columns)]
+        logits = forward_logits(model, block, mask[:, : start + block.shape[1]], cache, keep=1)[:, -1]
+    last_logits.append(logits)
     for step in range(STEPS):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         at = columns + step
-        made.append(forward_logits(model, ids[:, at : at + 1], mask, cache, keep=1)[:, -1])
-    return torch.stack(made, dim=1).float()
+        last_logits.append(forward_logits(model, ids[:, at : at + 1], mask, cache, keep=1)[:, -1])
+    return torch.stack(last_logits, dim=1).float()
 
 
 def _kvexp(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, EvictionCache]:
     """As `_stock`, through a cache of kvexp that keeps everything, and that cache."""
     columns = mask.shape[1]
     cache = EvictionCache(model, _Everything(), prompt_tokens=columns, max_new_tokens=STEPS)
-    made = [forward_logits(model, ids[:, :columns], mask, cache, keep=1)[:, -1]]
+    last_logits = [forward_logits(model, ids[:, :columns], mask, cache, keep=1)[:, -1]]
     positions = mask.sum(1, keepdim=True)
     for step in range(STEPS):
         token = ids[:, columns + step : columns + step + 1]
-        made.append(forward_columns(model, token, token.new_ones(2, 0), positions + step, cache, keep=1)[:, -1])
-    return torch.stack(made, dim=1).float(), cache
+        last_logits.append(forward_columns(model, token, token.new_ones(2, 0), positions + step, cache, keep=1)[:, -1])
+    return torch.stack(last_logits, dim=1).float(), cache
 
 
-def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) -> float:
+def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, stock: Tensor) -> float:
     """How much the model's own logits move with its rounding.
 
     Compared are prompts in parts, torch's SDPA where the model can, and inputs that differ in the last bit of their
@@ -192,7 +192,7 @@ def _rounding(model: PreTrainedModel, ids: Tensor, mask: Tensor, own: Tensor) ->
             model.set_attn_implementation("sdpa")
             others.append(_stock(model, ids, mask))
         model.set_attn_implementation(before)
-    return max(logits_size(other - own, model.dtype) for other in others)
+    return max(logits_size(other - stock, model.dtype) for other in others)
 
 
 def logits_size(logits: Tensor, dtype: torch.dtype) -> float:
@@ -226,11 +226,11 @@ def _check_shapes(model: PreTrainedModel, cache: EvictionCache) -> None:
     said = (traits.kv_heads, traits.key_dim, traits.value_dim)
     for number, state in zip(traits.held, cache.layer_states, strict=True):
         slots: Any = state.slots
-        found = (slots.keys.shape[1], slots.keys.shape[-1], slots.values.shape[-1])
-        if found != said:
+        shape = (slots.keys.shape[1], slots.keys.shape[-1], slots.values.shape[-1])
+        if shape != said:
             raise ConfigError(
-                f"model family {traits.title!r} is not supported: its layer {number} has {found[0]} kv heads with keys "
-                f"of {found[1]} and values of {found[2]} numbers, where its configuration says {said[0]}, {said[1]} "
+                f"model family {traits.title!r} is not supported: its layer {number} has {shape[0]} kv heads with keys "
+                f"of {shape[1]} and values of {shape[2]} numbers, where its configuration says {said[0]}, {said[1]} "
                 f"and {said[2]}"
             )
 
@@ -238,10 +238,10 @@ def _check_shapes(model: PreTrainedModel, cache: EvictionCache) -> None:
 def _first_bad_layer(model: PreTrainedModel, ids: Tensor, mask: Tensor, swap: Any) -> str:
     """The first layer whose attention output differs by more than rounding, as text; empty where none does."""
     seen: list[list[Tensor]] = []
-    for own in (True, False):
-        swap(own=own)
+    for stock in (True, False):
+        swap(stock=stock)
         with _outputs(attention_modules(model)) as outputs:
-            _stock(model, ids, mask) if own else _kvexp(model, ids, mask)
+            _stock(model, ids, mask) if stock else _kvexp(model, ids, mask)
         seen.append(outputs)
     layers = traits_of(model.config).layers
     real, rounding = mask.bool(), max(1e-3, 4 * torch.finfo(model.dtype).eps)
@@ -258,16 +258,16 @@ def _first_bad_layer(model: PreTrainedModel, ids: Tensor, mask: Tensor, swap: An
 @contextmanager
 def _outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """A block in which the list receives the outputs [B, Q, n] of these modules, forward by forward."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor):
-            found.append(first.detach().float())
+            outputs.append(first.detach().float())
 
     hooks = [module.register_forward_hook(note) for module in modules]
     try:
-        yield found
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()

@@ -240,10 +240,10 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
             f"cache.evict_sliding=false leaves nothing to evict in {TITLES.get(model_type, model_type)}, of whose "
             f"layers none keeps every token ({layers_in_words(layers)}): leave cache.evict_sliding at auto"
         )
-    own = (_field(text, "per_layer_config") or [text] * len(layers))[held[0]]
-    heads = _field(own, "num_attention_heads")
-    kv_heads = _field(own, "num_key_value_heads") or _field(_field(own, "attn_config"), "kv_n_heads") or heads
-    key_dim = _field(own, "head_dim") or own.hidden_size // heads
+    layer = (_field(text, "per_layer_config") or [text] * len(layers))[held[0]]
+    heads = _field(layer, "num_attention_heads")
+    kv_heads = _field(layer, "num_key_value_heads") or _field(_field(layer, "attn_config"), "kv_n_heads") or heads
+    key_dim = _field(layer, "head_dim") or layer.hidden_size // heads
     rope = _field(text, "rope_parameters") is not None or model_type == "gptj"
     without: Position = "none" if any(layer.kind in ("state", "hybrid") for layer in layers) else "learned"
     return Traits(
@@ -252,7 +252,7 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
         kv_heads=int(kv_heads),
         group=int(heads) // int(kv_heads),
         key_dim=int(key_dim),
-        value_dim=int(_field(own, "v_head_dim") or key_dim),
+        value_dim=int(_field(layer, "v_head_dim") or key_dim),
         position="alibi" if model_type == "mpt" else "rope" if rope else without,
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
         shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
@@ -276,14 +276,14 @@ def _refused(model_type: str, why: str) -> ConfigError:
 def _layers(text: Any, model_type: str) -> tuple[Layer, ...]:
     """The layers of the cache that transformers would make for this configuration."""
     try:
-        made = DynamicCache(config=text).layers
+        cache_layers = DynamicCache(config=text).layers
     except Exception as error:  # of a damaged configuration, or of layers whose class is not imported yet
         reason = " ".join(str(error).split())[:200]
         raise _refused(model_type, f"transformers makes no cache for it ({type(error).__name__} {reason})") from error
-    kinds = _field(text, "layer_types") or [None] * len(made)
-    sharing = _field(text, "kv_sharing_modes") or [None] * len(made)
+    kinds = _field(text, "layer_types") or [None] * len(cache_layers)
+    sharing = _field(text, "kv_sharing_modes") or [None] * len(cache_layers)
     layers = []
-    for layer, named, mode in zip(made, kinds, sharing, strict=True):
+    for layer, named, mode in zip(cache_layers, kinds, sharing, strict=True):
         name = type(layer).__name__
         if name not in KINDS:
             why = _INDEXED if "Indexed" in name else f"what its layers of kind {named!r} keep is not known"
@@ -414,8 +414,8 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
     Empty too for GPT-J, which makes a table of its own.
     """
-    each = all_rope_parameters(config)
-    return each.get("full_attention") or next(iter(each.values()), {})
+    by_kind = all_rope_parameters(config)
+    return by_kind.get("full_attention") or next(iter(by_kind.values()), {})
 
 
 def all_rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
@@ -423,7 +423,7 @@ def all_rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     given = _field(text_config(config), "rope_parameters")
     if not isinstance(given, dict) or not given or traits_of(config).position != "rope":
         return {}
-    nested = {name: each for name, each in given.items() if isinstance(each, dict)}
+    nested = {name: settings for name, settings in given.items() if isinstance(settings, dict)}
     return nested or {"": given}
 
 
@@ -433,15 +433,15 @@ def check_activations(config: Any) -> None:
     plain: dict[str, Any] = given if isinstance(given, dict) else given.to_dict() if given is not None else {}
     groups = (plain.get("config_groups") or {}).values()
     inputs = [(group.get("input_activations") or {}) for group in groups if isinstance(group, dict)]
-    what = "load_in_8bit" if plain.get("load_in_8bit") else None  # LLM.int8 looks for outliers in every row
+    reason = "load_in_8bit" if plain.get("load_in_8bit") else None  # LLM.int8 looks for outliers in every row
     kind = str(plain.get("quant_type", "")).lower().replace("_", "")
     if "float8dynamicactivation" in kind and "perrow" not in kind:  # one scale for all, unless said otherwise
-        what = f"quant_type {plain['quant_type']}"
-    if any(each.get("dynamic") and each.get("strategy") == "tensor" for each in inputs):
-        what = "input_activations by tensor"
-    if what is not None:
+        reason = f"quant_type {plain['quant_type']}"
+    if any(activations.get("dynamic") and activations.get("strategy") == "tensor" for activations in inputs):
+        reason = "input_activations by tensor"
+    if reason is not None:
         raise ConfigError(
-            f"quantization_config rounds activations by the values of a whole forward ({what}), so that rows and "
+            f"quantization_config rounds activations by the values of a whole forward ({reason}), so that rows and "
             "chunks would change each other: take weights that are not quantised, or whose weights alone are"
         )
 

@@ -81,9 +81,9 @@ class CAOTE(Method):
         if self.form == "fast":
             outputs = (held[:, :, 0].double() / held[:, :, 0].sum(-1, keepdim=True) @ values).expand_as(outputs)
         term = (alpha / (1 - alpha).clamp_min(EPS)).flatten(2, 3) * _distances(outputs, values)
-        made = by_neighbours(term.square().sum(2), ctx, self.kernel, "avg") / alpha.shape[2]
+        priority = by_neighbours(term.square().sum(2), ctx, self.kernel, "avg") / alpha.shape[2]
         # The window stays whole also where the budget counts the coming token as one of the recent ones.
-        return made.float().masked_fill(ctx.age() < self.window, torch.inf)
+        return priority.float().masked_fill(ctx.age() < self.window, torch.inf)
 
 
 def _distances(outputs: Tensor, values: Tensor) -> Tensor:

@@ -40,14 +40,14 @@ class CapKV(Method):
         values = ctx.slots.values[:, :, : ctx.slots.length].double()
         counted = (ctx.held() & (ctx.positions >= self.n_sinks))[:, :, None]  # [B, H, 1, S]
         weights = self._weights(ctx, counted)
-        made = torch.zeros_like(ctx.score, dtype=torch.float64)
+        priority = torch.zeros_like(ctx.score, dtype=torch.float64)
         for weight in weights.unbind(2):
             counts = ((weight + EPSILON) * counted[:, :, 0])[..., None]
             capacity = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
             capacity = capacity + values.transpose(-1, -2) @ (counts * values)
             solved = torch.linalg.solve(capacity, values.transpose(-1, -2))
-            made += weight * (values * solved.transpose(-1, -2)).sum(-1)
-        return (made / weights.shape[2]).float()
+            priority += weight * (values * solved.transpose(-1, -2)).sum(-1)
+        return (priority / weights.shape[2]).float()
 
     def _weights(self, ctx: EvictionContext, counted: Tensor) -> Tensor:
         """w [B, H, G, S], 0 of slots that do not count; counted [B, H, 1, S]."""

@@ -57,7 +57,7 @@ class Compactor(Method):
             keys = ctx.rope.rotate_by(keys, -ctx.positions)
         matrix = sketch_matrix(ctx.seeds, ctx.layer, keys.shape[1], keys.shape[-1], self.sketch)
         # The tokens at both ends stay whatever their score, also where the budget counts the coming token as one.
-        made = torch.full(ctx.positions.shape, torch.inf, device=keys.device)
+        priority = torch.full(ctx.positions.shape, torch.inf, device=keys.device)
         for row, tokens in enumerate((ctx.newest + 1).tolist()):
             inside = slice(length - tokens + self.n_sinks, length - self.n_recent)
             if inside.start >= inside.stop:
@@ -66,8 +66,8 @@ class Compactor(Method):
             looked_at = ctx.local_attention[row, :, inside] * torch.linalg.vector_norm(values[row, :, inside], dim=-1)
             pooled = avg_pool1d(looked_at, 3, stride=1, padding=1)
             leverage = leverages(keys[row, :, inside], matrix[row])
-            made[row, :, inside] = (standardised(pooled) + blending * standardised(leverage)).float()
-        return made.masked_fill(ctx.positions < 0, -torch.inf)
+            priority[row, :, inside] = (standardised(pooled) + blending * standardised(leverage)).float()
+        return priority.masked_fill(ctx.positions < 0, -torch.inf)
 
 
 def sketch_matrix(seeds: Tensor, layer: int, heads: int, width: int, size: int) -> Tensor:

@@ -33,12 +33,12 @@ class CUR(Method):
     leverage: Literal["product", "mean", "key", "value"] = "product"
 
     def priority(self, ctx: EvictionContext) -> Tensor:
-        made = self._leverage(ctx)
+        leverage = self._leverage(ctx)
         if not ctx.compares_heads:  # the quotient could round two neighbours of one head to a tie
-            return made
+            return leverage
         # In float64, where the order of the summands, which padding changes, does not show in float32.
-        total = made.double().masked_fill(~ctx.held(), 0.0).sum(-1, keepdim=True)
-        return (made / total.clamp_min(torch.finfo(torch.float32).tiny)).float()
+        total = leverage.double().masked_fill(~ctx.held(), 0.0).sum(-1, keepdim=True)
+        return (leverage / total.clamp_min(torch.finfo(torch.float32).tiny)).float()
 
     def _leverage(self, ctx: EvictionContext) -> Tensor:
         """s [B, H, S] before heads are compared."""

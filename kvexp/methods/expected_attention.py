@@ -55,7 +55,7 @@ class ExpectedAttention(Method):
         mean, covariance = statistics.at(ctx.newest + 1, self.n_future)
         z = mean @ keys.transpose(-1, -2) * statistics.scale  # [B, H, G, S]
         if self.covariance:
-            spread = [((keys @ each) * keys).sum(-1) for each in covariance.unbind(2)]
+            spread = [((keys @ matrix) * keys).sum(-1) for matrix in covariance.unbind(2)]
             z = z + torch.stack(spread, dim=2) * (statistics.scale**2 / 2)
         z = z.masked_fill(~(ctx.held() & (ctx.positions >= self.n_sinks))[:, :, None], -torch.inf)
         # In logarithms, where a softmax would round small shares to 0 and leave their order to chance.

@@ -24,6 +24,6 @@ class Ideal(Simulated):
     per_query: ClassVar[bool] = True
 
     def query_mask(self, probabilities: Tensor, ctx: EvictionContext) -> Tensor:
-        own = ctx.age() == 0
+        newest = ctx.age() == 0
         max_keep = min(ctx.positions.shape[-1], int(ctx.budget.max()))
-        return kept_mask(probabilities, ctx.positions, own, ctx.budget, max_keep)
+        return kept_mask(probabilities, ctx.positions, newest, ctx.budget, max_keep)

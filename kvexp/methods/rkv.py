@@ -59,8 +59,8 @@ class RKV(Method):
         redundancy = self._redundancy(keys.gather(2, order[..., None].expand_as(keys)), held)
         score = self.importance * self._importance(ctx, order) - (1 - self.importance) * redundancy
         # The window stays whole also where the budget counts the coming token as one of the recent ones.
-        made = torch.empty_like(score).scatter_(-1, order, score).float()
-        return made.masked_fill(ctx.age() < self.window, torch.inf)
+        priority = torch.empty_like(score).scatter_(-1, order, score).float()
+        return priority.masked_fill(ctx.age() < self.window, torch.inf)
 
     def _importance(self, ctx: EvictionContext, order: Tensor) -> Tensor:
         """I [B, H, S] float64 of the slots in `order`."""

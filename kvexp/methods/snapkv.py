@@ -68,11 +68,11 @@ class SnapKV(Method):
         if self.by_rows:
             rows, number = window_rows(ctx, self.window, among_older=self.softmax == "older")
             if self.aggregate == "defensive":
-                made = defended(rows, ctx, self.window, self.kernel)
+                priority = defended(rows, ctx, self.window, self.kernel)
             else:
                 mean = rows.sum(-2).mean(2) / number[:, None, None]
-                made = by_neighbours(mean, ctx, self.kernel, self.pool)
-            return made.float().masked_fill(ctx.age() < self.window, torch.inf)
+                priority = by_neighbours(mean, ctx, self.kernel, self.pool)
+            return priority.float().masked_fill(ctx.age() < self.window, torch.inf)
         # Prompt slots stand in the order of their columns. The observing tokens themselves lend no mass to neighbours.
         score = ctx.score.masked_fill((ctx.age() < self.window) | ctx.score.isinf(), 0.0)
         pool = max_pool1d if self.pool == "max" else avg_pool1d

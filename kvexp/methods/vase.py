@@ -61,9 +61,9 @@ class VaSE(Method):
         number = (ctx.budget * self.large + 1e-9).long()[:, None, None]
         chance = self.attention(ctx).clamp_min(torch.finfo(torch.float32).tiny).log().float()
         drawn = chance + self.draws(ctx.positions, ctx.seeds, ctx.layer, spread.shape[1], ctx.newest)
-        made = torch.where(free & (place < number), ABOVE * 2 - place / ctx.slots.length, drawn)
+        priority = torch.where(free & (place < number), ABOVE * 2 - place / ctx.slots.length, drawn)
         # The window stays whole also where the budget counts the coming token as one of the recent ones.
-        return made.masked_fill(ctx.age() < self.window, torch.inf)
+        return priority.masked_fill(ctx.age() < self.window, torch.inf)
 
     def draws(self, positions: Tensor, seeds: Tensor, layer: int, heads: int, eviction: Tensor) -> Tensor:
         """Gumbel draws [B, H, S] at positions [B, 1 or H, S]; seeds [B]; eviction [B]: its newest position."""

@@ -85,19 +85,19 @@ class KVIndex:
         if copy_streams is None or not self._is_remote(entry):
             entry.tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = value
             return
-        part = empty_host(tuple(value.shape), value, entry.tensor.device, pinned=True)
+        host_copy = empty_host(tuple(value.shape), value, entry.tensor.device, pinned=True)
         copy_streams.hold("d2h", value)
         with copy_streams.copying("d2h"):
-            part.copy_(value, non_blocking=True)
-        self._pending_writes.append((name, entries, part, copy_streams.record("d2h")))
+            host_copy.copy_(value, non_blocking=True)
+        self._pending_writes.append((name, entries, host_copy, copy_streams.record("d2h")))
 
     def flush(self) -> None:
         """Wait for pending copies to the host and store them in their tensors, which nothing may read meanwhile."""
-        for name, entries, part, event in self._pending_writes:
+        for name, entries, host_copy, event in self._pending_writes:
             for awaited in (event, self._read_by.pop(name, None)):
                 if awaited is not None:
                     awaited.synchronize()
-            self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
+            self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = host_copy
         self._pending_writes.clear()
 
     def grow(self, positions: int) -> None:
@@ -193,28 +193,28 @@ def lloyd(points: Tensor, start: Tensor, iterations: int, tolerance: float = 1e-
     points = points.float()
     middle = points.mean(1, keepdim=True)
     points = points - middle  # distances lose fewer digits around zero
-    bound = tolerance * torch.stack([part.square().mean() for part in points])
+    bound = tolerance * torch.stack([cloud.square().mean() for cloud in points])
     centroids = points[:, start.to(points.device)]
     labels = torch.full(points.shape[:2], -1, dtype=torch.int64, device=points.device)
-    made = torch.zeros(len(points), dtype=torch.int64, device=points.device)
+    iterations_done = torch.zeros(len(points), dtype=torch.int64, device=points.device)
     settled = torch.zeros(len(points), dtype=torch.bool, device=points.device)
     active = torch.arange(len(points), device=points.device)
     for _ in range(iterations):
-        part, old = _select(points, active), _select(centroids, active)
-        nearest, gap = assign(part, old)
-        moved = _update_centroids(part, nearest, gap, old)
+        moving, old = _select(points, active), _select(centroids, active)
+        nearest, gap = assign(moving, old)
+        moved = _update_centroids(moving, nearest, gap, old)
         same = (nearest == _select(labels, active)).all(1)
         still = (moved - old).square().sum((1, 2)) <= bound[active]
         centroids[active], labels[active] = moved, nearest
         settled[active] = same
-        made[active] += 1
+        iterations_done[active] += 1
         active = active[~(same | still)]
         if not len(active):
             break
     late = (~settled).nonzero()[:, 0]  # their centroids moved after the last assignment
     if len(late):
         labels[late] = assign(_select(points, late), _select(centroids, late))[0]
-    return Clusters(centroids + middle, labels, made)
+    return Clusters(centroids + middle, labels, iterations_done)
 
 
 def _select(x: Tensor, problems: Tensor) -> Tensor:
@@ -226,8 +226,8 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest centroid [N, n] of points [N, n, d], and the squared distance to it less the point's squared norm."""
     half = centroids.square().sum(-1) / 2
     tiles = points.split(_points_per_tile(centroids), dim=1)
-    found = [torch.baddbmm(-half[:, None], tile, centroids.transpose(1, 2)).max(-1) for tile in tiles]
-    return torch.cat([each.indices for each in found], dim=1), -2 * torch.cat([each.values for each in found], dim=1)
+    best = [torch.baddbmm(-half[:, None], tile, centroids.transpose(1, 2)).max(-1) for tile in tiles]
+    return torch.cat([tile.indices for tile in best], dim=1), -2 * torch.cat([tile.values for tile in best], dim=1)
 
 
 def _update_centroids(points: Tensor, labels: Tensor, gaps: Tensor, centroids: Tensor) -> Tensor:
@@ -254,9 +254,9 @@ def _cluster_sums_by_product(points: Tensor, labels: Tensor, centroids: Tensor) 
     n, clusters = centroids.shape[:2]
     sums, counts = torch.zeros_like(centroids), points.new_zeros(n, clusters)
     tile = _points_per_tile(centroids)
-    for part, label in zip(points.split(tile, dim=1), labels.split(tile, dim=1), strict=True):
+    for tile_points, label in zip(points.split(tile, dim=1), labels.split(tile, dim=1), strict=True):
         member = torch.nn.functional.one_hot(label, clusters).to(points.dtype)
-        sums = sums + torch.bmm(member.transpose(1, 2), part)
+        sums = sums + torch.bmm(member.transpose(1, 2), tile_points)
         counts = counts + member.sum(1)
     return sums, counts
 

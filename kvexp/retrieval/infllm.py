@@ -89,10 +89,10 @@ def representatives(
     # [B, H, n, repr_tokens, G]
     best_of = received.reshape(b, h, count, size, g).topk(method.repr_tokens, dim=3).indices
     index = (best_of + torch.arange(count, device=keys.device)[:, None, None] * size).flatten(2)
-    found, positions = keys.gather(2, index[..., None].expand(-1, -1, -1, d)), index + start
+    best_keys, positions = keys.gather(2, index[..., None].expand(-1, -1, -1, d)), index + start
     if method.clamps_positions:
-        found = clamped_keys(found, positions, params)
-    return found.view(b, h, count, method.repr_tokens, g, d).mean(3), positions.view(best_of.shape)[:, :, :, 0]
+        best_keys = clamped_keys(best_keys, positions, params)
+    return best_keys.view(b, h, count, method.repr_tokens, g, d).mean(3), positions.view(best_of.shape)[:, :, :, 0]
 
 
 def blockwise_prefill(
@@ -107,16 +107,16 @@ def blockwise_prefill(
     received = torch.zeros(b, h, columns, g, device=inputs.keys.device)
     for row in range(b):
         pad = columns - int((inputs.query_positions[row] >= 0).sum())
-        one = slice(row, row + 1)
+        at = slice(row, row + 1)
         alone = replace(
             inputs,
-            query=inputs.query[one, ..., pad:, :],
-            keys=inputs.keys[one, :, pad:],
-            values=inputs.values[one, :, pad:],
-            positions=inputs.positions[one, :, pad:],
-            query_positions=inputs.query_positions[one, pad:],
+            query=inputs.query[at, ..., pad:, :],
+            keys=inputs.keys[at, :, pad:],
+            values=inputs.values[at, :, pad:],
+            positions=inputs.positions[at, :, pad:],
+            query_positions=inputs.query_positions[at, pad:],
         )
-        _one_row(method, alone, local[row], counts[row], out[one, ..., pad:, :], received[one, :, pad:])
+        _one_row(method, alone, local[row], counts[row], out[at, ..., pad:, :], received[at, :, pad:])
     return out, received
 
 
@@ -156,10 +156,10 @@ def _one_row(method: InfLLM, inputs: AttentionInputs, local: int, count: int, ou
         far = distant_slots(method, inputs, rows, blocks, count, received, edge)
         logits, values = [], []
         for slots, beyond in ((near, False), (far, True)):
-            part = _part(inputs, rows, slots)
-            values.append(part.values)
-            distance = part.query_positions[:, None, :, None] - slots[:, :, None]
-            turned = clamped_inputs(part, edge) if beyond and method.clamps_positions else part
+            slot_inputs = _part(inputs, rows, slots)
+            values.append(slot_inputs.values)
+            distance = slot_inputs.query_positions[:, None, :, None] - slots[:, :, None]
+            turned = clamped_inputs(slot_inputs, edge) if beyond and method.clamps_positions else slot_inputs
             x = turned.logits(slice(0, rows.stop - start), slots.shape[2])
             # Clamped, all rows share what is far for the last: early ones see some of it as near, too (as released).
             hidden = (
@@ -187,8 +187,8 @@ def distant_slots(
     if not blocks:
         return torch.arange(end, device=device).expand(1, heads, -1)
     inside = slice(method.n_sinks, method.n_sinks + blocks * size)
-    own = inputs.keys[:, :, inside], received[:, :, inside]
-    keys, repr_positions = representatives(method, *own, method.n_sinks, inputs.params)
+    block_states = inputs.keys[:, :, inside], received[:, :, inside]
+    keys, repr_positions = representatives(method, *block_states, method.n_sinks, inputs.params)
     query, query_positions = inputs.query[..., rows, :], inputs.query_positions[:, rows]
     query = clamped_query(query, query_positions, edge, inputs.params) if method.clamps_positions else query
     score = block_scores(method, query, query_positions, keys, repr_positions, inputs.params)
@@ -303,8 +303,8 @@ class InfLLM(Retrieval):
         received = left_aligned(index["received"], prompt.lengths)
         blocks = max(0, max(prompt.lengths) - self.n_sinks) // self.block
         inside = slice(self.n_sinks, self.n_sinks + blocks * self.block)
-        own = prompt.keys[:, :, inside], received[:, :, inside]
-        keys, repr_positions = representatives(self, *own, self.n_sinks, prompt.params)
+        block_states = prompt.keys[:, :, inside], received[:, :, inside]
+        keys, repr_positions = representatives(self, *block_states, self.n_sinks, prompt.params)
         index.register("repr", keys, per=self.block)
         index.register("repr_at", repr_positions, per=self.block)
         # From here on only tokens of the window and of the block behind it matter: position p at p % width.
@@ -361,9 +361,9 @@ class InfLLM(Retrieval):
             return Selection(retrieval_query.topk(tokens))
         wanted = [-(-count // size) for count in retrieval_query.counts]
         widest = min(max(wanted), score.shape[-1])
-        found = topk_slots(score, (numbers < done[:, None])[:, None], wanted, widest)[..., None]
+        chosen = topk_slots(score, (numbers < done[:, None])[:, None], wanted, widest)[..., None]
         inside = torch.arange(size, device=score.device)
-        slots = torch.where(found >= 0, self.n_sinks + found * size + inside, -1).flatten(2)
+        slots = torch.where(chosen >= 0, self.n_sinks + chosen * size + inside, -1).flatten(2)
         rest = (self.n_sinks + done * size)[:, None] + torch.arange(size, device=score.device)
         open_end = retrieval_query.candidates[:, 0].gather(1, rest.clamp(max=retrieval_query.memory.length - 1))
         rest = rest.masked_fill(~open_end | (rest >= retrieval_query.memory.length), -1)

@@ -380,9 +380,9 @@ def share_prompt(
     for layer in layers:
         stored = layer.store_prompt(query, key, value, params, padding)
         by_class.setdefault(type(layer.method), []).append((layer, stored))
-    for kind, each in by_class.items():
-        kind.observe_prompts([(layer.method, prompt) for layer, prompt in each])
-        for layer, prompt in each:
+    for kind, members in by_class.items():
+        kind.observe_prompts([(layer.method, prompt) for layer, prompt in members])
+        for layer, prompt in members:
             layer.index_prompt(prompt)
 
 
@@ -406,7 +406,7 @@ def retrieval_stats(states: Sequence[Any], rows: Sequence[int]) -> dict[str, Any
     traffic = [memory.traffic[row] for memory in memories for row in rows]
     steps = sum(layer.selection_stats.steps for layer in layers) * len(rows)
     near = sum(layer.selection_stats.num_resident[row] for layer in layers for row in rows)
-    asked, hits = sum(t.lookups for t in traffic), sum(t.hits for t in traffic)
+    lookups, hits = sum(t.lookups for t in traffic), sum(t.hits for t in traffic)
     away = sum(memory.host_bytes for memory in memories)
     away += sum(layer.countable_index.nbytes(ship=True) for layer in layers)
     iterations = _noted(layers, "kmeans_iterations", rows)
@@ -416,12 +416,12 @@ def retrieval_stats(states: Sequence[Any], rows: Sequence[int]) -> dict[str, Any
     if not all(layer.require_memory().pinned and layer.countable_index.pinned for layer in layers):
         notes.append("no more memory could be pinned: ordinary memory was used, copies wait for each other")
     return {
-        "attended": (near + asked / memories[0].keys.shape[1]) / steps if steps else None,
+        "attended": (near + lookups / memories[0].keys.shape[1]) / steps if steps else None,
         "offloaded_bytes": away * len(rows) // len(memories[0].lengths) if method.offload else 0,
         "moved_bytes": sum(t.d2h + t.h2d for t in traffic),
         "fetched_bytes": sum(t.h2d for t in traffic),
         "search_share": method.index_bits_per_token(dim) / (16 * dim),
-        "cache_hit_rate": hits / asked if asked and memories[0].cache is not None else None,
+        "cache_hit_rate": hits / lookups if lookups and memories[0].cache is not None else None,
         "kmeans_iterations": sum(iterations) / len(iterations) if iterations else None,
         "notes": notes,
     }

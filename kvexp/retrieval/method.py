@@ -53,7 +53,7 @@ class RetrievalQuery:
         query [B, H, G, D]; positions [B]; most: how many slots to select in each row, if there are as many candidates.
         """
         sinks = memory.config.sinks
-        counts = [min(count, there) for count, there in zip(most, memory.candidate_counts, strict=True)]
+        counts = [min(count, available) for count, available in zip(most, memory.candidate_counts, strict=True)]
         candidates = step_layout(memory.lengths, memory.config.local, sinks, query.device).candidates
         if params.sliding_window is not None:
             slots = torch.arange(memory.length, device=query.device)

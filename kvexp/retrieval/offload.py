@@ -119,8 +119,8 @@ def empty_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pi
 
 def index_select_host(x: Tensor, rows: Tensor, *, pinned: bool) -> Tensor:
     """Batch rows `rows` [n] of a host tensor as a new host tensor; pinned: as of `empty_host`."""
-    made = empty_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
-    return torch.index_select(x, 0, rows.to(x.device), out=made)
+    selected = empty_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
+    return torch.index_select(x, 0, rows.to(x.device), out=selected)
 
 
 # The block cache of offloaded keys and values: the most used blocks stay on the device.
@@ -454,7 +454,7 @@ class OffloadedKV:
     @property
     def resident_bytes(self) -> int:
         """Bytes on the device: sinks, recent window, cached blocks."""
-        return sum(part.nbytes for part in self.resident) + (self.cache.nbytes if self.cache is not None else 0)
+        return sum(states.nbytes for states in self.resident) + (self.cache.nbytes if self.cache is not None else 0)
 
     # -- tokens coming in ---------------------------------------------------------------------------------------------
 
@@ -462,8 +462,8 @@ class OffloadedKV:
         """Append one token to every row: key [B, H, 1, D], value [B, H, 1, Dv]."""
         positions = list(self.lengths)
         self._grow(max(positions) + 1)
-        for part, new in zip(self.resident, (key, value), strict=True):
-            part.add(new, positions)
+        for states, new in zip(self.resident, (key, value), strict=True):
+            states.add(new, positions)
         if self.offloaded:
             self._copy_out_async(key, value, positions)
         else:
@@ -477,8 +477,8 @@ class OffloadedKV:
         self.copy_streams.hold("d2h", key, value)
         parts = [empty_host(tuple(x.shape), x, self.keys.device, pinned=True) for x in (key, value)]
         with self.copy_streams.copying("d2h"):
-            for part, source in zip(parts, (key, value), strict=True):
-                part.copy_(source, non_blocking=True)
+            for host_copy, source in zip(parts, (key, value), strict=True):
+                host_copy.copy_(source, non_blocking=True)
         self._in_flight.append((self.copy_streams.record("d2h"), parts[0], parts[1], positions))
 
     def _write(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
@@ -541,10 +541,10 @@ class OffloadedKV:
         complete: whether no slot is -1.
         """
         whole = [slots.shape[1] * slots.shape[2]] * len(slots)
-        asked = whole if complete else (slots >= 0).sum((1, 2)).tolist()
+        lookups = whole if complete else (slots >= 0).sum((1, 2)).tolist()
         counts = self.cache.count(slots) if self.cache is not None else []
         hits = self.cache.hits(counts) if self.cache is not None else [0] * len(slots)
-        for row, pairs, hit in zip(self.traffic, asked, hits, strict=True):
+        for row, pairs, hit in zip(self.traffic, lookups, hits, strict=True):
             row.lookups += pairs
             row.hits += hit
             row.h2d += (pairs - hit) * self._token
@@ -584,14 +584,14 @@ class OffloadedKV:
         for target, buffer in zip(out, buffers, strict=True):
             table = buffer.view(-1, buffer.shape[3])
             if buffer.device == self.device:
-                found = table[rows.to(self.device)]
+                entries = table[rows.to(self.device)]
             else:
                 staged = empty_host((len(rows), table.shape[1]), table, table.device, pinned=self.offloaded)
                 torch.index_select(table, 0, rows, out=staged)
                 with self.copy_streams.copying("h2d"):
-                    found = staged.to(self.device, non_blocking=True)
-                self.copy_streams.wait(self.copy_streams.record("h2d"), found)
-            target.view(-1, target.shape[3]).index_copy_(0, targets, found)
+                    entries = staged.to(self.device, non_blocking=True)
+                self.copy_streams.wait(self.copy_streams.record("h2d"), entries)
+            target.view(-1, target.shape[3]).index_copy_(0, targets, entries)
 
     def add_index_traffic(self, per_token: int) -> None:
         """Count `per_token` bytes of every token as copied to the device for the index."""
@@ -623,7 +623,7 @@ class OffloadedKV:
         other.config = replace(self.config, local=[self.config.local[i] for i in chosen])
         other.keys = index_select_host(self.keys, rows, pinned=self.offloaded)
         other.values = index_select_host(self.values, rows, pinned=self.offloaded)
-        other.resident = [part.index_rows(rows) for part in self.resident]
+        other.resident = [states.index_rows(rows) for states in self.resident]
         other.cache = self.cache.index_rows(rows, self.copy_streams) if self.cache is not None else None
         return other
 

@@ -90,10 +90,10 @@ class PQCache(Retrieval):
         index.notes = {"kmeans_iterations": [0.0] * batch, "exact": [False] * batch}
         for row in range(0, batch, prompt.beams):
             same = slice(row, row + prompt.beams)  # the beams of a sample hold one prompt
-            made = self._cluster(keys[row], prompt, row, centroids[row], codes[row])
+            iterations = self._cluster(keys[row], prompt, row, centroids[row], codes[row])
             centroids[same], codes[same] = centroids[row].clone(), codes[row].clone()
-            index.notes["kmeans_iterations"][same] = [made or 0.0] * prompt.beams
-            index.notes["exact"][same] = [made is None] * prompt.beams
+            index.notes["kmeans_iterations"][same] = [iterations or 0.0] * prompt.beams
+            index.notes["exact"][same] = [iterations is None] * prompt.beams
         index.register("centroids", centroids)
         index.register("codes", codes, per=1, home=prompt.host_device)
 
@@ -112,13 +112,13 @@ class PQCache(Retrieval):
         if iterations == "adaptive":
             assert isinstance(prompt.calibration, CostModel)
             iterations = prompt.calibration.iterations(count)
-        found = lloyd(parts[:, :count], init_rows(count, clusters, self.kmeans_seed), iterations)
-        labels = found.labels
+        clustering = lloyd(parts[:, :count], init_rows(count, clusters, self.kmeans_seed), iterations)
+        labels = clustering.labels
         if last < length:
-            labels = torch.cat([labels, assign(parts[:, count:].contiguous(), found.centroids)[0]], dim=1)
-        centroids.copy_(found.centroids.view_as(centroids))
+            labels = torch.cat([labels, assign(parts[:, count:].contiguous(), clustering.centroids)[0]], dim=1)
+        centroids.copy_(clustering.centroids.view_as(centroids))
         codes[:, self.n_sinks : length] = labels.view(len(keys), self.m, -1).transpose(1, 2).to(codes.dtype)
-        return float(found.iterations.float().mean())
+        return float(clustering.iterations.float().mean())
 
     def extend(self, index: KVIndex, key: Tensor, value: Tensor, positions: list[int]) -> None:
         centroids = index["centroids"]
@@ -134,14 +134,14 @@ class PQCache(Retrieval):
     def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
         codes = retrieval_query.index["codes"][:, :, : retrieval_query.memory.length]
         retrieval_query.memory.add_index_traffic(codes.shape[1] * self.m * codes.element_size())
-        found = retrieval_query.reduce_group(
+        approximate = retrieval_query.reduce_group(
             retrieval_query.logits(dots(retrieval_query.query, retrieval_query.index["centroids"], codes)), self.combine
         )
         exact = retrieval_query.index.notes["exact"]
         if not any(exact):
-            return found
+            return approximate
         searched = retrieval_query.reduce_group(retrieval_query.exact_logits(), self.combine)
-        return torch.where(torch.tensor(exact, device=found.device)[:, None, None], searched, found)
+        return torch.where(torch.tensor(exact, device=approximate.device)[:, None, None], searched, approximate)
 
 
 def dots(query: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
@@ -151,5 +151,5 @@ def dots(query: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     # One embedding_bag call adds the m table rows of each token, for all kv and query heads at once.
     tables_before = torch.arange(b * h * m, dtype=torch.int32, device=codes.device).mul_(clusters).view(b, h, 1, m)
     rows = codes.to(torch.int32) + tables_before
-    found = torch.nn.functional.embedding_bag(rows.view(-1, m), tables.flatten(0, 3), mode="sum")
-    return found.view(b, h, -1, found.shape[-1]).transpose(2, 3).contiguous()
+    group_dots = torch.nn.functional.embedding_bag(rows.view(-1, m), tables.flatten(0, 3), mode="sum")
+    return group_dots.view(b, h, -1, group_dots.shape[-1]).transpose(2, 3).contiguous()

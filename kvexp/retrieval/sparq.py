@@ -51,9 +51,9 @@ class SparQ(Retrieval):
         query = retrieval_query.query.float()
         largest = query.abs().sum(2).topk(self.r, dim=-1).indices
         keys = retrieval_query.memory.components(largest).float()
-        part = query.gather(-1, largest[:, :, None].expand(-1, -1, query.shape[2], -1))
-        share = part.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-        return torch.matmul(part, keys.transpose(-1, -2)) / share.clamp(min=1e-30).sqrt()
+        components = query.gather(-1, largest[:, :, None].expand(-1, -1, query.shape[2], -1))
+        share = components.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+        return torch.matmul(components, keys.transpose(-1, -2)) / share.clamp(min=1e-30).sqrt()
 
     def select(self, retrieval_query: RetrievalQuery) -> Selection:
         dots = self.approximate(retrieval_query)

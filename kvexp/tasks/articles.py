@@ -75,8 +75,8 @@ class Assistant:
 @cache
 def articles() -> tuple[Article, ...]:
     """All articles, in the order of their ids."""
-    made = (_article(json.loads(content)) for content in _files().values())
-    return tuple(sorted(made, key=lambda one: one.id))
+    parsed = (_article(json.loads(content)) for content in _files().values())
+    return tuple(sorted(parsed, key=lambda article: article.id))
 
 
 def training_articles() -> tuple[Article, ...]:
@@ -100,7 +100,7 @@ def assistants() -> tuple[Assistant, ...]:
         Assistant(
             row["id"],
             row["assistant"],
-            tuple(AssistantFact(one["statement"], one["ask"], tuple(one["accepted"])) for one in row["facts"]),
+            tuple(AssistantFact(fact["statement"], fact["ask"], tuple(fact["accepted"])) for fact in row["facts"]),
             row["secret"]["statement"],
             row["secret"]["code"],
         )
@@ -132,12 +132,12 @@ def own_digest(name: str) -> str:
 @cache
 def _files() -> dict[str, bytes]:
     """Name -> bytes of each article's file, in the order of the names; read once, so that digest and texts agree."""
-    found = (
+    files = (
         file
         for file in (resources.files("kvexp.tasks") / "articles_data" / "texts").iterdir()
         if file.name.endswith(".json")
     )
-    return {file.name: file.read_bytes() for file in sorted(found, key=lambda file: file.name)}
+    return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
 
 
 @cache
@@ -149,5 +149,5 @@ def _article(row: dict[str, Any]) -> Article:
     """An article from its JSON object; a field too many or too few is a TypeError."""
     row["paragraphs"] = tuple(row["paragraphs"])
     row["highlights"] = tuple(row["highlights"])
-    row["questions"] = tuple(Question(**one) for one in row["questions"])
+    row["questions"] = tuple(Question(**question) for question in row["questions"])
     return Article(**row)

@@ -48,8 +48,8 @@ class Kind:
     after: str
 
 
-def _lessons(*each: str, between: str = "\n", end: str = "") -> str:
-    return between.join(f"<example>\n{one}\n</example>" for one in each) + end
+def _lessons(*lessons: str, between: str = "\n", end: str = "") -> str:
+    return between.join(f"<example>\n{lesson}\n</example>" for lesson in lessons) + end
 
 
 # The prompts of babilong/prompts.py in github.com/booydar/babilong (Apache-2.0) at commit 7a6efee, to the letter.
@@ -129,9 +129,9 @@ def is_right(output: str, target: str, question: str, labels: Sequence[str]) -> 
     that no answer is right where the target of a qa7 is none.
     """
     said = output.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
-    asked = question.lower()
-    found = {label for label in map(str.lower, labels) if label in said and label not in asked}
-    return found == {target.lower()}
+    lowered = question.lower()
+    named = {label for label in map(str.lower, labels) if label in said and label not in lowered}
+    return named == {target.lower()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,22 +160,22 @@ class BABILong(CountedTask, QuestionTask):
         return f"{choice}/{self.subset}"
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        given, asked, target = (text(row, name, where, "data_files") for name in ("input", "question", "target"))
+        given, question, target = (text(row, name, where, "data_files") for name in ("input", "question", "target"))
         labels = KINDS[self.subset].labels
         if target.lower() not in labels:
             raise ConfigError(
                 f"{where}: the target {target!r} is no answer of {self.subset}, which has {', '.join(labels)}: "
                 "set task.subset to the file's task"
             )
-        return self.about(row_id(row, "id", given, asked), given, asked, target)
+        return self.about(row_id(row, "id", given, question), given, question, target)
 
     def about(self, name: str, context: str, question: str, answer: str) -> Example:
         """The example in the official form."""
         kind = KINDS[self.subset]
         before = f"{kind.instruction}\n\n{kind.examples}\n\n{kind.after}\n\n<context>\n"
         after = f"\n</context>\n\nQuestion: {question}{self.answer_prefix}"
-        made = self.ask(name, (before, context.strip(), ""), after, answer)
-        return replace(made, info={"question": question})
+        example = self.ask(name, (before, context.strip(), ""), after, answer)
+        return replace(example, info={"question": question})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         right = is_right(output, example.reference, example.info["question"], KINDS[self.subset].labels)

@@ -134,11 +134,11 @@ class Example:
         """The example as a chat template takes it: `begun` is its opening, and no longer part of the user's turn."""
         if not self.begun:
             return self
-        asked, *questions = (each.removesuffix(self.begun) for each in (self.question, *self.questions))
+        question, *questions = (text.removesuffix(self.begun) for text in (self.question, *self.questions))
         suffix = self.suffix if self.question else self.suffix.removesuffix(self.begun)
         prompt, opening = self.prefix + self.body + suffix, self.begun.lstrip()
         return replace(
-            self, prompt=prompt, suffix=suffix, question=asked, questions=tuple(questions), opening=opening, begun=""
+            self, prompt=prompt, suffix=suffix, question=question, questions=tuple(questions), opening=opening, begun=""
         )
 
 
@@ -222,15 +222,15 @@ class Task:
 
         Without what the run says (`SET_BY_THE_RUN`), and without where rows come from of a task that makes them.
         """
-        plain = {each.name: each.default for each in fields(Task)}
-        found = {each.name: each.default for each in fields(cls) if each.name not in SET_BY_THE_RUN}
-        rows = [each.name for each in fields(data.DataSource) if cls.generated]
-        return {name: value for name, value in found.items() if name not in rows or value != plain[name]}
+        plain = {option.name: option.default for option in fields(Task)}
+        defaults = {option.name: option.default for option in fields(cls) if option.name not in SET_BY_THE_RUN}
+        rows = [option.name for option in fields(data.DataSource) if cls.generated]
+        return {name: value for name, value in defaults.items() if name not in rows or value != plain[name]}
 
     @property
     def source(self) -> data.DataSource:
         """The source of the rows."""
-        return data.DataSource(**{each.name: getattr(self, each.name) for each in fields(data.DataSource)})
+        return data.DataSource(**{option.name: getattr(self, option.name) for option in fields(data.DataSource)})
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         """The example of one row; `where` ("row 3 of rows.jsonl") is for the error a bad row deserves."""
@@ -268,12 +268,12 @@ class Task:
         A chat model's prompts are the user's turn of its chat template, and the end of that turn is where its answer
         begins: frames and beginnings of answers that tell a base model so are left out.
         """
-        own: Any = self
-        return replace(own, answer_prefix="") if chat and hasattr(own, "answer_prefix") else self
+        task: Any = self
+        return replace(task, answer_prefix="") if chat and hasattr(task, "answer_prefix") else self
 
     def not_identifying(self) -> tuple[str, ...]:
         """Options that a run's identity leaves out, so that older runs keep their hash: all later ones, or none."""
-        before = {each.name: each.default for each in fields(self)}
+        before = {option.name: option.default for option in fields(self)}
         same = all(getattr(self, name) == before[name] for name in self.later_options)
         return self.later_options if same else ()
 
@@ -313,7 +313,7 @@ class Task:
         """("row 3 of rows.jsonl", row) for the rows the task uses, in its order; at most `limit`."""
         # Of rows in their order no more are read than make `limit` examples.
         chosen = self.source.choose(None if self.sample == "first" else self.limit, self.sample, self.seed)
-        return islice((part for where, row in chosen for part in self.split_row(row, where)), self.limit)
+        return islice((named_row for where, row in chosen for named_row in self.split_row(row, where)), self.limit)
 
     def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
         """("question 1 of row 3 of rows.jsonl", row of one example) of a row that makes several examples."""
@@ -329,14 +329,14 @@ class Task:
         given: set[str] = set()
         with self.unchanged():
             for where, row in self.rows():
-                made = self.example(row, where)
-                name, again = made.id, seen[made.id]
+                example = self.example(row, where)
+                name, again = example.id, seen[example.id]
                 while name in given:  # a row drawn again, or another row of the same id
                     again += 1
-                    name = f"{made.id}#{again}" if again > 1 else made.id
-                seen[made.id] = max(again, 1)
+                    name = f"{example.id}#{again}" if again > 1 else example.id
+                seen[example.id] = max(again, 1)
                 given.add(name)
-                yield replace(made, id=name)
+                yield replace(example, id=name)
 
     def articles_read(self) -> set[str]:
         """Ids of kvexp's own articles that the examples are made of; nothing for other texts."""
@@ -404,8 +404,8 @@ class Task:
         """Types and ranges as annotated, then `rules`; reads no data. Messages use the words of the command line."""
         cls: Any = type(self)
         hints = field_types(cls)
-        for each in fields(self):
-            typed(getattr(self, each.name), hints[each.name], f"task.{each.name}")
+        for option in fields(self):
+            typed(getattr(self, option.name), hints[option.name], f"task.{option.name}")
         for base in reversed(cls.__mro__):
             refuse(self, vars(base).get("rules", ()))
 
@@ -623,12 +623,12 @@ class SharedContextTask(QuestionTask):
             for example in Task.examples(whole):
                 key = ("asked", example.prompt) if example.question else ("skipped", example.id)
                 contexts.setdefault(key, []).append(example)
-        each = (
-            replace(example, questions=tuple(other.question for other in asked), number=number)
-            for asked in contexts.values()
-            for number, example in enumerate(asked)
+        examples = (
+            replace(example, questions=tuple(other.question for other in group), number=number)
+            for group in contexts.values()
+            for number, example in enumerate(group)
         )
-        yield from islice(each, self.limit)
+        yield from islice(examples, self.limit)
 
 
 def with_shared_context(task: Task, name: str) -> Task:
@@ -664,11 +664,11 @@ class FramedQuestions(SharedContextTask):
 def among(hidden: Sequence[Item], shares: Sequence[float], others: Sequence[Item]) -> list[Item]:
     """The others, with each of those that are hidden behind its share of them."""
     places = sorted(zip((int(share * (len(others) + 1)) for share in shares), range(len(hidden)), strict=True))
-    made, last = list[Item](), 0
+    mixed, last = list[Item](), 0
     for place, number in places:
-        made += [*others[last:place], hidden[number]]
+        mixed += [*others[last:place], hidden[number]]
         last = place
-    return [*made, *others[last:]]
+    return [*mixed, *others[last:]]
 
 
 def seed_of(words: str) -> int:
@@ -689,8 +689,8 @@ def most_units(tokens: Callable[[int], int], limit: int) -> int:
 
     tokens: counts the prompt with so many units.
     """
-    few, some = tokens(0), tokens(32)
-    return longest_fit(tokens, limit, 64 + 64 * max(limit - few, 0) // max(some - few, 1))  # twice as many as would do
+    few, more = tokens(0), tokens(32)
+    return longest_fit(tokens, limit, 64 + 64 * max(limit - few, 0) // max(more - few, 1))  # twice as many as would do
 
 
 def depths_of(text: str, sources: Iterable[int], count: Callable[..., int]) -> list[float]:

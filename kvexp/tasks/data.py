@@ -111,18 +111,18 @@ class DataSource:
         """The local files, a glob's in the order of their names; ConfigError if there is none or one is no data."""
         assert self.data_files is not None
         named = path_of(self.data_files, "task.data_files")
-        found = [named] if named.exists() else [Path(name) for name in sorted(glob.glob(str(named), recursive=True))]
-        if not found:
+        paths = [named] if named.exists() else [Path(name) for name in sorted(glob.glob(str(named), recursive=True))]
+        if not paths:
             raise ConfigError(
                 f"task.data_files={self.data_files}: there is no such file (seen from {Path.cwd()}); "
                 "give the path of a .json, .jsonl or .parquet file, or a glob that matches some"
             )
-        for path in found:
+        for path in paths:
             if path.is_dir():
                 raise ConfigError(f"task.data_files: {path} is a folder; name its files, as in '{path}/*.jsonl'")
             if path.suffix not in KINDS:
                 raise ConfigError(f"task.data_files: {path} must end in .json, .jsonl or .parquet")
-        return found
+        return paths
 
     def places(self) -> list[Path]:
         """The local files that are read, whatever holds the rows in them."""
@@ -157,7 +157,7 @@ class DataSource:
         else:
             order = draws.permutation(total)[:limit].tolist()
         wanted = set(order)
-        picked = {number: found for number, found in enumerate(source.rows()) if number in wanted}
+        picked = {number: row for number, row in enumerate(source.rows()) if number in wanted}
         for number in order:
             yield picked[number]
 
@@ -203,10 +203,10 @@ def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> 
 
 def texts(row: Mapping[str, Any], field: str, where: str, least: int = 1) -> list[str]:
     """The texts in a field of a row, at least so many; ConfigError otherwise."""
-    found = row.get(field)
-    if not isinstance(found, list | tuple) or len(found) < least or not all(isinstance(each, str) for each in found):
+    given = row.get(field)
+    if not isinstance(given, list | tuple) or len(given) < least or not all(isinstance(text, str) for text in given):
         raise misshapen(row, field, where, "a list of texts" if least == 1 else f"a list of at least {least} texts")
-    return list(found)
+    return list(given)
 
 
 def misshapen(row: Mapping[str, Any], field: str, where: str, wanted: str) -> ConfigError:
@@ -334,17 +334,17 @@ class Archive:
             raise self._refused(str(error) or type(error).__name__, "fetch it again") from error
 
     def _member(self, zipped: zipfile.ZipFile) -> zipfile.ZipInfo:
-        found = [info for info in zipped.infolist() if info.filename.endswith(".jsonl")]
-        mine = [info for info in found if PurePosixPath(info.filename).stem == self.name]
+        members = [info for info in zipped.infolist() if info.filename.endswith(".jsonl")]
+        mine = [info for info in members if PurePosixPath(info.filename).stem == self.name]
         if len(mine) != 1:
-            each = ", ".join(info.filename for info in mine)
-            held = ", ".join(sorted({PurePosixPath(info.filename).stem for info in found})) or "no .jsonl file"
-            what = (
-                f"is in {self.path} {len(mine)} times ({each}); unpack the right one and name it"
+            listed = ", ".join(info.filename for info in mine)
+            held = ", ".join(sorted({PurePosixPath(info.filename).stem for info in members})) or "no .jsonl file"
+            problem = (
+                f"is in {self.path} {len(mine)} times ({listed}); unpack the right one and name it"
                 if mine
                 else f"is not in {self.path}, which holds {held}"
             )
-            raise ConfigError(f"task.data_files: {self.name}.jsonl {what}")
+            raise ConfigError(f"task.data_files: {self.name}.jsonl {problem}")
         info = mine[0]
         kind = NAMES.get(info.compress_type, f"method {info.compress_type}")
         unpacked, most = size(info.file_size), size(MEMBER)
@@ -392,20 +392,20 @@ class Members(DataSource):
         folder = path_of(self.data_files, "task.data_files")
         if not folder.is_dir():
             return super().files()
-        found = sorted(path for ending in KINDS for path in folder.rglob(f"{self.member}{ending}"))
-        if not found:
+        paths = sorted(path for ending in KINDS for path in folder.rglob(f"{self.member}{ending}"))
+        if not paths:
             held = ", ".join(sorted({path.stem for ending in KINDS for path in folder.rglob(f"*{ending}")}))
             raise ConfigError(
                 f"task.data_files: {self.member}.jsonl is not in the folder {folder}, which holds "
                 f"{held or 'no .jsonl file'}"
             )
-        if len(found) > 1:
-            each = ", ".join(str(path.relative_to(folder)) for path in found)
+        if len(paths) > 1:
+            listed = ", ".join(str(path.relative_to(folder)) for path in paths)
             raise ConfigError(
-                f"task.data_files: {self.member} is in the folder {folder} {len(found)} times ({each}); name one of "
-                f"them, as in task.data_files={found[0]}"
+                f"task.data_files: {self.member} is in the folder {folder} {len(paths)} times ({listed}); name one of "
+                f"them, as in task.data_files={paths[0]}"
             )
-        return found
+        return paths
 
     def places(self) -> list[Path]:
         archive = self._archive() if self.data_files is not None else None

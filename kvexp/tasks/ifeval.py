@@ -35,8 +35,8 @@ def checkers() -> ModuleType:
         reason = next(iter(str(error).strip(" *\n").splitlines()), "")
         raise ConfigError(f"IFEval's checkers cannot be loaded ({reason}). {mend(error)}") from error
     langdetect.DetectorFactory.seed = 0
-    found: ModuleType = utils
-    return found
+    module: ModuleType = utils
+    return module
 
 
 def followed(asked: Mapping[str, Any], answer: str) -> dict[str, list[bool]]:
@@ -108,13 +108,13 @@ class IFEval(Task):
     truncate: Truncation = "skip"
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        asked = asked_of(row, where)
-        return Example(str(asked["key"]), asked["prompt"], json.dumps(asked, ensure_ascii=False))
+        instructions = asked_of(row, where)
+        return Example(str(instructions["key"]), instructions["prompt"], json.dumps(instructions, ensure_ascii=False))
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        found = followed(json.loads(reference), output)
-        scores = {f"prompt_{name}": 100.0 * all(each) for name, each in found.items()}
-        scores |= {f"instruction_{name}": 100.0 * sum(each) / len(each) for name, each in found.items()}
+        grades = followed(json.loads(reference), output)
+        scores = {f"prompt_{name}": 100.0 * all(passed) for name, passed in grades.items()}
+        scores |= {f"instruction_{name}": 100.0 * sum(passed) / len(passed) for name, passed in grades.items()}
         return {name: scores[name] for name in self.metrics}
 
     def of_answer(self, output: str, reference: str, finish_reason: str | None = None) -> dict[str, Any]:
@@ -141,13 +141,13 @@ def asked_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if (
         not isinstance(options, list)
         or len(options) != len(kinds)
-        or not all(isinstance(each, Mapping | None) for each in options)
+        or not all(isinstance(entry, Mapping | None) for entry in options)
     ):
         raise misshapen(row, "kwargs", where, "a list of objects, one for each of instruction_id_list")
     known = checkers().instructions_registry.INSTRUCTION_DICT
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(f"{where}: lm-eval has no checker of {', '.join(unknown)}; it has {', '.join(known)}")
-    given = [{name: value for name, value in (each or {}).items() if value is not None} for each in options]
+    given = [{name: value for name, value in (entry or {}).items() if value is not None} for entry in options]
     for kind, of_kind in zip(kinds, given, strict=True):
         check_options_of(kind, of_kind, where)
     return {

@@ -31,8 +31,8 @@ def _spaced(words: str, marks: str) -> str:
 
 def first_integer(output: str, answers: Sequence[Any]) -> float:
     """Whether the first digits are the answer."""
-    found = re.search("[0-9]+", output)
-    return float(found is not None and found.group() == str(answers[0]))
+    digits = re.search("[0-9]+", output)
+    return float(digits is not None and digits.group() == str(answers[0]))
 
 
 def whole_word(output: str, answers: Sequence[Any]) -> float:
@@ -57,19 +57,19 @@ def last_integer(output: str, answers: Sequence[Any]) -> float:
 
 def first_number(output: str, answers: Sequence[Any]) -> float:
     """Whether the first number, without its sign, is the answer."""
-    found = re.search(r"\d+\.\d+|\d+", output)
-    if found is None:
+    number = re.search(r"\d+\.\d+|\d+", output)
+    if number is None:
         return 0.0
     wanted = answers[0] if isinstance(answers[0], int | float) else float(answers[0])
-    return float((int if isinstance(wanted, int) else float)(float(found.group())) == wanted)
+    return float((int if isinstance(wanted, int) else float)(float(number.group())) == wanted)
 
 
 def right_prefix(output: str, answers: Sequence[Any]) -> float:
     """The share of intermediate results before the first wrong one."""
     wanted = answers[0] if isinstance(answers[0], list | tuple) else answers
     right = 0
-    for found, value in zip(re.findall("[0-9]+", output), wanted, strict=False):
-        if int(found) != value:
+    for digits, value in zip(re.findall("[0-9]+", output), wanted, strict=False):
+        if int(digits) != value:
             break
         right += 1
     return right / len(wanted)
@@ -90,7 +90,7 @@ def option(output: str, answers: Sequence[Any]) -> float:
     for words in ("answer is:", "answer:", "answer is", "option is"):
         if words in said:
             after = said.split(words, 1)[1][1:]
-            return float(any(after.startswith(each) for each in answers))
+            return float(any(after.startswith(answer) for answer in answers))
     return next((float(word in answers) for word in said.split() if word in LETTERS), 0.0)
 
 
@@ -250,32 +250,32 @@ class InfiniteBench(SubsetTask, SharedContextTask):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         context = text(row, "context", where, "data_files")
-        asked = text(row, "input", where, "data_files", empty=True)
+        question = text(row, "input", where, "data_files", empty=True)
         answers = answers_of(row, where)
-        values = {"input": asked, "question": asked} | self._found(asked, where)
+        values = {"input": question, "question": question} | self._found(question, where)
         if "{OPTION_A}" in SUBSETS[self.subset].prompt:
             options = texts(row, "options", where, 4)
             values |= {f"OPTION_{letter}": option for letter, option in zip(LETTERS, options, strict=False)}
             answers = _with_letter(answers, options, where)
         before, _, after = SUBSETS[self.subset].prompt.partition("{context}")
-        before, after, begun = (filled_in(part, values) for part in (before, *after.partition("{answer}")[::2]))
-        made = self.ask(row_id(row, "id", context, asked), (before, context, ""), after + begun, str(answers[0]))
+        before, after, begun = (filled_in(piece, values) for piece in (before, *after.partition("{answer}")[::2]))
+        example = self.ask(row_id(row, "id", context, question), (before, context, ""), after + begun, str(answers[0]))
         check_words(SUBSETS[self.subset].grader, answers, where)
-        return replace(made, begun=begun, info={"answers": answers})
+        return replace(example, begun=begun, info={"answers": answers})
 
-    def _found(self, asked: str, where: str) -> dict[str, str]:
+    def _found(self, question: str, where: str) -> dict[str, str]:
         """What the official scripts find in the input of two tasks."""
         pattern = {"code_run": r"func_[0-9]+\(\-?[0-9]+\)", "math_find": "The .+ of"}.get(self.subset)
         if pattern is None:
             return {}
-        found = re.search(pattern, asked)
-        if found is None:
+        match = re.search(pattern, question)
+        if match is None:
             raise ConfigError(
-                f"{where}: field 'input' names no {self.subset} problem (no {pattern}), got {asked!r:.80}"
+                f"{where}: field 'input' names no {self.subset} problem (no {pattern}), got {question!r:.80}"
             )
         if self.subset == "code_run":
-            return {"func_call": found.group(), "func": found.group().split("(")[0]}
-        return {"prefix": f"What is {found.group().lower()[:-3]} in the following list?"}
+            return {"func_call": match.group(), "func": match.group().split("(")[0]}
+        return {"prefix": f"What is {match.group().lower()[:-3]} in the following list?"}
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"score": 100 * SUBSETS[self.subset].grader(output, example.info["answers"])}
@@ -297,11 +297,11 @@ def filled_in(part: str, values: Mapping[str, str]) -> str:
 
 def answers_of(row: Mapping[str, Any], where: str, field: str = "answer") -> list[Any]:
     """The right answers of a row: texts, numbers or lists of numbers; at least one."""
-    found = row.get(field)
-    each = list(found) if isinstance(found, list | tuple) else [found]
-    if not each or any(one is None or (isinstance(one, str) and not one.strip()) for one in each):
+    given = row.get(field)
+    answers = list(given) if isinstance(given, list | tuple) else [given]
+    if not answers or any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers):
         raise misshapen(row, field, where, "an answer, or a list of answers")
-    return each
+    return answers
 
 
 def check_right(grader: Grader, answers: Sequence[Any], where: str, field: str = "answer") -> None:

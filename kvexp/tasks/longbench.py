@@ -78,10 +78,10 @@ def count(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 def retrieval(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """`count` of the paragraph's number; the reference is "Paragraph 7" or "段落7"."""
-    found = re.search(r"(?:Paragraph |段落)(\d+)", reference)
-    if found is None:
+    match = re.search(r"(?:Paragraph |段落)(\d+)", reference)
+    if match is None:
         raise ConfigError(f"the answer of a passage_retrieval row must name a paragraph, got {reference!r}")
-    return count(answer, found.group(1))
+    return count(answer, match.group(1))
 
 
 def code_similarity(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
@@ -119,7 +119,7 @@ def _words_zh(text: str) -> list[str]:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+    return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def _common(reference: list[str], answers: list[list[str]]) -> set[str]:
@@ -380,16 +380,16 @@ class LongBench(SubsetTask, SharedContextTask):
         return f"{choice}/{self.member}"
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        found = row.get("dataset")
-        if found is not None and found not in (self.subset, self.member):
-            extended = str(str(found).endswith("_e")).lower()
+        dataset = row.get("dataset")
+        if dataset is not None and dataset not in (self.subset, self.member):
+            extended = str(str(dataset).endswith("_e")).lower()
             raise ConfigError(
-                f"{where} is of {found!r}, but task.subset={self.subset} task.extended={str(self.extended).lower()}: "
-                f"name a file of {self.member} or set task.subset={str(found).removesuffix('_e')} "
+                f"{where} is of {dataset!r}, but task.subset={self.subset} task.extended={str(self.extended).lower()}: "
+                f"name a file of {self.member} or set task.subset={str(dataset).removesuffix('_e')} "
                 f"task.extended={extended}"
             )
         context = text(row, self.context_field, where, "context_field")
-        asked = text(row, self.input_field, where, "input_field", empty=True) if "{input}" in self.of.prompt else ""
+        question = text(row, self.input_field, where, "input_field", empty=True) if "{input}" in self.of.prompt else ""
         answers = texts(row, self.answers_field, where)
         classes = texts(row, "all_classes", where) if row.get("all_classes") is not None else None
         if self.of.metric is classification and classes is None:
@@ -403,9 +403,9 @@ class LongBench(SubsetTask, SharedContextTask):
             except ConfigError as error:
                 raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
         before, _, after = self.of.prompt.partition("{context}")
-        name = row_id(row, "_id", context, asked, *answers)
-        made = self.ask(name, (before, context, ""), after.replace("{input}", asked), answers[0])
-        return replace(made, info=info)
+        name = row_id(row, "_id", context, question, *answers)
+        example = self.ask(name, (before, context, ""), after.replace("{input}", question), answers[0])
+        return replace(example, info=info)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """The subset's metric in percent, the best over the references."""

@@ -23,14 +23,14 @@ _SENTENCES = (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-
 def chosen(output: str) -> str | None:
     """The letter of the sentence that the prompt dictates, asterisks left out; None where it is not there."""
     said = output.replace("*", "")
-    found = (re.search(pattern, said) for pattern in _SENTENCES)
-    return next((match.group(1) for match in found if match), None)
+    matches = (re.search(pattern, said) for pattern in _SENTENCES)
+    return next((match.group(1) for match in matches if match), None)
 
 
 def last_letter(output: str) -> str | None:
     """The last A, B, C or D that stands alone."""
-    found = re.findall(r"(?<![A-Za-z])[A-D](?![A-Za-z'\u2019])", output)
-    return found[-1] if found else None
+    letters = re.findall(r"(?<![A-Za-z])[A-D](?![A-Za-z'\u2019])", output)
+    return letters[-1] if letters else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,19 @@ class LongBenchV2(QuestionTask):
         return Members(**vars(super().source), member="data", hub_file="data.json")
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        context, asked = (text(row, name, where, "data_files").strip() for name in ("context", "question"))
+        context, question = (text(row, name, where, "data_files").strip() for name in ("context", "question"))
         choices = {letter: text(row, f"choice_{letter}", where, "data_files").strip() for letter in "ABCD"}
         answer = text(row, "answer", where, "data_files")
         if answer not in choices:
             raise ConfigError(f"{where}: field 'answer' must be A, B, C or D, got {answer!r:.60}")
-        made = self.ask(
-            row_id(row, "_id", context, asked),
+        example = self.ask(
+            row_id(row, "_id", context, question),
             (BEFORE, context, ""),
-            AFTER.format(question=asked, **choices),
+            AFTER.format(question=question, **choices),
             answer,
         )
         given = {"difficulty": row.get("difficulty"), "length_class": row.get("length"), "domain": row.get("domain")}
-        return replace(made, info={name: value for name, value in given.items() if value is not None})
+        return replace(example, info={name: value for name, value in given.items() if value is not None})
 
     def fit(self, example: Example, count: Callable[..., int], room: int) -> Example:
         most = min(room - self.max_new_tokens, self.max_prompt_tokens or room)

@@ -93,9 +93,9 @@ def ends_in_loop(text: str) -> bool:
     The last word may be cut off.
     """
     words, letters = text.split()[-_TAIL:], list(text.strip()[-_TAIL:])
-    for each in (words, letters):
-        found = first_loop(each[::-1])
-        if found is not None and found[0] <= 1:
+    for tail in (words, letters):
+        loop = first_loop(tail[::-1])
+        if loop is not None and loop[0] <= 1:
             return True
     return False
 
@@ -113,26 +113,26 @@ def normalised(answer: str) -> str:
     r"""An answer without what changes no value: white space, dollars, sizes of brackets, units behind a number,
     degrees, percent signs, commas of thousands, missing braces; \dfrac is \frac, \frac12 is \frac{1}{2}.
     """
-    found = answer.strip().rstrip(".").strip()
+    cleaned = answer.strip().rstrip(".").strip()
     for sign, plain in (("\\left", ""), ("\\right", ""), ("\\$", ""), ("$", ""), ("\\%", ""), ("%", "")):
-        found = found.replace(sign, plain)
-    found = re.sub(r"\\[dt]frac", r"\\frac", found)
-    found = _DEGREES.sub("", found)
-    while (shorter := _TRAILING_UNIT.sub("", found.strip())) != found.strip():
-        found = shorter
-    found = _WRAPS.sub(r"\1", found)
-    found = _SPACES.sub("", found)
-    found = _braced_arguments(found)
-    if _THOUSANDS.fullmatch(found):
-        found = found.replace("{,}", "").replace(",", "")
-    if re.fullmatch(r"-?\.\d+", found):
-        found = found.replace(".", "0.")
-    if re.fullmatch(r"-?\d+\.0*", found):
-        found = found.partition(".")[0]
-    found = re.sub(r"^(-?)0+(?=\d)", r"\1", found)
-    if letter := re.fullmatch(r"\(([A-Za-z])\)", found):  # of a multiple choice
-        found = letter[1]
-    return found.lower() if found.isalpha() else found
+        cleaned = cleaned.replace(sign, plain)
+    cleaned = re.sub(r"\\[dt]frac", r"\\frac", cleaned)
+    cleaned = _DEGREES.sub("", cleaned)
+    while (shorter := _TRAILING_UNIT.sub("", cleaned.strip())) != cleaned.strip():
+        cleaned = shorter
+    cleaned = _WRAPS.sub(r"\1", cleaned)
+    cleaned = _SPACES.sub("", cleaned)
+    cleaned = _braced_arguments(cleaned)
+    if _THOUSANDS.fullmatch(cleaned):
+        cleaned = cleaned.replace("{,}", "").replace(",", "")
+    if re.fullmatch(r"-?\.\d+", cleaned):
+        cleaned = cleaned.replace(".", "0.")
+    if re.fullmatch(r"-?\d+\.0*", cleaned):
+        cleaned = cleaned.partition(".")[0]
+    cleaned = re.sub(r"^(-?)0+(?=\d)", r"\1", cleaned)
+    if letter := re.fullmatch(r"\(([A-Za-z])\)", cleaned):  # of a multiple choice
+        cleaned = letter[1]
+    return cleaned.lower() if cleaned.isalpha() else cleaned
 
 
 def _braced_arguments(words: str) -> str:
@@ -143,8 +143,8 @@ def _braced_arguments(words: str) -> str:
 
 def as_integer(answer: str) -> int | None:
     """The whole number that an answer is, digits alone, behind an equals sign if there is one; None if it is none."""
-    found = normalised(answer).rpartition("=")[2]
-    return int(found) if re.fullmatch(r"-?\d+", found) else None
+    right_side = normalised(answer).rpartition("=")[2]
+    return int(right_side) if re.fullmatch(r"-?\d+", right_side) else None
 
 
 def as_number(answer: str) -> float | None:
@@ -227,15 +227,15 @@ def check_math_verify_installed() -> None:
 def is_right(box: str, reference: str, answer: Answer) -> bool:
     """Whether the content of a box is the reference."""
     if answer == "integer":
-        found = as_integer(box)
-        return found is not None and found == int(reference)
+        whole = as_integer(box)
+        return whole is not None and whole == int(reference)
     if answer == "number":
         number = as_number(normalised(box).rpartition("=")[2])
         return number is not None and number == float(reference)
     plain = normalised(box), normalised(reference)
     if plain[0] == plain[1]:
         return True
-    bases = {found[1] for found in map(_BASE.fullmatch, plain) if found}  # math-verify drops them
+    bases = {base[1] for base in map(_BASE.fullmatch, plain) if base}  # math-verify drops them
     return len(bases) < 2 and same_expression(box, reference)
 
 
@@ -327,7 +327,7 @@ def same_value(box: str, reference: str, answer: Answer) -> bool:
     numerals = [numeral and numeral.groups() for numeral in (_NUMERAL.fullmatch(normalised(s)) for s in (said, wanted))]
     if any(numerals):  # 4210_5: digits to a base
         return numerals[0] == numerals[1]
-    if any(_SET.fullmatch(one) and _TUPLE.fullmatch(other) for one, other in ((said, wanted), (wanted, said))):
+    if any(_SET.fullmatch(left) and _TUPLE.fullmatch(right) for left, right in ((said, wanted), (wanted, said))):
         return False
     if answer != "expression":  # the sum that an exam asks for may be spelt out: m+n=42
         said = said.rpartition("=")[2].strip()
@@ -347,7 +347,7 @@ def same_value(box: str, reference: str, answer: Answer) -> bool:
     if normalised(said) == normalised(wanted) or same_expression(said, wanted, relations=True):
         return True
     first, second = (_OR.split(side) for side in (said, wanted))  # x<0 or x>1: math-verify compares one at a time
-    same = [[same_expression(one, other, relations=True) for other in second] for one in first if len(second) > 1]
+    same = [[same_expression(left, right, relations=True) for right in second] for left in first if len(second) > 1]
     return len(first) == len(second) > 1 and all(map(any, same)) and all(map(any, zip(*same, strict=True)))
 
 
@@ -414,29 +414,29 @@ class Mathematics(SampledTask):
 
     def reference_of(self, row: dict[str, Any], field: str, where: str) -> str:
         """The right answer of a row, as text; ConfigError for one that no answer could equal."""
-        found = row.get(field)
-        if isinstance(found, int | float) and not isinstance(found, bool):
-            found = f"{found:g}" if isinstance(found, float) else str(found)
-        if not isinstance(found, str) or not found.strip():
+        reference = row.get(field)
+        if isinstance(reference, int | float) and not isinstance(reference, bool):
+            reference = f"{reference:g}" if isinstance(reference, float) else str(reference)
+        if not isinstance(reference, str) or not reference.strip():
             wanted = "a text or a number (task.answer_field names its column)"
             raise misshapen(row, field, where, wanted)
         if self.answer == "number":
-            number = as_number(found.rpartition("####")[2])
+            number = as_number(reference.rpartition("####")[2])
             if number is None:
-                raise ConfigError(f"{where}: field {field!r} has no single number behind ####, got {found[-60:]!r}")
+                raise ConfigError(f"{where}: field {field!r} has no single number behind ####, got {reference[-60:]!r}")
             return f"{number:g}" if abs(number) < 1e6 else str(number)
         if self.answer == "integer":
-            whole = as_integer(found)
+            whole = as_integer(reference)
             if whole is None or not 0 <= whole <= 999:
                 raise ConfigError(
                     f"{where}: field {field!r} must be a whole number from 0 to 999 with task.answer=integer, got "
-                    f"{found[:60]!r}"
+                    f"{reference[:60]!r}"
                 )
             return str(whole)
-        found = last_box(found) or found.strip()
-        if not normalised(found):
-            raise ConfigError(f"{where}: field {field!r} has {found!r}, of which nothing is left to compare with")
-        return found
+        reference = last_box(reference) or reference.strip()
+        if not normalised(reference):
+            raise ConfigError(f"{where}: field {field!r} has {reference!r}, of which nothing is left to compare with")
+        return reference
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         graded, box = grade(output, reference, self.answer, False)

@@ -95,8 +95,8 @@ def unspaced_letters(text: str) -> int:
 
 def is_unspaced(text: str) -> bool:
     """Whether most letters of a text are of scripts that put no space between words."""
-    found = unspaced_letters(text)
-    return found > 0 and 2 * found > sum(map(str.isalpha, text))
+    unspaced = unspaced_letters(text)
+    return unspaced > 0 and 2 * unspaced > sum(map(str.isalpha, text))
 
 
 def beyond_ascii(text: str) -> bool:
@@ -339,7 +339,7 @@ def sentences(text: str, tokenizer: str = "default") -> list[str]:
     Stands in for nltk's punkt, which has to be downloaded. It matters for rougeLsum only, whose other scores see words.
     An abbreviation at the end of a sentence, and a sentence that begins in lower case, stay joined to their neighbour.
     """
-    found = []
+    pieces = []
     anywhere = tokenizer == "unicode"  # in front of a letter of any script, and at the marks of other scripts
     if anywhere:
         text = OTHER_ENDS.sub(lambda end: f"{end.group().rstrip()}\n", text)
@@ -350,10 +350,10 @@ def sentences(text: str, tokenizer: str = "default") -> list[str]:
                 continue
             if not end.group(1) and _abbreviated(line[: end.start()], line[end.end()]):
                 continue
-            found.append(line[start : end.end()].strip())
+            pieces.append(line[start : end.end()].strip())
             start = end.end()
-        found.append(line[start:].strip())
-    return [sentence for sentence in found if sentence]
+        pieces.append(line[start:].strip())
+    return [sentence for sentence in pieces if sentence]
 
 
 def _abbreviated(before: str, follows: str) -> bool:
@@ -417,13 +417,13 @@ def first_loop(words: Sequence[str]) -> tuple[int, int] | None:
 
     The one that begins first, of several that begin there the shortest.
     """
-    found: list[tuple[int, int]] = []
+    loops: list[tuple[int, int]] = []
     for period in range(1, min(LONGEST, len(words) // COPIES) + 1):
         needed = max((COPIES - 1) * period, LEAST_WORDS - period)
         run = 0  # neighbouring words that are the same one period later
         for place in range(len(words) - period):
             run = run + 1 if words[place] == words[place + period] else 0
             if run >= needed:
-                found.append((place - run + 1, period))
+                loops.append((place - run + 1, period))
                 break
-    return min(found, default=None)
+    return min(loops, default=None)

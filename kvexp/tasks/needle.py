@@ -76,8 +76,8 @@ def from_sentence(text: str, share: float) -> str:
     if _sentence(text, near) is None:
         at, _ = _boundary(text, near, len(text))
     else:
-        found = _ENDS.search(text, near)
-        at = found.end() if found else 0
+        match = _ENDS.search(text, near)
+        at = match.end() if match else 0
     return f"{text[at:]}\n\n{text[:at].rstrip()}" if at else text
 
 
@@ -90,7 +90,7 @@ def hide(text: str, needles: Sequence[tuple[float, str]], characters: int | None
     """
     length = len(text) if characters is None else min(characters, len(text))
     parts, end, depths = [], length, [0.0] * len(needles)
-    for number in reversed(sorted(range(len(needles)), key=lambda each: needles[each][0])):
+    for number in reversed(sorted(range(len(needles)), key=lambda number: needles[number][0])):
         depth, needle = needles[number]
         at, line = _boundary(text, int(length * depth / 100), length)
         at = min(at, end)
@@ -117,7 +117,7 @@ def _boundary(text: str, near: int, length: int) -> tuple[int, bool]:
         return min(near, length), line
     if line:
         return start, True
-    words = [found for mark in _WHITE if (found := text.rfind(mark, max(0, near - LONGEST_WORD), near)) >= 0]
+    words = [place for mark in _WHITE if (place := text.rfind(mark, max(0, near - LONGEST_WORD), near)) >= 0]
     return (max(words) + 1 if words else _character(text, near)), False
 
 
@@ -134,10 +134,10 @@ def _sentence(text: str, near: int) -> int | None:
 def _ends_as_sentence(text: str, begin: int) -> bool:
     """Whether what begins here is a sentence: its end is not far, and few lines end inside that are not full."""
     reach = begin + 2 * LONGEST
-    found = _ENDS.search(text, begin, reach)
-    if found is None and (len(text) > reach or (begin == 0 and text.rstrip(_CLOSERS)[-1:] not in (*".!?",))):
+    match = _ENDS.search(text, begin, reach)
+    if match is None and (len(text) > reach or (begin == 0 and text.rstrip(_CLOSERS)[-1:] not in (*".!?",))):
         return False
-    words = text[begin : found.end() if found else len(text)].strip()
+    words = text[begin : match.end() if match else len(text)].strip()
     if len(words) > LONGEST:
         return False
     begin = text.find(words, begin)
@@ -268,15 +268,15 @@ class Needle(FramedQuestions):
         widest = max(range(len(self.questions)), key=lambda k: count(self.questions[k]))  # one context for all
 
         def tokens(characters: int) -> int:
-            made = self._made({**row, "question": widest}, characters)
-            return count(made.prompt + made.question)
+            trial = self._made({**row, "question": widest}, characters)
+            return count(trial.prompt + trial.question)
 
         source, way = f"task.haystack={self.haystack} makes", "add text to it, or lower task.lengths"
         return replace(self._made(row, _filling(tokens, row["length"], size, source, way)), id=example.id)
 
     def _made(self, row: Any, characters: int) -> Example:
         """The example of a cell with so many characters of the haystack."""
-        length, depth, repeat, asked = (row[name] for name in ("length", "depth", "repeat", "question"))
+        length, depth, repeat, number = (row[name] for name in ("length", "depth", "repeat", "question"))
         draws = random_state([self.seed, length, round(1000 * depth), repeat])
         keys = [str(draws.randint(10000, 100000)) for _ in self.needles]
         start = draws.random_sample() if repeat else 0.0
@@ -285,13 +285,13 @@ class Needle(FramedQuestions):
         step = (100 - depth) / len(hidden)
         places = [(depth + k * step, needle) for k, needle in enumerate(hidden)]
         document, measured = hide(from_sentence(self.text, start), places, characters)
-        wanted = answers if len(self.questions) == 1 else [answers[asked]]
+        wanted = answers if len(self.questions) == 1 else [answers[number]]
         name = f"length {length} depth {depth:g}" + f" repeat {repeat}" * (self.repeats > 1)
-        name += f" question {asked}" * (len(self.questions) > 1)
-        made = self.about(name, document, self.questions[asked], "\n".join(wanted))
+        name += f" question {number}" * (len(self.questions) > 1)
+        example = self.about(name, document, self.questions[number], "\n".join(wanted))
         others: dict[str, Any] = {"depths_measured": measured} if len(hidden) > 1 else {}
         others |= {"words": "unicode"} if self.beyond_ascii else {}
-        return replace(made, info={**row, "depth_measured": measured[0], **others, "answers": wanted})
+        return replace(example, info={**row, "depth_measured": measured[0], **others, "answers": wanted})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """Scores in percent, the mean over the answers that were asked for."""
@@ -363,7 +363,7 @@ class NewsNeedle(NewsQuestions):
             yield f"cell {row}", row
 
     def articles_read(self) -> set[str]:
-        return {one.id for one in articles()}  # the filler may be any of them
+        return {article.id for article in articles()}  # the filler may be any of them
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         return self._made(row, DRAFT)
@@ -374,8 +374,8 @@ class NewsNeedle(NewsQuestions):
         widest = max(self._hidden(row), key=lambda cell: count(self._needle(cell).question))
 
         def tokens(words: int) -> int:
-            made = self._made(widest, words)
-            return count(made.prompt + made.question)
+            trial = self._made(widest, words)
+            return count(trial.prompt + trial.question)
 
         words = _filling(tokens, row["length"], len(self._filler(row)), "the articles make", "lower task.lengths")
         return replace(self._made(row, words), id=example.id)
@@ -404,8 +404,8 @@ class NewsNeedle(NewsQuestions):
         hidden = [(cell["depth"], self._needle(cell).needle) for cell in cells]
         text, measured = hide("".join(filler[len(filler) - words :]), hidden)
         name = f"length {row['length']} depth {row['depth']:g} repeat {row['repeat']}"
-        made = self.about(name, text, needle.question, needle.answer)
-        return replace(made, info={**row, "depth_measured": measured[cells.index(row)], "needle": needle.id})
+        example = self.about(name, text, needle.question, needle.answer)
+        return replace(example, info={**row, "depth_measured": measured[cells.index(row)], "needle": needle.id})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"word_recall": 100 * word_recall(output, reference), "exact": 100 * contains(output, reference)}

@@ -53,17 +53,17 @@ class ContextQA(FramedQuestions):
     max_new_tokens: Positive = 64
 
     def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
-        for number, asked in enumerate(entries(row, self.questions_field, where)):
-            yield f"question {number} of {where}", {"row": row, "asked": asked, "number": number}
+        for number, entry in enumerate(entries(row, self.questions_field, where)):
+            yield f"question {number} of {where}", {"row": row, "asked": entry, "number": number}
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         context = text(row["row"], self.context_field, where, "context_field")
-        asked, answers = text(row["asked"], "question", where, "questions_field"), answers_of(row["asked"], where)
-        alone = context if self.questions_field in row["row"] else f"{context}\n{asked}"
+        question, answers = text(row["asked"], "question", where, "questions_field"), answers_of(row["asked"], where)
+        alone = context if self.questions_field in row["row"] else f"{context}\n{question}"
         name = f"{row_id(row['row'], self.id_field, alone)} question {row['number']}"
-        made = self.about(name, context, asked, answers[0])
-        words = {"words": "unicode"} if beyond_ascii("".join((asked, *answers))) else {}
-        return replace(made, info={"answers": answers, "question": row["number"], **words})
+        example = self.about(name, context, question, answers[0])
+        words = {"words": "unicode"} if beyond_ascii("".join((question, *answers))) else {}
+        return replace(example, info={"answers": answers, "question": row["number"], **words})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         answers = example.info["answers"]
@@ -86,11 +86,11 @@ def entries(row: Mapping[str, Any], field: str, where: str) -> list[Mapping[str,
     """The questions of a row: a list of objects, at least one; the row itself, where it holds one question."""
     if field not in row and "question" in row:
         return [row]
-    found = row.get(field)
-    if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Mapping) for each in found):
+    given = row.get(field)
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
         wrong = misshapen(row, field, where, 'a list of objects {"question", "answers"}')
         raise ConfigError(f"{wrong}; correct the row, or name the field that holds them with task.questions_field")
-    return list(found)
+    return list(given)
 
 
 def answers_of(asked: Mapping[str, Any], where: str) -> list[str]:
@@ -98,13 +98,13 @@ def answers_of(asked: Mapping[str, Any], where: str) -> list[str]:
 
     SQuAD has the list in the field `text` of `answers`.
     """
-    found = asked.get("answers", asked.get("answer"))
-    found = found.get("text") if isinstance(found, Mapping) else found
-    each = [found] if isinstance(found, str) else found
-    if not isinstance(each, list | tuple) or not each or not all(isinstance(one, str) and one.strip() for one in each):
-        shown = f"got {found!r:.80}" if found is not None else f"it has: {', '.join(asked)}"
+    given = asked.get("answers", asked.get("answer"))
+    given = given.get("text") if isinstance(given, Mapping) else given
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
+        shown = f"got {given!r:.80}" if given is not None else f"it has: {', '.join(asked)}"
         raise ConfigError(f"{where}: field 'answers' must be a text or a list of texts, none of them empty, {shown}")
-    return list(each)
+    return list(texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +142,15 @@ class NewsQA(NewsQuestions):
     max_new_tokens: Positive = 32
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        each = ((article, number) for article in articles() for number in range(len(article.questions)))
-        for article, number in islice(each, self.limit):
+        cells = ((article, number) for article in articles() for number in range(len(article.questions)))
+        for article, number in islice(cells, self.limit):
             yield f"article {article.id}, question {number}", {"article": article, "number": number}
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         article, number = row["article"], row["number"]
-        asked = article.questions[number]
-        made = self.about(f"{article.id} question {number}", article.text, asked.question, asked.answer)
-        return replace(made, info={"article": article.id, "question": number, "paragraph": asked.paragraph})
+        question = article.questions[number]
+        example = self.about(f"{article.id} question {number}", article.text, question.question, question.answer)
+        return replace(example, info={"article": article.id, "question": number, "paragraph": question.paragraph})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"exact": 100 * contains(output, reference), "f1": 100 * qa_f1(output, reference)}
@@ -226,13 +226,13 @@ class GSM8K(SampledTask, QuestionTask):
         solution = text(row, "answer", where, "data_files")
         if last_number(solution, self.signed) is None:
             raise ConfigError(f"{where}: field 'answer' has no number to compare with")
-        asked = f"{self.separator}Question: {question}\n" if self.shots else f"Question: {question}\n"
-        return self.ask(row_id(row, "id", question), ("", self.lesson, ""), asked, solution)
+        question_line = f"{self.separator}Question: {question}\n" if self.shots else f"Question: {question}\n"
+        return self.ask(row_id(row, "id", question), ("", self.lesson, ""), question_line, solution)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """100 if the last number of the answer is the solution's."""
-        found = last_number(output.partition("\nQuestion:")[0], self.signed)
-        return {"accuracy": 100.0 * (found == last_number(reference, self.signed))}
+        number = last_number(output.partition("\nQuestion:")[0], self.signed)
+        return {"accuracy": 100.0 * (number == last_number(reference, self.signed))}
 
     def corrected(self) -> tuple[str, ...]:
         """The minus signs other than the hyphen, which were no signs."""

@@ -105,14 +105,14 @@ class Row:
 def _row(template: str, opening: str, context: str, answers: Sequence[str], lesson: str = "", **parts: Any) -> Row:
     """The row of a template with {context}, behind `lesson`, a worked example; parts: sources, and what to fill in."""
     sources = parts.pop("sources", ())
-    before, after = (part.format(**parts) for part in template.split("{context}"))
+    before, after = (piece.format(**parts) for piece in template.split("{context}"))
     return Row(lesson + before, context, after, opening.format(**parts), answers, sources, before.strip())
 
 
-def _shuffled(each: Sequence[str], seed: int) -> list[str]:
-    made = list(each)
-    random.Random(seed).shuffle(made)
-    return made
+def _shuffled(texts: Sequence[str], seed: int) -> list[str]:
+    shuffled = list(texts)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled
 
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -163,15 +163,15 @@ class Niah(Maker):
             keys.append(key)
             values.append([self._drawn(self.value, draws, of) for _ in range(self.values)])
             needles.append([self._needle(key, value) for value in values[-1]])
-        hidden = _shuffled([needle for each in needles for needle in each], of.seed)
+        hidden = _shuffled([needle for of_key in needles for needle in of_key], of.seed)
         if self.haystack == "essay":
             context = self._in_essay(draws, units, of, hidden)
         else:
             context = self._in_lines(draws, units, of, hidden)
-        asked = draws.python.sample(range(self.keys), self.queries)
-        names = [keys[place] for place in asked]
+        queried = draws.python.sample(range(self.keys), self.queries)
+        names = [keys[place] for place in queried]
         query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
-        many, one = self.value, self.value.removesuffix("s")
+        kinds, kind = self.value, self.value.removesuffix("s")
         template = (
             "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
             "I will quiz you about the {kind} afterwards.\n{context}\n"
@@ -182,9 +182,9 @@ class Niah(Maker):
         if single:
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
             opening = opening.replace("are", "is")
-        answers = [value for place in asked for value in values[place]]
-        sources = [needle for place in asked for needle in needles[place]]
-        return _row(template, opening, context, answers, kind=one if single else many, query=query, sources=sources)
+        answers = [value for place in queried for value in values[place]]
+        sources = [needle for place in queried for needle in needles[place]]
+        return _row(template, opening, context, answers, kind=kind if single else kinds, query=query, sources=sources)
 
     def _needle(self, key: str, value: str) -> str:
         return f"One of the special magic {self.value} for {key} is: {value}."
@@ -210,13 +210,13 @@ class Niah(Maker):
 
     def _in_essay(self, draws: Draws, units: int, of: Material, hidden: Sequence[str]) -> str:
         times = -(-units // len(of.essay))
-        each = sentences(" ".join((list(of.essay) * times)[:units]).strip())
-        places = sorted(int(len(each) * (depth / 100)) for depth in draws.python.sample(DEPTHS, len(hidden)))
+        pieces = sentences(" ".join((list(of.essay) * times)[:units]).strip())
+        places = sorted(int(len(pieces) * (depth / 100)) for depth in draws.python.sample(DEPTHS, len(hidden)))
         parts, last = [], 0
         for place, needle in zip(places, hidden, strict=True):
-            parts += [" ".join(each[last:place]), needle]
+            parts += [" ".join(pieces[last:place]), needle]
             last = place
-        return " ".join([*parts, " ".join(each[last:])])
+        return " ".join([*parts, " ".join(pieces[last:])])
 
 
 @dataclass(frozen=True)
@@ -353,16 +353,16 @@ class Documents(Maker):
         return len(of.questions[number].own)
 
     def make(self, draws: Draws, units: int, of: Material, number: int) -> Row:
-        asked, more = of.questions[number], units - len(of.questions[number].own)
+        entry, more = of.questions[number], units - len(of.questions[number].own)
         places = list(range(len(of.documents)))
         if units >= len(places):
             chosen = (places * -(-units // len(places)))[:units]
-        elif more > len(asked.near):
-            known = {*asked.own, *asked.near}
+        elif more > len(entry.near):
+            known = {*entry.own, *entry.near}
             others = [place for place in places if place not in known]
-            chosen = [*asked.own, *asked.near, *draws.python.sample(others, more - len(asked.near))]
+            chosen = [*entry.own, *entry.near, *draws.python.sample(others, more - len(entry.near))]
         else:
-            chosen = [*asked.own, *draws.python.sample(asked.near, more)]
+            chosen = [*entry.own, *draws.python.sample(entry.near, more)]
         documents = _shuffled([of.documents[place] for place in chosen], of.seed)
         context = "\n\n".join(f"Document {place}:\n{document}" for place, document in enumerate(documents, 1))
         only = "Only give me the answer and do not output any other words."
@@ -370,8 +370,8 @@ class Documents(Maker):
             f"Answer the question based on the given documents. {only}\n\nThe following are given documents.\n\n"
             f"{{context}}\n\nAnswer the question based on the given documents. {only}\n\nQuestion: {{question}}"
         )
-        sources = [of.documents[place] for place in asked.own] if len(asked.own) == 1 else []
-        return _row(template, " Answer:", context, asked.answers, question=asked.question, sources=sources)
+        sources = [of.documents[place] for place in entry.own] if len(entry.own) == 1 else []
+        return _row(template, " Answer:", context, entry.answers, question=entry.question, sources=sources)
 
 
 MAKERS: Mapping[str, Maker] = {
@@ -420,7 +420,7 @@ class Ruler(SubsetTask, CountedTask, QuestionTask):
     uncut: ClassVar[str] = "a shortened text may have lost what is asked for; lower task.lengths instead"
     metrics: ClassVar[tuple[str, ...]] = ("score",)
     rules: ClassVar[Rules] = (filled("lengths"),)
-    subsets: ClassVar[Mapping[str, Subset]] = {name: each for name, each in MAKERS.items() if name not in FROM_FILES}
+    subsets: ClassVar[Mapping[str, Subset]] = {name: kind for name, kind in MAKERS.items() if name not in FROM_FILES}
 
     subset: str = "niah_single_1"
     lengths: tuple[Positive, ...] = (4096,)
@@ -440,8 +440,8 @@ class Ruler(SubsetTask, CountedTask, QuestionTask):
         """What the rows are made of, at no length yet."""
         if self.subset == "qa_own":
             return replace(_own_questions(), seed=self.seed)
-        made = _own() if self.words == "own" else _wonderwords()
-        return replace(made, words=_shuffled(made.words, self.seed), seed=self.seed)
+        material = _own() if self.words == "own" else _wonderwords()
+        return replace(material, words=_shuffled(material.words, self.seed), seed=self.seed)
 
     def count(self) -> int:
         """How many rows a length has."""
@@ -484,7 +484,7 @@ class Ruler(SubsetTask, CountedTask, QuestionTask):
         row = self._made(maker, least + more, of, number)
         whole = row.before + row.context + row.after
         size = count(whole, row.opening)
-        depths = depths_of(whole, [len(row.before) + row.context.find(each) for each in row.sources], count)
+        depths = depths_of(whole, [len(row.before) + row.context.find(source) for source in row.sources], count)
         info: dict[str, Any] = {"length_measured": size + new, "units": least + more}
         info |= {"depths_measured": depths} if depths else {}
         if len(depths) == 1:
@@ -497,24 +497,24 @@ class Ruler(SubsetTask, CountedTask, QuestionTask):
 
     def _asked(self, row: Row, of: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> Example:
         name = f"{self.subset} length {of['length']} row {of['number']}"
-        made = self.ask(name, (row.before, row.context, ""), row.after, ", ".join(row.answers))
+        example = self.ask(name, (row.before, row.context, ""), row.after, ", ".join(row.answers))
         marks = (_marked(row), *([row.after.strip()] if self.question == IN_PROMPT else []))
         info = {**of, **(more or {}), "answers": list(row.answers)}
-        return replace(made, opening=row.opening, marks=marks, info=info)
+        return replace(example, opening=row.opening, marks=marks, info=info)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """The official string match of one row; characters below the space are line ends there, too."""
         said = re.sub(r"[\x00-\x1f]", "\n", output).lower()
-        found = [answer.lower() in said for answer in example.info["answers"]]
+        hits = [answer.lower() in said for answer in example.info["answers"]]
         any_of = isinstance(MAKERS[self.subset], Documents)
-        return {"score": 100.0 * (any(found) if any_of else sum(found) / len(found))}
+        return {"score": 100.0 * (any(hits) if any_of else sum(hits) / len(hits))}
 
     def fingerprint(self) -> str:
-        own = f"ruler:{articles_digest()} words:{own_digest('words')}"
+        digest = f"ruler:{articles_digest()} words:{own_digest('words')}"
         if self.words == "own" or self.subset == "qa_own":
-            return own
+            return digest
         words = hashlib.sha256("\n".join(_wonderwords().words).encode()).hexdigest()[:16]
-        return f"{own} wonderwords:{words}"
+        return f"{digest} wonderwords:{words}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -534,10 +534,10 @@ class RulerQA(Ruler):
 
     @cached_property
     def material(self) -> Material:
-        made = (_squad if self.subset == "qa_1" else _hotpot)(list(self.source.rows()))
-        if not made.questions:
+        material = (_squad if self.subset == "qa_1" else _hotpot)(list(self.source.rows()))
+        if not material.questions:
             raise ConfigError(f"{self.source}: found no question that has an answer; name another file")
-        return replace(made, seed=self.seed)
+        return replace(material, seed=self.seed)
 
     def fingerprint(self) -> str:
         return self.source.fingerprint()
@@ -551,7 +551,7 @@ def _marked(row: Row) -> str:
 
 @lru_cache(maxsize=1)
 def _own() -> Material:
-    lists, text = own_words(), "\n".join(each.text for each in articles())
+    lists, text = own_words(), "\n".join(article.text for article in articles())
     pairs = pairs_of(lists["adjectives"], lists["nouns"])
     read = re.findall(r"(?<![\w-])[a-z]{4,}(?![\w-])", text)
     words = sorted({*lists["adjectives"], *lists["nouns"], *read})
@@ -581,33 +581,33 @@ def _own_questions() -> Material:
         first = len(documents)
         documents += article.paragraphs
         places = range(first, len(documents))
-        for one in article.questions:
-            own = first + one.paragraph
-            near = tuple(place for place in places if place != own)
-            questions.append(Asked(one.question, (one.answer,), (own,), near))
+        for question in article.questions:
+            source = first + question.paragraph
+            near = tuple(place for place in places if place != source)
+            questions.append(Asked(question.question, (question.answer,), (source,), near))
     return Material(documents=documents, questions=questions)
 
 
 def _squad(rows: Sequence[tuple[str, dict[str, Any]]]) -> Material:
     """Documents are the sorted paragraphs; the others of the same article are the nearest."""
-    asked: list[tuple[str, str, str, list[str]]] = []  # article, paragraph, question, answers
+    answered: list[tuple[str, str, str, list[str]]] = []  # article, paragraph, question, answers
     paragraphs: dict[str, list[str]] = {}
     for where, row in rows:
-        for title, paragraph, one in _of_squad(row, where):
+        for title, paragraph, question in _of_squad(row, where):
             known = paragraphs.setdefault(title, [])
             if paragraph not in known:
                 known.append(paragraph)
-            if one is None:
+            if question is None:
                 continue
-            answers = one["answers"]
-            given = answers.get("text") if isinstance(answers, Mapping) else [each["text"] for each in answers]
-            if given and not one.get("is_impossible"):
-                asked.append((title, paragraph, one["question"], list(given)))
-    documents = sorted({paragraph for each in paragraphs.values() for paragraph in each})
+            answers = question["answers"]
+            given = answers.get("text") if isinstance(answers, Mapping) else [answer["text"] for answer in answers]
+            if given and not question.get("is_impossible"):
+                answered.append((title, paragraph, question["question"], list(given)))
+    documents = sorted({paragraph for group in paragraphs.values() for paragraph in group})
     place = {paragraph: number for number, paragraph in enumerate(documents)}
     questions = [
-        Asked(question, tuple(answers), (place[own],), tuple(place[each] for each in paragraphs[title] if each != own))
-        for title, own, question, answers in asked
+        Asked(question, tuple(answers), (place[source],), tuple(place[p] for p in paragraphs[title] if p != source))
+        for title, source, question, answers in answered
     ]
     return Material(documents=documents, questions=questions)
 
@@ -622,25 +622,25 @@ def _of_squad(row: dict[str, Any], where: str) -> Iterator[tuple[str, str, dict[
         for article in row["data"]:
             for paragraph in article["paragraphs"]:
                 yield article["title"], paragraph["context"], None  # also where nothing has an answer
-                for asked in paragraph["qas"]:
-                    yield article["title"], paragraph["context"], asked
+                for question in paragraph["qas"]:
+                    yield article["title"], paragraph["context"], question
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{where} is not of SQuAD 2.0: {type(error).__name__} {error}") from error
 
 
 def _hotpot(rows: Sequence[tuple[str, dict[str, Any]]]) -> Material:
     """Documents are the sorted titles with their sentences; a question owns those in its row."""
-    asked = []
+    answered = []
     for where, row in rows:
         question, answer = (text(row, name, where, "data_files") for name in ("question", "answer"))
-        found = row.get("context")
-        each = list(zip(found["title"], found["sentences"], strict=True)) if isinstance(found, Mapping) else found
+        given = row.get("context")
+        pairs = list(zip(given["title"], given["sentences"], strict=True)) if isinstance(given, Mapping) else given
         try:
-            own = [f"{title}\n{''.join(said)}" for title, said in each or ()]
+            texts = [f"{title}\n{''.join(said)}" for title, said in pairs or ()]
         except (TypeError, ValueError) as error:
             raise misshapen(row, "context", where, "a list of [title, sentences]") from error
-        asked.append((question, answer, own))
-    documents = sorted({document for _, _, own in asked for document in own})
+        answered.append((question, answer, texts))
+    documents = sorted({document for _, _, texts in answered for document in texts})
     place = {document: number for number, document in enumerate(documents)}
-    questions = [Asked(question, (answer,), tuple(place[each] for each in own)) for question, answer, own in asked]
+    questions = [Asked(question, (answer,), tuple(place[p] for p in texts)) for question, answer, texts in answered]
     return Material(documents=documents, questions=questions)

@@ -126,31 +126,31 @@ def session_of(row: Mapping[str, Any], subset: str, conversation: bool, where: s
     """The session of a row. conversation: whether its questions are turns; one task words the first otherwise then."""
     kind = SUBSETS[subset]
     context = text(dict(row), "context", where, "data_files")
-    found = row.get("multi_turns")
-    if not isinstance(found, list | tuple) or not found or not all(isinstance(one, Mapping) for one in found):
+    given = row.get("multi_turns")
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(turn, Mapping) for turn in given):
         raise misshapen(row, "multi_turns", where, 'a list of objects {"input", "answer"}')
     turns, before = [], kind.before
-    for number, one in enumerate(found):
+    for number, turn in enumerate(given):
         here = f"turn {number} of {where}"
-        asked, answers = text(dict(one), "input", here, "data_files"), answers_of(one, here)
+        question, answers = text(dict(turn), "input", here, "data_files"), answers_of(turn, here)
         words = kind.question
         if "{OPTION_A}" in words:
-            options = one.get("options")
+            options = turn.get("options")
             if not isinstance(options, list | tuple) or len(options) < 4:
-                raise misshapen(one, "options", here, "a list of 4 texts")
-            for letter, each in zip(LETTERS, options, strict=False):
-                words = words.replace(f"{{OPTION_{letter}}}", str(each))
-            answers = [*answers, *(LETTERS[options.index(each)] for each in answers if each in options)]
+                raise misshapen(turn, "options", here, "a list of 4 texts")
+            for letter, option in zip(LETTERS, options, strict=False):
+                words = words.replace(f"{{OPTION_{letter}}}", str(option))
+            answers = [*answers, *(LETTERS[options.index(answer)] for answer in answers if answer in options)]
         if subset == "scbench_mf":
-            target = re.search("The .+ is", asked)
+            target = re.search("The .+ is", question)
             if target is None:
-                raise ConfigError(f"{here}: field 'input' names no number (no 'The ... is'), got {asked!r:.80}")
+                raise ConfigError(f"{here}: field 'input' names no number (no 'The ... is'), got {question!r:.80}")
             goal = f"What is {target.group().lower()[:-3]}?\n\n"
-            before = before or (goal if conversation else f"{asked}\n\n")
-            asked = asked if conversation and not number else goal + asked
-        task = str(one.get("task") or "")
+            before = before or (goal if conversation else f"{question}\n\n")
+            question = question if conversation and not number else goal + question
+        task = str(turn.get("task") or "")
         check_words(MIXED.get(task, kind.grader), answers, here)
-        turns.append(Asked(words.replace("{input}", asked), answers, task))
+        turns.append(Asked(words.replace("{input}", question), answers, task))
     name = row_id(dict(row), "id", context, *(turn.message for turn in turns))
     return Session(name, before + context, turns)
 
@@ -168,25 +168,27 @@ def keys_and_values(draws: random.Random, units: int, turns: int) -> Session:
     def drawn() -> str:
         return str(uuid.UUID(int=draws.getrandbits(128), version=4))
 
-    asked, shares = [(drawn(), drawn()) for _ in range(turns)], [draws.random() for _ in range(turns)]
-    pairs = among(asked, shares, [(drawn(), drawn()) for _ in range(units)])
+    wanted, shares = [(drawn(), drawn()) for _ in range(turns)], [draws.random() for _ in range(turns)]
+    pairs = among(wanted, shares, [(drawn(), drawn()) for _ in range(units)])
     context = f"{_KEY}JSON data:\n{json.dumps(dict(pairs))}"
-    each = [Asked(f'Key: "{key}"\nThe value associated with the specified key is: ', [value]) for key, value in asked]
-    return Session("", context, each, [context.index(key) for key, _ in asked])
+    questions = [
+        Asked(f'Key: "{key}"\nThe value associated with the specified key is: ', [value]) for key, value in wanted
+    ]
+    return Session("", context, questions, [context.index(key) for key, _ in wanted])
 
 
 def prefixes(draws: random.Random, units: int, turns: int) -> Session:
     """Strings of 20 letters, one a line: which has this beginning and this end? Others share one of both."""
-    asked, shares = [_letters(draws, 20) for _ in range(turns)], [draws.random() for _ in range(turns)]
+    wanted, shares = [_letters(draws, 20) for _ in range(turns)], [draws.random() for _ in range(turns)]
     others = []
     for place in range(units):
-        like, drawn = asked[place % turns], _letters(draws, 20)
+        like, drawn = wanted[place % turns], _letters(draws, 20)
         others.append((like[:5] + drawn[5:], drawn[:15] + like[15:], drawn)[place // turns % 3])
     context = "Here is a list of strings. I will ask for some of them by how they begin and end.\n\n"
-    context += "\n".join(among(asked, shares, others))
+    context += "\n".join(among(wanted, shares, others))
     words = 'Which string begins with "{}" and ends with "{}"? The string is: '
-    each = [Asked(words.format(one[:5], one[15:]), [one]) for one in asked]
-    return Session("", context, each, [context.index(one) for one in asked])
+    questions = [Asked(words.format(string[:5], string[15:]), [string]) for string in wanted]
+    return Session("", context, questions, [context.index(string) for string in wanted])
 
 
 def chains(draws: random.Random, units: int, turns: int) -> Session:
@@ -235,20 +237,20 @@ class Sessions(SubsetTask):
 
     def asked(self, session: Session, number: int) -> Example:
         """The example of one question."""
-        one, name = session.turns[number], f"{session.name} turn {number}"
-        info = {"turn": number, "distance": number, "answers": list(one.answers)}
-        info |= {"task": one.task} if one.task else {}
-        reference = self._reference(one)
+        turn, name = session.turns[number], f"{session.name} turn {number}"
+        info = {"turn": number, "distance": number, "answers": list(turn.answers)}
+        info |= {"task": turn.task} if turn.task else {}
+        reference = self._reference(turn)
         if isinstance(self, SharedContextTask):
-            return replace(self.ask(name, ("", session.context, ""), f"\n\n{one.message}", reference), info=info)
-        turns = [Turn(each.message, self._reference(each), place) for place, each in enumerate(session.turns)]
+            return replace(self.ask(name, ("", session.context, ""), f"\n\n{turn.message}", reference), info=info)
+        turns = [Turn(turn.message, self._reference(turn), place) for place, turn in enumerate(session.turns)]
         first = f"{session.context}\n\n{turns[0].message}"
         turns[0] = replace(turns[0], message=first)
         return Example(name, first, reference, number=number, turns=tuple(turns), info=info)
 
-    def _reference(self, one: Asked) -> str:
+    def _reference(self, turn: Asked) -> str:
         """The answer that stands for the right one: the first, or all where all are asked for."""
-        return ", ".join(map(str, one.answers if self.grader(one.task) is share_of else one.answers[:1]))
+        return ", ".join(map(str, turn.answers if self.grader(turn.task) is share_of else turn.answers[:1]))
 
     def grader(self, task: str) -> Grader:
         """The grader of a turn; task: its own, in a mixed one."""
@@ -366,15 +368,15 @@ class Generated(Sessions, CountedTask):
         seed = f"{self.seed} {self.subset} {row['length']} {row['session']} {self.turns}"
         session = MADE[self.subset].make(random.Random(seed_of(seed)), units, self.turns)
         session = replace(session, name=f"{self.subset} length {row['length']} session {row['session']}")
-        made = self.asked(session, row["turn"])
-        return replace(made, info={"length": row["length"], "session": row["session"], **made.info}), session
+        example = self.asked(session, row["turn"])
+        return replace(example, info={"length": row["length"], "session": row["session"], **example.info}), session
 
     def held(self, made: Example, session: Session, count: Callable[..., int]) -> int:
         """Tokens that a cache comes to hold."""
         if isinstance(self, DialogueTask):
             return self.tokens(made.turns, count)
         new = self.max_new_tokens or 0
-        return max(count(f"{session.context}\n\n{one.message}") for one in session.turns) + new
+        return max(count(f"{session.context}\n\n{turn.message}") for turn in session.turns) + new
 
     def fit(self, example: Example, count: Callable[..., int], room: int) -> Example:
         length = example.info["length"]
@@ -387,10 +389,10 @@ class Generated(Sessions, CountedTask):
                 f"a length of {length} tokens does not hold {self.turns} turns of {self.subset}, which have {least}: "
                 "raise task.lengths, or lower task.turns"
             )
-        made, session = self._made(example.info, units)
-        (depth,) = depths_of(made.prompt, [session.places[example.info["turn"]]], count)
-        more = {"length_measured": self.held(made, session, count), **quarter(depth)}
-        return replace(made, id=example.id, info={**made.info, **more})
+        fitted, session = self._made(example.info, units)
+        (depth,) = depths_of(fitted.prompt, [session.places[example.info["turn"]]], count)
+        more = {"length_measured": self.held(fitted, session, count), **quarter(depth)}
+        return replace(fitted, id=example.id, info={**fitted.info, **more})
 
     def grader(self, task: str) -> Grader:
         return MADE[self.subset].grader

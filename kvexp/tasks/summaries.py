@@ -246,39 +246,39 @@ class GovReportSections(FramedQuestions, RougeTask):
     max_prompt_tokens: Positive | None = 8192
 
     def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
-        report = "\n\n".join("\n".join(filter(None, each)) for each in sections(row, "document_sections", where))
+        report = "\n\n".join("\n".join(filter(None, pair)) for pair in sections(row, "document_sections", where))
         if not report.strip():
             raise ConfigError(f"{where}: field 'document_sections' holds no text; correct or remove the row")
-        titled = [each for each in sections(row, "summary_sections", where) if all(each)]
+        titled = [pair for pair in sections(row, "summary_sections", where) if all(pair)]
         for number, (title, words) in enumerate(titled):
-            made = {"id": row_id(row, "id", report), "report": report, "number": number}
-            yield f"section {title!r} of {where}", made | {"title": title, "words": words}
+            shared = {"id": row_id(row, "id", report), "report": report, "number": number}
+            yield f"section {title!r} of {where}", shared | {"title": title, "words": words}
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        asked = self.section_instruction.replace("{title}", row["title"])
-        made = self.about(f"{row['id']} section {row['number']}", row["report"], asked, row["words"])
-        return replace(made, info={"section": row["title"]})
+        instruction = self.section_instruction.replace("{title}", row["title"])
+        example = self.about(f"{row['id']} section {row['number']}", row["report"], instruction, row["words"])
+        return replace(example, info={"section": row["title"]})
 
 
 def sections(row: Mapping[str, Any], field: str, where: str) -> list[tuple[str, str]]:
     """(title, text) of every section of a field, either of them perhaps empty."""
-    found = row.get(field)
-    if isinstance(found, Mapping):  # as `datasets` hands out a sequence of objects
-        titles, words = found.get("title"), found.get("paragraphs")
+    given = row.get(field)
+    if isinstance(given, Mapping):  # as `datasets` hands out a sequence of objects
+        titles, words = given.get("title"), given.get("paragraphs")
         if isinstance(titles, list | tuple) and isinstance(words, list | tuple) and len(titles) == len(words):
-            found = [{"title": title, "paragraphs": each} for title, each in zip(titles, words, strict=True)]
-    if not isinstance(found, list | tuple) or not all(isinstance(each, Mapping) for each in found):
+            given = [{"title": title, "paragraphs": body} for title, body in zip(titles, words, strict=True)]
+    if not isinstance(given, list | tuple) or not all(isinstance(entry, Mapping) for entry in given):
         raise misshapen(row, field, where, "sections with a title and paragraphs")
-    return [(_words(each, "title", where), _words(each, "paragraphs", where)) for each in found]
+    return [(_words(entry, "title", where), _words(entry, "paragraphs", where)) for entry in given]
 
 
 def _words(section: Mapping[str, Any], field: str, where: str) -> str:
     """The field's text; of a list its texts, one a line."""
-    found = section.get(field) or ""
-    each = [found] if isinstance(found, str) else found
-    if not isinstance(each, list | tuple) or not all(isinstance(one, str) for one in each):
-        raise ConfigError(f"{where}: a section's {field!r} must be a text or a list of texts, got {found!r:.80}")
-    return "\n".join(one.strip() for one in each).strip()
+    content = section.get(field) or ""
+    lines = [content] if isinstance(content, str) else content
+    if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
+        raise ConfigError(f"{where}: a section's {field!r} must be a text or a list of texts, got {content!r:.80}")
+    return "\n".join(line.strip() for line in lines).strip()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,8 +109,8 @@ def vocabulary() -> list[str]:
     """Every token once, in a fixed order; special tokens first."""
     words = [PAD, START, END, UNKNOWN, *GRAMMAR, *ORDINALS, *NAMES, *ATTRIBUTES]
     for parts in ATTRIBUTES.values():
-        for part in parts:
-            words += part
+        for choices in parts:
+            words += choices
     for nouns in TOPICS.values():
         words += nouns
     words += [*ADJECTIVES, *VERBS, *PREPOSITIONS, *ADVERBS]
@@ -203,13 +203,13 @@ def draw_fact(rng: Random, split: str, taken: set[tuple[str, str]], names: list[
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     for _ in range(100_000):
         name = rng.choice(names)
-        what = attribute or rng.choice(_ATTRIBUTES)
-        if (name, what) in taken:
+        kind = attribute or rng.choice(_ATTRIBUTES)
+        if (name, kind) in taken:
             continue
-        value = draw_value(rng, what)
-        if split_of(name, what, value) == split:
-            taken.add((name, what))
-            return Fact(name, what, value)
+        value = draw_value(rng, kind)
+        if split_of(name, kind, value) == split:
+            taken.add((name, kind))
+            return Fact(name, kind, value)
     raise ValueError(f"{len(names)} names have no more than these {len(taken)} facts in split {split}")
 
 
@@ -259,23 +259,23 @@ def _ordered(rng: Random, facts: list[Fact], later: list[Fact]) -> list[Fact]:
 
 def _numbered(stated: list[Fact], chosen: set[tuple[str, str]]) -> list[Fact]:
     """Mark the facts of `chosen` keys 1, 2, … as they come; the others stay as they are."""
-    count, made = 0, []
+    count, facts = 0, []
     for fact in stated:
         count += fact.key in chosen
-        made.append(replace(fact, mark=count) if fact.key in chosen else fact)
-    return made
+        facts.append(replace(fact, mark=count) if fact.key in chosen else fact)
+    return facts
 
 
 def filler_for(rng: Random, room: int) -> list[str]:
     """Sentences about one topic, as many as fit into `room` tokens."""
     nouns = TOPICS[rng.choice(list(TOPICS))]
-    made = []
+    sentences = []
     while room > 0:
         sentence = filler_sentence(rng, nouns)
         room -= len(sentence.split())
         if room >= 0:
-            made.append(sentence)
-    return made
+            sentences.append(sentence)
+    return sentences
 
 
 def filler_sentence(rng: Random, nouns: list[str]) -> str:
@@ -357,10 +357,10 @@ class Generated(Task):
 
     def document(self, number: int) -> tuple[Document, Random]:
         """Document `number`, and its generator as the document leaves it."""
-        made, state = _seeded(f"{self.split} {self.seed} {number}", self.split, self.shape)
+        drawn, state = _seeded(f"{self.split} {self.seed} {number}", self.split, self.shape)
         rng = Random()
         rng.setstate(state)
-        return made, rng
+        return drawn, rng
 
     @property
     def shape(self) -> DocumentShape:
@@ -566,8 +566,8 @@ class TestbedQA(Generated, SharedContextTask):
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """`limit` and `size` count questions."""
-        each = ({"number": n // self.per_document, "question": n % self.per_document} for n in range(self.size))
-        for row in islice(each, self.limit):
+        cells = ({"number": n // self.per_document, "question": n % self.per_document} for n in range(self.size))
+        for row in islice(cells, self.limit):
             yield f"document {row['number']}, question {row['question']}", row
 
     def example(self, row: dict[str, Any], where: str) -> Example:
@@ -598,10 +598,10 @@ class TestbedSummary(Generated, QuestionTask):
     def example(self, row: dict[str, Any], where: str) -> Example:
         doc, _ = self.document(row["number"])
         name = f"{self.split}-{row['number']}"
-        context, asked = opening(doc.text), SUMMARY
+        context, question = opening(doc.text), SUMMARY
         if self.question == IN_PROMPT:  # all of it is body: what truncate=middle shortens
-            context, asked = context + asked, ""
-        return self.ask(name, ("", context, ""), asked, summary(doc.marked))
+            context, question = context + question, ""
+        return self.ask(name, ("", context, ""), question, summary(doc.marked))
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
@@ -671,8 +671,8 @@ class TestbedNeedle(Generated, QuestionTask):
         doc, fact = needle_document(rng, self.split, row["length"], row["depth"] / 100, self.facts)
         before, _, behind = doc.text.partition(fact.sentence())
         measured = round(100 * len(before) / len(before + behind), 2)
-        made = self.ask(name, ("", opening(doc.text), ""), ask(fact), fact.value)
-        return replace(made, info={**row, "depth_measured": measured})
+        example = self.ask(name, ("", opening(doc.text), ""), ask(fact), fact.value)
+        return replace(example, info={**row, "depth_measured": measured})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"exact": 100 * exact_match(output, reference), "word_recall": 100 * word_recall(output, reference)}
@@ -688,13 +688,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--split", choices=SPLITS, default="test")
     parser.add_argument("--tokens", type=int, default=160, help="length of the document")
     parser.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
-    asked = parser.parse_args(arguments)
-    if asked.facts not in FACTS:
-        parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {asked.facts}")
-    least = LONGEST * (asked.facts + 1)
-    if asked.tokens < least:
-        parser.error(f"--tokens must be at least {least} to hold --facts {asked.facts}, got {asked.tokens}")
-    seed, split, tokens, facts = asked.seed, asked.split, asked.tokens, asked.facts
+    options = parser.parse_args(arguments)
+    if options.facts not in FACTS:
+        parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {options.facts}")
+    least = LONGEST * (options.facts + 1)
+    if options.tokens < least:
+        parser.error(f"--tokens must be at least {least} to hold --facts {options.facts}, got {options.tokens}")
+    seed, split, tokens, facts = options.seed, options.split, options.tokens, options.facts
     rng = Random(f"sample {split} {seed}")
     doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
     print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
