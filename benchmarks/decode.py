@@ -35,7 +35,7 @@ from benchmarks.shapes import (
     variant,
 )
 from benchmarks.store import Cell
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 RATIOS = (0.2, 0.5)
 CLOCKS = ("tpot_s", "cpu_s")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.store import ROOT, provenance
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 TAIL = 40  # lines of a command's output that the report shows
 MINUTES = 15  # per line

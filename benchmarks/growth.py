@@ -33,7 +33,7 @@ from benchmarks.clock import Sample, busy, in_turns, peak, ratio, run_command, s
 from benchmarks.command import Command, Line, error_of, shape_of
 from benchmarks.shapes import Shape, ours, stock, text_ids
 from benchmarks.store import Cell
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 START = {"prompt": 1024, "variants": 1, "examples": 1, "layers": 0}  # layers: 0 stands for all
 AXES: dict[str, tuple[int, ...]] = {
@@ -150,7 +150,8 @@ def write_runs(folder: Path, count: int) -> None:
     from kvexp.run.batches import opened
     from kvexp.run.guard import guard
     from kvexp.run.jobs import HydraJob, runs_of
-    from kvexp.util import CONF, Session, active
+    from kvexp.run.session import Session, active
+    from kvexp.util.files import CONF
 
     guard()
     session, wanted = Session(typed_keys={"kv_ratio"}), []

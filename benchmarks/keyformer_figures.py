@@ -20,7 +20,7 @@ from benchmarks.command import Command, Line, error_of, shape_of
 from benchmarks.shapes import Variant, one, ours, stock, variant
 from benchmarks.store import Cell
 from benchmarks.whole import joined, windows
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 # The paper's own figures, read off its plots (Fig 1 to 0.5, Fig 10 to 0.01).
 FIGURE_1 = {1024: 3.3, 2048: 8.5, 4096: 27.4, 8192: 50.0, 16384: 75.6}

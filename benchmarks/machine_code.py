@@ -36,7 +36,8 @@ from kvexp.core.noise import POOL_SIZE
 from kvexp.core.observe import ObservedRows
 from kvexp.core.slots import Slots
 from kvexp.methods import H2O, Keyformer
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import watch_pipes
 
 # Which calls are compiled: head sizes, dtypes, methods and position encodings of supported models.
 

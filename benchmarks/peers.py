@@ -24,7 +24,7 @@ from benchmarks.clock import Bandwidth, Sample, busy, in_turns, over, peak, spen
 from benchmarks.command import Command, Line, error_of, shape_of
 from benchmarks.shapes import decoded, prefilled, prompt_of, stock
 from benchmarks.store import Cell
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 # name -> (press, attention, where it evicts)
 CASES = {

@@ -29,7 +29,7 @@ from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import init_rows, lloyd
 from kvexp.retrieval.method import reduce_group
 from kvexp.retrieval.pqcache import dots
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 FEW, MORE = 2, 6  # iterations timed; the difference leaves out what is done once
 _RATES = ("kmeans_iterations_per_s", "scikit_learn_iterations_per_s")

@@ -21,7 +21,7 @@ from benchmarks.clock import Sample, busy, in_turns, over, peak, spent
 from benchmarks.command import Command, Line, Target, error_of, shape_of
 from benchmarks.shapes import NAME, Shape, Variant, one, ours, packed, prompt_of, stock, variant
 from benchmarks.store import Cell
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 METHODS = ("h2o", "keyformer", "keyformer_quiet", "a2sf", "snapkv")
 DEFAULT = ["hf", "full", *(f"{method}@0.2" for method in METHODS)]

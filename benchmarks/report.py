@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.command import Line, printed, table
 from benchmarks.store import RESULTS
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 
 def tables(folder: Path, tiny: bool = False) -> tuple[list[str], list[Line]]:

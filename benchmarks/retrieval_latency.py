@@ -22,7 +22,7 @@ from kvexp.hf.cache import measure_layer_time
 from kvexp.hf.traits import head_dim, num_kv_heads
 from kvexp.retrieval.index import clustering_seconds
 from kvexp.retrieval.offload import OffloadConfig, OffloadedKV
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 
 def one_layer(model: Any, length: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class NotFetched(RuntimeError):
 @functools.cache
 def folder() -> Path:
     """The folder of the converted weights; NotFetched where `kvexp fetch` has not put them there."""
-    from kvexp.util import cache_folder
+    from kvexp.util.files import cache_folder
 
     for manifest in sorted((cache_folder() / "models").glob("*/manifest.json")):
         if json.loads(manifest.read_text("utf-8"))["source"]["file"] == FILE:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.store import RESULTS, ROOT
-from kvexp.util import cache_folder, watch_pipes
+from kvexp.util.files import cache_folder
+from kvexp.util.output import watch_pipes
 
 MINUTES = 10
 

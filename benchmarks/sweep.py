@@ -24,7 +24,7 @@ from benchmarks.command import Command, Line, Target
 from benchmarks.shapes import NAME, SHAPES, folder, stock
 from benchmarks.store import Cell
 from kvexp.tasks.articles import articles
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 BUDGETS = "kv_ratio=0.2,0.5,0.7,0.9"
 EVICTING = "method=h2o,keyformer,a2sf,window,tova"

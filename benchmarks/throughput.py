@@ -18,7 +18,7 @@ from benchmarks.command import Command, Line, error_of, shape_of
 from benchmarks.shapes import Variant, one, ours, stock, variant
 from benchmarks.store import Cell
 from benchmarks.whole import joined, windows
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 
 def largest(fits: Callable[[int], bool], most: int, fine: float = 0.0) -> int:

@@ -19,7 +19,7 @@ from benchmarks.clock import Bandwidth, Sample, in_turns, over, step_bytes
 from benchmarks.command import Command, Line, Target, error_of, shape_of
 from benchmarks.shapes import Variant, one, ours, stock, variant
 from benchmarks.store import Cell
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 # Speed-up of tokens per second over full attention in Keyformer's Table 1 and Fig. 9 (arXiv:2403.09054), MPT-7B on an
 # A100 80GB with 4 beams: what the same ratio was there.

@@ -23,7 +23,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvexp.core import KeepsEverything, Simulated
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "methods.md"

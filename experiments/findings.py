@@ -35,7 +35,8 @@ from experiments.lib.record import (
     write_or_check,
 )
 from experiments.lib.tables import markdown
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import watch_pipes
 
 FINDINGS, JUDGEMENTS = HERE / "FINDINGS.md", HERE / "findings.csv"
 WORDS = HERE / "findings.yaml"

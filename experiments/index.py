@@ -14,7 +14,7 @@ from typing import Any
 from experiments.lib.exhibits import DECLARED, HERE, PAPERS, Exhibit, declared_text, exhibits
 from experiments.lib.record import NONE, WAITING, is_speed, real_status, recorded, status, write_or_check
 from experiments.lib.tables import markdown
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 README = HERE / "README.md"
 HEAD = """\

@@ -23,7 +23,8 @@ from experiments.lib.exhibits import REAL
 from experiments.lib.league import GROUPS, LONGEST, QUESTIONS, Piece, calibrate_for_league, pieces
 from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import late, planned_seconds, sweep
-from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import tells_errors, watch_pipes
 
 OWN = ("news", "news_qa")  # tasks on kvexp's own articles, which need no DATA
 SMOKE_RATIOS = "0.25,0.75"

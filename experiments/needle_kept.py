@@ -30,7 +30,8 @@ from kvexp.results.stats import LEVEL, t_quantile
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings, batch_cache
-from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import tells_errors, watch_pipes
 
 WHOLE = 0.9  # share of a needle from which on a head counts as holding it
 

@@ -28,7 +28,7 @@ from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, RetrievalQuery, Selection, reduce_group
 from kvexp.retrieval.pqcache import dots
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import late, sweep
 from kvexp.results.read import folders
 from kvexp.results.table import print_table, table
-from kvexp.util import ConfigError, tells_errors, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import tells_errors, watch_pipes
 
 PREFIX = "tasks_"
 FULL = ["method=full", "kv_ratio=1.0"]

@@ -33,7 +33,8 @@ from experiments.lib.tables import between, markdown
 from experiments.studies import KL_COLUMNS, kl_of_runs
 from kvexp.hf.fetch import WHEELS, cached_conversion
 from kvexp.run.jobs import INTERRUPTED, KEPT
-from kvexp.util import CacheError, ConfigError, tells_errors, watch_pipes
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import tells_errors, watch_pipes
 
 SHARE, LEAST = 0.05, 3  # of a page's rows, and rows of each method, that are drawn at least
 BY_EXAMPLE = HERE / "rechecked"  # rows of means that were computed anew

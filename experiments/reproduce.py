@@ -23,7 +23,8 @@ from experiments.lib.record import SECOND, VERDICT, record, record_real, recorde
 from experiments.lib.runner import OUTPUTS, Asked, results, seconds_left
 from kvexp.run.jobs import INTERRUPTED, KEPT
 from kvexp.run.store import runs
-from kvexp.util import ConfigError, duration, tells_errors, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import duration, tells_errors, watch_pipes
 
 SHOWN = 20  # rows of a table that are printed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import findings
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 SHOWN = re.compile(r'show\("(\w+)"\)')
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}

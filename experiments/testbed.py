@@ -24,7 +24,7 @@ import pandas as pd
 from experiments.lib.tables import markdown as markdown_table
 from experiments.studies.testbed import NAMES as MODELS
 from kvexp.results.table import table
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 FOLDER = Path(__file__).resolve().parents[1] / "kvexp" / "tasks" / "testbed_models"
 SIZE = 120

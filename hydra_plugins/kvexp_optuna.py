@@ -19,7 +19,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 NEUTRAL = ("outputs_dir", "batch_size", "threads", "log", "hydra")  # they choose nothing and change no objective
 

@@ -14,7 +14,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 
-from kvexp.util import Session, current
+from kvexp.run.session import Session, current
 
 HERE = "hydra_plugins.kvexp_shared_prefill"
 NODES: dict[tuple[str, str], dict[str, Any]] = {

@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hydra_plugins.kvexp_shared_prefill import OneByOneLauncher
-from kvexp.util import ConfigError, Session
+from kvexp.run.session import Session
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,7 +13,10 @@ import textwrap
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from kvexp.util import CONF, ConfigError, did_you_mean, say, tells_errors, watch_pipes, watch_torch
+from kvexp.util.errors import ConfigError, did_you_mean
+from kvexp.util.files import CONF
+from kvexp.util.machine import watch_torch
+from kvexp.util.output import say, tells_errors, watch_pipes
 
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),

@@ -44,7 +44,7 @@ from kvexp.hf.second_pass import check_second_pass
 from kvexp.hf.traits import check_positions, max_positions, prompt_sizes
 from kvexp.methods import A2SF, H2O, Full, Ideal, KeyAttention, Keyformer, KeyformerA2SF, Window
 from kvexp.tasks.lm_eval import Protocol
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 class NothingToJudge(ConfigError):

@@ -12,7 +12,7 @@ from small import small
 
 from kvexp.run.compose import defaults
 from kvexp.run.settings import settings_of
-from kvexp.util import CONF
+from kvexp.util.files import CONF
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 

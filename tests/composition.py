@@ -10,7 +10,7 @@ from hydra._internal import config_loader_impl as loader
 from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
 
 from kvexp.run.compose import LISTED, options
-from kvexp.util import CONF
+from kvexp.util.files import CONF
 
 GROUPS = {name: options(name) for name in (*LISTED, *(g.name for g in CONF.iterdir() if g.is_dir()))}
 COMPOSE = loader.ConfigLoaderImpl._compose_config_from_defaults_list

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import kvexp.generate
-from kvexp.util import Session, active, cache_folder
+from kvexp.run.session import Session, active
+from kvexp.util.files import cache_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["KVEXP_OFFLINE"] = "1"  # tests fetch nothing; those of the fetching itself bring an index of their own
@@ -72,7 +73,7 @@ def gemma3(own_cache) -> str:
 def fetched_before(name: str, required: bool) -> str:
     """The path of a model in a wheel, from the user's cache; where it is not there, the test is skipped or fails."""
     from kvexp.hf.fetch import WHEELS, folder_of_gguf
-    from kvexp.util import WHEEL
+    from kvexp.util.files import WHEEL
 
     model = WHEELS[name]
     shown = folder_of_gguf(model.gguf_sha256)

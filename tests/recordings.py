@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvexp.hf.load import patch_model, random_config, without_report
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")  # in state dicts of older releases

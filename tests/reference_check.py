@@ -52,7 +52,8 @@ from kvexp.retrieval.layer import LayerGroup, RetrievalLayer
 from kvexp.retrieval.method import Retrieval, RetrievalQuery, Selection, reduce_group
 from kvexp.retrieval.offload import BlockPolicy
 from kvexp.retrieval.pqcache import dots
-from kvexp.util import ConfigError, say, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import say, watch_pipes
 
 # One line per compared field.
 

@@ -29,7 +29,8 @@ from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build
 from kvexp.run.compose import listed, options
-from kvexp.util import ConfigError, typed
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import typed
 
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]

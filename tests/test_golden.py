@@ -10,7 +10,7 @@ from cases import CASES
 from golden import half
 from reference_check import Report, alpha_of, main, run
 
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "golden"
 REALDROP = FOLDER / "h2o_llama_realdrop.npz"

@@ -163,7 +163,7 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("kvexp.core.slots", "import math, torch\nimport torch.nn as nn\nfrom . import budget\nfrom .budget import x"),
-        ("kvexp.core.slots", "from kvexp.util import ConfigError\nfrom kvexp import NUMERICS"),
+        ("kvexp.core.slots", "from kvexp.util.errors import ConfigError\nfrom kvexp import NUMERICS"),
         ("kvexp.methods.h2o", "from kvexp.core import Attention\nfrom .base import Method\nfrom ..core import slots"),
         ("kvexp.hf.load", "from kvexp.core.method import Method\nfrom transformers.cache_utils import Cache"),
     ],

@@ -19,7 +19,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
 
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd

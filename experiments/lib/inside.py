@@ -25,7 +25,7 @@ from kvexp.lm_eval import check_row_mask, mask_fn_of
 from kvexp.methods import A2SF, Full, Ideal, Window
 from kvexp.retrieval import PQCache
 from kvexp.run.settings import Settings
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 Prompts = Sequence[Sequence[int]]
 BELOW = 0.01  # of a row's largest weight: what counts as zero

@@ -35,7 +35,8 @@ from kvexp.results.stats import LEVEL, corrected_level
 from kvexp.results.table import table, without_question
 from kvexp.run.store import EPSILON_KL, OWN
 from kvexp.tasks.articles import training_articles
-from kvexp.util import ConfigError, replace
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import replace
 
 RATIOS = (0.125, 0.25, 0.5, 0.75)
 QUESTIONS = (AFTER_EVICTION, IN_PROMPT)

@@ -11,7 +11,7 @@ from typing import Any
 import kvexp.tasks.testbed
 from kvexp.hf import load_model, load_tokenizer, pack_linear
 from kvexp.tasks.testbed import LONGEST, DocumentShape, document, opening
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 MODELS = Path(kvexp.tasks.testbed.__file__).parent / "testbed_models"
 SPREAD = 3  # a testbed document has a fact for every so many sentences of the longest kind,

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 from experiments.lib.exhibits import HERE, OWN, REAL, declared, params, sweeps
 from kvexp.hf.fetch import WHEELS, cached_conversion
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import watch_pipes
 
 MODEL, HUB = "smollm2_135m", "hub"
 FILES = HERE / "real_data.yaml"

@@ -21,8 +21,9 @@ import kvexp
 from experiments.lib.exhibits import HERE, REAL, load, sweeps
 from experiments.lib.real_scale import Command
 from kvexp.run.store import Run
-from kvexp.util import ConfigError, tells_errors
-from kvexp.util import load as load_json
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import tells_errors
+from kvexp.util.strict_json import load as load_json
 
 MEASURED, MEASURED_REAL = HERE / "measured.json", HERE / "measured_real.json"
 VERDICT = {True: "holds", False: "does not hold", None: "undecided"}

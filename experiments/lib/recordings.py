@@ -28,7 +28,8 @@ from experiments.studies import KL_COLUMNS, decoding, read_wide, ruler_board
 from kvexp.results.divergence import per_example
 from kvexp.results.read import Folder, read_runs
 from kvexp.run.store import OWN
-from kvexp.util import ConfigError, replace
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import replace
 
 BLOCK = ["model", "task", "question"]
 PROMPT = [*BLOCK, "example"]

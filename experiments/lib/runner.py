@@ -31,7 +31,8 @@ from experiments.lib.sweep import jobs, late, limit_of, planned_seconds, smaller
 from experiments.lib.tables import KEYS, frame_of, spelled, without
 from experiments.lib.verdicts import divergence_frame, measure_missing
 from kvexp.run.store import Run, run_hash, runs
-from kvexp.util import ConfigError, use_threads
+from kvexp.util.errors import ConfigError
+from kvexp.util.machine import use_threads
 
 OUTPUTS = Path("outputs/reproduce")  # a folder of their own: hundreds of runs, which tables of `outputs` would list
 

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from experiments.lib.exhibits import ROOT, declared, params
 from kvexp.run.jobs import INTERRUPTED, KEPT, TERMINATED, summary
 from kvexp.run.main import main
-from kvexp.util import ConfigError, Session
+from kvexp.run.session import Session
+from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings

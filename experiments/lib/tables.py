@@ -22,7 +22,7 @@ from kvexp.results.stats import LEVEL, Floats, interval_of_mean
 from kvexp.results.table import table
 from kvexp.run.labels import override_label as setting_of
 from kvexp.run.store import Run, check_same_prompts
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 Scores = Mapping[str, Mapping[str, float]]  # example -> metric -> number
 Gap = tuple[float, float, float]  # mean, low, high

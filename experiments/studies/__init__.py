@@ -15,9 +15,12 @@ from kvexp.results.divergence import example_means
 from kvexp.results.read import read_runs
 from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
+from kvexp.run.session import Session, active
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN
-from kvexp.util import CONF, CacheError, ConfigError, Session, active, say, tells_errors
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.files import CONF
+from kvexp.util.output import say, tells_errors
 
 
 def composed_runs(words: Sequence[str], session: Session) -> tuple[dict[str, str], list[Settings]]:

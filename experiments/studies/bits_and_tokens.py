@@ -29,7 +29,8 @@ from kvexp.run.build import CACHE_KEYS, keys_named, quantization_of
 from kvexp.run.compose import hydra_errors_shown, split_model_words
 from kvexp.run.jobs import composed_model
 from kvexp.run.model_spec import config_of_spec
-from kvexp.util import CacheError, ConfigError, say, tells_errors, watch_pipes
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import say, tells_errors, watch_pipes
 
 STORAGE = ("residual", "group", "key_axis", "value_axis", "symmetric")  # of the group `cache`, one value each
 DEFAULTS = {

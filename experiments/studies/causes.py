@@ -19,7 +19,7 @@ from experiments.lib.exhibits import HERE
 from experiments.lib.tables import estimate, markdown
 from experiments.studies import carried_out, write_tables
 from kvexp.diagnose.twin import save
-from kvexp.util import watch_pipes
+from kvexp.util.output import watch_pipes
 
 RECORDED = HERE.parent / "docs" / "causes.csv"
 BEGIN = "<!-- causes: made by python -m experiments.studies.causes --page PAGE -->"

@@ -44,7 +44,10 @@ from kvexp.results.stats import t_quantile, t_tail
 from kvexp.run.jobs import composed_model
 from kvexp.run.model_spec import load, model_digest
 from kvexp.tasks.articles import articles
-from kvexp.util import ConfigError, Progress, locked, say, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import locked
+from kvexp.util.output import say, watch_pipes
+from kvexp.util.progress import Progress
 
 # -- the design, fixed before anything was run -------------------------------------------------------------------------
 

@@ -29,9 +29,11 @@ from kvexp.generate.openvino import BLOCK
 from kvexp.results import stats
 from kvexp.results.divergence import per_example, share_interval
 from kvexp.run.batches import evaluate_run, measure_rest, prefill_groups, run_group
+from kvexp.run.session import Session
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
-from kvexp.util import ConfigError, Session, duration, say, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import duration, say, watch_pipes
 
 Row = dict[str, Any]
 

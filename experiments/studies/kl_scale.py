@@ -62,7 +62,9 @@ from kvexp.run.batches import examples_of, settings_at
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompt_of
 from kvexp.run.store import EPSILON_KL, OWN, Line, Run, run_name
-from kvexp.util import ConfigError, Console, Progress, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import Console, watch_pipes
+from kvexp.util.progress import Progress
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model

@@ -27,7 +27,8 @@ from experiments.studies import carried_out, check_numerics, kl_of_runs, write_t
 from experiments.studies import read_wide as read_rows
 from experiments.studies import wide as widened
 from kvexp.results.stats import interval_of_mean
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import watch_pipes
 
 SEEN, HIDDEN = "in_prompt", "after_eviction"
 BEGIN = "<!-- ruler: made by python -m experiments.studies.ruler_board OUTPUTS --page docs/benchmarks.md -->"

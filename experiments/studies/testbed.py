@@ -59,7 +59,8 @@ from kvexp.tasks.testbed import (
     vocabulary,
 )
 from kvexp.tasks.testbed import NAMES as PEOPLE
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import watch_pipes
 
 
 def several(commands: Mapping[str, list[str]], workers: int) -> list[str]:

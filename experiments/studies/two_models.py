@@ -24,7 +24,8 @@ from experiments.studies import KL_COLUMNS, carried_out, check_numerics, kl_of_r
 from kvexp.results.divergence import compared_means
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT
 from kvexp.results.stats import LEVEL, Floats, corrected_level, n_needed, resampled_means, resamples_for
-from kvexp.util import ConfigError, watch_pipes
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import watch_pipes
 
 BEGIN = "<!-- two models: made by python -m experiments.studies.two_models --rows FILE --page PAGE -->"
 END = "<!-- end of two models -->"

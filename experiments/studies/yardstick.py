@@ -24,10 +24,12 @@ from kvexp.hf.fetch import located
 from kvexp.run.batches import evaluate_run
 from kvexp.run.compose import hydra_errors_shown
 from kvexp.run.jobs import composed_model
+from kvexp.run.session import Session, keys_of
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, keep_check
 from kvexp.tasks.lm_eval import LMEval
-from kvexp.util import CacheError, ConfigError, Session, keys_of, say, tells_errors, watch_pipes
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import say, tells_errors, watch_pipes
 
 SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "threads", "shard", "task.data_dir")
 SLICE = 25

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvexp.core.slot_order import INT64_MAX
-from kvexp.util import AtLeast, CacheError, check_fields
+from kvexp.util.errors import CacheError
+from kvexp.util.fields import AtLeast, check_fields
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
 MAX_TILE_LOGITS = 1 << 21  # of `blocked_attention`: 8 MiB in float32

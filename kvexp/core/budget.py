@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvexp.core.quantized import EngineQuantization, Quantization, SlotBytes
-from kvexp.util import AtLeast, ConfigError, Range, Rule, check_fields, refuse
+from kvexp.util.errors import ConfigError, Rule, refuse
+from kvexp.util.fields import AtLeast, Range, check_fields
 
 STREAM_SINKS, STREAM_RECENT = 128, 256  # slots of a streaming head, as in kvpress
 THRESHOLD_RECENT = 128

@@ -15,7 +15,7 @@ from kvexp.core.budget import Budget, PromptSizes
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of, retrieval_heads
 from kvexp.core.sequence import Span
 from kvexp.core.special_methods import GrantsSlots
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.core.config import CacheConfig

@@ -15,7 +15,8 @@ from kvexp.core.attention import attention_probs
 from kvexp.core.budget import Budget, floor_share
 from kvexp.core.slot_order import INT64_MAX, INT64_MIN, order_key
 from kvexp.core.statistics import HeadScores
-from kvexp.util import AtLeast, ConfigError, Range, check_fields
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, Range, check_fields
 
 if TYPE_CHECKING:
     from kvexp.core.method import Method

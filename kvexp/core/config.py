@@ -14,7 +14,8 @@ from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.special_methods import ChoosesSlots, JoinsLayers, KeepsEverything, Simulated
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
-from kvexp.util import AtLeast, ConfigError, Rule, check_fields, did_you_mean, refuse
+from kvexp.util.errors import ConfigError, Rule, did_you_mean, refuse
+from kvexp.util.fields import AtLeast, check_fields
 
 Keep = Literal["span", "fair", "prompt"]
 Sliding = Literal["auto"] | bool

@@ -45,7 +45,7 @@ from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import RaggedSlots, Slots
 from kvexp.core.special_methods import ChangesScores, JoinsLayers, Simulated
 from kvexp.core.statistics import LastQueries, QueryStatistics
-from kvexp.util import CacheError
+from kvexp.util.errors import CacheError
 
 
 class LayerCache(Protocol):

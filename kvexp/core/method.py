@@ -17,7 +17,8 @@ from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.noise import Noise
 from kvexp.core.slots import Slots
 from kvexp.core.statistics import QueryCalibration, QueryStatistics
-from kvexp.util import ConfigError, check_fields
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import check_fields
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 class StepInput:

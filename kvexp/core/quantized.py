@@ -12,7 +12,8 @@ from torch import Tensor
 from kvexp.core.codecs import CODECS, FP8_BITS, TURBO_BITS, TURNED, Format, GGMLBlocks, pack, unpack
 from kvexp.core.slot_order import INT64_MAX
 from kvexp.core.slots import GROWTH, Slots, rows_view
-from kvexp.util import AtLeast, ConfigError, check_fields
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, check_fields
 
 Axis = Literal["channel", "token"]
 Bits = Literal[16, 8, 4, 2]

@@ -16,7 +16,7 @@ from kvexp.core.method import EvictionContext, Method, check_priorities, checked
 from kvexp.core.sequence import MarkedSpans, SequenceState
 from kvexp.core.slot_order import kept_mask
 from kvexp.core.special_methods import ChoosesSlots, JoinsLayers, Simulated
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs
-from kvexp.util import CacheError
+from kvexp.util.errors import CacheError
 
 
 def window_mask(n: int, width: int, device: torch.device | None = None) -> Tensor:

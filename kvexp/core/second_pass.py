@@ -22,7 +22,7 @@ from kvexp.core.attention import (
 from kvexp.core.method import SinkScore
 from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.slots import Slots
-from kvexp.util import CacheError
+from kvexp.util.errors import CacheError
 
 
 @dataclass

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.slot_order import INT64_MAX, kept_mask
-from kvexp.util import AtLeast, ConfigError, check_fields
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, check_fields
 
 if TYPE_CHECKING:
     from kvexp.core.budget_resolution import LayerSlots

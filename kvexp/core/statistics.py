@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, RoPE, compute_attention
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 
 class LastQueries:

@@ -18,7 +18,7 @@ from kvexp.core.decode import TauSchedule
 from kvexp.core.method import AttentionScoreSpec
 from kvexp.core.noise import POOL_SIZE, Noise, PoolOffsets, hash_draws, pool, stream_id
 from kvexp.core.slots import Slots
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.core.eviction import EvictionLayer

@@ -34,7 +34,7 @@ from kvexp.run.prompts import Weightless, later_turns, prompt_of, with_stop_toke
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import Run, run_name
 from kvexp.tasks import Example, LMEval
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # Run folders and their rows, as the commands take them. Nothing here loads a model.
 

@@ -16,8 +16,10 @@ from kvexp.results import stats
 from kvexp.results.blocks import TOO_FEW, estimate, fixed, records
 from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
+from kvexp.run.session import Session
 from kvexp.run.settings import Settings
-from kvexp.util import ConfigError, Console, Session, refuse
+from kvexp.util.errors import ConfigError, refuse
+from kvexp.util.output import Console
 
 # Quality lost because of the budget, and because of what was chosen to fill it: full less ideal, ideal less method.
 

@@ -23,7 +23,10 @@ from kvexp.run.model_spec import moving_rope
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, run_name
 from kvexp.tasks import LMEval, Task
-from kvexp.util import AtLeast, ConfigError, Progress, Rule, check_fields, refuse, say
+from kvexp.util.errors import ConfigError, Rule, refuse
+from kvexp.util.fields import AtLeast, check_fields
+from kvexp.util.output import say
+from kvexp.util.progress import Progress
 
 ELSE = "or diagnose=none"
 WITH_ENGINE: Rule[Settings] = (

@@ -36,7 +36,9 @@ from kvexp.run.batches import Row, settings_at
 from kvexp.run.evictions import EVICTIONS, file_of, has, read_table, require_example_log, write_file
 from kvexp.run.store import OWN, Line, Run, check_same_prompts
 from kvexp.tasks import Example, Task
-from kvexp.util import CacheError, ConfigError, Console, Progress
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import Console
+from kvexp.util.progress import Progress
 
 Place = tuple[int, int]  # layer, kv head
 

@@ -22,8 +22,10 @@ from kvexp.run import evictions
 from kvexp.run.batches import settings_at
 from kvexp.run.compose import with_user_methods, without_method_words
 from kvexp.run.evictions import View
+from kvexp.run.session import Session, active, keys_of
 from kvexp.run.store import Run
-from kvexp.util import CacheError, ConfigError, Console, Session, active, keys_of, say, tells_errors, visible
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import Console, say, tells_errors, visible
 
 STYLES = ("dim", "cyan", "green", "yellow", "bold")  # none, a third, two thirds, nearly all, all
 

@@ -29,7 +29,7 @@ from kvexp.hf.cache import MultiLayer
 from kvexp.retrieval.layer import RetrievalLayer
 from kvexp.run.evictions import TWIN, has, read_table
 from kvexp.run.store import Run
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # The method and the full cache on the same tokens: what each head lost at each step, and what that did.
 #

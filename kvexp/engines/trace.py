@@ -33,7 +33,8 @@ from kvexp.diagnose.case import Case
 from kvexp.engines.trace_check import PROFILES, VERSION, check_rules, chosen
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
-from kvexp.util import CacheError, ConfigError, Rule, refuse, say, tells_errors
+from kvexp.util.errors import CacheError, ConfigError, Rule, refuse
+from kvexp.util.output import say, tells_errors
 
 TRACE_DOC = """kvexp export trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
 follow."""

@@ -40,7 +40,9 @@ from kvexp.hf.chat_template import Thinking, answer_begins
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.traits import max_positions, traits_of
 from kvexp.retrieval.layer import retrieval_stats
-from kvexp.util import AtLeast, CacheError, ConfigError, NotFinite, Range, Rule, check_fields, refuse, size
+from kvexp.util.errors import CacheError, ConfigError, NotFinite, Rule, refuse
+from kvexp.util.fields import AtLeast, Range, check_fields
+from kvexp.util.output import size
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:

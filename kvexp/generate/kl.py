@@ -15,7 +15,8 @@ from kvexp.generate.inputs import check_finite, check_length, check_tokens, rows
 from kvexp.generate.loop import MIN_ENDED_SHARE, batched_cache
 from kvexp.generate.prefill import PrefilledContext, decode_step, feed_chunk
 from kvexp.hf import MultiMethodCache
-from kvexp.util import TEXTS, ConfigError, worked
+from kvexp.util.errors import ConfigError
+from kvexp.util.progress import TEXTS, worked
 
 # Tokens of a text in one forward. A single one would be attended to by other products, so that a row's last digits
 # would depend on the company that cuts its text into chunks.

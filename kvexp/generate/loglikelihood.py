@@ -14,7 +14,7 @@ from kvexp.generate.inputs import check_finite, check_tokens, question_lengths, 
 from kvexp.generate.prefill import PrefilledContext, prefill
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.patch import forward_logits
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 @torch.no_grad()

@@ -56,7 +56,8 @@ from kvexp.generate.inputs import (
 from kvexp.generate.prefill import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.hf.chat_template import end_of_turn
-from kvexp.util import ANSWERS, ConfigError, worked
+from kvexp.util.errors import ConfigError
+from kvexp.util.progress import ANSWERS, worked
 
 # Contexts of several batches that have ended are left out of a step once they are such a share of all: leaving some out
 # copies the caches of the others, which takes as long as several steps. Those of one batch are left out at once.

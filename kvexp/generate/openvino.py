@@ -20,7 +20,8 @@ import numpy as np
 from torch import Tensor
 
 from kvexp.hf.gguf import LAYERS, LLAMA, read_header
-from kvexp.util import AtLeast, ConfigError, check_fields
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, check_fields
 
 BLOCK = 32  # tokens of a block of the engine's cache on a CPU
 FAMILIES = ("llama", "qwen2", "qwen3")  # model types that its reader of GGUF files builds

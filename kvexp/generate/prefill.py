@@ -24,7 +24,8 @@ from kvexp.generate.inputs import (
 )
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.hf.patch import forward_columns, forward_logits
-from kvexp.util import PROMPTS, ConfigError, worked
+from kvexp.util.errors import ConfigError
+from kvexp.util.progress import PROMPTS, worked
 
 
 @dataclass

@@ -60,7 +60,8 @@ from kvexp.hf.traits import (
 )
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
 from kvexp.retrieval.method import Retrieval
-from kvexp.util import CacheError, ConfigError, Rule, refuse, visible
+from kvexp.util.errors import CacheError, ConfigError, Rule, refuse
+from kvexp.util.output import visible
 
 LONGEST = 4  # bytes of a character: more tokens than that end none
 

@@ -27,7 +27,8 @@ from kvexp.hf.moving_rope import MovingRope, check_turns
 from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input
 from kvexp.hf.probe import layer_ropes
 from kvexp.hf.traits import num_layers
-from kvexp.util import ConfigError, cache_folder, locked, replace
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import cache_folder, locked, replace
 
 ABOUT = "kvexp"  # the one entry of the file's metadata: safetensors writes several in any order
 Made = TypeVar("Made", QueryCalibration, HeadScores, Surrogate)

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers.utils import chat_template_utils
 
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 TODAY = "26 Jul 2024"  # Llama 3.1's own default; 3.2's template would take the clock's, and prompts change every day
 DATES = ("%d %b %Y", "%d %B %Y", "%Y-%m-%d")  # as which a date_string sets the clock

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from kvexp.util import ConfigError, available
+from kvexp.util.errors import ConfigError
+from kvexp.util.machine import available
 
 # Of the free memory, at most, for the copies of a model's weights; without a copy, products take longer.
 MAX_MEMORY_SHARE = 0.25

@@ -48,19 +48,10 @@ from kvexp.hf.gguf import (
     tokenizer_of_header,
     write_weights,
 )
-from kvexp.util import (
-    WHEEL,
-    ConfigError,
-    Stamp,
-    cache_folder,
-    file_digest,
-    path_of,
-    say,
-    size,
-    stamp,
-    sync_folder,
-    unreachable,
-)
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import WHEEL, Stamp, cache_folder, file_digest, path_of, stamp, sync_folder
+from kvexp.util.hub import unreachable
+from kvexp.util.output import say, size
 
 ENDING = ".gguf"
 

@@ -45,7 +45,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.hf.patch import named_weights
 from kvexp.hf.traits import check_sizes
-from kvexp.util import ConfigError, Rule, refuse
+from kvexp.util.errors import ConfigError, Rule, refuse
 
 STRING, ARRAY = 8, 9  # types of values that have no fixed width
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -28,7 +28,7 @@ from kvexp.core.eviction import LayerCache
 from kvexp.core.second_pass import RepeatedChunk
 from kvexp.hf.patch import LAYER_ATTR, LayerInput, check_patched
 from kvexp.hf.traits import Layer, text_config, traits_of
-from kvexp.util import CacheError
+from kvexp.util.errors import CacheError
 
 
 @dataclass(frozen=True)

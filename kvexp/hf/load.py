@@ -73,7 +73,9 @@ from kvexp.hf.traits import (
     text_config,
     traits_of,
 )
-from kvexp.util import WHEEL, CacheError, ConfigError, cached_commit, did_you_mean, model_folder, path_of, unreachable
+from kvexp.util.errors import CacheError, ConfigError, did_you_mean
+from kvexp.util.files import WHEEL, model_folder, path_of
+from kvexp.util.hub import cached_commit, unreachable
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvexp.core import CacheConfig
 from kvexp.hf.traits import all_rope_parameters, text_config
 from kvexp.retrieval.method import Retrieval
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 
 @dataclass(frozen=True)

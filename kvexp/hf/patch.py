@@ -31,7 +31,7 @@ from kvexp.core.attention import AttentionInputs, AttentionParams, compute_atten
 from kvexp.core.config import Sliding
 from kvexp.core.sequence import SequenceState
 from kvexp.hf.traits import Layer, has_sinks, softcap_of, traits_of
-from kvexp.util import SHOWN, CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
 LAYER_ATTR = "_kvexp"
@@ -507,6 +507,9 @@ def forget_layer_input(model: PreTrainedModel) -> None:
     if holder is not None:
         for hook in holder.hooks:
             hook.remove()
+
+
+SHOWN = 4  # names of each kind in a message
 
 
 def named_weights(kinds: Mapping[str, Iterable[str]]) -> str:

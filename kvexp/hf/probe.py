@@ -21,7 +21,7 @@ from kvexp.core.config import Sliding
 from kvexp.hf.layers import WindowLayer, compose, state_numbers
 from kvexp.hf.patch import forward_columns, takes_positions, uncached_attention
 from kvexp.hf.traits import Traits, rope_of, text_config, traits_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 TOKENS, SHIFT = 8, 3
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gptj")  # one RoPE in all layers

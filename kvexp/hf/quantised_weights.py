@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # Scheme -> the modules that transformers needs for it, and what to install for each.
 PACKAGES: dict[str, dict[str, str]] = {

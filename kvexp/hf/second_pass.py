@@ -21,7 +21,7 @@ from kvexp.core.second_pass import RepeatedChunk, SecondPassLayer
 from kvexp.hf.chat_template import render
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.patch import attention_modules, forward_logits
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.cache import EvictionCache

@@ -32,7 +32,8 @@ from kvexp.hf.patch import (
 )
 from kvexp.hf.quantised_weights import plain_parts
 from kvexp.hf.traits import KIND_TITLES, text_config, traits_of
-from kvexp.util import CacheError, ConfigError, cache_folder, replace
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.files import cache_folder, replace
 
 Check = Literal["always", "once", "never"]
 TOKENS, STEPS = 48, 4  # columns of the prompt, of a model that holds so many; decode steps

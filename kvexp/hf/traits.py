@@ -20,7 +20,7 @@ from kvexp.core.budget import OtherLayers, PromptSizes
 from kvexp.core.codecs import TURNED
 from kvexp.core.config import Sliding
 from kvexp.core.quantized import AnyQuantization
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
 Position = Literal["rope", "learned", "alibi", "none"]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core.statistics import QueryCalibration
-from kvexp.util import ConfigError, replace
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import replace
 
 
 def write_triattention(file: Path, made: QueryCalibration) -> None:

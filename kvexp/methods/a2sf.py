@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from kvexp.core import AttentionScoreSpec, Method
-from kvexp.util import AtLeast, Range
+from kvexp.util.fields import AtLeast, Range
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.attention import attention_probs
 from kvexp.core.budget_shares import CakeLayers, LayerBudgets
 from kvexp.core.window_attention import older
-from kvexp.util import AtLeast, Odd, Range
+from kvexp.util.fields import AtLeast, Odd, Range
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Needs
 from kvexp.core.attention import attention_probs
 from kvexp.core.window_attention import by_neighbours
-from kvexp.util import AtLeast, Odd, Range
+from kvexp.util.fields import AtLeast, Odd, Range
 
 EPS = 1e-12  # 1 - alpha is at least this
 

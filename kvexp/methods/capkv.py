@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 EPSILON = 1e-6  # is added to every weight in the matrix
 

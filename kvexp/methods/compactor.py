@@ -13,7 +13,7 @@ from torch.nn.functional import avg_pool1d
 from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.attention import LocalChunks
 from kvexp.core.noise import EULER, GUMBEL_STD, hash_draws, stream_id
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 JITTER = 0.01  # is added to the diagonal of X^T X
 LEAST_SPREAD = 1e-6  # of scores, which are divided by their spread

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvexp.core import EvictionContext, Method
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.selection import projected_sizes
 from kvexp.core.slot_order import best_first
 from kvexp.core.window_attention import defended, older, window_rows
-from kvexp.util import AtLeast, ConfigError, Odd, Range
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, Odd, Range
 
 
 @dataclass(frozen=True)

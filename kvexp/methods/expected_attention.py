@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext
 from kvexp.core.special_methods import Simulated
-from kvexp.util import ConfigError, Range
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import Range
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from kvexp.core import AttentionScoreSpec
 from kvexp.core.budget import floor_share
 from kvexp.core.special_methods import GrantsSlots
-from kvexp.util import AtLeast, Range
+from kvexp.util.fields import AtLeast, Range
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core.special_methods import ChangesScores
 from kvexp.methods.h2o import H2O
-from kvexp.util import Range
+from kvexp.util.fields import Range
 
 
 @dataclass(frozen=True)

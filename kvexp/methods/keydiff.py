@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvexp.core import EvictionContext, Method
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 GRID = 2**20  # steps of 1 in which cosines are compared
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Noise
-from kvexp.util import ConfigError, Range
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import Range
 
 
 @dataclass(frozen=True)

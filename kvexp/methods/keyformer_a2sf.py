@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from kvexp.core import AttentionScoreSpec
 from kvexp.methods.keyformer import Keyformer
-from kvexp.util import Range
+from kvexp.util.fields import Range
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs, SecondPass
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"

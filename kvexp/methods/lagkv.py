@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 
 @dataclass(frozen=True)

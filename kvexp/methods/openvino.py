@@ -13,7 +13,8 @@ from kvexp.core import AttentionScoreSpec, EvictionContext, Needs
 from kvexp.core.attention import attention_probs
 from kvexp.core.cpp_order import ascending, largest
 from kvexp.core.special_methods import ChoosesSlots, GrantsSlots
-from kvexp.util import AtLeast, ConfigError, Range
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, Range
 
 POOL = 7  # the engine's, which no setting changes
 NEWEST = 8  # steps whose mean is Adaptive R-KV's score

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvexp.core.budget_shares import LayerBudgets, PyramidLayers
 from kvexp.methods.snapkv import SnapKV
-from kvexp.util import AtLeast, Odd
+from kvexp.util.fields import AtLeast, Odd
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 GRID = 2**20  # steps of 1 in which projections are compared
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
 from kvexp.core.noise import lowbias32, stream_id, uniform
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 _GOLDEN = -1640531527  # 0x9E3779B9 as a signed 32-bit integer
 

@@ -11,7 +11,7 @@ from torch.nn.functional import max_pool1d, normalize
 
 from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.window_attention import defended, older, window_rows
-from kvexp.util import AtLeast, Odd, Range
+from kvexp.util.fields import AtLeast, Odd, Range
 
 GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
 BLOCK = 64  # rows of the cosine matrix at a time: they stay in the processor's cache

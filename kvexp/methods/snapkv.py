@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Needs
 from kvexp.core.window_attention import by_neighbours, defended, window_rows
-from kvexp.util import AtLeast, Odd
+from kvexp.util.fields import AtLeast, Odd
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
 from kvexp.core.method import recency
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvexp.core import EvictionContext, Needs
 from kvexp.core.special_methods import JoinsLayers
 from kvexp.core.statistics import mean_rotation
-from kvexp.util import AtLeast, Range
+from kvexp.util.fields import AtLeast, Range
 
 LARGEST = 1 << 20  # of max_offset: angles in float32 say little beyond
 

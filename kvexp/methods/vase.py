@@ -12,7 +12,7 @@ from kvexp.core import EvictionContext, Method, Needs
 from kvexp.core.noise import hash_draws, lowbias32, stream_id
 from kvexp.core.slot_order import best_first
 from kvexp.core.window_attention import by_neighbours, defended, older, window_rows
-from kvexp.util import AtLeast, Odd, Range
+from kvexp.util.fields import AtLeast, Odd, Range
 
 _GOLDEN = -1640531527  # 0x9E3779B9 as a signed 32-bit integer
 ABOVE = 128.0  # of every log a + Gumbel draw, which is at most 17

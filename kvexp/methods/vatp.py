@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
-from kvexp.util import AtLeast, Range
+from kvexp.util.fields import AtLeast, Range
 
 
 @dataclass(frozen=True)

@@ -33,21 +33,10 @@ from kvexp.results.read import where as labels_of_words
 from kvexp.results.stats import Floats, lower_is_better
 from kvexp.results.table import bytes_share
 from kvexp.run.store import OWN
-from kvexp.util import (
-    AtLeast,
-    ConfigError,
-    Console,
-    Range,
-    did_you_mean,
-    explained,
-    locked,
-    replace,
-    say,
-    size,
-    tells_errors,
-    tells_warnings,
-    typed,
-)
+from kvexp.util.errors import ConfigError, did_you_mean
+from kvexp.util.fields import AtLeast, Range, typed
+from kvexp.util.files import explained, locked, replace
+from kvexp.util.output import Console, say, size, tells_errors, tells_warnings
 
 FINALISTS = 3  # methods that get a promise at most, where nothing else is asked for: they share the error
 LEFT_OUT = 12  # methods that an answer names as left out

@@ -37,11 +37,14 @@ from kvexp.run.jobs import interruptible, run_jobs, runs_of
 from kvexp.run.labels import OF_EVICTION, Shard, task_of
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.plan import Planned, PlannedGroup, Workload, model_shape, seconds_of, slots_bytes, slots_of, workload_of
+from kvexp.run.session import Session, active, keys_of
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
 from kvexp.tasks import Task
 from kvexp.tasks.data import json_rows
-from kvexp.util import ConfigError, Session, active, duration, keys_of, path_of, say
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import path_of
+from kvexp.util.output import duration, say
 
 METHODS = (
     *("keyformer", "h2o", "a2sf", "snapkv", "tova", "caote", "expected_attention", "kvzip", "streaming_llm"),

@@ -14,7 +14,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from kvexp.util import Console, visible
+from kvexp.util.output import Console, visible
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]

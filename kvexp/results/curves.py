@@ -44,8 +44,11 @@ from kvexp.run.compose import (
     unknown,
 )
 from kvexp.run.jobs import HydraJob, run_jobs
+from kvexp.run.session import Session
 from kvexp.run.user_methods import MISSING, admitted, class_method, settings_of_class
-from kvexp.util import CONF, ConfigError, Session, as_python, replace
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import as_python
+from kvexp.util.files import CONF, replace
 
 RUN = ("model", "task", "method", "setting", "kv_ratio", "n")  # columns that name a run
 DISTANCE = ("kl", "kl_low", "kl_high", "top1", "verdict_kl")  # from the full cache, as in `kvexp results`

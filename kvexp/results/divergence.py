@@ -37,7 +37,9 @@ from kvexp.results.table import (
     shared_settings,
 )
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, run_name
-from kvexp.util import ConfigError, Console, explained, locked, replace
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import explained, locked, replace
+from kvexp.util.output import Console
 
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # Mean divergences are skewed so far that 20 to 50 examples miss the tail: their intervals are made at a fifth of the

@@ -22,7 +22,7 @@ from kvexp.results.read import Folder, Runs, answer_of, baseline_of, in_order, n
 from kvexp.results.stats import Floats
 from kvexp.results.table import METHOD_AND_SETTING, N, budget_column, question_column, short, without
 from kvexp.run.store import OWN, run_name
-from kvexp.util import size
+from kvexp.util.output import size
 
 Value = tuple[float, float, float]  # a number with the ends of its interval, NaN where there is none
 Columns = tuple[list[Column], list[Column]]  # those that name a row, all others

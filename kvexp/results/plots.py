@@ -27,7 +27,7 @@ from kvexp.results.stats import MIN_PAIRS
 from kvexp.results.table import called, n_words, parts, quality_table, shared_settings, with_n
 from kvexp.results.views import VIEWS, Line, Side, chart_of
 from kvexp.run.store import OWN, run_name
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 SUFFIXES = (".png", ".pdf", ".svg")
 DPI = 150

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import kvexp
 from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
 from kvexp.run.user_methods import place_of, source_files
-from kvexp.util import BUSY, ConfigError
+from kvexp.util.errors import ConfigError
+from kvexp.util.machine import BUSY
 
 if TYPE_CHECKING:
     import pandas as pd

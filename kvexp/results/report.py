@@ -59,7 +59,8 @@ from kvexp.results.views import DIVERGENCE as KL_VIEW
 from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
 from kvexp.run.store import TEXTS
-from kvexp.util import ConfigError, say, tells_errors, tells_warnings, visible
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import say, tells_errors, tells_warnings, visible
 
 
 def plain(value: Any) -> Any:

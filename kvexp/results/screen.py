@@ -40,7 +40,7 @@ from kvexp.results.blocks import (
 from kvexp.results.read import Folder, Runs, answer_of, baseline_of, number, question_words
 from kvexp.results.table import parts, place, shared_settings, short, verdict_of, without, without_question
 from kvexp.run.store import OWN, run_name
-from kvexp.util import Console, size
+from kvexp.util.output import Console, size
 
 # Of a row's divergence.
 DISTANCE = (

@@ -13,7 +13,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.run.labels import check_objective_of
-from kvexp.util import ConfigError, Console, Session, check_writable, current, duration, say, typed
+from kvexp.run.session import Session, current
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import typed
+from kvexp.util.files import check_writable
+from kvexp.util.output import Console, duration, say
 
 SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 

@@ -51,7 +51,8 @@ from kvexp.results.read import (
 )
 from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
 from kvexp.run.store import LINES, TABLE, run_name
-from kvexp.util import ConfigError, Console, size
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import Console, size
 
 REPLAYED = re.compile(r"(\d+) of (\d+) decode steps")  # as of `GraphCounts.note`
 MEANS = ("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share", "kmeans_iterations")  # of retrieval

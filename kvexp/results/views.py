@@ -60,7 +60,8 @@ from kvexp.results.table import (
     without_question,
 )
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, run_name
-from kvexp.util import ConfigError, Console, say, tells_errors, tells_warnings
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import Console, say, tells_errors, tells_warnings
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from kvexp.results.divergence import frame_of
 from kvexp.results.read import Runs, add_choice, chosen_by, read_runs, unmatched
 from kvexp.results.table import quality_table, title_of
 from kvexp.run.store import TEXTS, Run
-from kvexp.util import ConfigError, say, tells_errors, tells_warnings
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import say, tells_errors, tells_warnings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,7 +22,8 @@ from kvexp.core.slot_order import topk_slots
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, StoredPrompt, left_aligned
 from kvexp.retrieval.offload import BlockCacheConfig
-from kvexp.util import AtLeast, ConfigError
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast
 
 # InfLLM's arithmetic: block representatives, positions clamped at the window's edge, blockwise prefill.
 

@@ -21,7 +21,7 @@ from kvexp.core.slots import Slots
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, StoredPrompt, left_aligned
 from kvexp.retrieval.offload import BackgroundTask, OffloadConfig, OffloadedKV
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 # Statistics of one layer's selections, updated at every new token, for the rows of results.
 

@@ -16,7 +16,7 @@ from kvexp.core.slot_order import topk_slots
 from kvexp.core.special_methods import KeepsEverything
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.offload import BlockCacheConfig, OffloadedKV, step_layout
-from kvexp.util import AtLeast, Range
+from kvexp.util.fields import AtLeast, Range
 
 Combine = Literal["softmax_sum", "raw_sum", "max"]  # of the logits of a kv head's query heads
 

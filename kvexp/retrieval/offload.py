@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from kvexp.util import AtLeast, ConfigError, check_fields
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, check_fields
 
 # Where the sinks, candidates and window of a decode step lie: the same in every layer, so it is made once a step.
 

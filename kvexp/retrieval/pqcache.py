@@ -12,7 +12,8 @@ from torch import Tensor
 from kvexp.retrieval.index import CostModel, KVIndex, assign, init_rows, lloyd, profile_kmeans
 from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery
 from kvexp.retrieval.offload import BlockCacheConfig
-from kvexp.util import AtLeast, ConfigError, Range
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, Range
 
 PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adaptive cap is fitted to, if they are quick
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, reduce_group
-from kvexp.util import AtLeast
+from kvexp.util.fields import AtLeast
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvexp.core.attention import AttentionInputs, compute_attention
 from kvexp.retrieval.index import KVIndex
 from kvexp.retrieval.method import Combine, PrefillKV, Retrieval, RetrievalQuery, Selection, group_probs
-from kvexp.util import AtLeast, ConfigError
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from kvexp.run.store import OWN, Line
 from kvexp.tasks import Example
 from kvexp.tasks.dialogues import DialogueTask
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer

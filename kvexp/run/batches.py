@@ -56,24 +56,17 @@ from kvexp.run.rows import (
     skipped_row,
     validated_row,
 )
+from kvexp.run.session import Session
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import REFERENCE, TEXTS, Line, Run, run_hash, run_name
 from kvexp.run.workers import ForkPool, num_workers
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import (
-    ANSWERS,
-    PROMPTS,
-    CacheError,
-    ConfigError,
-    LoadMeter,
-    NotFinite,
-    Progress,
-    Session,
-    machine_load,
-    say,
-)
-from kvexp.util import TEXTS as FORCED
+from kvexp.util.errors import CacheError, ConfigError, NotFinite
+from kvexp.util.machine import LoadMeter, machine_load
+from kvexp.util.output import say
+from kvexp.util.progress import ANSWERS, PROMPTS, Progress
+from kvexp.util.progress import TEXTS as FORCED
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.run.compose import RETIRED, root_values
 from kvexp.run.user_methods import admitted
-from kvexp.util import ConfigError, field_types, typed
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import field_types, typed
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method

@@ -28,7 +28,10 @@ from kvexp.run.compose import hydra_errors_shown, split_model_words
 from kvexp.run.jobs import INTERRUPTED, composed_model
 from kvexp.run.model_spec import ModelSpec, config_of_spec, load, max_positions, model_digest, tokenizer_of
 from kvexp.tasks.articles import articles, articles_digest, training_articles
-from kvexp.util import CacheError, ConfigError, Progress, path_of, say, tells_errors
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.files import path_of
+from kvexp.util.output import say, tells_errors
+from kvexp.util.progress import Progress
 
 CALIBRATE_DOC = """kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries,
 for methods and budgets that need them.

@@ -23,7 +23,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.run.user_methods import AdmittedMethod, admit, admitted, installed_methods, load_method, settings_of_class
-from kvexp.util import CONF, REMARKS, ConfigError, nearest, say
+from kvexp.util.errors import REMARKS, ConfigError, nearest
+from kvexp.util.files import CONF
+from kvexp.util.output import say
 
 # -- the settings there are: conf/ -------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from kvexp.methods import OpenVINO as Policy
 from kvexp.run.build import made
 from kvexp.run.labels import generates
 from kvexp.run.model_spec import config_of_spec, generation_config_of, max_positions, model_digest
-from kvexp.util import ConfigError, Rule, cache_folder, refuse, typed
+from kvexp.util.errors import ConfigError, Rule, refuse
+from kvexp.util.fields import typed
+from kvexp.util.files import cache_folder
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer

@@ -23,7 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvexp.run.store import Run
-from kvexp.util import ConfigError, Range, check_fields, explained, load, replace
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import Range, check_fields
+from kvexp.util.files import explained, replace
+from kvexp.util.strict_json import load
 
 FOLDER = "diagnose"
 EVICTIONS, TWIN = "evictions.parquet", "twin.parquet"

@@ -24,7 +24,9 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from kvexp.run.compose import LISTED, listed, stop
-from kvexp.util import CONF, ConfigError, current
+from kvexp.run.session import current
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import CONF
 
 MADE = ("method", "budget", "task", "generation", "diagnose")  # by kvexp.run.build, within their own packages
 TABLE = "kvexp.results.sweep_callback.SweepTable"  # the one callback there is

@@ -49,27 +49,14 @@ from kvexp.run.labels import (
     request_key,
 )
 from kvexp.run.model_spec import ModelSpec
+from kvexp.run.session import Session, active, current, keys_of
 from kvexp.run.store import DIVERGENCE, EXAMPLES, Run, accept, refusal_file, refuse, run_hash
 from kvexp.run.user_methods import source_of
-from kvexp.util import (
-    CONF,
-    SETTLED_NS,
-    CacheError,
-    ConfigError,
-    Session,
-    active,
-    cache_folder,
-    canonical,
-    current,
-    duration,
-    keys_of,
-    load,
-    replace,
-    say,
-    stamp,
-    tell_threads,
-    use_threads,
-)
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.files import CONF, SETTLED_NS, cache_folder, replace, stamp
+from kvexp.util.machine import tell_threads, use_threads
+from kvexp.util.output import duration, say
+from kvexp.util.strict_json import canonical, load
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from kvexp.run.build import KIVI, STORAGE, build, codec_keys
 from kvexp.run.compose import option, root_values
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
-from kvexp.util import CONF, AtLeast, ConfigError, Range, Rule, model_folder, path_of, reason_against, typed
+from kvexp.util.errors import ConfigError, Rule, reason_against
+from kvexp.util.fields import AtLeast, Range, typed
+from kvexp.util.files import CONF, model_folder, path_of
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings

@@ -42,7 +42,9 @@ from kvexp.run.build import build_budget, build_cache, build_method
 from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
 from kvexp.tasks.lm_eval import Making, Protocol, protocol_of
-from kvexp.util import CacheError, ConfigError, say, typed
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.fields import typed
+from kvexp.util.output import say
 
 # Words of `KvexpLM` itself: about the model, and about the measurement.
 LOADING = (

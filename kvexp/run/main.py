@@ -30,7 +30,10 @@ from kvexp.run.compose import (
 )
 from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
-from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
+from kvexp.run.session import Session, active, current, keys_of
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import CONF
+from kvexp.util.output import watch_pipes
 
 
 def compose_and_run() -> None:

@@ -16,17 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvexp.run.build import CACHE_KEYS, keys_named
 from kvexp.run.labels import MOVING
-from kvexp.util import (
-    ConfigError,
-    cached_commit,
-    cached_snapshot,
-    did_you_mean,
-    field_types,
-    file_digest,
-    path_of,
-    stamp,
-    typed,
-)
+from kvexp.util.errors import ConfigError, did_you_mean
+from kvexp.util.fields import field_types, typed
+from kvexp.util.files import file_digest, path_of, stamp
+from kvexp.util.hub import cached_commit, cached_snapshot
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvexp.run import model_spec
 from kvexp.run.compose import in_python, is_model_place, meant, named_user_method, option, options
 from kvexp.run.labels import with_packaged_path
-from kvexp.util import ConfigError, as_python, watch_torch
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import as_python
+from kvexp.util.machine import watch_torch
 
 if TYPE_CHECKING:
     from kvexp.core import Budget, CacheConfig, Method

@@ -22,11 +22,14 @@ from kvexp.run.labels import refusal
 from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_spec, tokenizer_of
 from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, no_room, tokenize
 from kvexp.run.rows import environment, head_slot_bytes, slots_held
+from kvexp.run.session import Session
 from kvexp.run.settings import Settings
 from kvexp.run.store import IN_ITS_TABLE, TABLE, Run, run_hash, run_name, runs
 from kvexp.tasks import Example, LMEval, Mathematics, Task
 from kvexp.tasks.base import AFTER_EVICTION, SampledTask
-from kvexp.util import ConfigError, Session, canonical, duration, say, size
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import duration, say, size
+from kvexp.util.strict_json import canonical
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Tokenizer

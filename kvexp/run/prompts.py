@@ -23,7 +23,7 @@ from kvexp.run.model_spec import config_of_spec, max_positions, tokenizer_of
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.tasks.lm_eval import Item
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer

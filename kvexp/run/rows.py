@@ -29,7 +29,8 @@ from kvexp.run.prompts import ItemPrompt, Items, Prompts, TokenizedExample, late
 from kvexp.run.settings import Settings, batch_budget
 from kvexp.run.store import Run, sent_otherwise
 from kvexp.tasks.lm_eval import Item, LMEval
-from kvexp.util import ConfigError, machine_load
+from kvexp.util.errors import ConfigError
+from kvexp.util.machine import machine_load
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
@@ -402,7 +403,7 @@ def free_bytes(model: Model) -> int:
     """Free memory of the devices the model is on: of a spread one, as if each had what the fullest has left."""
     import torch
 
-    from kvexp.util import available
+    from kvexp.util.machine import available
 
     devices = {parameter.device for parameter in model.parameters()}
     cards = [int(torch.cuda.mem_get_info(device)[0]) for device in devices if device.type == "cuda"]

@@ -58,7 +58,8 @@ from kvexp.run.user_methods import admitted, source_of
 from kvexp.tasks import LMEval, Task
 from kvexp.tasks.base import with_samples, with_shared_context
 from kvexp.tasks.lm_eval import written_after
-from kvexp.util import ConfigError, Rule, field_types, refuse, typed
+from kvexp.util.errors import ConfigError, Rule, refuse
+from kvexp.util.fields import field_types, typed
 
 
 def writes_text(settings: Settings) -> bool:

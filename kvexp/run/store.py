@@ -33,25 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import kvexp
-from kvexp.util import (
-    ConfigError,
-    Json,
-    canonical,
-    digest,
-    explained,
-    json_object,
-    load,
-    locked,
-    open_lock,
-    parse,
-    plain,
-    pretty,
-    release,
-    replace,
-    sync_folder,
-    trouble,
-    write_all,
-)
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import explained, locked, open_lock, release, replace, sync_folder, trouble, write_all
+from kvexp.util.strict_json import Json, canonical, digest, json_object, load, parse, plain, pretty
 
 # -- what the fields of rows, labels and divergences hold: no number is drawn from a damaged file ----------------------
 

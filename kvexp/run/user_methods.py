@@ -25,7 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvexp.util import ConfigError, did_you_mean, path_of
+from kvexp.util.errors import ConfigError, did_you_mean
+from kvexp.util.files import path_of
 
 MISSING = "???"  # OmegaConf's word for a value that has to be given
 PACKAGES = "kvexp.methods"  # the entry points by which installed packages offer methods

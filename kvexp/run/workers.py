@@ -27,9 +27,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from omegaconf import open_dict
 
 from kvexp.run.jobs import HydraJob, built, run_job, run_jobs, runs_of
+from kvexp.run.session import Failure, Session, active
 from kvexp.run.store import Run, run_hash
 from kvexp.run.user_methods import admit, admitted, load_method
-from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, listening, say, watch_torch, worked
+from kvexp.util.errors import CacheError, ConfigError, NotFinite
+from kvexp.util.machine import watch_torch
+from kvexp.util.output import say
+from kvexp.util.progress import listening, worked
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model

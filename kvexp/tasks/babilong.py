@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvexp.tasks.base import CountedTask, Example, Positive, QuestionTask, Rules, Truncation, row_id
 from kvexp.tasks.data import text
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 NUMBERS = ("none", "one", "three", "two")

@@ -19,7 +19,9 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from kvexp.tasks import data
 from kvexp.tasks.metrics import check_references, check_rouge_installed, dropped_letters, is_unspaced, lines, rouge
-from kvexp.util import AtLeast, ConfigError, Range, Rule, Stamp, field_types, refuse, stamp, typed
+from kvexp.util.errors import ConfigError, Rule, refuse
+from kvexp.util.fields import AtLeast, Range, field_types, typed
+from kvexp.util.files import Stamp, stamp
 
 Item = TypeVar("Item")
 Positive = Annotated[int, AtLeast(1)]

@@ -22,7 +22,10 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
-from kvexp.util import ConfigError, file_digest, forbidden, path_of, size, unreachable
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import file_digest, path_of
+from kvexp.util.hub import forbidden, unreachable
+from kvexp.util.output import size
 
 
 def json_rows(path: Path) -> Iterator[Row]:

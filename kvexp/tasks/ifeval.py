@@ -15,7 +15,7 @@ from kvexp.tasks.articles import articles, articles_digest
 from kvexp.tasks.base import Example, Positive, QuestionTask, Task, Truncation, When, row_id
 from kvexp.tasks.data import misshapen, text
 from kvexp.tasks.lm_eval import drawing_by, mend, quiet, require
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 STRICT, LOOSE = "strict", "loose"
 

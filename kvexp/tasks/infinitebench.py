@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from kvexp.tasks.base import Example, SharedContextTask, SubsetTask, Truncation, row_id
 from kvexp.tasks.data import Members, misshapen, text, texts
 from kvexp.tasks.metrics import CHINESE_PUNCTUATION, check_rouge_installed, qa_f1, unimported
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 Grader = Callable[[str, Sequence[Any]], float]  # (answer, the right ones) -> 0 to 1
 LETTERS = "ABCD"

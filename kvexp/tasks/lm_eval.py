@@ -25,18 +25,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from kvexp.tasks.base import AFTER_EVICTION, Example, Positive, Rules, Task, When, filled
 from kvexp.tasks.data import KINDS
-from kvexp.util import (
-    AtLeast,
-    ConfigError,
-    Range,
-    Stamp,
-    check_fields,
-    file_digest,
-    forbidden,
-    path_of,
-    stamp,
-    unreachable,
-)
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast, Range, check_fields
+from kvexp.util.files import Stamp, file_digest, path_of, stamp
+from kvexp.util.hub import forbidden, unreachable
 
 
 def require() -> str:

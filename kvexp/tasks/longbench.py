@@ -21,7 +21,8 @@ from kvexp.tasks.data import Members, text, texts
 from kvexp.tasks.infinitebench import check_right
 from kvexp.tasks.metrics import CHINESE_PUNCTUATION, f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
-from kvexp.util import AtLeast, ConfigError
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
 

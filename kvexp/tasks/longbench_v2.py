@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from kvexp.tasks.base import Example, Positive, QuestionTask, Truncation, row_id
 from kvexp.tasks.data import Members, text
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # prompts/0shot.txt of github.com/THUDM/LongBench (MIT) at commit 2e00731, to the letter.
 BEFORE = "Please read the following text and answer the question below.\n\n<text>\n"

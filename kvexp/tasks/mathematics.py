@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 from kvexp.tasks.base import Example, Positive, Rules, SampledTask, Truncation, once, row_id
 from kvexp.tasks.data import misshapen, text
 from kvexp.tasks.metrics import COPIES, LONGEST, first_loop, with_plain_minus
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 Answer = Literal["integer", "expression", "number"]
 RIGHT, WRONG, NO_BOX, TRUNCATED, LOOPING = "right", "wrong", "no box", "truncated", "looping"

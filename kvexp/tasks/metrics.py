@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 FUNCTION_WORDS = frozenset(

@@ -19,7 +19,9 @@ from kvexp.tasks.base import Example, FramedQuestions, Positive, Rules, Truncati
 from kvexp.tasks.data import random_state
 from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, needs_marks, word_recall
 from kvexp.tasks.qa import NewsQuestions
-from kvexp.util import ConfigError, Range, Stamp, path_of, stamp
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import Range
+from kvexp.util.files import Stamp, path_of, stamp
 
 _ENDS = re.compile(rf"[.!?][\"')\]\u201d\u2019]*\s+|{OTHER_ENDS.pattern}")
 LONGEST = 600  # characters of a sentence; what goes on for longer was written without their marks

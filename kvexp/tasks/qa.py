@@ -26,7 +26,9 @@ from kvexp.tasks.base import (
 )
 from kvexp.tasks.data import misshapen, text
 from kvexp.tasks.metrics import beyond_ascii, contains, needs_marks, qa_f1, with_plain_minus
-from kvexp.util import AtLeast, ConfigError, path_of
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import AtLeast
+from kvexp.util.files import path_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,8 @@ from kvexp.tasks.base import (
     seed_of,
 )
 from kvexp.tasks.data import misshapen, random_state, text
-from kvexp.util import ConfigError, Range
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import Range
 
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 

@@ -51,7 +51,8 @@ from kvexp.tasks.infinitebench import (
 )
 from kvexp.tasks.metrics import check_rouge_installed
 from kvexp.tasks.ruler import NOISE
-from kvexp.util import ConfigError, Range
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import Range
 
 
 def stands_in(output: str, answers: Sequence[Any]) -> float:

@@ -26,7 +26,7 @@ from kvexp.tasks.base import (
     word_ends,
 )
 from kvexp.tasks.data import Members, misshapen, text, texts
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # name -> the text around {instruction}, or {instruction_after}, and {input}; task.template may also be such a text.
 TEMPLATES = {

@@ -49,7 +49,7 @@ from kvexp.tasks.base import (
     filled,
 )
 from kvexp.tasks.metrics import exact_match, qa_f1, rouge, word_recall
-from kvexp.util import AtLeast, Range
+from kvexp.util.fields import AtLeast, Range
 
 LANGUAGE = 1  # raised when the same seed makes another text
 

@@ -28,7 +28,8 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import Run, run_hash
 from kvexp.run.store import runs as runs_under
-from kvexp.util import CacheError, ConfigError, Console
+from kvexp.util.errors import CacheError, ConfigError
+from kvexp.util.output import Console
 
 PROMPT, NEW, CHUNKS = 23, 9, (5, 5, 5, 5, 3)
 FOUR = GenerationParams(4, eos=None)
@@ -244,7 +245,7 @@ def settings(outputs: Any, *words: str) -> Settings:
 
 def test_a_run_its_identity_and_the_table_of_chunks(tmp_path: Any) -> None:
     import kvexp.run.batches as groups
-    from kvexp.util import Session
+    from kvexp.run.session import Session
 
     words = ("method=h2o", "kv_ratio=0.3")
     plain = settings(tmp_path / "alone", *words)

@@ -29,7 +29,7 @@ from kvexp.run.model_spec import check_cache_fits_model
 from kvexp.run.plan import model_shape
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import run_hash
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # Quantised slots from the command line: settings, what identifies a run, labels, rows and tables.
 

@@ -35,7 +35,7 @@ from kvexp.generate import graph as decode_graph
 from kvexp.methods import H2O
 from kvexp.run.build import build_cache
 from kvexp.run.settings import Settings, settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from kvexp.core.quantized import SlotBytes
 from kvexp.generate import generate
 from kvexp.hf import EvictionCache
 from kvexp.methods import H2O, Full
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FORMATS = {
     **{"fp8": FP8(), "fp8_truncated": FP8(truncate=True), "nvfp4": NVFP4(), "u8": U8()},

@@ -36,7 +36,7 @@ from kvexp.generate.prefill import decode_step
 from kvexp.hf import calibrate_queries, load_model, patch_model
 from kvexp.methods import A2SF, H2O, Full, Keyformer, SnapKV, SpAtten, StreamingLLM
 from kvexp.retrieval import Oracle, Quest, SparQ
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 LENGTHS = (96, 80)
 LAYERS, HEADS, DIM = 6, 3, 64

@@ -22,7 +22,7 @@ from kvexp.hf import EvictionCache, calibrate_heads
 from kvexp.hf.calibrate import HEADS
 from kvexp.methods import H2O, KNorm, SnapKV, Window
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # -- the scores -------------------------------------------------------------------------------------------------------
 

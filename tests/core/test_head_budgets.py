@@ -64,7 +64,7 @@ from kvexp.methods import (
 from kvexp.results.table import ratio_reached
 from kvexp.retrieval import Oracle, Quest
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 KV_HEADS = 3
 SCORES = HeadScores.of(torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]]))

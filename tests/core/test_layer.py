@@ -22,7 +22,7 @@ from kvexp.methods import A2SF, H2O, Full, Ideal, SnapKV, StreamingLLM, Window
 from kvexp.results.table import table
 from kvexp.run.build import CACHE, STORAGE, build_cache
 from kvexp.run.store import refusals, runs
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 
 def test_layers_that_decode_together_keep_their_rows():

@@ -21,7 +21,7 @@ from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache
 from kvexp.hf.cache import MultiMethodCache
 from kvexp.methods import CAKE, H2O, Full, Ideal, KVzip, PyramidKV, SnapKV, StreamingLLM, Window
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 DEEP = {"num_hidden_layers": 5}
 LENGTHS, BUDGET = (57, 47, 41), 36  # of the last, no layer can have more than 5 above the mean

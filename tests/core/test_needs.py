@@ -19,7 +19,7 @@ from kvexp.hf import EvictionCache, patch_model
 from kvexp.hf.patch import NAMES, output_factors
 from kvexp.hf.traits import num_kv_heads
 from kvexp.methods import CAOTE, H2O, RKV, ExpectedAttention, KeyDiff, KNorm
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from kvexp.methods import (
     Window,
 )
 from kvexp.retrieval import Quest
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 HALF = Budget(kv_ratio=0.5)
 DIM, VALUE_DIM = 8, 12  # groups of 4 divide both

@@ -22,7 +22,7 @@ from kvexp.hf.load import byte_tokenizer
 from kvexp.hf.second_pass import RepeatedPrompt, end_of_user_turn
 from kvexp.methods import H2O, Compactor, Full, KVzip, KVzipPlus
 from kvexp.methods.compactor import leverages, sketch_matrix, standardised
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 # The second pass over a prompt: what is fed, what is observed of it, that nothing of it stays, and what is refused.
 

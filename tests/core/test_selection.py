@@ -39,7 +39,7 @@ from kvexp.methods import (
     Window,
 )
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # Wrappers around priorities: chunks and values, by hand, around methods of every kind, and what is refused.
 

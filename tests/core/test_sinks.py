@@ -35,7 +35,7 @@ from kvexp.core.observe import ColumnSums, ObservedRows, column_sums_by
 from kvexp.core.row_mask import MaskedLayer
 from kvexp.core.second_pass import inputs_near, largest_attention
 from kvexp.methods import CAKE, H2O, TOVA, Keyformer, Random, SnapKV
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 HEADS, GROUP, DIM = 3, 5, 7
 SCALE, CAP = DIM**-0.5, 1.3

@@ -32,7 +32,7 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import token_spans
 from kvexp.run.store import run_hash
 from kvexp.tasks import Example
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # Not those that need a calibration, a surrogate or a second pass, that choose slots themselves, or whose layers have
 # budgets that hold no span.

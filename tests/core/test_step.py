@@ -19,7 +19,6 @@ import kvexp.core.decode_stack as cross_layer
 import kvexp.core.noise as noise
 import kvexp.core.slots
 import kvexp.generate
-from kvexp import util as free_memory
 from kvexp.core import Budget, Cadence, Slots
 from kvexp.core.eviction import EvictionLayer
 from kvexp.core.selection import SlotSelection
@@ -60,7 +59,8 @@ from kvexp.methods import (
 )
 from kvexp.run.batches import NEW, PROMPT, evaluate_run
 from kvexp.run.settings import settings_of
-from kvexp.util import UNKNOWN, available
+from kvexp.util import machine as free_memory
+from kvexp.util.machine import UNKNOWN, available
 
 HALF = Budget(kv_ratio=0.5)
 METHODS = [

@@ -25,7 +25,7 @@ from kvexp.core.observe import ObservedRows, column_sums_by, row_weights
 from kvexp.generate import GenerationParams, generate, prefill_together
 from kvexp.generate.loop import decode
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -31,7 +31,7 @@ from kvexp.run.evictions import (
     read_table,
 )
 from kvexp.run.store import Run, runs
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 BUDGET = {"kv_ratio": 0.3, "tokens": None, "of": "prompt", "counts_self": True, "pyramid": 0.0}
 

@@ -28,8 +28,9 @@ from kvexp.run.batches import settings_at
 from kvexp.run.evictions import EVICTIONS, TWIN, has, read_example_log, read_table
 from kvexp.run.jobs import HydraJob
 from kvexp.run.model_spec import tokenizer_of
+from kvexp.run.session import current
 from kvexp.run.store import runs
-from kvexp.util import ConfigError, current
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW = 7

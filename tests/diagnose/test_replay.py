@@ -37,8 +37,8 @@ from kvexp.hf import calibrate_queries
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 from kvexp.run.batches import run_group, settings_at
 from kvexp.run.evictions import require_example_log
+from kvexp.run.session import Session
 from kvexp.run.store import DIVERGENCE
-from kvexp.util import Session
 
 # -- planted causes ----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from kvexp.methods import A2SF, H2O, TOVA, StreamingLLM
 from kvexp.retrieval import Oracle, Quest, SparQ
 from kvexp.run.evictions import TWIN, ExampleLog, read_example_log, read_table, view_of, write_example_log
 from kvexp.run.store import Run
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered
 LOG = ExampleLog("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)

@@ -22,7 +22,7 @@ from kvexp.engines.trace_check import PROFILES, SHOWN, TraceError, check_rules, 
 from kvexp.engines.trace_check import main as check_main
 from kvexp.generate.prefill import decode_step
 from kvexp.methods import A2SF, H2O, TOVA, Full, KeyDiff, Keyformer, SnapKV, StreamingLLM
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 MODEL = {"name": "tiny"}
 CHECKER = Path(__file__).resolve().parents[2] / "kvexp" / "engines" / "trace_check.py"

@@ -8,8 +8,9 @@ import pytest
 from experiments.studies.engines import BEGIN, EIGHT, END, FORMATS, FULL, RIVALS, SETTINGS, cells, main, tables
 from kvexp.generate.openvino import WHEEL
 from kvexp.run.batches import evaluate_run, measure_rest, opened
+from kvexp.run.session import Session
 from kvexp.run.store import Run, run_hash
-from kvexp.util import ConfigError, Session
+from kvexp.util.errors import ConfigError
 
 TESTBED = ["model=testbed_gqa", "task.max_prompt_tokens=400", "task.max_new_tokens=6"]
 

@@ -22,7 +22,7 @@ from experiments.lib.runner import Asked
 from experiments.lib.tables import KEYS, frame_of, without
 from kvexp.run.compose import options
 from kvexp.run.store import Run, runs
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 from tests.exhibits import changed
 
 CONF = ROOT / "conf"

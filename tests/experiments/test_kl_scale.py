@@ -30,8 +30,8 @@ from kvexp.methods import Full, Keyformer
 from kvexp.results.divergence import NAME, read_scale, scale_of, write_scale
 from kvexp.results.read import folders
 from kvexp.run.batches import run_group
+from kvexp.run.session import Session
 from kvexp.run.store import Run, runs
-from kvexp.util import Session
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -20,7 +20,7 @@ from kvexp.results.stats import MIN_PAIRS
 from kvexp.run.compose import options
 from kvexp.run.store import Run
 from kvexp.tasks import Example
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 def test_every_method_is_in_the_league_or_left_out_for_a_reason():

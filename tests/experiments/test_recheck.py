@@ -27,7 +27,7 @@ from experiments.lib.recordings import (
 )
 from experiments.recheck import LEAST, SHARE, available, drawn, main, marks
 from experiments.studies import decoding
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 WORDS = "model=testbed_rope task=testbed_summary task.max_new_tokens=6 limit=4"
 BY_NAME = {recording.name: recording for recording in RECORDINGS}

@@ -23,7 +23,7 @@ from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.hf import load_model, load_tokenizer
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.retrieval import PQCache
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 def test_recall_rises_with_bits_and_is_one_where_nothing_is_lost():

@@ -6,7 +6,8 @@ import pytest
 
 from experiments.studies import ruler_board
 from experiments.studies.ruler_board import HIDDEN, METHODS, RATIOS, SEEN, Side, added, read_wide, text, verdict, wide
-from kvexp.util import CONF, ConfigError
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import CONF
 
 
 def rows(kl, count=12) -> pd.DataFrame:

@@ -30,7 +30,7 @@ from kvexp.run.model_spec import load
 from kvexp.run.settings import settings_of
 from kvexp.run.store import Run, check_of, keep_check, runs
 from kvexp.tasks import TestbedChoice, TestbedQA
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # Which numbers of tokens and of bits fit into a share of bytes.
 

@@ -28,7 +28,7 @@ from experiments.studies.testbed import (
     train_family,
 )
 from kvexp.tasks.testbed import END, PAD
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Recipe(steps=4, batch_tokens=128, every=2)

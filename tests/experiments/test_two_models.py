@@ -8,7 +8,7 @@ from scipy import stats
 from experiments.studies import two_models, wide
 from experiments.studies.two_models import agreement, blocks_of, halves, moved, power, rows_of, text
 from kvexp.results.read import AFTER_EVICTION
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 METHODS = ("a", "b", "c", "d", "e")
 

@@ -15,7 +15,7 @@ from kvexp.hf import random_model
 from kvexp.hf.load import first_not_finite
 from kvexp.methods import H2O, Full, Window
 from kvexp.run.store import runs
-from kvexp.util import NotFinite
+from kvexp.util.errors import NotFinite
 
 NO_MODEL = "import kvexp.hf\nkvexp.hf.load_model = lambda *a, **k: print('A MODEL LOADS', flush=True)\n"
 

@@ -31,7 +31,7 @@ from kvexp.hf import EvictionCache, patch_model
 from kvexp.hf.patch import forward_logits
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
 from kvexp.retrieval import PQCache
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
 REACHED_LATER = Budget(tokens=45)  # which the longest prompts exceed in the middle of their texts

@@ -37,7 +37,7 @@ from kvexp.retrieval.infllm import InfLLM
 from kvexp.retrieval.pqcache import PQCache
 from kvexp.retrieval.quest import Quest
 from kvexp.retrieval.sparq import SparQ
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 PROMPTS = [list(range(3, 26)), list(range(50, 37, -1)), [7, 7, 9, 7, 7, 9, 7, 7, 9, 11, 13, 11, 13, 17]]
 HALF = Budget(kv_ratio=0.5)

@@ -15,7 +15,7 @@ from kvexp.hf.cpu_linear import round_weights
 from kvexp.hf.gguf import read_header, write_weights
 from kvexp.hf.load import random_config
 from kvexp.methods import OpenVINO as Policy
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 NEW = 48
 

@@ -22,7 +22,7 @@ from kvexp.generate import (
 )
 from kvexp.hf import EvictionCache
 from kvexp.methods import A2SF, H2O, Full, Keyformer, Random, SnapKV, StreamingLLM, Window
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 CONTEXTS = prompts_of(3, [37, 23, 31])
 QUESTIONS = later(5, 3, 5).tolist()

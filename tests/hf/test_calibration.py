@@ -35,7 +35,7 @@ from kvexp.run.lm_eval_model import ModelArguments
 from kvexp.run.model_spec import ModelSpec, model_digest
 from kvexp.run.settings import settings_of
 from kvexp.tasks import TestbedSummary
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 
 def drawn(seed: int, *shape: int) -> QueryCalibration:

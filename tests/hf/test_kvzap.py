@@ -27,7 +27,7 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.calibrate import calibrate_main as main
 from kvexp.run.settings import settings_of
 from kvexp.tasks.articles import articles, training_articles
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 METHOD = KVzipPlus(n_sinks=2, chunk=200, instruct=False)
 TRAIN = [PROMPTS[0], PROMPTS[1]]

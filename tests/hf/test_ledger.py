@@ -23,7 +23,7 @@ from kvexp.results.views import VIEWS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.settings import settings_of
 from kvexp.run.store import run_hash
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 MIXED = (
     "model=tiny",

@@ -31,7 +31,7 @@ from kvexp.hf.cpu_linear import (
 from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import Full
 from kvexp.run.model_spec import ModelSpec, load
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 HERE = torch.backends.mkldnn.is_available()
 onednn = pytest.mark.skipif(not HERE, reason="torch without oneDNN")

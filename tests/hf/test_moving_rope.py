@@ -33,8 +33,9 @@ from kvexp.run.batches import evaluate_run, prefill_groups, run_group
 from kvexp.run.lm_eval_model import KvexpLM
 from kvexp.run.model_spec import tokenizer_of
 from kvexp.run.prompts import Weightless, budget_obstacle, prompt_of
+from kvexp.run.session import Session
 from kvexp.run.settings import settings_of
-from kvexp.util import CacheError, ConfigError, Session
+from kvexp.util.errors import CacheError, ConfigError
 
 TESTBED = Path(__file__).resolve().parents[2] / "kvexp" / "tasks" / "testbed_models" / "testbed_gqa"
 LIMIT = 300  # the texts of the task have up to 128, 256 and 384 tokens

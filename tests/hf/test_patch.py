@@ -27,7 +27,7 @@ from kvexp.hf import EvictionCache, is_patched, patch_model, patched, unpatch_mo
 from kvexp.hf.layers import EvictionCacheLayer
 from kvexp.hf.patch import ATTN_IMPLEMENTATION, kvexp_attention, padding_mask
 from kvexp.methods import H2O, Full
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 FAMILIES = ["llama", "gpt2", "gptj", "mpt", "opt"]
 IDS = tokens(5, 2, 11)

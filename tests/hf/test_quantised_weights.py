@@ -21,7 +21,7 @@ from kvexp.hf.load import byte_tokenizer
 from kvexp.hf.quantised_weights import check_scheme, scheme_of
 from kvexp.methods import H2O, Full
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2}}}
 SCHEMES = {

@@ -14,7 +14,7 @@ from kvexp.hf import self_check as checking
 from kvexp.hf.patch import kvexp_attention
 from kvexp.hf.self_check import check_model, fingerprint, measure
 from kvexp.hf.traits import REFUSED, check_type, traits_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -29,7 +29,7 @@ from kvexp.hf.cache import RowMaskCache
 from kvexp.hf.traits import SINK_TYPES
 from kvexp.methods import A2SF, H2O, Full, Keyformer, SnapKV, Window
 from kvexp.retrieval import Oracle
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 LAYERS, HEADS, KV_HEADS, WINDOW, LONG, NEW = 2, 6, 2, 9, 31, 8
 SIZES = {

@@ -35,7 +35,7 @@ from kvexp.hf.probe import layer_ropes
 from kvexp.hf.self_check import ATOL, RTOL, measure
 from kvexp.hf.traits import REFUSED, VERIFIED, check_type, traits_of
 from kvexp.methods import H2O, Full, KNorm, KVzip, StreamingLLM
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 NEW = 10
 # One type of each kind, in every run of the tests: what is special about it.

@@ -25,7 +25,7 @@ from kvexp.lm_eval import KNOWN, Ask, Encoder, check_row_mask, draw, fitted, pad
 from kvexp.methods import A2SF, H2O, Keyformer, Window
 from kvexp.run.lm_eval_model import KvexpLM, main
 from kvexp.tasks.lm_eval import SEVEN, LMEval
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
 

@@ -46,7 +46,7 @@ from kvexp.core import (
 from kvexp.core.eviction import CacheState
 from kvexp.hf.triattention_file import read_triattention, write_triattention
 from kvexp.methods import CAKE, H2O, RKV, VATP, CapKV, DefensiveKV, QFilters, SnapKV, TriAttention, VaSE
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 SEEN: list[Tensor] = []  # what a method made on its way, [H, T] of the first row, layer after layer
 Sets = list[list[set[int]]]  # positions, per layer and kv head

@@ -15,7 +15,7 @@ from kvexp.core import Budget, CacheConfig, EvictionContext
 from kvexp.core.slots import Slots
 from kvexp.methods import OpenVINO
 from kvexp.methods.openvino import least_diverse, random_bits
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ENGINE = OpenVINO(block=4, start_size=32, recent_size=32, window=0)  # its tests' default, of 192 tokens
 RAW = replace(ENGINE, aggregation="sum")

@@ -25,7 +25,7 @@ from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, calibrate_queries
 from kvexp.methods import H2O, TOVA, Full, KeyAttention, KNorm, Window
-from kvexp.util import CacheError
+from kvexp.util.errors import CacheError
 
 METHODS = {name: case.method for name, case in CASES.items() if case.properties}
 PREFILL_ONLY = [name for name, method in METHODS.items() if not method.evicts_while_decoding]

@@ -17,7 +17,7 @@ from turns import in_turn
 
 from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Noise, RoPE
 from kvexp.methods import KNorm, Random
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 HEADS, GROUP, DIM, VALUES = 3, 5, 7, 11
 LENGTHS, NEW = (17, 13), 19  # row 1 is padded on the left by 4 columns

@@ -58,7 +58,8 @@ from kvexp.methods import (
 )
 from kvexp.retrieval import InfLLM, Oracle, PQCache
 from kvexp.run.batches import evaluate_run, prefill_groups, run_group, why_alone
-from kvexp.util import ConfigError, Session
+from kvexp.run.session import Session
+from kvexp.util.errors import ConfigError
 
 # One prefill for many methods: every cache ends as it would alone, token for token and byte for byte.
 

@@ -19,7 +19,7 @@ from kvexp.results.advise_search import METHODS, Arm, Bracket, Search, target_by
 from kvexp.results.read import read_runs
 from kvexp.run.compose import options
 from kvexp.run.store import OWN, Run, runs
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 LEAGUE = Path(__file__).resolve().parents[2] / "experiments" / "methods_league.csv"
 DRAWS = 1000

@@ -15,7 +15,8 @@ from kvexp.results.plots import draw_life
 from kvexp.results.read import folders, in_order, read_runs
 from kvexp.results.report import page, read
 from kvexp.results.views import RUNS, VIEWS, View, chart_of, main, shown
-from kvexp.util import ConfigError, Console
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import Console
 
 
 @pytest.fixture(scope="module")

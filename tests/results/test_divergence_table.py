@@ -31,7 +31,7 @@ from kvexp.results.views import main as results
 from kvexp.run.batches import settings_at
 from kvexp.run.model_spec import tokenizer_of
 from kvexp.run.store import DIVERGENCE, Run, runs
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 
 def main(words):

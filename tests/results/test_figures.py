@@ -23,7 +23,7 @@ from kvexp.results.table import table
 from kvexp.results.views import bytes_table, grid, main
 from kvexp.run.batches import evaluate_run
 from kvexp.run.store import Run
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 GIVEN = ("task.max_new_tokens=3", "task.nll=false", "limit=2", "cache.group=8", "cache.residual=8")
 

@@ -17,7 +17,7 @@ import pytest
 from kvexp.results.table import table
 from kvexp.results.wandb_log import check, main, publish
 from kvexp.run.store import Run
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 pytest.importorskip("wandb", reason="comes with kvexp[eval]")
 

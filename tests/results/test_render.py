@@ -13,7 +13,8 @@ from kvexp.results.blocks import Block, Column, interval, plain, print_columns
 from kvexp.results.table import print_table, table, to_markdown
 from kvexp.results.views import main
 from kvexp.run.store import refuse
-from kvexp.util import ConfigError, size
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import size
 
 
 def record(folder, method, setting, kv_ratio=0.5, baseline=None, slots=8.0, changes=None, **more):

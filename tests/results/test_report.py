@@ -19,7 +19,7 @@ from kvexp.results import report as samples
 from kvexp.results import report as verdicts
 from kvexp.results.report import BEFORE, SECTIONS, asset, digest, embed, index, look, main, page, plain, read
 from kvexp.results.table import table, to_markdown
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 pytest.importorskip("plotly", reason="comes with kvexp[eval]")
 

@@ -27,7 +27,8 @@ from kvexp.results.table import CONTAINS, print_table, quality_table, table, to_
 from kvexp.results.views import main
 from kvexp.run.compose import listed
 from kvexp.run.store import Run, refuse
-from kvexp.util import ConfigError, size
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import size
 
 SEED = 7
 ROOT = Path(__file__).resolve().parents[2]

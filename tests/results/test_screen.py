@@ -16,7 +16,8 @@ from kvexp.results.screen import print_answers, print_screen
 from kvexp.results.views import main
 from kvexp.results.views import shown as blocks_of
 from kvexp.run.store import EPSILON_KL, OWN
-from kvexp.util import ANSWERS, PROMPTS, TEXTS, Console, Progress, worked
+from kvexp.util.output import Console
+from kvexp.util.progress import ANSWERS, PROMPTS, TEXTS, Progress, worked
 
 AROUND = 6  # lines, the empty ones not counted
 
@@ -212,8 +213,8 @@ def clock(monkeypatch):
     class Clock:
         now = 0.0
 
-    monkeypatch.setattr("kvexp.util.time.monotonic", lambda: Clock.now)
-    monkeypatch.setattr("kvexp.util.sys.stdout.isatty", lambda: False, raising=False)
+    monkeypatch.setattr("kvexp.util.progress.time.monotonic", lambda: Clock.now)
+    monkeypatch.setattr("kvexp.util.progress.sys.stdout.isatty", lambda: False, raising=False)
     return Clock
 
 

@@ -16,7 +16,7 @@ from kvexp.results.report import page, read
 from kvexp.results.table import print_table, table, to_markdown
 from kvexp.results.views import main as results
 from kvexp.run.store import Run
-from kvexp.util import CONTROL, Console, say, visible
+from kvexp.util.output import CONTROL, Console, say, visible
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = "the \x1b]0;x\x07 answer\x08\x9b31m"
@@ -103,7 +103,7 @@ def test_a_marked_text_holds_none():
 
 def test_everything_is_said():
     """print() is left to what shows nothing but kvexp's own words, and to a prompt that goes into a file."""
-    own = {"cli.py", "util.py", "tasks/testbed.py", "engines/trace_check.py"}
+    own = {"cli.py", "util/output.py", "tasks/testbed.py", "engines/trace_check.py"}
     for path in (ROOT / "kvexp").rglob("*.py"):
         printed = re.findall(r"(?<![\w.])print\((.*)", path.read_text("utf-8"))
         # text: the prompt that goes into a file; torch's version: another Python's, asked in a process

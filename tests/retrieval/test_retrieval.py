@@ -17,7 +17,7 @@ from kvexp.hf import EvictionCache
 from kvexp.methods import H2OC, Full
 from kvexp.retrieval import InfLLM, Oracle, PQCache, Quest, SparQ
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer
-from kvexp.util import CacheError, ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 # Small enough for prompts of a few tokens; block caches of two blocks, so that they fill and are emptied again.
 METHODS = {

@@ -8,7 +8,7 @@ from commands import composed
 from kvexp.core import EngineQuantization, Quantization
 from kvexp.run.labels import check_idle
 from kvexp.run.settings import settings_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 RUN = ("model=testbed_rope", "task=testbed_summary", "method=h2o", "kv_ratio=0.5")
 MADE = {

@@ -15,8 +15,9 @@ from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.table import table
 from kvexp.results.views import main as results
 from kvexp.run.jobs import job_line
+from kvexp.run.session import Session
 from kvexp.run.store import Run, accept, refusals, refuse, runs
-from kvexp.util import Session, duration
+from kvexp.util.output import duration
 
 SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3", "task.nll=false"]  # of task=sample
 
@@ -133,7 +134,7 @@ def test_a_full_disk_is_one_clear_line(command, monkeypatch, mode):
     def full(fd, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("kvexp.util.os.write", full)
+    monkeypatch.setattr("kvexp.util.files.os.write", full)
     code, out, err = command(*mode, "kv_ratio=0.3")
     assert code == 1
     assert "No space left on device; free disk space and run the same command again" in err

@@ -31,7 +31,7 @@ from kvexp.run.settings import settings_of
 from kvexp.run.store import runs
 from kvexp.tasks.base import SET_BY_THE_RUN
 from kvexp.tasks.data import DataSource
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 

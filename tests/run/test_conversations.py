@@ -31,7 +31,8 @@ from kvexp.tasks import Dialogue, Example, SodaTurns
 from kvexp.tasks.articles import articles
 from kvexp.tasks.base import Turn
 from kvexp.tasks.dialogues import DialogueTask
-from kvexp.util import ConfigError, Console
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import Console
 
 TURNS = (
     Turn("A heron stood in the reeds by the mill and did not move all day. Where?", "by the mill", 0),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from kvexp.run.workers import ForkPool, num_workers
-from kvexp.util import CacheError
+from kvexp.util.errors import CacheError
 
 ROOT = Path(__file__).resolve().parents[2]
 forks = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")

@@ -9,8 +9,9 @@ from kvexp.diagnose.show import main
 from kvexp.generate.openvino import WHEEL
 from kvexp.run.batches import evaluate_run, opened, why_alone
 from kvexp.run.labels import refusal
+from kvexp.run.session import Session
 from kvexp.run.store import run_hash
-from kvexp.util import ConfigError, Session
+from kvexp.util.errors import ConfigError
 
 GQA = ["model=testbed_gqa", "task=testbed_summary", "limit=2", "batch_size=1"]
 BLOCKS = ["method=openvino", "method.recent_size=64", "budget=tokens", "budget.tokens=128"]

@@ -16,7 +16,8 @@ from small import small
 import kvexp.run.jobs as jobs
 from kvexp.hf.calibrate import QUERIES
 from kvexp.run.store import Run, runs
-from kvexp.util import CONF, ConfigError, cache_folder
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import CONF, cache_folder
 
 SAID = "nothing to do"
 SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3", "task.nll=false"]  # of task=sample

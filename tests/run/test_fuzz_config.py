@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from kvexp.run.jobs import HydraJob, run_job, runs_of
+from kvexp.run.session import Session
 from kvexp.run.store import runs
-from kvexp.util import AtLeast, ConfigError, Odd, Range, Rule, Session, check_fields, reason_against, refuse, typed
+from kvexp.util.errors import ConfigError, Rule, reason_against, refuse
+from kvexp.util.fields import AtLeast, Odd, Range, check_fields, typed
 
 TASKS = ("sample", "testbed_qa", "testbed_choice", "cnn_dailymail", "longbench", "gsm8k_cot", "perplexity", "lm_eval")
 WORDS = st.one_of(

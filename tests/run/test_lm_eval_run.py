@@ -16,7 +16,7 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
 from kvexp.run.store import runs
 from kvexp.tasks.lm_eval import SEVEN
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
 

@@ -14,7 +14,7 @@ from kvexp.run.build import keys_named, with_keys
 from kvexp.run.compose import check_keys, settings, unknown
 from kvexp.run.labels import check_values
 from kvexp.run.store import refusals, runs
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -185,7 +185,7 @@ def test_a_folder_that_looks_like_markup_is_printed_as_it_is(capsys, monkeypatch
 @pytest.mark.parametrize("lines", [20, 5000])
 def test_output_that_nobody_reads_ends_the_command_quietly(lines):
     """The pipe breaks while it prints, or at the end, where what was buffered is written."""
-    code = "from kvexp.util import watch_pipes; watch_pipes()\nimport sys; sys.stdin.read()\n"
+    code = "from kvexp.util.output import watch_pipes; watch_pipes()\nimport sys; sys.stdin.read()\n"
     code += f"for _ in range({lines}): print('x' * 40)"
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **options) as made:

@@ -28,7 +28,7 @@ from kvexp.methods import H2O
 from kvexp.results.curves import compare
 from kvexp.run.compose import check_groups, options, with_places
 from kvexp.run.notebook import generate, load
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 TEXT = "text : food milo rice . the old lamp stood past the stove . city nora ford . ask food milo"
 

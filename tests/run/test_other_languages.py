@@ -29,7 +29,7 @@ from kvexp.tasks.metrics import (
     words_of,
 )
 from kvexp.tasks.needle import from_sentence, hide
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 # ruff: noqa: RUF001  # letters that look like others are what is tested
 

@@ -17,7 +17,8 @@ from turns import in_turn
 
 from kvexp.run.guard import check_hydra, check_job, check_source
 from kvexp.run.store import runs
-from kvexp.util import CONF, ConfigError
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import CONF
 
 FEW = small("limit=1", "task.max_new_tokens=2", "task.nll=false", "method=full")
 SECRET = "sk-0123456789abcdef0123456789abcdef"

@@ -35,7 +35,7 @@ from kvexp.tasks import (
     TestbedSummary,
     XSum,
 )
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
 QUESTIONS = ("Runs?", "Where to?", "Lies?", "Steals?", "Eats what?")  # a forward per letter

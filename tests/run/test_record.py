@@ -19,7 +19,8 @@ import pytest
 import kvexp
 from kvexp.run import store
 from kvexp.run.store import Run, run_hash, runs
-from kvexp.util import ConfigError, check_writable
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import check_writable
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG: dict[str, Any] = {"model": {"name": "tiny", "layers": 2}, "method": "h2o", "kv_ratio": 0.5, "sizes": [1, 2]}

@@ -296,7 +296,7 @@ VALUES = {
 @pytest.mark.parametrize("override", VALUES)
 def test_bad_values_are_said_before_a_model_loads(override, tmp_path, monkeypatch):
     import kvexp.run.batches as module
-    from kvexp.util import ConfigError
+    from kvexp.util.errors import ConfigError
 
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -335,7 +335,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_places_that_hold_something_else_are_said(place, tmp_path, monkeypatch):
     import kvexp.run.batches as module
-    from kvexp.util import ConfigError
+    from kvexp.util.errors import ConfigError
 
     folder(tmp_path / "empty")
     folder(tmp_path / "bert", '{"model_type": "bert"}')
@@ -353,7 +353,7 @@ def test_places_that_hold_something_else_are_said(place, tmp_path, monkeypatch):
 
 
 def test_rows_of_the_wrong_shape_are_named(tmp_path):
-    from kvexp.util import ConfigError
+    from kvexp.util.errors import ConfigError
 
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "one two three four"}) + "\n" + json.dumps({"story": "x y z"}) + "\n")
@@ -362,7 +362,7 @@ def test_rows_of_the_wrong_shape_are_named(tmp_path):
 
 
 def test_outputs_that_cannot_be_written(tmp_path):
-    from kvexp.util import ConfigError
+    from kvexp.util.errors import ConfigError
 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another outputs_dir"):

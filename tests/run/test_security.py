@@ -19,7 +19,7 @@ from tiny import stock
 from kvexp.hf import load_model
 from kvexp.hf.load import check_source
 from kvexp.run.store import runs
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = small("limit=2", "task.max_new_tokens=3", "task.nll=false", "method=h2o", "kv_ratio=0.5")

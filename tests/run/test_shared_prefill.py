@@ -20,8 +20,8 @@ import kvexp.run.batches as together
 import kvexp.run.rows as memory
 from kvexp.hf import EvictionCache
 from kvexp.run.plan import PlannedGroup, _planned, workload_of
+from kvexp.run.session import Session
 from kvexp.run.store import runs
-from kvexp.util import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")

@@ -17,7 +17,7 @@ from kvexp.results.table import table
 from kvexp.run.labels import Shard
 from kvexp.run.store import Run, runs
 from kvexp.run.workers import JobBatch, run_batch
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = small("limit=5", "task.max_new_tokens=5", "task.nll=false", "batch_size=2")

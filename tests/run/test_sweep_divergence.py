@@ -13,8 +13,9 @@ import kvexp.generate
 import kvexp.run.batches as batch
 from kvexp.run.batches import measure_claimed, measure_rest, prefill_groups, run_group
 from kvexp.run.labels import DivergenceOptions, decided
+from kvexp.run.session import Session
 from kvexp.run.store import DIVERGENCE, NUMBERS, TEXTS, run_hash, runs
-from kvexp.util import ConfigError, Session
+from kvexp.util.errors import ConfigError
 
 SUMMARY = ("task=testbed_summary", "task.max_new_tokens=8", "limit=4")
 ONE_BY_ONE = (*SUMMARY, "batch_size=1")

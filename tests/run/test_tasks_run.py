@@ -21,7 +21,7 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.plan import workload_of
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import runs
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

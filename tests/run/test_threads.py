@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from commands import run_py
 from small import small
 
-from kvexp import util
 from kvexp.run.store import runs
-from kvexp.util import ConfigError, LoadMeter, Threads, decide_threads, machine_load, use_threads
+from kvexp.util import machine
+from kvexp.util.errors import ConfigError
+from kvexp.util.machine import LoadMeter, Threads, decide_threads, machine_load, use_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSIVE, ALL = {"OMP_WAIT_POLICY": "PASSIVE"}, math.inf
@@ -62,11 +64,11 @@ def test_decision(cores, quota, others, environ, asked, expected):
 def test_load_is_what_others_worked_on_the_cores_of_this_process(tmp_path, monkeypatch):
     """By hand: in 4 s of the clock two of three cores worked 6 s, of which this process had 1.5."""
     now, own = iter([10.0, 14.0]), iter([1.0, 2.5])
-    monkeypatch.setattr(util, "PROC", tmp_path)
-    monkeypatch.setattr(util.os, "sched_getaffinity", lambda _: {0, 10}, raising=False)
-    monkeypatch.setattr(util.os, "sysconf", lambda _: 100)
-    monkeypatch.setattr(util.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(util.time, "process_time", lambda: next(own))
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 10}, raising=False)
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(time, "process_time", lambda: next(own))
     stat = tmp_path / "stat"
     stat.write_text(
         "cpu 9 9 9 9\ncpu0 100 10 20 7 7 1 2 3 0 0\ncpu1 5 5 5 5 5 5 5 5\ncpu10 0 0 0 0 0 0 0 0 0 0\nintr 1\n"
@@ -80,7 +82,7 @@ def test_load_is_what_others_worked_on_the_cores_of_this_process(tmp_path, monke
 
 @pytest.mark.parametrize("content", [None, "", "cpu 1 2 3 4\n", "cpu0 0 0 0 0 0 0 0 0\n"])
 def test_no_load_where_the_system_does_not_tell(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(util, "PROC", tmp_path)
+    monkeypatch.setattr(machine, "PROC", tmp_path)
     if content is not None:
         (tmp_path / "stat").write_text(content)
     meter = LoadMeter()
@@ -109,23 +111,23 @@ def test_quota(tmp_path, monkeypatch, groups, files, quota):
     for name, content in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(content)
-    monkeypatch.setattr(util, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(util, "CGROUPS", tmp_path / "groups")
-    assert util._quota() == quota
+    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "groups")
+    assert machine._quota() == quota
 
 
 PLAN = """
 import os, sys
-from kvexp import util
-util._cores, util._quota = lambda: {0, 1}, lambda: float("inf")
-util.LoadMeter.others = lambda self: 1.0
+from kvexp.util import machine
+machine._cores, machine._quota = lambda: {0, 1}, lambda: float("inf")
+machine.LoadMeter.others = lambda self: 1.0
 sys.argv[1:] = ["--dry-run", "model=tiny", "task=sample", "limit=1", *sys.argv[1:]]
 from kvexp.cli import run
 try:
     run()
 finally:
     import torch
-    print(torch.get_num_threads(), [name for name in os.environ if name in util.USERS], util.threads)
+    print(torch.get_num_threads(), [name for name in os.environ if name in machine.USERS], machine.threads)
 """
 
 
@@ -143,7 +145,7 @@ finally:
 )
 def test_torch_has_the_threads_that_were_decided(tmp_path, words, environ, threads, decided, spins):
     """`kvexp run` in a process of its own, beside one that takes a core; OpenMP itself says how its threads wait."""
-    env = {name: value for name, value in os.environ.items() if name not in util.USERS} | environ
+    env = {name: value for name, value in os.environ.items() if name not in machine.USERS} | environ
     env |= {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-c", PLAN, *words, f"outputs_dir={tmp_path}"]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
@@ -157,7 +159,7 @@ def test_torch_has_the_threads_that_were_decided(tmp_path, words, environ, threa
 
 def test_one_command_has_one_number_of_threads(monkeypatch):
     given = []
-    monkeypatch.setattr(util, "_threads_asked", None)
+    monkeypatch.setattr(machine, "_threads_asked", None)
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     use_threads(3)
     use_threads(3)
@@ -169,8 +171,8 @@ def test_one_command_has_one_number_of_threads(monkeypatch):
 def test_rows_record_the_load_and_the_option_is_no_part_of_a_run(tmp_path, monkeypatch, capsys):
     """As torch was imported, or more while the rows were made; nothing where torch was there before the command."""
     monkeypatch.setattr(LoadMeter, "others", lambda self: 1.25)
-    monkeypatch.setattr(util, "_cores", lambda: {0, 1})
-    monkeypatch.setattr(util, "_threads_asked", None)
+    monkeypatch.setattr(machine, "_cores", lambda: {0, 1})
+    monkeypatch.setattr(machine, "_threads_asked", None)
     hashes = []
     for decided, load, words in (
         (Threads(None, {}, 2, 0.0), 1.25, ()),
@@ -179,7 +181,7 @@ def test_rows_record_the_load_and_the_option_is_no_part_of_a_run(tmp_path, monke
         (Threads(None, {}, 2, None), None, ()),
         (None, None, ()),
     ):
-        monkeypatch.setattr(util, "threads", decided)
+        monkeypatch.setattr(machine, "threads", decided)
         out = tmp_path / str(len(hashes))
         code, _, said = run_py(monkeypatch, capsys, *small("limit=1", "method=full", f"outputs_dir={out}", *words))
         assert code == 0, said

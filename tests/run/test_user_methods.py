@@ -41,7 +41,8 @@ from kvexp.run.compose import without_method_words
 from kvexp.run.store import runs
 from kvexp.run.user_methods import admitted, class_method, code_digest, load_method
 from kvexp.run.workers import JobBatch, run_batch
-from kvexp.util import CONF, ConfigError
+from kvexp.util.errors import ConfigError
+from kvexp.util.files import CONF
 
 REGISTRY = sys.modules["kvexp.run.user_methods"]
 FEW = small("limit=1", "task.max_new_tokens=2", "task.nll=false")

@@ -16,7 +16,7 @@ from kvexp.run.store import Run
 from kvexp.tasks import News, NewsNeedle, NewsQA
 from kvexp.tasks.articles import Article, articles, articles_digest, needles
 from kvexp.tasks.needle import related, topic_words
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 ARTICLES = articles()
 # Words that say nothing alone: an answer may share them with its question.

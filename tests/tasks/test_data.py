@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from kvexp.run.build import build
 from kvexp.run.store import runs
 from kvexp.tasks import GSM8K, Example, LMEval, LongBench, Needle, Perplexity, QuestionTask, Stories
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 TEXT = "Once there was a dog who ran to the hill and then came home to sleep in the sun. "

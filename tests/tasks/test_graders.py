@@ -22,7 +22,7 @@ from kvexp.tasks import (
     longbench_v2,
     scbench,
 )
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "graders.json").read_text(encoding="utf-8"))
 GRADERS = {

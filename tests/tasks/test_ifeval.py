@@ -14,7 +14,7 @@ from commands import composed
 
 from kvexp.run.settings import settings_of
 from kvexp.tasks import IFEval, IFEvalArticles, ifeval
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 pytest.importorskip("langdetect", reason="IFEval's checkers need kvexp[benchmarks]")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")

@@ -31,7 +31,7 @@ from kvexp.tasks.metrics import (
     repeated_share,
     starts_with,
 )
-from kvexp.util import Console
+from kvexp.util.output import Console
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

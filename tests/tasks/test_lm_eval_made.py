@@ -15,7 +15,7 @@ from commands import composed
 from kvexp.run.settings import settings_of
 from kvexp.tasks import lm_eval as definition
 from kvexp.tasks.lm_eval import LMEval, Making, mend
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvexp.tasks import lm_eval as definition
 from kvexp.tasks.lm_eval import SEVEN, LMEval, Request, protocol_of
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
 

@@ -23,7 +23,7 @@ from kvexp.tasks.babilong import KINDS, NUMBERS
 from kvexp.tasks.base import with_shared_context
 from kvexp.tasks.ruler import MAKERS, Draws, Material, _hotpot, _shuffled, _squad, pairs_of
 from kvexp.tasks.scbench import MADE
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures" / "ruler.json").read_text())
 GIVEN = FIXTURE["given"]

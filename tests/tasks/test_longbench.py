@@ -40,7 +40,7 @@ from kvexp.tasks.longbench import (
     score,
 )
 from kvexp.tasks.metrics import contains, exact_match, normalise, word_recall
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "longbench"
 QASPER = LongBench(subset="qasper", data_files=str(FOLDER))

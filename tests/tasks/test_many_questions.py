@@ -22,7 +22,8 @@ from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, Needle
 from kvexp.tasks.articles import articles, needles
 from kvexp.tasks.base import with_shared_context
 from kvexp.tasks.metrics import contains, normalise, qa_f1
-from kvexp.util import ConfigError, Console
+from kvexp.util.errors import ConfigError
+from kvexp.util.output import Console
 
 AFTER = "after_eviction"
 QA = ["model=testbed_rope", "task=testbed_qa", f"task.question={AFTER}", "task.per_document=5", "task.tokens=200"]

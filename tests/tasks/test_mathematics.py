@@ -27,7 +27,7 @@ from kvexp.tasks.mathematics import (
     same_value,
     without_thinking,
 )
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GRADED = [json.loads(line) for line in (FIXTURES / "graded_mathematics.jsonl").read_text("utf-8").splitlines()]

@@ -10,7 +10,7 @@ import pytest
 from kvexp.tasks import Needle
 from kvexp.tasks.base import longest_fit
 from kvexp.tasks.needle import from_sentence, hide, read, repeated
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FOLDER = str(Path(__file__).parents[1] / "fixtures" / "haystack")
 ONE = Needle(

@@ -37,7 +37,8 @@ from kvexp.tasks import (
     TestbedSummary,
     XSum,
 )
-from kvexp.util import ConfigError, field_types
+from kvexp.util.errors import ConfigError
+from kvexp.util.fields import field_types
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CNN = CNNDailyMail(data_files=str(FIXTURES / "cnn_dailymail.jsonl"))

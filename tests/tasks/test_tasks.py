@@ -23,7 +23,7 @@ from kvexp.run.settings import settings_of
 from kvexp.tasks import GSM8K, CNNDailyMail, Example, GovReport, Perplexity, Prompts, Soda, Stories, Task, XSum
 from kvexp.tasks.metrics import TYPES, lines, rouge, sentences, unimported
 from kvexp.tasks.qa import last_number
-from kvexp.util import ConfigError
+from kvexp.util.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CNN = CNNDailyMail(data_files=str(FIXTURES / "cnn_dailymail.jsonl"))
