@@ -23,7 +23,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.core import Method
-from kvexp.results.plots import NO_KL, draw_runs, without_shared
+from kvexp.results.blocks import records
+from kvexp.results.divergence import conclusion
+from kvexp.results.plots import NO_KL, draw_divergence, draw_runs, without_shared
 from kvexp.results.read import Runs, read_runs
 from kvexp.results.screen import with_distances
 from kvexp.results.table import parts, quality_table
@@ -74,7 +76,7 @@ class Curves(pd.DataFrame):
     def of(cls, runs: Runs) -> Curves:
         """The frame of these runs."""
         frame = runs.frame(quality_table)
-        whole = runs.frame(with_distances)[[*frame, *DISTANCE]]
+        whole = runs.frame(with_distances)[[*frame, *DISTANCE, "epsilon"]]
         first = [f"{metric}{ending}" for metric in dict.fromkeys(frame["headline"].dropna()) for ending in ENDINGS]
         metrics = (name for folder in runs.shown for name in folder.metrics)
         kept = dict.fromkeys([*RUN, *DISTANCE, *first, *metrics, *LAST])
@@ -113,13 +115,16 @@ class Curves(pd.DataFrame):
             telling = [name for name in ("question", "setting") if rows[name].nunique() > 1]
             columns = ["method", *telling, "kv_ratio", "n", *DISTANCE[:3], *quality]
             rows = rows[[name for name in columns if name in rows]].dropna(axis="columns", how="all")
+            measured = records(part[part["kl_low"].notna()]) if "kl" in rows else []
             why = "" if "kl" in rows or len(rows) < 2 else f"\nno KL, which {NO_KL}"
-            yield f"{title} {shared}".rstrip() + why, rows
+            yield "\n".join(filter(None, [f"{title} {shared}".rstrip() + why, conclusion(measured)])), rows
 
     def _picture(self) -> str:
+        """KL against kv_ratio where it was measured, else the first metric; empty where neither can be drawn."""
         try:
-            figure = self.figure()
-        except ConfigError:  # neither percentages nor a divergence: the table has the means
+            far = "kl" in self.whole and self.whole["kl"].notna().any()
+            figure = draw_divergence(self.runs, "kv_ratio") if far else self.figure()
+        except ConfigError:
             return ""
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=100)

@@ -47,7 +47,7 @@ QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # nominal rate.
 TAIL = 5
 
-EQUIVALENT, WORSE, UNDECIDED = "equivalent", "worse", "undecided"
+EQUIVALENT, UNDECIDED, WORSE = VERDICTS = "equivalent", "undecided", "worse"
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,29 @@ def _row(
         values = np.array([number(receipt.get(name)) for receipt in receipts])
         row[name] = _mean(values[np.isfinite(values)])
     return row | {"few_slots": bool(row["slots"] < FEW_SLOTS), "hash": folder.run.hash}
+
+
+NAMED = 4  # runs that a sentence names; of more it says how many
+
+
+def some(names: Sequence[str]) -> str:
+    """The first NAMED, and how many more there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence on one panel of `divergence_table`: which runs are within epsilon of the full cache, which may be.
+
+    Empty where no row has an interval.
+    """
+    judged = [row for row in rows if not math.isnan(row["kl_low"])]
+    runs = {verdict: [run_name(row) for row in judged if row["verdict_kl"] == verdict] for verdict in VERDICTS}
+    limits = " or ".join(f"{limit:g}" for limit in sorted({row["epsilon"] for row in judged}))
+    near, undecided, worse = (runs[verdict] for verdict in VERDICTS)
+    words = [f"{some(near)} {'is' if len(near) == 1 else 'are'} within {limits} nats of the full cache"] if near else []
+    words += [f"{some(undecided)} may be within {limits} nats of the full cache"] if undecided else []
+    others = "all others are" if words and len(worse) > 1 else "all are" if len(worse) > 1 else f"{some(worse)} is"
+    return "; ".join([*words, *([f"{others} farther{'' if words else f' than {limits} nats'}"] if worse else [])])
 
 
 def _mean(values: Floats) -> float:

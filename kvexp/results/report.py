@@ -36,8 +36,8 @@ import pandas as pd
 
 import kvexp
 from kvexp.results.advise import FOLDER, LOSSES, Advice, Recorded, by_method, point, recorded, said
-from kvexp.results.blocks import Block, absent
-from kvexp.results.divergence import per_example, scale_of
+from kvexp.results.blocks import Block, absent, records
+from kvexp.results.divergence import conclusion, per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
@@ -131,12 +131,13 @@ class ReportSource:
     @cached_property
     def groups(self) -> list[RunGroup]:
         several = self.frame.loc[self.frame["status"] != "refused", "numerics"].nunique() > 1
-        found = []
+        found: list[RunGroup] = []
         for block in groups(self.runs.frame(with_distances), "kv_ratio"):
             rows = block.rows
             # A job refused before its labels were known has none.
             model, task = ("-" if pd.isna(value := rows[0].get(name)) else str(value) for name in ("model", "task"))
             panel = f"{model} / {task}" + (f", NUMERICS {rows[0]['numerics']}" if several else "")
+            panel = titled(panel, [row.get("question") for row in rows])
             found.append(RunGroup(panel, model, task, block))
         return found
 
@@ -172,12 +173,11 @@ def _entries(source: ReportSource, group: RunGroup) -> list[dict[str, Any]]:
     several = {method for method, found in codes.items() if len(found) > 1}
     most = max(row["n"] for row in group.block.rows)
     lines = [_line(row, several, most, asked=len(set(asked)) > 1) for row in group.block.rows]
-    panel = titled(group.panel, asked)
     dashes = dashes_of(pd.DataFrame(lines, columns=["method", "setting"]))
     return [
         {
             **{name: row[name] for name in ("hash", *SAID, *COST) if name in row},
-            **{"model": group.model, "task": group.task, "panel": panel, "method": method, "line": setting},
+            **{"model": group.model, "task": group.task, "panel": group.panel, "method": method, "line": setting},
             **{"headline": called(str(row["headline"]), row.get("task")) if row["headline"] else None},
             **{"of": _percentages(row), "full": row["verdict99"] == "baseline", "few": few(row)},
             **look(method, dashes[method, setting]),
@@ -259,7 +259,10 @@ DIVERGENCE = (
 
 
 def divergence_data(source: ReportSource) -> dict[str, Any] | None:
-    """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model."""
+    """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model.
+
+    said: panel -> its conclusion, along the first kind of text.
+    """
     runs = {folder.run.hash: folder.run for folder in source.shown}
     frame = source.runs.frame(VIEWS[KL_VIEW].table)
     if frame.empty:
@@ -278,7 +281,13 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         if (rows := scale_of(runs[row["hash"]] for row in group.block.rows if row["hash"] in runs))
     ]
     found = {key: found[key] for key in runs if key in found}  # in the order of the page
-    return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
+    texts = [text for text in TEXTS if text in set(frame["text"])]
+    judged = {row["hash"]: row for row in records(frame[frame["text"] == texts[0]])}
+    said = {
+        group.panel: conclusion([judged[row["hash"]] for row in group.block.rows if row["hash"] in judged])
+        for group in source.groups
+    }
+    return {"runs": found, "texts": texts, "marks": marks, "said": said}
 
 
 def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
@@ -470,11 +479,18 @@ def _first(block: Block, decisive: int) -> Block:
 
 SECTIONS = (
     Section(
+        "divergence",
+        "Divergence from the full cache",
+        "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
+        "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
+        "run counts as equivalent (epsilon_kl); grey: known changes of the same model (docs/divergence.md).",
+        divergence_data,
+    ),
+    Section(
         "verdicts",
         "Verdicts",
-        "First how far each run is from the full cache: the KL divergence of its next-token distributions, with a "
-        "verdict. Then whether it reaches 99 % and 99.9 % of the full cache in every metric (MLPerf's marks). Choose "
-        "a column's head to sort by it.",
+        "How far each run is from the full cache, and whether it reaches 99 % and 99.9 % of the full cache in every "
+        "metric (MLPerf's marks). Choose a column's head to sort by it.",
         verdicts_data,
     ),
     Section(
@@ -484,14 +500,6 @@ SECTIONS = (
         "full cache. Red dashes: the 99 % mark. Hollow points: runs that are not finished, or of too few examples for "
         "an interval. Points of the same budget stand side by side.",
         lambda source: {},
-    ),
-    Section(
-        "divergence",
-        "Divergence from the full cache",
-        "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
-        "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
-        "run counts as equivalent (epsilon_kl); grey: known changes of the same model (docs/divergence.md).",
-        divergence_data,
     ),
     Section(
         "advise",

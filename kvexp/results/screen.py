@@ -30,6 +30,7 @@ from kvexp.results.blocks import (
     absent,
     count,
     fixed,
+    folded,
     numeric,
     plain,
     print_columns,
@@ -49,7 +50,6 @@ DISTANCE = (
 )
 COLUMNS = 100  # where the console has no width
 MORE = 5  # times as many examples are proposed where an interval holds its limit: it gets less than half as wide
-NAMED = 4  # runs that a line below the table names; of more it says how many
 ANSWER_LINES = 8  # of an answer that is shown
 LEGEND = (
     "cache: kept slots, in percent of the prompt's tokens (or tokens, where the budget counts them).",
@@ -88,7 +88,7 @@ def print_screen(
     for title, _, part in parts(shown):
         rows = sorted(records(part), key=place)
         known = {folder.run.hash: folder for folder in runs.ran}
-        console.print(_title(title, rows, known, "" if several else took))
+        console.print(_title(title, rows, known, "" if several else took, console.width))
         console.print()
         _print_rows(rows, console)
         below |= dict.fromkeys(_below(rows, all(_has_one_path(known[row["hash"]]) for row in rows)))
@@ -97,9 +97,12 @@ def print_screen(
     lines = [*below, *troubles, *quality.refused_line(frame)]
     if several and took:
         lines.append(f"{len(shown)} runs in {took}")
-    more = f" · also: --view {', '.join(views)}" if views else ""
-    end = f"All columns: kvexp results {runs.outputs} --full · legend: --explain · answers: kvexp report {runs.outputs}"
-    print_lines([*lines, end + more], console)
+    end = [f"All columns: kvexp results {runs.outputs} --full", "legend: --explain"]
+    end += [
+        f"picture and answers: kvexp report {runs.outputs}",
+        *([f"also: --view {', '.join(views)}"] if views else []),
+    ]
+    print_lines([*lines, *folded(end, console.width)], console)
     if explain:
         print_lines(("", *LEGEND), console, "dim")
 
@@ -273,7 +276,7 @@ def _print_rows(rows: list[Record], console: Console) -> None:
 # --- what stands around the table
 
 
-def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: str) -> Text:
+def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: str, width: int) -> Text:
     """Model and task, then what is the same for all of these runs."""
     examples = sorted({row["n"] for row in rows if row["n"]} or {row["far_n"] for row in rows if row["far_n"]})
     counted = f"{examples[0]} to {examples[-1]}" if len(examples) > 1 else str(examples[0]) if examples else "no"
@@ -292,7 +295,7 @@ def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: st
         f"{len(rows)} run{'s' * (len(rows) != 1)}" + (f" in {took}" if took else ""),
         *(word for word in shared if not tokens or not word.startswith("task.max_new_tokens=")),
     ]
-    return Text(" · ".join(filter(None, words)), style="bold")
+    return Text("\n".join(folded(filter(None, words), width)), style="bold")
 
 
 def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
@@ -320,7 +323,7 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
         yield divergence.DIFFERENT_N
     if few_hold := [row for row in ran if row["rests_on"]]:
         said = [f"{_name(row)} ({100 * row['rests_on_share']:.0f} % by {row['rests_on']})" for row in few_hold]
-        yield f"KL rests on one or two examples, its upper end says little: {_some(said)}."
+        yield f"KL rests on one or two examples, its upper end says little: {divergence.some(said)}."
     if len({quality.batch_of(row) for row in rows if row["n"]}) > 1:
         yield "Batch sizes differ between runs (--full): compare bytes and times only where they are equal."
     untimed = [row for row in rows if row["n"] and row["text"] != "choices"]
@@ -355,11 +358,6 @@ def _name(row: Row) -> str:
     return run_name(row, "method", "kv_ratio", "tokens")
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first NAMED, and how many more there are."""
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
 def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
     """A line for each thing that is wrong with runs, and the runs."""
     lines = []
@@ -367,7 +365,7 @@ def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
     found = quality.by_note(rows, _name)
     for (title, note), runs in found.items():
         if quality.TOO_FEW_PAIRS not in note and not note.startswith("also asked for as"):
-            lines.append(": ".join([*([title] if several else []), _some(list(dict.fromkeys(runs))), note]))
+            lines.append(": ".join([*([title] if several else []), divergence.some(list(dict.fromkeys(runs))), note]))
     return lines
 
 
