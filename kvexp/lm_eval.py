@@ -321,7 +321,7 @@ def receipt_of(states: Sequence[MaskedLayer]) -> EvictionStats:
 
 
 @dataclass(frozen=True)
-class RequestScorer:
+class Scorer:
     """Scorer of lm-eval's requests: a model, a method and a protocol.
 
     Numbers do not depend on what is asked together, nor on batch_size (rows in a forward). thinking: tags of what

@@ -44,7 +44,7 @@ from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
-    from kvexp.lm_eval import RequestScorer
+    from kvexp.lm_eval import Scorer
 
 NO_TIMES: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
 
@@ -741,15 +741,13 @@ def item_answers(
     measured = {index: prompt for index, prompt in batch if isinstance(prompt, ItemPrompt) and prompt.asks}
     if measured:
         judged = iter(scorer.measure([ask for prompt in measured.values() for ask in prompt.asks]))
-        yield {
-            index: _judged(scorer, prompt, [next(judged) for _ in prompt.asks]) for index, prompt in measured.items()
-        }
+        yield {i: _judged(scorer, prompt, [next(judged) for _ in prompt.asks]) for i, prompt in measured.items()}
     for index, prompt in batch:
         if index not in measured:
             yield {index: _generated(settings, scorer, tokenizer, prompt)}
 
 
-def _judged(scorer: RequestScorer, prompt: ItemPrompt, judged: Sequence[Any]) -> ModelOutput:
+def _judged(scorer: Scorer, prompt: ItemPrompt, judged: Sequence[Any]) -> ModelOutput:
     """The likeliest request gives the receipt and the output; a text in windows is one request."""
     item = prompt.example
     assert isinstance(item, Item)
@@ -765,9 +763,7 @@ def _judged(scorer: RequestScorer, prompt: ItemPrompt, judged: Sequence[Any]) ->
     return ItemAnswer(output, sum(counts), receipt, seconds, logprobs, counts, results=results)
 
 
-def _generated(
-    settings: Settings, scorer: RequestScorer, tokenizer: Tokenizer, prompt: TokenizedExample
-) -> ModelOutput:
+def _generated(settings: Settings, scorer: Scorer, tokenizer: Tokenizer, prompt: TokenizedExample) -> ModelOutput:
     item = prompt.example
     assert isinstance(item, Item)
     seed = settings.seed + item.number

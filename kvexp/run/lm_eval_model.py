@@ -37,7 +37,7 @@ from kvexp.hf import chat_template, cpu_linear, load_model, load_tokenizer
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.lm_eval import Ask, NothingToJudge, RequestScorer, check_row_mask, padded
+from kvexp.lm_eval import Ask, NothingToJudge, Scorer, check_row_mask, padded
 from kvexp.run.build import build_budget, build_cache, build_method
 from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
@@ -223,7 +223,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         by_itself |= MovingRope.of(pretrained.config) is not None
         how, rows = parsed.protocol, 1 if by_itself else int(batch_size or 1)
         thinking = None if self.think_end is None else Thinking.ending(self.think_end)
-        self.scorer = RequestScorer(pretrained, tokenizer, parsed.cache, how, rows, thinking)
+        self.scorer = Scorer(pretrained, tokenizer, parsed.cache, how, rows, thinking)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Always a ConfigError: an lm-eval cache came by another way than the command line, which refuses it before."""

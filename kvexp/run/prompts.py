@@ -27,7 +27,7 @@ from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
-    from kvexp.lm_eval import RequestScorer
+    from kvexp.lm_eval import Scorer
 
 
 # Examples to token ids: chat template, cutting to what the model holds, or the reason for not running one.
@@ -348,7 +348,7 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
     Also why a second pass over the prompt does not fit the model.
     """
     if settings.budget is None or isinstance(settings.task, LMEval):
-        return None  # lm-eval's items are looked at as they are made (RequestScorer.obstacle)
+        return None  # lm-eval's items are looked at as they are made (Scorer.obstacle)
     try:
         size, fed = len(prompt.ids), [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
         if settings.task.needs_nll:
@@ -386,13 +386,11 @@ class ItemPrompt(TokenizedExample):
     asks: tuple[Any, ...] = ()
 
 
-def scorer_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> RequestScorer:
-    from kvexp.lm_eval import RequestScorer
+def scorer_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> Scorer:
+    from kvexp.lm_eval import Scorer
 
     assert isinstance(settings.task, LMEval)
-    return RequestScorer(
-        model, tokenizer, settings.cache, settings.task.measured, settings.batch_size, settings.thinking
-    )
+    return Scorer(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size, settings.thinking)
 
 
 def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: Item) -> TokenizedExample:
@@ -430,7 +428,7 @@ def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: It
     return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=tokens, question_ids=question, asks=tuple(asks))
 
 
-def _generation_prompt(settings: Settings, scorer: RequestScorer, item: Item) -> TokenizedExample:
+def _generation_prompt(settings: Settings, scorer: Scorer, item: Item) -> TokenizedExample:
     from kvexp.lm_eval import Ask
 
     ids, question, cut = scorer.prompt(item.prompt, item.question, item.generation)
