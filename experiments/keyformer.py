@@ -363,7 +363,7 @@ def _mixture_parts(at: float) -> list[Near | Closer]:
 
 
 def table2_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """`shots` and the place of the question from the setting; the task's name says both, so that each has its own full cache."""
+    """`shots` and the place of the question, from the setting: the task's name says both, so each has a full cache."""
     table = points(frame, "acc", rival="h2o")
     shots = [option(words, "task.num_fewshot", "0") for words in table["setting"]]
     places = [option(words, "task.question") for words in table["setting"]]

@@ -38,8 +38,17 @@ MARKS = ("told", "beside", "goes by", "in words", "those of")
 EMPTY_NAMES = frozenset(
     ("asked", "each", "found", "its", "made", "one", "own", "part", "some", "there", "those", "what")
 )
-# Files whose variables are not read yet.
-UNNAMED = frozenset(("kvexp/run/build.py", "kvexp/run/session.py", "kvexp/run/user_methods.py"))
+# Files and folders whose variables are not read yet.
+UNNAMED = (
+    "experiments/findings.py",
+    "experiments/lib/league.py",
+    "experiments/methods_league.py",
+    "experiments/pages/",
+    "experiments/studies/ruler_board.py",
+    "kvexp/run/build.py",
+    "kvexp/run/session.py",
+    "kvexp/run/user_methods.py",
+)
 # Uses that are the plain word: add one only where no standard term says the same.
 ALLOWED: tuple[str, ...] = (
     '"told"',  # a column of recorded CSV files
@@ -149,7 +158,7 @@ def test_no_text_has_the_marks_of_the_old_style(name: str) -> None:
     assert not wrong, f"{len(wrong)} lines\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ["modules", *(f"kvexp/{name}" for name in FOLDERS), "hydra_plugins"])
+@pytest.mark.parametrize("name", PACKAGES)
 def test_variables_say_what_they_hold(name: str) -> None:
     files = [
         path for folder in places(name) for path in (sorted(folder.rglob("*.py")) if folder.is_dir() else [folder])
@@ -157,7 +166,7 @@ def test_variables_say_what_they_hold(name: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {empty}"
         for path in files
-        if str(path.relative_to(ROOT)) not in UNNAMED
+        if not str(path.relative_to(ROOT)).startswith(UNNAMED)
         for line, empty in empty_names(ast.parse(path.read_text("utf-8")))
     ]
     assert files

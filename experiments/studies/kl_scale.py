@@ -353,8 +353,8 @@ def _agreement(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
     verdicts = [row for outputs in args.outputs for row in table(outputs).to_dict("records")]
     for row in rows:
-        own = [run for run in verdicts if all(run[name] == row[name] for name in ("numerics", "model", "task"))]
-        row["mlperf"] = sum(run["verdict99"] in ("pass", "fail") for run in own)
+        judged = [run for run in verdicts if all(run[name] == row[name] for name in ("numerics", "model", "task"))]
+        row["mlperf"] = sum(run["verdict99"] in ("pass", "fail") for run in judged)
     if args.csv is not None:
         frame.assign(mlperf=[row["mlperf"] for row in rows]).to_csv(args.csv, index=False)
     _print(rows, args.epsilon, {folder.run.hash: folder for folder in shown if not folder.refused})

@@ -167,7 +167,7 @@ def text(rows: pd.DataFrame) -> str:
         markdown(("model", "pairs of", *map(str, EXAMPLES)), *power(models, list(blocks.values()))),
     ]
     if reversed_in:
-        pairs = sorted(reversed_in.items(), key=lambda each: (-len(each[1]), each[0]))
+        pairs = sorted(reversed_in.items(), key=lambda item: (-len(item[1]), item[0]))
         said = [(f"{a} before {b}", str(len(where)), "; ".join(where)) for (a, b), where in pairs]
         parts += [f"Pairs of this order with {models[0]}, and of the other with {models[1]}:"]
         parts += [markdown(("pair", "blocks", "where"), *said)]
@@ -183,7 +183,7 @@ def moved(
     corrected for the number of methods leaves zero out; the one shown is of 95 %.
     """
     means = [np.mean([places(block[model].mean(0)) for block in blocks], axis=0) for model in (0, 1)]
-    again = [np.mean([places(each[model]) for each in draws], axis=0) for model in (0, 1)]
+    again = [np.mean([places(draw[model]) for draw in draws], axis=0) for model in (0, 1)]
     falls = again[1] - again[0]
     low, high = np.quantile(falls[:RESAMPLES], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     tail = (1 - corrected_level(len(methods))) / 2
@@ -206,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _write(args: argparse.Namespace) -> int:
     if args.outputs:
-        rows = pd.concat([rows_of(each) for each in args.outputs], ignore_index=True)
+        rows = pd.concat([rows_of(folder) for folder in args.outputs], ignore_index=True)
         if args.rows:
             wide(rows, ["method"]).to_csv(args.rows, index=False, float_format="%.5g")
             rows = read_wide(args.rows, KL_COLUMNS, ["method"])

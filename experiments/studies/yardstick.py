@@ -167,8 +167,8 @@ def verdict(scores: Sequence[FullCacheScore]) -> str:
     outside = sorted((score for score in scores if not score.inside), key=lambda score: -abs(score.distance))
     words = "checked"
     if outside:
-        each = (f"{score.distance:+.1f} points in {score.task} (published {score.published:g})" for score in outside)
-        words = f"off by {', '.join(each)}"
+        misses = (f"{score.distance:+.1f} points in {score.task} (published {score.published:g})" for score in outside)
+        words = f"off by {', '.join(misses)}"
     n, items = sum(score.n for score in scores), sum(score.items for score in scores)
     return words if n == items else f"{words}, on {n} of {items} items"
 
