@@ -43,9 +43,9 @@ def text() -> str:
     seconds = sum(known[name]["seconds"] or 0 for name in exhibits() if name in known)
     parts = [HEAD.format(seconds=f"{seconds:,}")]
     for paper, title in PAPERS.items():
-        own = {name: each for name, each in exhibits().items() if each.paper == paper}
-        waiting = [name for name in own if status(known.get(name)) == WAITING]
-        rows = [_row(each, known.get(name), real.get(name)) for name, each in own.items() if name not in waiting]
+        listed = {name: item for name, item in exhibits().items() if item.paper == paper}
+        waiting = [name for name in listed if status(known.get(name)) == WAITING]
+        rows = [_row(item, known.get(name), real.get(name)) for name, item in listed.items() if name not in waiting]
         parts.append(f"## {title}\n\n{markdown(COLUMNS, *rows)}\n")
         if waiting:
             parts.append(f"Speed, waiting for a GPU: {', '.join(f'`{name}`' for name in waiting)}.\n")
