@@ -224,20 +224,6 @@ def test_what_was_set_by_hand_is_shown_and_the_baseline_shows_its_own():
     assert (full["setting"], full["tokens"], full["kv_ratio"]) == ("generation.num_beams=2", None, None)
 
 
-@pytest.mark.slow
-def test_a_sweep_from_the_command_line(tmp_path):
-    done = command("-m", "method=h2o,a2sf", "kv_ratio=0.2,0.5", *SMALL, f"outputs_dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert len(list(runs(tmp_path))) == 5
-    for word in ("a2sf", "h2o", "full", "KL to", "a first look, no verdicts"):
-        assert word in done.stdout
-    words = [str(tmp_path), "--where", "method=h2o", "--csv", str(tmp_path / "t")]
-    line = [sys.executable, "-m", "kvexp", "results", *words]
-    table = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert table.returncode == 0
-    assert len((tmp_path / "t").read_text().splitlines()) == 3
-
-
 def test_help_is_quick_and_complete():
     import time
 
@@ -359,11 +345,3 @@ def test_rows_of_the_wrong_shape_are_named(tmp_path):
     path.write_text(json.dumps({"text": "one two three four"}) + "\n" + json.dumps({"story": "x y z"}) + "\n")
     with pytest.raises(ConfigError, match=r"row 2 .*'text'"):
         evaluate_run(settings(tmp_path / "out", f"task.data_files={path}"))
-
-
-def test_outputs_that_cannot_be_written(tmp_path):
-    from kvexp.util.errors import ConfigError
-
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="choose another outputs_dir"):
-        evaluate_run(settings(tmp_path / "file" / "out"))
