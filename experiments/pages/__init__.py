@@ -95,9 +95,11 @@ def name_ends(axes: Axes, lines: Sequence[Curve], apart: float = 0.062) -> None:
 
 def dots(axes: Axes, rows: Sequence[tuple[str, Sequence[tuple[float, float, float]]]], names: Sequence[str]) -> None:
     """Draw values with intervals: a row for each (label, [(value, low, high) of each name]); the first row on top."""
+    axes.set_ylim(0.5 - len(rows), 0.5)
     for place, (_, values) in enumerate(rows):
+        axes.axhspan(-place - 0.5, -place + 0.5, color="white" if place % 2 else "0.95", linewidth=0)
         for index, (value, low, high) in enumerate(values):
-            y = -place + 0.3 * ((len(names) - 1) / 2 - index) / max(1, len(names) - 1) * 2
+            y = -place + 0.25 * ((len(names) - 1) / 2 - index) / max(1, len(names) - 1) * 2
             color = COLORS[index]
             axes.plot([low, high], [y, y], color=color, linewidth=1.6)
             axes.plot(value, y, "o", color=color, markersize=5, label=names[index] if place == 0 else None)
