@@ -64,7 +64,7 @@ def possibilities(
 
     storage: as of the group `cache` (`STORAGE`); ConfigError as of `Quantization`.
     """
-    found = []
+    fitting = []
     for share, (key_bits, value_bits) in itertools.product(shares, bits):
         how = quantization_of({**storage, "key_bits": key_bits, "value_bits": value_bits})
         if how is not None:
@@ -73,8 +73,8 @@ def possibilities(
         counted, allowed = SlotBytes(width, width, how), share * SlotBytes(width, width).of(tokens)
         slots = counted.most_slots(allowed + 1e-9)
         numbers = (slots, slots / tokens, counted.of(slots) if slots else 0, int(allowed))
-        found.append(BitsAndTokens(share, key_bits, value_bits, *numbers))
-    return found
+        fitting.append(BitsAndTokens(share, key_bits, value_bits, *numbers))
+    return fitting
 
 
 @tells_errors(ConfigError, CacheError)
@@ -85,23 +85,23 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    model_words, own = split_model_words(words, DEFAULTS, "the settings are")
+    model_words, values = split_model_words(words, DEFAULTS, "the settings are")
     with hydra_errors_shown(model_words):
         name, spec = composed_model(model_words)
         width = head_dim(config_of_spec(spec))
-    shares = [number(text, "bytes_ratio") for text in own["bytes_ratio"].split(",")]
-    tokens = int(number(own["prompt_tokens"], "prompt_tokens"))
-    given = [f"cache.{name}={own[f'cache.{name}']}" for name in STORAGE if own[f"cache.{name}"]]
+    shares = [number(text, "bytes_ratio") for text in values["bytes_ratio"].split(",")]
+    tokens = int(number(values["prompt_tokens"], "prompt_tokens"))
+    given = [f"cache.{name}={values[f'cache.{name}']}" for name in STORAGE if values[f"cache.{name}"]]
     storage = OmegaConf.to_container(OmegaConf.from_dotlist(given)).get("cache", {})  # type: ignore[union-attr]
-    found = possibilities(shares, pairs_of(own), storage, width, tokens)
-    show(name, width, tokens, found, [*given, *model_words])
+    fitting = possibilities(shares, pairs_of(values), storage, width, tokens)
+    show(name, width, tokens, fitting, [*given, *model_words])
     return 0
 
 
-def pairs_of(own: Mapping[str, str]) -> list[tuple[int, int]]:
+def pairs_of(words: Mapping[str, str]) -> list[tuple[int, int]]:
     """(key bits, value bits): the same for both, unless bits of one of them are given."""
     both, keys, values = (
-        [int(number(word, key)) for word in own[key].split(",") if word]
+        [int(number(word, key)) for word in words[key].split(",") if word]
         for key in ("cache.bits", "cache.key_bits", "cache.value_bits")
     )
     return list(itertools.product(keys or both, values or both)) if keys or values else [(bits, bits) for bits in both]
@@ -120,23 +120,23 @@ def number(text: str, key: str) -> float:
     return value
 
 
-def show(name: str, width: int, tokens: int, found: Sequence[BitsAndTokens], more: Sequence[str]) -> None:
+def show(name: str, width: int, tokens: int, fitting: Sequence[BitsAndTokens], more: Sequence[str]) -> None:
     """Print the possibilities and a sweep over those that hold at least one slot; more: its other words."""
     say(f"{name}: heads of {width} channels, prompts of {tokens} tokens; bytes of one kv head")
     say("bytes_ratio  key_bits  value_bits    slots  of prompt      bytes    allowed")
-    for one in found:
-        slots, share = (f"{one.slots}", f"{100 * one.prompt_share:.1f} %") if one.slots else ("none", "-")
+    for fit in fitting:
+        slots, share = (f"{fit.slots}", f"{100 * fit.prompt_share:.1f} %") if fit.slots else ("none", "-")
         say(
-            f"{one.bytes_ratio:>11g}  {one.key_bits:>8}  {one.value_bits:>10}  {slots:>7}  {share:>9}  {one.bytes:>9}  "
-            f"{one.allowed:>9}"
+            f"{fit.bytes_ratio:>11g}  {fit.key_bits:>8}  {fit.value_bits:>10}  {slots:>7}  {share:>9}  {fit.bytes:>9}  "
+            f"{fit.allowed:>9}"
         )
-    fits = [one for one in found if one.slots]
+    fits = [choice for choice in fitting if choice.slots]
     if fits:
-        apart = any(one.key_bits != one.value_bits for one in fits)
+        apart = any(choice.key_bits != choice.value_bits for choice in fits)
         keys = {"bytes_ratio": "bytes_ratio", "key_bits": "cache.key_bits" if apart else "cache.bits"}
         keys |= {"value_bits": "cache.value_bits"} if apart else {}
-        values = {key: dict.fromkeys(f"{getattr(one, name):g}" for one in fits) for name, key in keys.items()}
-        say(" ".join(["kvexp run -m", *(f"{key}={','.join(each)}" for key, each in values.items()), *more]))
+        values = {key: dict.fromkeys(f"{getattr(choice, name):g}" for choice in fits) for name, key in keys.items()}
+        say(" ".join(["kvexp run -m", *(f"{key}={','.join(listed)}" for key, listed in values.items()), *more]))
 
 
 if __name__ == "__main__":

@@ -108,14 +108,14 @@ class Curves(pd.DataFrame):
 
     def _shown(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """Yield (title, columns to print) for each model and task."""
-        for title, _, part in parts(self.whole):
-            metrics = part["headline"].dropna().unique()[:1]
+        for title, _, block in parts(self.whole):
+            metrics = block["headline"].dropna().unique()[:1]
             quality = [f"{metric}{ending}" for metric in metrics for ending in ENDINGS]
-            rows, shared = without_shared(part)
+            rows, shared = without_shared(block)
             telling = [name for name in ("question", "setting") if rows[name].nunique() > 1]
             columns = ["method", *telling, "kv_ratio", "n", *DISTANCE[:3], *quality]
             rows = rows[[name for name in columns if name in rows]].dropna(axis="columns", how="all")
-            measured = records(part[part["kl_low"].notna()]) if "kl" in rows else []
+            measured = records(block[block["kl_low"].notna()]) if "kl" in rows else []
             why = "" if "kl" in rows or len(rows) < 2 else f"\nno KL, which {NO_KL}"
             yield "\n".join(filter(None, [f"{title} {shared}".rstrip() + why, conclusion(measured)])), rows
 
@@ -231,15 +231,15 @@ def _words_of(method: Method | type[Method] | str) -> list[str]:
     if not isinstance(method, Method):
         raise ConfigError(f"methods holds a {cls.__name__}; a method is a name, or an object of kvexp.core.Method")
     if cls.__module__.partition(".")[0] == "kvexp":
-        name, found = cls.name, option("method", cls.name)
-        if not found:
+        name, fields = cls.name, option("method", cls.name)
+        if not fields:
             raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
-        known = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+        known = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     else:
         # The class as it was loaded from its file; else as its file is now.
-        loaded_ones = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
-        own = next(loaded_ones, None) or class_method(cls)
-        name, known = make_option(own), settings_of_class(own.cls)
+        loaded_ones = (entry for entry in admitted().values() if entry.cls is cls and entry.reference is not None)
+        user_method = next(loaded_ones, None) or class_method(cls)
+        name, known = make_option(user_method), settings_of_class(user_method.cls)
     values = {key: getattr(method, key) for key in settings_of_class(cls)}
     changed = {key: value for key, value in values.items() if known.get(key, MISSING) != value}
     return [f"method={name}", *(_override(f"method.{key}", value) for key, value in changed.items())]
