@@ -223,7 +223,7 @@ def estimate(at: float, low: float, high: float, digits: int = 1, sign: bool = F
 
 
 def kl_estimate(kl: float, low: float, high: float, parts: Floats) -> str:
-    """ "0.041 (0.024 … 0.095)"; what `rests_on` finds in parts [n], those of the mean, replaces the upper end."""
+    """ "0.041 (0.024 … 0.095)"; what `rests_on` finds in the parts [n] of the mean replaces the upper end."""
     few, share = rests_on(parts)
     if math.isnan(low) or not few:
         return estimate(kl, low, high, 3)
