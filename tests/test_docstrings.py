@@ -40,7 +40,8 @@ EMPTY_NAMES = frozenset(
 )
 # Files and folders whose variables are not read yet.
 UNNAMED = re.compile(
-    r"experiments/(findings|lib/league|methods_league|pages/|studies/ruler_board)|kvexp/run/(build|session|user_methods)"
+    r"experiments/(findings|lib/league|methods_league|pages/|studies/(engines|ruler_board))"
+    r"|kvexp/run/(build|session|user_methods)"
 )
 # Uses that are the plain word: add one only where no standard term says the same.
 ALLOWED: tuple[str, ...] = (
