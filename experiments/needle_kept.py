@@ -72,7 +72,7 @@ def shares(runs: Sequence[Settings]) -> np.ndarray:
 
 
 def table(question: str, names: Sequence[str], kept: np.ndarray) -> str:
-    """A Markdown table, most first; found: as `shares` of these names."""
+    """A Markdown table, most first; kept: as `shares` of these names."""
     rows = []
     for place in np.argsort(-kept.mean((1, 2, 3)), kind="stable"):
         by_prompt = 100 * kept[place].mean((1, 2))

@@ -72,7 +72,7 @@ def model_words(name: str) -> str:
 def panel_title(model: str, task: str = "", places: Iterable[Any] = ()) -> str:
     """ "GPT-J 6B: CNN/DailyMail, question in prompt"; a name that is not known has its underscores taken out.
 
-    asked: where the question was, of the runs shown.
+    places: where the question was, of the runs shown.
     """
     task, comma, rest = task.partition(", ") if ", " in task else task.partition(" ")
     known = TASK_NAMES.get(task, (task.partition("/")[2] or task).replace("_", " "))

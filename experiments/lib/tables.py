@@ -166,7 +166,7 @@ def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> 
 
 
 def between(page: str, begin: str, end: str, content: str, name: object) -> str:
-    """A page with `made` between its lines begin and end; ConfigError where it lacks them. name: of the page."""
+    """A page with `content` between its lines begin and end; ConfigError where it lacks them. name: of the page."""
     before, begun, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not begun or not ended:
@@ -223,7 +223,7 @@ def estimate(at: float, low: float, high: float, digits: int = 1, sign: bool = F
 
 
 def kl_estimate(kl: float, low: float, high: float, parts: Floats) -> str:
-    """ "0.041 (0.024 … 0.095)"; what `rests_on` finds in each [n], the parts of the mean, replaces the upper end."""
+    """ "0.041 (0.024 … 0.095)"; what `rests_on` finds in the parts [n] of the mean replaces the upper end."""
     few, share = rests_on(parts)
     if math.isnan(low) or not few:
         return estimate(kl, low, high, 3)

@@ -103,34 +103,34 @@ def cells(
     longbench: Path | None = None,
 ) -> list[Cell]:
     """The study's cells, full caches first; longbench: the file of that task's rows, None for the hub's."""
-    session, listed = Session(), []
+    session, found = Session(), []
     for task in tasks:
         words = [*TASKS[task], "batch_size=1", f"outputs_dir={outputs}", *more]
         words += [] if limit is None else [f"limit={limit}"]
         words += [] if longbench is None or task != FROM_FILE else [f"task.data_files={longbench}"]
 
-        def engine(*more_words: str, words: list[str] = words) -> Settings:
-            (settings,) = composed_runs([*words, *more_words, "engine=openvino"], session)[1]
-            return settings
+        def engine(*asked: str, words: list[str] = words) -> Settings:
+            (made,) = composed_runs([*words, *asked, "engine=openvino"], session)[1]
+            return made
 
-        def own(*more_words: str, words: list[str] = words) -> Settings:
-            measured = [] if more_words == ("method=full",) else ["divergence=true"]
-            (settings,) = composed_runs([*words, *more_words, *measured, "model.weights=float16"], session)[1]
-            return settings
+        def own(*asked: str, words: list[str] = words) -> Settings:
+            measured = [] if asked == ("method=full",) else ["divergence=true"]
+            (made,) = composed_runs([*words, *asked, *measured, "model.weights=float16"], session)[1]
+            return made
 
-        listed.append(Cell(task, FULL, None, engine("method=full"), own("method=full")))
+        found.append(Cell(task, FULL, None, engine("method=full"), own("method=full")))
         eight = engine("engine.cache=u8", "method=full"), own("method=full", "cache.codec=u8")
-        listed.append(Cell(task, EIGHT, None, *eight))
+        found.append(Cell(task, EIGHT, None, *eight))
         for name, (_, codec) in FORMATS.items():
-            listed.append(Cell(task, name, None, None, own("method=full", f"cache.codec={codec}")))
+            found.append(Cell(task, name, None, None, own("method=full", f"cache.codec={codec}")))
         for size in sizes:
             for name, given in SETTINGS.items():
-                given_words = ["method=openvino", "budget=tokens", f"budget.tokens={size}", *given]
-                listed.append(Cell(task, name, size, engine(*given_words), own(*given_words)))
+                asked = ["method=openvino", "budget=tokens", f"budget.tokens={size}", *given]
+                found.append(Cell(task, name, size, engine(*asked), own(*asked)))
             for name, given in RIVALS.items():
-                given_words = [*given, "budget=tokens", f"budget.tokens={size + BLOCK}"]
-                listed.append(Cell(task, name, size, None, own(*given_words)))
-    return listed
+                asked = [*given, "budget=tokens", f"budget.tokens={size + BLOCK}"]
+                found.append(Cell(task, name, size, None, own(*asked)))
+    return found
 
 
 def rows_of(settings: Settings | None) -> dict[str, Row]:
@@ -143,17 +143,17 @@ def rows_of(settings: Settings | None) -> dict[str, Row]:
 
 
 def _record(args: argparse.Namespace) -> int:
-    session, listed = Session(), _cells(args)
-    for task in dict.fromkeys(cell.task for cell in listed):
-        here = [cell for cell in listed if cell.task == task]
-        twins = [cell.own for cell in here if cell.own is not None]
-        for group in prefill_groups(twins):
+    session, each = Session(), _cells(args)
+    for task in dict.fromkeys(cell.task for cell in each):
+        here = [cell for cell in each if cell.task == task]
+        own = [cell.own for cell in here if cell.own is not None]
+        for group in prefill_groups(own):
             run_group(group, session)
-        for run in [*(cell.engine for cell in here if cell.engine is not None), *twins]:
+        for run in [*(cell.engine for cell in here if cell.engine is not None), *own]:
             evaluate_run(run, session)
             if run.divergence.texts:  # a run that alone lacks something is no group's
                 measure_rest(run, session)
-    say(tables(listed))
+    say(tables(each))
     return 0
 
 
@@ -165,17 +165,17 @@ def _table(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    listed = _cells(args)
-    engine, twin = (
+    each = _cells(args)
+    engine, own = (
         sum(len(list(run.task.examples())) for run in runs if run is not None)
-        for runs in ([cell.engine for cell in listed], [cell.own for cell in listed])
+        for runs in ([cell.engine for cell in each], [cell.own for cell in each])
     )
-    known = [seconds for cell in listed for seconds in _seconds(cell.engine)]
-    say(f"{sum(len(cell.runs) for cell in listed)} runs, {engine + twin} rows")
+    known = [seconds for cell in each for seconds in _seconds(cell.engine)]
+    say(f"{sum(len(cell.runs) for cell in each)} runs, {engine + own} rows")
     if not known:
         raise ConfigError("nothing is recorded that says how long a row takes here: record some first (--limit 2)")
     # kvexp's own rows share prefills and steps: answer and forced text together take about as long as an engine's row.
-    say(f"about {duration(float(np.mean(known)) * (engine + twin))}, by {len(known)} rows recorded here")
+    say(f"about {duration(float(np.mean(known)) * (engine + own))}, by {len(known)} rows recorded here")
     return 0
 
 
@@ -201,7 +201,7 @@ class Recorded:
     def equal(self) -> int:
         """How many answers of the twin are the engine's."""
         both = zip(self.engine, self.own, strict=True)
-        return sum(answer["output_tokens"] == other["output_tokens"] for answer, other in both)
+        return sum(one["output_tokens"] == other["output_tokens"] for one, other in both)
 
     @property
     def score(self) -> float:
@@ -225,20 +225,20 @@ class Recorded:
     @cached_property
     def forced(self) -> tuple[np.ndarray, ...] | None:
         """KL and tokens of each example [n], KL and place of each token [tokens.sum()]; None where there is none."""
-        measured, names = per_example(self.own_run, OWN), {row["example"] for row in self.own}
-        if measured is None:
+        found, names = per_example(self.own_run, OWN), {row["example"] for row in self.own}
+        if found is None:
             return None
-        chosen = np.array([name in names for name in measured.names])
-        of_token = np.repeat(chosen, measured.tokens.astype(int))
-        return measured.kl[chosen], measured.tokens[chosen], measured.each_kl[of_token], measured.each_place[of_token]
+        chosen = np.array([name in names for name in found.names])
+        each = np.repeat(chosen, found.tokens.astype(int))
+        return found.kl[chosen], found.tokens[chosen], found.each_kl[each], found.each_place[each]
 
     def kl_at(self, first: int, last: int) -> str:
         """Mean KL of the tokens at places first to last of the answer, where the twin stands for the engine."""
         if self.forced is None or not self.stands:
             return ""
         _, _, kl, place = self.forced
-        inside = (first <= place) & (place <= last)
-        return _digits(float(kl[inside].mean())) if inside.any() else ""
+        there = (first <= place) & (place <= last)
+        return _digits(float(kl[there].mean())) if there.any() else ""
 
     @property
     def own_run(self) -> Run:
@@ -257,94 +257,94 @@ class Recorded:
 
         Of the places at which the answer still is the full cache's; none of a full cache that is the baseline.
         """
-        lines, columns = self.own_run.divergence(), [np.zeros((3, 0))]
+        lines, found = self.own_run.divergence(), [np.zeros((3, 0))]
         for row in self.engine:
             line = lines.get((row["example"], OWN))
             if line is not None:
                 same = len(list(takewhile(bool, map(int.__eq__, row["output_tokens"], line["tokens"]))))
-                sides = row["info"]["output_logprobs"], line["logprob"], line["full_logprob"]
-                columns.append(np.array([numbers[:same] for numbers in sides]))
-        return np.concatenate(columns, axis=1)
+                each = row["info"]["output_logprobs"], line["logprob"], line["full_logprob"]
+                found.append(np.array([numbers[:same] for numbers in each]))
+        return np.concatenate(found, axis=1)
 
 
 def _digits(number: float) -> str:
     return f"{number:.{2 if number >= 0.1 else 3 if number >= 0.01 else 4 if number >= 0.0005 else 5}f}"
 
 
-def recorded(listed: Sequence[Cell]) -> dict[str, list[Recorded]]:
+def recorded(each: Sequence[Cell]) -> dict[str, list[Recorded]]:
     """Task -> its recorded cells; a task without its full cache has none."""
-    tasks: dict[str, list[Recorded]] = {}
-    for task in dict.fromkeys(cell.task for cell in listed):
-        rows = [(cell, [rows_of(run) for run in cell.runs]) for cell in listed if cell.task == task]
+    found: dict[str, list[Recorded]] = {}
+    for task in dict.fromkeys(cell.task for cell in each):
+        rows = [(cell, [rows_of(run) for run in cell.runs]) for cell in each if cell.task == task]
         begun = [(cell, parts) for cell, parts in rows if all(parts)]
         if not any(cell.setting == FULL for cell, _ in begun):
             continue
-        shared = set.intersection(*(set(rows_by_name) for _, parts in begun for rows_by_name in parts))
-        tasks[task] = []
+        shared = set.intersection(*(set(part) for _, parts in begun for part in parts))
+        found[task] = []
         for cell, parts in begun:
-            kept = [[row for name, row in rows_by_name.items() if name in shared] for rows_by_name in parts]
+            kept = [[row for name, row in part.items() if name in shared] for part in parts]
             engine = kept[0] if cell.engine is not None else []
-            tasks[task].append(Recorded(cell, engine, kept[-1]))
-    return {task: lines for task, lines in tasks.items() if lines[0].rows}
+            found[task].append(Recorded(cell, engine, kept[-1]))
+    return {task: lines for task, lines in found.items() if lines[0].rows}
 
 
-def tables(listed: Sequence[Cell]) -> str:
+def tables(each: Sequence[Cell]) -> str:
     """The recorded cells as Markdown: the first task by setting, and all tasks at equal bytes."""
-    tasks = recorded(listed)
-    if not tasks:
+    found = recorded(each)
+    if not found:
         raise ConfigError("nothing is recorded in this folder: record it first")
-    first = next(iter(tasks))
-    parts = [_opening(tasks[first]), _caption(first, tasks[first]), _of_tasks(tasks), _by_place(first, tasks[first])]
+    first = next(iter(found))
+    parts = [_opening(found[first]), _caption(first, found[first]), _of_tasks(found), _by_place(first, found[first])]
     return "\n\n".join(parts)
 
 
 def _opening(lines: Sequence[Recorded]) -> str:
     order = [FULL, EIGHT, *FORMATS, *SETTINGS]
     full = {True: lines[0].engine, False: lines[0].own}
-    shown = sorted((arm for arm in lines if arm.cell.setting in order), key=lambda arm: order.index(arm.cell.setting))
-    rows, before = list[Sequence[str]](), ""
-    for arm in shown:
-        setting, size = arm.cell.setting, arm.cell.size
-        base = full[bool(arm.engine)]
-        same = np.mean([_share(a["output_tokens"], b["output_tokens"]) for a, b in zip(arm.rows, base, strict=True)])
-        rows.append(
+    shown = sorted((one for one in lines if one.cell.setting in order), key=lambda one: order.index(one.cell.setting))
+    made, before = list[Sequence[str]](), ""
+    for one in shown:
+        setting, size = one.cell.setting, one.cell.size
+        base = full[bool(one.engine)]
+        same = np.mean([_share(a["output_tokens"], b["output_tokens"]) for a, b in zip(one.rows, base, strict=True)])
+        made.append(
             [
                 FORMATS[setting][0] if setting in FORMATS else "OpenVINO",
                 setting,
                 "" if size is None else str(size),
-                f"{np.mean([row['receipt']['kv_bytes'] for row in arm.rows]) / 1e6:.1f}",
-                arm.kl,
+                f"{np.mean([row['receipt']['kv_bytes'] for row in one.rows]) / 1e6:.1f}",
+                one.kl,
                 f"{100 * same:.0f} %",
-                f"{arm.score:.1f}",
-                f"{_speed(arm.engine)} ({_speed(base)})" if arm.engine else "",
+                f"{one.score:.1f}",
+                f"{_speed(one.engine)} ({_speed(base)})" if one.engine else "",
                 ADVICE.get(setting, "") if setting != before else "",
             ]
         )
         before = setting
     metric = next(iter(lines[0].rows[0]["metrics"]))
     heads = ["engine", "setting", "tokens", "cache, MB", "KL of the twin (95 %)", "same tokens", metric]
-    return _markdown([*heads, "tokens/s (full)", "advice"], rows)
+    return _markdown([*heads, "tokens/s (full)", "advice"], made)
 
 
 def _caption(task: str, lines: Sequence[Recorded]) -> str:
     rows = lines[0].rows
     lengths = [row["prompt_tokens"] for row in rows]
-    twins = [arm for arm in lines if arm.engine]
-    equal, answers = sum(arm.equal for arm in twins), sum(len(arm.engine) for arm in twins)
+    twins = [one for one in lines if one.engine]
+    equal, answers = sum(one.equal for one in twins), sum(len(one.engine) for one in twins)
     said = (
         f"`task={task}`, n = {len(rows)}, prompts of {min(lengths)} to {max(lengths)} tokens, answers of at most "
         f"{max(row['new_tokens'] for row in rows)}. The twin's answer is the engine's, token for token, in {equal} of "
         f"{answers}."
     )
-    return " ".join([said, *(_apart(arm) for arm in twins if not arm.stands)])
+    return " ".join([said, *(_apart(one) for one in twins if not one.stands)])
 
 
-def _apart(arm: Recorded) -> str:
+def _apart(one: Recorded) -> str:
     """How far engine and twin move the log-probability of a chosen token, while the answer is the full cache's."""
-    engine, twin, full = arm.chosen
+    engine, twin, full = one.chosen
     moved = f"{_digits(_rms(engine - full))} in the engine and {_digits(_rms(twin - full))} in its twin"
     return (
-        f"{arm.cell.setting}: {arm.equal} of {len(arm.engine)} answers are equal; log-probabilities of chosen tokens "
+        f"{one.cell.setting}: {one.equal} of {len(one.engine)} answers are equal; log-probabilities of chosen tokens "
         f"are moved by {moved} (root mean square over {len(full)} tokens)."
     )
 
@@ -353,29 +353,29 @@ def _rms(gaps: np.ndarray) -> float:
     return float(np.sqrt(np.mean(gaps**2))) if len(gaps) else 0.0
 
 
-def _of_tasks(tasks: dict[str, list[Recorded]]) -> str:
+def _of_tasks(found: dict[str, list[Recorded]]) -> str:
     """A table with a column for each task; lines of one size hold equal bytes."""
     values = {
-        task: {(arm.cell.size, arm.cell.setting): f"{arm.kl}; {arm.score:.0f}" for arm in lines}
-        for task, lines in tasks.items()
+        task: {(one.cell.size, one.cell.setting): f"{one.kl}; {one.score:.0f}" for one in lines}
+        for task, lines in found.items()
     }
-    heads = [f"{task}, n = {len(lines[0].rows)}" for task, lines in tasks.items()]
+    heads = [f"{task}, n = {len(lines[0].rows)}" for task, lines in found.items()]
     known = list(dict.fromkeys(key for lines in values.values() for key in lines))
-    rows = [
+    made = [
         ["" if size is None else str(size), name, *(lines.get((size, name), "") for lines in values.values())]
         for size, name in known
     ]
-    return _markdown(["tokens", "KL, nats per token; score", *heads], rows)
+    return _markdown(["tokens", "KL, nats per token; score", *heads], made)
 
 
 def _by_place(task: str, lines: Sequence[Recorded]) -> str:
     """A table of KL in each third of the longest answer, the first token left out, which nothing evicted precedes."""
     longest = max(row["new_tokens"] for row in lines[0].rows)
-    ends = [round(longest * third / 3) for third in range(4)]
+    ends = [round(longest * part / 3) for part in range(4)]
     thirds = [(max(2, first + 1), last) for first, last in pairwise(ends)]
-    shown = [arm for arm in lines if arm.cell.setting in SETTINGS]
-    rows = [[str(arm.cell.size), arm.cell.setting, *(arm.kl_at(*third) for third in thirds)] for arm in shown]
-    return _markdown(["tokens", f"KL by place in the answer, {task}", *(f"{a} to {b}" for a, b in thirds)], rows)
+    shown = [one for one in lines if one.cell.setting in SETTINGS]
+    made = [[str(one.cell.size), one.cell.setting, *(one.kl_at(*third) for third in thirds)] for one in shown]
+    return _markdown(["tokens", f"KL by place in the answer, {task}", *(f"{a} to {b}" for a, b in thirds)], made)
 
 
 def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -386,8 +386,8 @@ def _speed(rows: Sequence[Row]) -> str:
     return f"{1 / np.mean([row['seconds']['tpot'] for row in rows]):.0f}"
 
 
-def _share(first: Sequence[int], other: Sequence[int]) -> float:
-    return sum(map(int.__eq__, first, other)) / max(len(first), len(other))
+def _share(one: Sequence[int], other: Sequence[int]) -> float:
+    return sum(map(int.__eq__, one, other)) / max(len(one), len(other))
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
