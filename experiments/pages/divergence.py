@@ -48,11 +48,8 @@ def draw() -> Figure:
     labels = (f"KL, nats per token (limit {EPSILON_KL:g})", f"ROUGE-2, % of full (limit {MARK:g})")
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         rows = [(label, [runs()[f"{name} {budget}"][2 * place] for budget in BUDGETS]) for name, label in NAMES.items()]
-        for row in range(0, len(rows), 2):
-            axes.axhspan(-row - 0.5, -row + 0.5, color="0.95", linewidth=0)
         dots(axes, rows, [f"{budget} of the cache" for budget in BUDGETS])
         axes.axvline((EPSILON_KL, MARK)[place], color="black", linewidth=1)
-        axes.set_ylim(0.5 - len(rows), 0.5)
         axes.set_xlabel(label)
         decided = sum(found[2 * place + 1] != divergence.UNDECIDED for found in runs().values())
         axes.set_title(f"{decided} of {len(runs())} runs decided", fontsize=10.5)

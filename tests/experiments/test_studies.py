@@ -17,7 +17,6 @@ from test_results import noisy, write
 from tiny import stock
 
 import kvexp.run.batches as runner
-from experiments.studies import causes
 from experiments.studies import testbed as command
 from experiments.studies import yardstick as study
 from experiments.studies.bits_and_tokens import main, possibilities
@@ -378,19 +377,3 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         export(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"task\.size must be at least 1, got 0"):
         export(tmp_path, size=0)
-
-
-# What causes the answer: a page made of the file of its scores.
-
-
-def test_the_table_of_causes_is_the_one_its_file_makes(tmp_path: Path) -> None:
-    kept = causes.RECORDED.with_suffix(".md").read_text("utf-8")
-    begun, ended = (kept.index(mark) for mark in (causes.BEGIN, causes.END))
-    page = tmp_path / "page.md"
-    page.write_text(f"{kept[:begun]}{causes.BEGIN}\n\n{kept[ended:]}", "utf-8")
-    assert causes.main(["--page", str(page), "--figures", str(tmp_path)]) == 0
-    assert page.read_text("utf-8") == kept
-    for text in ("news", "news_qa"):
-        letters = (tmp_path / f"causes_{text}.svg").read_text("utf-8")
-        assert ">kvzip_plus<" in letters and "KL of all evicted" in letters
-    assert causes.main(["--page", str(tmp_path / "causes_news.svg")]) == 2, "a page without its marks"
