@@ -3,9 +3,10 @@
     python -m experiments.pages                  all pages
     python -m experiments.pages decoding gpu     these
 
-A page NAME has a module here of the same name, with `draw() -> Figure` and `table() -> str` (Markdown). The figure
-becomes docs/NAME.svg; the table goes between the page's two marks. Pages have one form, which tests/test_pages.py
-holds: a question, its answer, the figure, the table, what it does not say, how it was measured, the command.
+A page NAME has a module here of the same name, with `draw() -> Figure` and `table() -> str` (Markdown), and `PAGE` if
+the page is not docs/NAME.md. The figure becomes docs/NAME.svg; the table goes between the page's two marks. Pages have
+one form, which tests/test_pages.py holds: a question, its answer, the figure, the table, what it does not say, how it
+was measured, the command.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ class Curve:
 def named() -> list[str]:
     """The pages that have a module here, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def path_of(name: str) -> Path:
+    """The Markdown file of a page."""
+    module = importlib.import_module(f"experiments.pages.{name}")
+    return Path(getattr(module, "PAGE", DOCS / f"{name}.md"))
 
 
 def blank(panels: int = 1, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
@@ -128,8 +135,8 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def make(name: str) -> None:
-    """Write docs/NAME.svg and the table of docs/NAME.md."""
-    page, module = DOCS / f"{name}.md", importlib.import_module(f"experiments.pages.{name}")
+    """Write docs/NAME.svg and the table of the page."""
+    page, module = path_of(name), importlib.import_module(f"experiments.pages.{name}")
     with rc_context(STYLE):
         module.draw().savefig(DOCS / f"{name}.svg", metadata={"Date": None})
     page.write_text(with_table(page.read_text("utf-8"), name, module.table()), encoding="utf-8")

