@@ -4,7 +4,7 @@
     python -m experiments.pages decoding gpu     these
 
 A page NAME has a module here of the same name, with `draw() -> Figure` and `table() -> str` (Markdown), and `PAGE` if
-the page is not docs/NAME.md. The figure becomes docs/NAME.svg; the table goes between the page's two marks. Pages have
+the page is not docs/NAME.md; the first page, index, has a figure alone. The figure becomes docs/NAME.svg; the table goes between the page's two marks. Pages have
 one form, which tests/test_pages.py holds: a question, its answer, the figure, the table, what it does not say, how it
 was measured, the command.
 """
@@ -139,4 +139,5 @@ def make(name: str) -> None:
     page, module = path_of(name), importlib.import_module(f"experiments.pages.{name}")
     with rc_context(STYLE):
         module.draw().savefig(DOCS / f"{name}.svg", metadata={"Date": None})
-    page.write_text(with_table(page.read_text("utf-8"), name, module.table()), encoding="utf-8")
+    if hasattr(module, "table"):
+        page.write_text(with_table(page.read_text("utf-8"), name, module.table()), encoding="utf-8")
