@@ -270,7 +270,7 @@ def test_random_weights_have_no_yardstick(yardstick, monkeypatch, capsys):
 # The testbed through lm-eval's, LongBench's and needle's own code: high scores where nothing is evicted, and ours.
 
 
-SIZE = 12
+SIZE = 6
 OWN = (f"task.size={SIZE}", "task.marked=4")
 
 

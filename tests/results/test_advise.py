@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from commands import run_py
 from report_runs import write
+from turns import in_turn
 
 from kvexp.results import advise_search
 from kvexp.results.advise import Candidate, Terms, judged, main, recorded
@@ -75,7 +76,7 @@ def of_rows(task, question, limit, confidence, share=0.9, **more):
     return found
 
 
-@pytest.mark.parametrize("confidence", [0.8, 0.9, 0.95])
+@pytest.mark.parametrize("confidence", in_turn([0.9, 0.8, 0.95], of=3))
 def test_coverage_on_recorded_rows(confidence):
     """The true share of every promise is known, since prompts are drawn with replacement from recorded rows."""
     wrong, short, any_held = of_rows("news_qa", "after_eviction", 0.02, confidence)
