@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_first                 # about an hour; --only NAME … runs some lines
     python -m benchmarks.gpu_first --report FILE   # default: gpu_report.md
 
-A line is green where its command ended with 0 and, of tests, at least one has run. docs/gpu.md says what each shows and
-what to do where it is red.
+A line is green where its command ended with 0 and, of tests, at least one has run. docs/gpu_details.md says what each
+shows and what to do where it is red.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MINUTES = 15  # per line
 class Check:
     """One line of the report.
 
-    name: as in docs/gpu.md; shows: what a green line says; module, words: `python -m module words`.
+    name: as in docs/gpu_details.md; shows: what a green line says; module, words: `python -m module words`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Check:
 # Modules that the tests import, and the packages that bring them.
 PACKAGES = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "hypothesis": "hypothesis"}
 # What is known without a GPU.
-WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu.md says what a CPU can show."
+WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu_details.md says what a CPU can show."
 TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
 GPU, KERNELS = "tests/core/test_gpu.py", "tests/core/test_triton.py"
 # Words of the names of its tests.

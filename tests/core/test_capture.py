@@ -183,7 +183,7 @@ def test_a_step_that_waits_for_the_host_is_not_captured(offence, monkeypatch):
     assert made.tokens == plain.tokens and "0 of 11" in made.cuda_graph and "the capture failed" in made.cuda_graph
 
 
-# docs/gpu.md says of every method whether its decode steps can be captured as a CUDA graph, as the code decides it.
+# docs/gpu_details.md says of every method whether its decode steps can be captured as a CUDA graph.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,9 +203,9 @@ def table() -> str:
 
 
 def test_the_page_says_what_the_code_decides() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    page = (ROOT / "docs" / "gpu_details.md").read_text("utf-8")
     written = page.partition(BEGIN)[2].partition(END)[0].strip()
-    assert written == table(), "docs/gpu.md: put this table between the marks\n" + table()
+    assert written == table(), "docs/gpu_details.md: put this table between the marks\n" + table()
 
 
 def settings(*overrides: str) -> Settings:
