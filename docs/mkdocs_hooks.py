@@ -1,8 +1,9 @@
 """What `make docs` (mkdocs.yml) does beyond MkDocs: pages from outside docs/, and links as GitHub reads them.
 
 The other Markdown of the repository's root, experiments/ and benchmarks/ are pages of the site under their own paths,
-README.md as start.md: the site's first page is docs/index.md. A link between pages is written as it works in the repository, and is turned into the site's; a link to a
-file that is no page (code, a configuration) becomes the file's name.
+README.md as start.md: the site's first page is docs/index.md. A link between pages is written as it works in the
+repository, and is turned into the site's; a link to a file that is no page (code, a configuration) becomes the file's
+name.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python -m experiments.pages decoding gpu     these
 
 A page NAME has a module here of the same name, with `draw() -> Figure` and `table() -> str` (Markdown), and `PAGE` if
-the page is not docs/NAME.md; the first page, index, has a figure alone. The figure becomes docs/NAME.svg; the table goes between the page's two marks. Pages have
-one form, which tests/test_pages.py holds: a question, its answer, the figure, the table, what it does not say, how it
-was measured, the command.
+the page is not docs/NAME.md; the first page, index, has a figure alone. The figure becomes docs/NAME.svg; the table
+goes between the page's two marks. Pages have one form, which tests/test_pages.py holds: a question, its answer, the
+figure, the table, what it does not say, how it was measured, the command.
 """
 
 from __future__ import annotations
