@@ -30,8 +30,6 @@ from kvexp.run.store import Run, check_of, keep_check, runs
 from kvexp.tasks import TestbedChoice, TestbedQA
 from kvexp.util.errors import ConfigError
 
-# Which numbers of tokens and of bits fit into a share of bytes.
-
 
 ROWS = Path(__file__).parents[1] / "fixtures" / "lm_eval"
 PIQA = PublishedNumber("piqa", "acc_norm", 60.0)
