@@ -14,7 +14,6 @@ DOCS = ROOT / "docs"
 WORDS, DECIMALS, ANSWER_NUMBERS, TABLE_ROWS, CURVES = 700, 25, 3, 12, 7
 NUMBER = re.compile(r"(?<![\w.-])[-+]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 DECIMAL = re.compile(r"\d[.]\d")
-RESULTS = sorted([DOCS / f"{name}.md" for name in pages.named()])
 MARKDOWN = sorted(
     {path for folder in (".", "docs", "experiments", "benchmarks") for path in (ROOT / folder).glob("*.md")}
 )
@@ -47,16 +46,20 @@ def answer(text: str) -> str:
     return re.sub(r"\]\([^)]*\)|[*`]", "", text.split("\n\n")[1]).replace("\n", " ")
 
 
-@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.stem)
-def test_a_page_of_results_has_the_form(page):
-    text = page.read_text("utf-8")
+RESULTS = [name for name in pages.named() if name != "index"]
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_page_of_results_has_the_form(name):
+    text = pages.path_of(name).read_text("utf-8")
     folded = text.partition("<details")[2].partition("</details>")[0]
     opened = text.replace(folded, "")
     assert re.match(r"# .*\?\n\n\*\*", text), "its title is a question, its first words the answer in bold"
     assert len(re.findall(r"[.:?!](?: |$)", re.sub(r"\d[.]\d|vs\.", "", answer(text)))) <= 4, "three short sentences"
     names = r"SmolLM2-\d+M|[A-Z]\w*-?\d+(?:B|M)\b|gemma\w*|llama\.\w+|Fig\. \d+"
     assert len(NUMBER.findall(re.sub(names, "", answer(text)))) <= ANSWER_NUMBERS + 1, "three numbers (a range is one)"
-    assert re.findall(r"!\[[^]]+\]\((\S+)\)", text) == [f"{page.stem}.svg"], "one figure, made by experiments.pages"
+    shown = re.findall(r"!\[[^]]+\]\((?:\.\./docs/)?(\S+)\)", text)
+    assert shown == [f"{name}.svg"], "one figure, made by experiments.pages"
     assert len(tables(opened)) == 1, "one table that is not folded"
     assert len(tables(opened)[0]) <= TABLE_ROWS + 2
     says_not = opened.partition("## What this does not say\n\n")[2].partition("\n\n")[0]
@@ -69,11 +72,12 @@ def test_a_page_of_results_has_the_form(page):
 
 @pytest.mark.parametrize("name", pages.named())
 def test_the_figure_and_table_are_made_of_the_recording(name, monkeypatch, tmp_path):
-    text = (DOCS / f"{name}.md").read_text("utf-8")
-    (tmp_path / f"{name}.md").write_text(text, encoding="utf-8")
+    text, copy = pages.path_of(name).read_text("utf-8"), tmp_path / "page.md"
+    copy.write_text(text, encoding="utf-8")
     monkeypatch.setattr(pages, "DOCS", tmp_path)
+    monkeypatch.setattr(pages, "path_of", lambda _: copy)
     pages.make(name)
-    assert (tmp_path / f"{name}.md").read_text("utf-8") == text
+    assert copy.read_text("utf-8") == text
     assert (tmp_path / f"{name}.svg").stat().st_size < 400_000
     assert (DOCS / f"{name}.svg").exists()
 
@@ -85,6 +89,17 @@ def test_every_table_is_one(path):
         assert len(table) > 1 and re.fullmatch(r"\|(?: *:?-+:? *\|)+", table[1]), f"no table: {table[0]}"
         widths = {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) for line in table}
         assert len(widths) == 1, f"rows of {sorted(widths)} bars: {table[0]}"
+
+
+def test_answers_of_the_first_page_are_those_of_the_pages():
+    """Every number of an answer is on a page that the row links to."""
+    rows = tables((DOCS / "index.md").read_text("utf-8"))[0][2:]
+    assert len(rows) == 10
+    for row in rows:
+        _, _, said, links, _ = row.split(" | ") if row.count(" | ") == 4 else ["", *row.split("|")[1:]]
+        linked = [DOCS / path for path in re.findall(r"\]\(([^)#]+)", links)]
+        known = {number for page in linked for number in NUMBER.findall(page.read_text("utf-8"))}
+        assert set(NUMBER.findall(said)) <= known, row
 
 
 def test_too_much_for_a_figure_or_a_table_is_refused():

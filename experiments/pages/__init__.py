@@ -1,11 +1,12 @@
-"""Figures and tables of the pages of results, each made from the recording beside the page.
+"""Figures and tables of the pages of results, each made from its committed recording.
 
     python -m experiments.pages                  all pages
     python -m experiments.pages decoding gpu     these
 
-A page NAME has a module here of the same name, with `draw() -> Figure` and `table() -> str` (Markdown). The figure
-becomes docs/NAME.svg; the table goes between the page's two marks. Pages have one form, which tests/test_pages.py
-holds: a question, its answer, the figure, the table, what it does not say, how it was measured, the command.
+A page NAME has a module here of the same name, with `draw() -> Figure` and `table() -> str` (Markdown), and `PAGE` if
+the page is not docs/NAME.md; the first page, index, has a figure alone. The figure becomes docs/NAME.svg; the table
+goes between the page's two marks. Pages have one form, which tests/test_pages.py holds: a question, its answer, the
+figure, the table, what it does not say, how it was measured, the command.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BEGIN, END = "<!-- table: python -m experiments.pages {name} -->", "<!-- end of table -->"
-# Okabe and Ito's colours without their yellow, which a white ground swallows: told apart by most who see few colours.
+# Okabe and Ito's colours, which the colour-blind can distinguish, without their yellow, which is too pale on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 WIDTH, HEIGHT = 7.2, 4.0  # inches; 700 px of a page show 10 points of a letter as 9.7 px
 # A ground of its own makes a figure legible on a dark page too; the salt makes the same file again.
@@ -48,6 +49,12 @@ class Curve:
 def named() -> list[str]:
     """The pages that have a module here, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def path_of(name: str) -> Path:
+    """The Markdown file of a page."""
+    module = importlib.import_module(f"experiments.pages.{name}")
+    return Path(getattr(module, "PAGE", DOCS / f"{name}.md"))
 
 
 def blank(panels: int = 1, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
@@ -128,8 +135,9 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def make(name: str) -> None:
-    """Write docs/NAME.svg and the table of docs/NAME.md."""
-    page, module = DOCS / f"{name}.md", importlib.import_module(f"experiments.pages.{name}")
+    """Write docs/NAME.svg and the table of the page."""
+    page, module = path_of(name), importlib.import_module(f"experiments.pages.{name}")
     with rc_context(STYLE):
         module.draw().savefig(DOCS / f"{name}.svg", metadata={"Date": None})
-    page.write_text(with_table(page.read_text("utf-8"), name, module.table()), encoding="utf-8")
+    if hasattr(module, "table"):
+        page.write_text(with_table(page.read_text("utf-8"), name, module.table()), encoding="utf-8")

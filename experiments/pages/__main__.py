@@ -8,4 +8,4 @@ parser = argparse.ArgumentParser(prog="python -m experiments.pages", description
 parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *pages.named()])
 for name in parser.parse_args().names or pages.named():
     pages.make(name)
-    print(f"wrote docs/{name}.svg and the table of docs/{name}.md")
+    print(f"wrote docs/{name}.svg and the table of {pages.path_of(name).relative_to(pages.ROOT)}")

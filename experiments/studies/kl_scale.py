@@ -99,8 +99,8 @@ def logits_under(model: Model, config: CacheConfig, prompt: Sequence[int], text:
 def line_of(full: Tensor, changed: Tensor, text: Sequence[int], example: str, index: int) -> Line:
     """As divergence.jsonl has it; logits [N, V] of both."""
     kl, full_logprob, logprob, same = compare(full, changed, torch.tensor(list(text))).tolist()
-    found: Line = {"example": example, "index": index, "text": OWN, "first_by_prefill": False, "tokens": list(text)}
-    return found | {"kl": kl, "full_logprob": full_logprob, "logprob": logprob, "same_top1": [int(x) for x in same]}
+    line: Line = {"example": example, "index": index, "text": OWN, "first_by_prefill": False, "tokens": list(text)}
+    return line | {"kl": kl, "full_logprob": full_logprob, "logprob": logprob, "same_top1": [int(x) for x in same]}
 
 
 def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
@@ -119,14 +119,14 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
     model, tokenizer = load(settings.model)
     prompts: dict[str, list[int]] = {}
     for example in examples_of(settings, rows):
-        asked = prompt_of(settings, model, tokenizer, example)
-        prompts[example.id] = [*asked.ids, *asked.question_ids]
-    found: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
-    with Progress("scale", (len(found) + 1) * len(prompts), 0, "texts") as progress:
+        fed = prompt_of(settings, model, tokenizer, example)
+        prompts[example.id] = [*fed.ids, *fed.question_ids]
+    lines_by_change: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
+    with Progress("scale", (len(lines_by_change) + 1) * len(prompts), 0, "texts") as progress:
 
         def add(change: str, name: str, full: Tensor, changed: Tensor) -> None:
-            made = line_of(full, changed, texts[name]["tokens"], name, texts[name]["index"])
-            found[change].append(made | {"first_by_prefill": change == SEEDS})
+            line = line_of(full, changed, texts[name]["tokens"], name, texts[name]["index"])
+            lines_by_change[change].append(line | {"first_by_prefill": change == SEEDS})
             progress.advance()
 
         noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))
@@ -147,20 +147,20 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
             at = random.Random(zlib.crc32(name.encode())).randrange(len(prompt))
             less = forced_logits(model, [*prompt[:at], *prompt[at + 1 :]], texts[name]["tokens"])
             add(DROPPED, name, known[name], less)
-    return found
+    return lines_by_change
 
 
-def scale_table(found: dict[str, list[Line]]) -> pd.DataFrame:
+def scale_table(lines_by_change: dict[str, list[Line]]) -> pd.DataFrame:
     """One row per change: mean KL and top-1 agreement over all tokens, with 95 % intervals by example."""
     rows = []
-    for name, lines in found.items():
-        one = PerExample.of(lines)
-        assert one is not None, "every text has a token"
-        total = one.tokens.sum()
-        kl, differs = (share_interval(sums, one.tokens, stats.LEVEL) for sums in (one.kl, one.differs))
-        row: dict[str, Any] = {"change": name, "n": len(one.names), "tokens": int(total)}
-        row |= {"kl": float(one.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
-        row |= {"top1": 1 - float(one.differs.sum() / total), "top1_low": 1 - differs[1], "top1_high": 1 - differs[0]}
+    for name, lines in lines_by_change.items():
+        texts = PerExample.of(lines)
+        assert texts is not None, "every text has a token"
+        total = texts.tokens.sum()
+        kl, differs = (share_interval(sums, texts.tokens, stats.LEVEL) for sums in (texts.kl, texts.differs))
+        row: dict[str, Any] = {"change": name, "n": len(texts.names), "tokens": int(total)}
+        row |= {"kl": float(texts.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
+        row |= {"top1": 1 - float(texts.differs.sum() / total), "top1_low": 1 - differs[1], "top1_high": 1 - differs[0]}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -187,9 +187,9 @@ def _scale(args: argparse.Namespace) -> int:
     return 0
 
 
-def by_example(found: Iterable[Folder], metric: str) -> pd.DataFrame:
+def by_example(folders: Iterable[Folder], metric: str) -> pd.DataFrame:
     """A line per task, measure (mean KL in nats per token, or `metric`) and example, with a column for each run."""
-    lines, every = [], list(found)
+    lines, every = [], list(folders)
     _, named = shared_settings([{**folder.labels, "hash": folder.run.hash} for folder in every])
     for folder, labels in zip(every, named, strict=True):
         score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
@@ -204,8 +204,8 @@ def by_example(found: Iterable[Folder], metric: str) -> pd.DataFrame:
 
 
 def _rows(args: argparse.Namespace) -> int:
-    found = list(chosen(folders(args.outputs), {}))
-    by_example(found, args.metric).to_csv(args.file, index=False, float_format="%.5g")
+    shown = list(chosen(folders(args.outputs), {}))
+    by_example(shown, args.metric).to_csv(args.file, index=False, float_format="%.5g")
     return 0
 
 
