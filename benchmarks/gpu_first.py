@@ -104,17 +104,17 @@ def report(outcomes: list[Outcome], about: dict[str, Any]) -> str:
     """The report as Markdown: where it ran, a line per check, then the end of every output."""
     lines = ["# First hour on a GPU", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += ["| check | | seconds | shows |", "|---|---|---|---|"]
-    for one in outcomes:
-        lines.append(f"| {one.check.name} | {one.word} | {one.seconds:.0f} | {one.check.shows} |")
-    for one in outcomes:
+    for outcome in outcomes:
+        lines.append(f"| {outcome.check.name} | {outcome.word} | {outcome.seconds:.0f} | {outcome.check.shows} |")
+    for outcome in outcomes:
         lines += [
             "",
-            f"## {one.check.name}: {one.word}",
+            f"## {outcome.check.name}: {outcome.word}",
             "",
-            f"`{' '.join(one.check.line[1:])}`",
+            f"`{' '.join(outcome.check.line[1:])}`",
             "",
             "```",
-            one.tail,
+            outcome.tail,
             "```",
         ]
     return "\n".join(lines) + "\n"
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{outcomes[-1].word:5s} {check.name}: {outcomes[-1].seconds:.0f} s", flush=True)
         options.report.write_text(report(outcomes, provenance("cuda")), encoding="utf-8")
     print(f"{options.report}: please send it to the project, also where every line is green")
-    return 0 if all(one.status == 0 for one in outcomes) else 1
+    return 0 if all(outcome.status == 0 for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

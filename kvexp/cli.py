@@ -58,8 +58,8 @@ def main() -> NoReturn:
     if name not in COMMANDS:
         print(f"error: kvexp has no command {name!r}{_nearest(name, COMMANDS)}", file=sys.stderr)
         sys.exit(2)
-    if (part := " ".join(words[:2])) in PARTS:
-        name = part
+    if (part_name := " ".join(words[:2])) in PARTS:
+        name = part_name
     rest = words[len(name.split()) :]
     sys.argv = [f"kvexp {name}", *rest]
     if name == "run":
@@ -79,8 +79,8 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 def _function(place: str) -> Callable[[list[str]], int]:
     module, _, name = place.partition(":")
-    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
-    return found
+    function: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def usage() -> str:
@@ -91,7 +91,7 @@ def usage() -> str:
 
 def _lines(commands: dict[str, tuple[str, str]]) -> list[str]:
     return [
-        textwrap.fill(f"  {name:<20} {what}", 79, subsequent_indent=" " * 23) for name, (_, what) in commands.items()
+        textwrap.fill(f"  {name:<20} {about}", 79, subsequent_indent=" " * 23) for name, (_, about) in commands.items()
     ]
 
 
@@ -104,7 +104,7 @@ def export(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    kinds = {name: what for name, what in PARTS.items() if name.startswith("export ")}
+    kinds = {name: about for name, about in PARTS.items() if name.startswith("export ")}
     print("\n".join(["usage: kvexp export KIND ...", "", *_lines(kinds)]))
     return 0 if words[:1] in (["-h"], ["--help"]) else 2
 
@@ -147,10 +147,10 @@ def described(group: str) -> dict[str, str]:
 
 def _is_help(group: str, names: list[str]) -> bool:
     """Whether help was asked for in place of names; prints it."""
-    asked = names[:1] in (["-h"], ["--help"])
-    if asked:
+    wants_help = names[:1] in (["-h"], ["--help"])
+    if wants_help:
         print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
-    return asked
+    return wants_help
 
 
 def _listed(group: str, names: list[str]) -> int:
@@ -198,12 +198,12 @@ def methods(names: list[str]) -> int:
 
 def _method_options() -> dict[str, str]:
     """Option of `method` -> what it is, in a comment, and its settings; without importing a method."""
-    found = {path.stem: path.read_text("utf-8") for path in (CONF / "method").glob("*.yaml")}
-    for part in re.split(r"^(?=\w)", (CONF / "methods.yaml").read_text("utf-8"), flags=re.MULTILINE)[1:]:
-        head, _, settings = part.partition("\n")
+    options = {path.stem: path.read_text("utf-8") for path in (CONF / "method").glob("*.yaml")}
+    for block in re.split(r"^(?=\w)", (CONF / "methods.yaml").read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        head, _, settings = block.partition("\n")
         name, _, title = head.partition(": ")
-        found[name] = f"{title}\n{textwrap.dedent(settings)}"
-    return dict(sorted(found.items()))
+        options[name] = f"{title}\n{textwrap.dedent(settings)}"
+    return dict(sorted(options.items()))
 
 
 def _settings_of_user_method(name: str, known: list[str]) -> str:
@@ -212,11 +212,11 @@ def _settings_of_user_method(name: str, known: list[str]) -> str:
     method = load_method(name)
     if method is None:
         raise ConfigError(f"no method {name!r}{_nearest(name, known)}")
-    own = method.cls.__doc__ or ""
+    docstring = method.cls.__doc__ or ""
     signature = f"{method.cls.__name__}("  # which dataclasses write where there is no docstring
-    if not own or own.startswith(signature):
-        own = sys.modules[method.cls.__module__].__doc__ or method.target
-    title = own.strip().partition("\n")[0]
+    if not docstring or docstring.startswith(signature):
+        docstring = sys.modules[method.cls.__module__].__doc__ or method.target
+    title = docstring.strip().partition("\n")[0]
     settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())
     return f"# {title}\n{settings}"
 

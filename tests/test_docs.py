@@ -193,7 +193,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 def test_the_first_page_is_read_in_minutes():
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 800
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL).splitlines()
     assert max(len(line) for line in prose if not line.startswith(("|", "    "))) <= 100
 

@@ -1,12 +1,12 @@
-"""Figures and tables of the pages of results, each made from the recording beside the page.
+"""Figures and tables of the pages of results, each made from its committed recording.
 
     python -m experiments.pages                  all pages
     python -m experiments.pages decoding gpu     these
 
 A page NAME has a module here of the same name, with `draw() -> Figure` and `table() -> str` (Markdown), and `PAGE` if
-the page is not docs/NAME.md. The figure becomes docs/NAME.svg; the table goes between the page's two marks. Pages have
-one form, which tests/test_pages.py holds: a question, its answer, the figure, the table, what it does not say, how it
-was measured, the command.
+the page is not docs/NAME.md; the first page, index, has a figure alone. The figure becomes docs/NAME.svg; the table
+goes between the page's two marks. Pages have one form, which tests/test_pages.py holds: a question, its answer, the
+figure, the table, what it does not say, how it was measured, the command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BEGIN, END = "<!-- table: python -m experiments.pages {name} -->", "<!-- end of table -->"
-# Okabe and Ito's colours without their yellow, which a white ground swallows: told apart by most who see few colours.
+# Okabe and Ito's colours, which the colour-blind can distinguish, without their yellow, which is too pale on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 WIDTH, HEIGHT = 7.2, 4.0  # inches; 700 px of a page show 10 points of a letter as 9.7 px
 # A ground of its own makes a figure legible on a dark page too; the salt makes the same file again.
@@ -102,9 +102,11 @@ def name_ends(axes: Axes, lines: Sequence[Curve], apart: float = 0.062) -> None:
 
 def dots(axes: Axes, rows: Sequence[tuple[str, Sequence[tuple[float, float, float]]]], names: Sequence[str]) -> None:
     """Draw values with intervals: a row for each (label, [(value, low, high) of each name]); the first row on top."""
+    axes.set_ylim(0.5 - len(rows), 0.5)
     for place, (_, values) in enumerate(rows):
+        axes.axhspan(-place - 0.5, -place + 0.5, color="white" if place % 2 else "0.95", linewidth=0)
         for index, (value, low, high) in enumerate(values):
-            y = -place + 0.3 * ((len(names) - 1) / 2 - index) / max(1, len(names) - 1) * 2
+            y = -place + 0.25 * ((len(names) - 1) / 2 - index) / max(1, len(names) - 1) * 2
             color = COLORS[index]
             axes.plot([low, high], [y, y], color=color, linewidth=1.6)
             axes.plot(value, y, "o", color=color, markersize=5, label=names[index] if place == 0 else None)
@@ -137,4 +139,5 @@ def make(name: str) -> None:
     page, module = path_of(name), importlib.import_module(f"experiments.pages.{name}")
     with rc_context(STYLE):
         module.draw().savefig(DOCS / f"{name}.svg", metadata={"Date": None})
-    page.write_text(with_table(page.read_text("utf-8"), name, module.table()), encoding="utf-8")
+    if hasattr(module, "table"):
+        page.write_text(with_table(page.read_text("utf-8"), name, module.table()), encoding="utf-8")

@@ -23,7 +23,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.core import Method
-from kvexp.results.plots import NO_KL, draw_runs, without_shared
+from kvexp.results.blocks import records
+from kvexp.results.divergence import conclusion
+from kvexp.results.plots import NO_KL, draw_divergence, draw_runs, without_shared
 from kvexp.results.read import Runs, read_runs
 from kvexp.results.screen import with_distances
 from kvexp.results.table import parts, quality_table
@@ -74,7 +76,7 @@ class Curves(pd.DataFrame):
     def of(cls, runs: Runs) -> Curves:
         """The frame of these runs."""
         frame = runs.frame(quality_table)
-        whole = runs.frame(with_distances)[[*frame, *DISTANCE]]
+        whole = runs.frame(with_distances)[[*frame, *DISTANCE, "epsilon"]]
         first = [f"{metric}{ending}" for metric in dict.fromkeys(frame["headline"].dropna()) for ending in ENDINGS]
         metrics = (name for folder in runs.shown for name in folder.metrics)
         kept = dict.fromkeys([*RUN, *DISTANCE, *first, *metrics, *LAST])
@@ -106,20 +108,23 @@ class Curves(pd.DataFrame):
 
     def _shown(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """Yield (title, columns to print) for each model and task."""
-        for title, _, part in parts(self.whole):
-            metrics = part["headline"].dropna().unique()[:1]
+        for title, _, block in parts(self.whole):
+            metrics = block["headline"].dropna().unique()[:1]
             quality = [f"{metric}{ending}" for metric in metrics for ending in ENDINGS]
-            rows, shared = without_shared(part)
+            rows, shared = without_shared(block)
             telling = [name for name in ("question", "setting") if rows[name].nunique() > 1]
             columns = ["method", *telling, "kv_ratio", "n", *DISTANCE[:3], *quality]
             rows = rows[[name for name in columns if name in rows]].dropna(axis="columns", how="all")
+            measured = records(block[block["kl_low"].notna()]) if "kl" in rows else []
             why = "" if "kl" in rows or len(rows) < 2 else f"\nno KL, which {NO_KL}"
-            yield f"{title} {shared}".rstrip() + why, rows
+            yield "\n".join(filter(None, [f"{title} {shared}".rstrip() + why, conclusion(measured)])), rows
 
     def _picture(self) -> str:
+        """KL against kv_ratio where it was measured, else the first metric; empty where neither can be drawn."""
         try:
-            figure = self.figure()
-        except ConfigError:  # neither percentages nor a divergence: the table has the means
+            far = "kl" in self.whole and self.whole["kl"].notna().any()
+            figure = draw_divergence(self.runs, "kv_ratio") if far else self.figure()
+        except ConfigError:
             return ""
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=100)
@@ -226,15 +231,15 @@ def _words_of(method: Method | type[Method] | str) -> list[str]:
     if not isinstance(method, Method):
         raise ConfigError(f"methods holds a {cls.__name__}; a method is a name, or an object of kvexp.core.Method")
     if cls.__module__.partition(".")[0] == "kvexp":
-        name, found = cls.name, option("method", cls.name)
-        if not found:
+        name, fields = cls.name, option("method", cls.name)
+        if not fields:
             raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
-        known = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+        known = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     else:
         # The class as it was loaded from its file; else as its file is now.
-        loaded_ones = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
-        own = next(loaded_ones, None) or class_method(cls)
-        name, known = make_option(own), settings_of_class(own.cls)
+        loaded_ones = (entry for entry in admitted().values() if entry.cls is cls and entry.reference is not None)
+        user_method = next(loaded_ones, None) or class_method(cls)
+        name, known = make_option(user_method), settings_of_class(user_method.cls)
     values = {key: getattr(method, key) for key in settings_of_class(cls)}
     changed = {key: value for key, value in values.items() if known.get(key, MISSING) != value}
     return [f"method={name}", *(_override(f"method.{key}", value) for key, value in changed.items())]

@@ -234,10 +234,10 @@ def check_item_settings(settings: Settings) -> None:
 
     task, plain = settings.task, GenerationParams(max_new_tokens=settings.task.max_new_tokens)
     assert isinstance(task, LMEval)
-    for each in dataclasses.fields(GenerationParams):
-        if getattr(settings.decoding, each.name) != getattr(plain, each.name):
+    for param in dataclasses.fields(GenerationParams):
+        if getattr(settings.decoding, param.name) != getattr(plain, param.name):
             raise ConfigError(
-                f"generation.{each.name} does not reach lm-eval's tasks, which say themselves how they are answered: "
+                f"generation.{param.name} does not reach lm-eval's tasks, which say themselves how they are answered: "
                 "leave the group generation at greedy"
             )
     if task.measured.mode == "row_mask":
@@ -340,11 +340,11 @@ class Settings:
     @property
     def thinking(self) -> Thinking | None:
         """Tags of the thinking that is no part of a scored answer; None where answers are scored as they are."""
-        asked = self.model.strip_thinking
-        if asked is False or self.task.only_nll or not (self.templated or asked is True):
+        strips = self.model.strip_thinking
+        if strips is False or self.task.only_nll or not (self.templated or strips is True):
             return None
-        found = thinking_of_model(self.model)
-        return found if found is None or self.templated else dataclasses.replace(found, opened=False)
+        tags = thinking_of_model(self.model)
+        return tags if tags is None or self.templated else dataclasses.replace(tags, opened=False)
 
     @property
     def is_baseline(self) -> bool:
@@ -433,8 +433,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     method = build_method(config["method"])
     # Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it.
-    users = [one for one in admitted().values() if one.cls is type(method)]
-    found = {"method_found_as": users[0].reference} if users else {}
+    users = [entry for entry in admitted().values() if entry.cls is type(method)]
+    place = {"method_found_as": users[0].reference} if users else {}
     for name in CACHE:
         if name not in config["cache"] and name not in ADDED_LATER:
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
@@ -452,8 +452,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)
     else:  # that of a method without a budget is checked as well: a word may be misspelt
-        asked = build_budget(config["budget"])
-        budget = asked if method.evicts else None
+        checked = build_budget(config["budget"])
+        budget = checked if method.evicts else None
     cache = build_cache(
         method,
         budget,
@@ -478,7 +478,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
-        command={"config": config, "choices": choices, "overrides": list(overrides), **found},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **place},
         divergence=DivergenceOptions.read(config),
         engine=engine_of(config),
     )

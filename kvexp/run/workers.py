@@ -102,19 +102,19 @@ class ForkPool(Generic[Item]):
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
                 try:
-                    kind, what = pipe.recv()
+                    kind, content = pipe.recv()
                 except (EOFError, OSError):
                     busy.remove(pipe)
                     self._lost(pipe)
                     continue
                 if kind == "made":
-                    yield what
+                    yield content
                     continue
                 if kind == "worked":
-                    worked(*what)
+                    worked(*content)
                     continue
                 if kind == "failed":
-                    failure = failure or _unpack_error(*what)
+                    failure = failure or _unpack_error(*content)
                     left.clear()
                 if not _send_next(pipe, left):
                     busy.remove(pipe)
@@ -164,8 +164,8 @@ def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -
             except EOFError:
                 return
             try:
-                for made in task(item):
-                    pipe.send(("made", made))
+                for result in task(item):
+                    pipe.send(("made", result))
                 pipe.send(("done", None))
             except Exception as error:
                 pipe.send(("failed", _pack_error(error)))
@@ -292,8 +292,8 @@ def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Itera
             )
         alike.setdefault(_number(job) if why_alone(settings) else group_key(settings), []).append(job)
     named = {job.config.method.get("_target_") for job in jobs}
-    known = [one for one in admitted().values() if one.target in named]
-    methods = [(one.reference, one.source) for one in known if one.reference is not None]
+    known = [method for method in admitted().values() if method.target in named]
+    methods = [(method.reference, method.source) for method in known if method.reference is not None]
     for together in alike.values():
         for index in range(shards):
             yield JobBatch([_part(job, index, shards) for job in together], session.overrides_of_jobs, methods)
@@ -302,7 +302,7 @@ def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Itera
 def _load_methods(methods: list[tuple[str, dict[str, Any]]]) -> None:
     """ConfigError where a file has another content than where the sweep was started."""
     for reference, source in methods:
-        if any(one.source == source for one in admitted().values()):
+        if any(method.source == source for method in admitted().values()):
             continue
         method = load_method(reference)
         if method is None or method.source != source:
