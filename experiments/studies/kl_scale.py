@@ -1,7 +1,7 @@
-"""What a divergence is worth: known changes of a model, and whether KL orders runs as a task's metric does.
+"""What a divergence is worth: known changes of a model; and the numbers of every example of runs as a file.
 
     python -m experiments.studies.kl_scale scale RUN
-    python -m experiments.studies.kl_scale agreement OUTPUTS ...
+    python -m experiments.studies.kl_scale rows OUTPUTS METRIC FILE
 
 `scale` takes the texts of one measured run (the full cache's own answers) and compares the unchanged model with changes
 that do not touch the KV cache: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per
@@ -9,27 +9,20 @@ output row), the whole model in bfloat16, the prompt without one token drawn at 
 with one seed of its noise against another. The last is fed token by token, all others are read in one
 forward. The table is kept in the run's folder, where the report finds it.
 
-`agreement` tells for each model and task Kendall's tau-b between the runs' mean KL and their mean score over the
-examples that all its runs have, how many runs KL decides against epsilon, a quarter and four times of it, how many
-pairs of runs KL and the metric decide (paired by example; Student's t, Holm's correction over all pairs), and every
-pair that both decide, one against the other. `--rows FILE` writes the numbers of every example.
+`rows` writes each example's KL and metric with a column for every run, as articles_100.csv has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import math
 import random
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 import torch
 from rich.text import Text
@@ -44,24 +37,19 @@ from kvexp.hf import unpack_linear
 from kvexp.hf.cpu_linear import round_linear_layers
 from kvexp.methods import Keyformer
 from kvexp.results import stats
-from kvexp.results.blocks import Column, interval, numeric, plain, print_columns
+from kvexp.results.blocks import interval, numeric, plain, print_columns
 from kvexp.results.divergence import (
-    UNDECIDED,
     PerExample,
-    choice_kl,
-    decide,
     example_means,
-    holm_corrected,
     share_interval,
     write_scale,
 )
-from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number
-from kvexp.results.stats import Floats
-from kvexp.results.table import shared_settings, table
+from kvexp.results.read import Folder, chosen, folders, number
+from kvexp.results.table import shared_settings
 from kvexp.run.batches import examples_of, settings_at
 from kvexp.run.model_spec import load
 from kvexp.run.prompts import prompt_of
-from kvexp.run.store import EPSILON_KL, OWN, Line, Run, run_name
+from kvexp.run.store import OWN, Line, Run, run_name
 from kvexp.util.errors import ConfigError
 from kvexp.util.output import Console, watch_pipes
 from kvexp.util.progress import Progress
