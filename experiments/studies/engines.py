@@ -1,22 +1,20 @@
 """Cost of a shipped engine's settings: OpenVINO GenAI at several sizes, kvexp's twin of each, and kvexp's methods.
 
-    python -m experiments.studies.engines plan
     python -m experiments.studies.engines record OUTPUTS --limit 6 --size 256
     python -m experiments.studies.engines table OUTPUTS --csv docs/engines.csv
 
-`plan` says how many runs there are and, by what this machine has recorded, how long they take. `record` makes those
-that OUTPUTS lacks: the engine's own answers with its full cache and under each setting; its twin's, whose divergence
-from its own full cache is measured along that cache's answers; formats of llama.cpp and vLLM, and kvexp's methods with
-as many slots as the engine has in use. A twin stands for an engine as long as their answers are equal, token for token;
-where one is not, `table` leaves its KL out. It has a line for each task, setting and size, of the examples that all
-recorded cells of a task have (`COLUMNS`).
+`record` makes the runs that OUTPUTS lacks: the engine's own answers with its full cache and under each setting; its
+twin's, whose divergence from its own full cache is measured along that cache's answers; formats of llama.cpp and
+vLLM, and kvexp's methods with as many slots as the engine has in use. A twin stands for an engine as long as their
+answers are equal, token for token; where one is not, `table` leaves its KL out. It has a line for each task, setting
+and size, of the examples that all recorded cells of a task have.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -35,7 +33,7 @@ from kvexp.run.session import Session
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
 from kvexp.util.errors import ConfigError
-from kvexp.util.output import duration, say, watch_pipes
+from kvexp.util.output import say, watch_pipes
 
 Row = dict[str, Any]
 
@@ -151,27 +149,6 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> int:
-    each = _cells(args)
-    engine, own = (
-        sum(len(list(run.task.examples())) for run in runs if run is not None)
-        for runs in ([cell.engine for cell in each], [cell.own for cell in each])
-    )
-    known = [seconds for cell in each for seconds in _seconds(cell.engine)]
-    say(f"{sum(len(cell.runs) for cell in each)} runs, {engine + own} rows")
-    if not known:
-        raise ConfigError("nothing is recorded that says how long a row takes here: record some first (--limit 2)")
-    # kvexp's own rows share prefills and steps: answer and forced text together take about as long as an engine's row.
-    say(f"about {duration(float(np.mean(known)) * (engine + own))}, by {len(known)} rows recorded here")
-    return 0
-
-
-def _seconds(settings: Settings | None) -> Iterator[float]:
-    for row in rows_of(settings).values():
-        times = row["seconds"]
-        yield times["ttft"] + times["tpot"] * (row["new_tokens"] - 1)
-
-
 @dataclass(frozen=True)
 class Recorded:
     """What a cell has of the examples of its task that all recorded cells have; engine: [] of kvexp's own."""
@@ -273,7 +250,7 @@ def table(each: Sequence[Cell]) -> pd.DataFrame:
     n: examples. megabytes: in use at the end. kl: of the twin or of kvexp's own run, with its interval; kl_third: in
     each third of the longest answer. equal: answers of the twin that are the engine's; stands: whether it stands for
     the engine. moved: how far log-probabilities of chosen tokens are from the full cache's, root mean square.
-    same_percent: places at which the answer has its full cache's token. full_tokens_per_s: of the engine's full cache.
+    same_percent: places at which the answer has its full cache's token.
     """
     found = recorded(each)
     if not found:
@@ -299,16 +276,11 @@ def _line(line: Recorded, full: Recorded) -> dict[str, Any]:
     about |= {"score": line.score, "stands": line.stands}
     if line.engine:
         about |= {"equal": line.equal, "moved": _rms(engine - unmoved), "moved_twin": _rms(twin - unmoved)}
-        about |= {"tokens_per_s": _speed(line.engine), "full_tokens_per_s": _speed(baseline)}
     return about
 
 
 def _rms(gaps: np.ndarray) -> float:
     return float(np.sqrt(np.mean(gaps**2))) if len(gaps) else 0.0
-
-
-def _speed(rows: Sequence[Row]) -> float:
-    return float(1 / np.mean([row["seconds"]["tpot"] for row in rows]))
 
 
 def _share(one: Sequence[int], other: Sequence[int]) -> float:
@@ -321,10 +293,10 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Plan, record or show the study; the exit code."""
+    """Record or show the study; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.engines", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for name, command in {"plan": _plan, "record": _record, "table": _table}.items():
+    for name, command in {"record": _record, "table": _table}.items():
         sub = commands.add_parser(name)
         sub.add_argument("outputs", type=Path, nargs="?", default=Path("outputs/engines"))
         sub.add_argument("--task", action="append", choices=list(TASKS))

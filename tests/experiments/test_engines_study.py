@@ -32,11 +32,9 @@ def test_every_cell_is_the_engine_and_its_twin_or_kvexps_own_with_as_many_slots(
     assert len({str(run.identity) for cell in made for run in cell.runs}) == 2 * len(made) - len(FORMATS) - 8
 
 
-def test_a_recording_is_made_shown_and_planned(tmp_path, capsys):
+def test_a_recording_is_made_and_shown(tmp_path):
     pytest.importorskip("openvino_genai", reason=f"needs {WHEEL}: pip install 'kvexp[openvino]'")
     asked = [str(tmp_path), "--task", "news", "--size", "256", "--limit", "2", "--words", *TESTBED]
-    assert main(["plan", *asked]) != 0  # nothing says how long a row takes
-    capsys.readouterr()
     assert main(["record", *asked]) == 0
     assert main(["table", *asked[:-4], "--csv", str(tmp_path / "table.csv"), *asked[-4:]]) == 0
     made = pd.read_csv(tmp_path / "table.csv").set_index("setting")
@@ -44,9 +42,6 @@ def test_a_recording_is_made_shown_and_planned(tmp_path, capsys):
     twins = made.loc[list(SETTINGS)]
     assert twins["stands"].all() and twins["equal"].eq(2).all() and twins["kl"].gt(0).all()
     assert made["kl_third_3"].notna().sum() >= len(SETTINGS) and made.loc[list(FORMATS), "equal"].isna().all()
-    capsys.readouterr()
-    assert main(["plan", *asked]) == 0
-    assert "19 runs, 38 rows" in capsys.readouterr().out
 
 
 def test_tables_are_of_the_examples_that_all_cells_have(tmp_path):
