@@ -8,7 +8,7 @@ Of every task the full cache is run first. Where it is not above what an answer 
 (experiments/lib/floors.py), the task is void: no method is run on it, unless --void asks for that.
 
 The rows of a folder are found by experiments/real_data.yaml; without --data kvexp's own articles stand for them.
-Tables are printed as `kvexp results OUTPUTS/NAME` prints them; docs/real_model.md says what was seen.
+Tables are printed as `kvexp results OUTPUTS/NAME` prints them; docs/real_model_details.md says what was seen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Is the order of methods a property of the methods or of the model? Tables from the runs of `experiment=two_models`.
 
-    python -m experiments.studies.two_models OUTPUTS --rows docs/two_models.csv --page docs/two_models.md
-    python -m experiments.studies.two_models --rows docs/two_models.csv
+    python -m experiments.studies.two_models OUTPUTS --rows docs/two_models.csv     # keeps the rows
+    python -m experiments.studies.two_models --rows docs/two_models.csv             # of rows that were kept
 
 Every number is KL from the full cache along its own answer, nats per token, mean over the tokens of an answer, then
 over examples. Both models answer the same prompts, and are resampled together. A block is a task, where its question
@@ -11,30 +11,29 @@ stands, and a budget; what is compared is the order of the methods by their mean
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from experiments.lib.tables import markdown
-from experiments.studies import KL_COLUMNS, carried_out, check_numerics, kl_of_runs, read_wide, wide, write_tables
+from experiments.studies import KL_COLUMNS, carried_out, check_numerics, kl_of_runs, read_wide, wide
 from kvexp.results.divergence import compared_means
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT
-from kvexp.results.stats import LEVEL, Floats, corrected_level, n_needed, resampled_means, resamples_for
+from kvexp.results.stats import LEVEL, Floats, corrected_level, resampled_means, resamples_for
 from kvexp.util.errors import ConfigError
-from kvexp.util.output import watch_pipes
+from kvexp.util.output import say, watch_pipes
 
-BEGIN = "<!-- two models: made by python -m experiments.studies.two_models --rows FILE --page PAGE -->"
-END = "<!-- end of two models -->"
 PLACE = ["model", "task", "question", "kv_ratio"]
 RESAMPLES = 2000
 HALVES = 200  # random halves of the examples, whose orders are compared
-EXAMPLES = (20, 50, 100, 200, 500)  # for which `power` says what they would decide
-LEADERS = 6
 SHOWN = {IN_PROMPT: "seen", AFTER_EVICTION: "hidden"}
+# Methods that both models put behind most others: what is left says whether leaders agree.
+POOR = ("random", "knorm", "spatten", "window", "dilated_window", "streaming_llm", "keydiff", "qfilters")
+NAMES = ("SmolLM2", "Gemma")
 
 Block = tuple[str, str, float]  # task, question, share of the cache
 
@@ -116,10 +115,10 @@ def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
     return {(first, other): better for first, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
 
 
-def power(models: Sequence[str], blocks: Sequence[list[Floats]]) -> Iterator[tuple[str, ...]]:
-    """Shares of all pairs, and of pairs of each block's LEADERS, that EXAMPLES decide with a power of 80 %.
+def agreements(methods: Sequence[str], blocks: Mapping[Block, Sequence[Floats]], draws: Mapping[Block, Any]) -> str:
+    """A table of the blocks: how far the models agree on all methods, on those not in POOR, and halves of each model.
 
-    Differences and spreads are taken to be those seen, and tests corrected for all pairs of a block.
+    draws: `resampled` of each block.
     """
     for place, model in enumerate(models):
         for which, most in (("all", None), (f"the nearest {LEADERS}", LEADERS)):
@@ -136,7 +135,6 @@ def text(rows: pd.DataFrame) -> str:
     """The tables as Markdown."""
     models, methods, blocks = blocks_of(rows)
     draws = {key: resampled(block) for key, block in blocks.items()}
-    table: list[tuple[str, ...]] = []
     reversed_in: dict[tuple[str, str], list[str]] = {}
     known = np.zeros(3, dtype=int)  # pairs that the first model decides, the second, both
     for (task, question, ratio), block in blocks.items():
@@ -174,13 +172,11 @@ def text(rows: pd.DataFrame) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def moved(
-    methods: Sequence[str], blocks: Sequence[list[Floats]], draws: Sequence[list[Floats]]
-) -> Iterator[tuple[str, ...]]:
-    """Mean place of every method with each model, and how many places it falls with the second.
+def moved(methods: Sequence[str], blocks: Mapping[Block, Any], draws: Mapping[Block, Any]) -> pd.DataFrame:
+    """Mean place of every method with each model (first, second), and 95 % intervals of how many places it falls.
 
-    draws: `resampled` of each block, which share the draws of examples. Bold: by a place at least, and an interval
-    corrected for the number of methods leaves zero out; the one shown is of 95 %.
+    draws: `resampled` of each block, which share the draws of examples. sure: it moves by a place at least, and an
+    interval corrected for the number of methods leaves zero out.
     """
     means = [np.mean([places(block[model].mean(0)) for block in blocks], axis=0) for model in (0, 1)]
     again = [np.mean([places(draw[model]) for draw in draws], axis=0) for model in (0, 1)]
@@ -188,18 +184,20 @@ def moved(
     low, high = np.quantile(falls[:RESAMPLES], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     tail = (1 - corrected_level(len(methods))) / 2
     least, most = np.quantile(falls, [tail, 1 - tail], axis=0)
-    for place in np.argsort(means[0], kind="stable"):
-        gap = means[1][place] - means[0][place]
-        said = f"{gap:+.1f} ({low[place]:+.1f}..{high[place]:+.1f})"
-        sure = abs(gap) >= 1 and (least[place] > 0 or most[place] < 0)
-        yield methods[place], *(f"{mean[place]:.1f}" for mean in means), f"**{said}**" if sure else said
+    sure = (np.abs(second - first) >= 1) & ((least > 0) | (most < 0))
+    made = pd.DataFrame({"method": methods, "first": first, "second": second, "low": low, "high": high, "sure": sure})
+    return made.sort_values("first", kind="stable", ignore_index=True)
+
+
+def _move(row: Mapping[str, Any]) -> tuple[str, ...]:
+    said = f"{row['second'] - row['first']:+.1f} ({row['low']:+.1f}..{row['high']:+.1f})"
+    return row["method"], f"{row['first']:.1f}", f"{row['second']:.1f}", f"**{said}**" if row["sure"] else said
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.two_models", description=__doc__)
     parser.add_argument("outputs", nargs="*", help="folders of the sweep's runs")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="KL by example: written from OUTPUTS, else read")
-    parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.set_defaults(command=_write)
     return carried_out(parser, words)
 
@@ -214,7 +212,7 @@ def _write(args: argparse.Namespace) -> int:
         rows = read_wide(args.rows, KL_COLUMNS, ["method"])
     else:
         raise ConfigError("name the folder of the sweep's runs, or --rows FILE of earlier ones")
-    write_tables(text(rows), args.page, BEGIN, END)
+    say(text(rows))
     return 0
 
 
