@@ -129,7 +129,7 @@ def recording(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def computed(recording, tmp_path_factory):
-    """Where the rows that are drawn of it lie, computed once more."""
+    """A folder with the rows that are drawn of it, computed once more."""
     folder = tmp_path_factory.mktemp("computed")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(recheck, "RECORDINGS", (recording,))
