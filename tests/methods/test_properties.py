@@ -48,7 +48,7 @@ lengths = st.lists(st.integers(1, 19), min_size=3, max_size=3)  # of prompts, on
 
 
 def drawn(examples: int) -> settings:
-    """Settings of so many examples, always the same. Shrinking takes minutes: add Phase.shrink to look into a failure."""
+    """Settings of so many examples, always the same. Shrinking takes minutes: add Phase.shrink for a failure."""
     return settings(
         max_examples=examples, deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
