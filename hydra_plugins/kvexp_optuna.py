@@ -107,7 +107,7 @@ class OptunaSweeper(Sweeper):  # type: ignore[misc]
 
         import kvexp
         from kvexp.results.stats import lower_is_better
-        from kvexp.run.user_methods import admitted
+        from kvexp.run.user_code import admitted
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         metric = str(self.config.objective)
