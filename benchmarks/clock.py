@@ -103,7 +103,7 @@ def ratio(over: Iterable[float], under: Iterable[float]) -> Ratio:
 
 def over(samples: Iterable[Sample], against: Iterable[Sample], field: str) -> Ratio:
     """The ratio of one field of two variants' samples."""
-    return ratio([one[field] for one in samples], [max(one[field], 1e-12) for one in against])
+    return ratio([sample[field] for sample in samples], [max(sample[field], 1e-12) for sample in against])
 
 
 def busy(samples: Iterable[Sample]) -> str:
@@ -156,10 +156,10 @@ def reset_peak() -> bool:
 
 
 def _field(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    if match is None:
         raise RuntimeError(f"{_STATUS} has no {name}: peak memory can only be measured under Linux")
-    return int(found[1]) << 10
+    return int(match[1]) << 10
 
 
 def _trim() -> None:

@@ -100,10 +100,10 @@ class Prefilled:
         from kvexp.generate import GenerationParams, generate_from_context
 
         rows, decoding = self.of(v).fork([0] * batch), GenerationParams(self.new, eos=None)
-        made, wall, cpu = spent(
+        answer, wall, cpu = spent(
             lambda: generate_from_context(self.mine, rows, [[0]] * batch, decoding=decoding), self.device
         )
-        return {"tpot_s": made.timing.tpot_s, "wall_s": wall / self.new, "cpu_s": cpu / self.new}
+        return {"tpot_s": answer.timing.tpot_s, "wall_s": wall / self.new, "cpu_s": cpu / self.new}
 
 
 def measure(options: Any, left: Prefilled, batch: int) -> list[dict[str, Any]]:
@@ -131,18 +131,18 @@ def lines(cell: Cell) -> list[Line]:
     key, rows = cell["key"], {row["variant"]: row for row in cell["rows"]}
     bandwidth = statistics.median(s["bytes_per_s"] for s in rows.pop("bandwidth")["samples"])
     good = {name: row for name, row in rows.items() if error_of(row) is None}
-    found = [Line(name, None, note=error_of(row) or "") for name, row in rows.items() if name not in good]
+    said = [Line(name, None, note=error_of(row) or "") for name, row in rows.items() if name not in good]
     if "hf" in good:
-        found += [_per_token(name, row, good["hf"], bandwidth, key) for name, row in good.items()]
+        said += [_per_token(name, row, good["hf"], bandwidth, key) for name, row in good.items()]
     if "hf_packed" in good:  # without what the linear layers gain: eviction's own part
-        found += [_over_packed(name, row, good["hf_packed"]) for name, row in good.items() if not variant(name).theirs]
+        said += [_over_packed(name, row, good["hf_packed"]) for name, row in good.items() if not variant(name).theirs]
     full = min((n for n in ("hf", "full") if n in good), key=lambda n: statistics.median(_times(good[n])), default=None)
     evicting = {name: row for name, row in good.items() if "@" in name and variant(name).kind != "short"}
     evicting = {name: row for name, row in evicting.items() if variant(name).bits == 16}  # codes move other bytes
     if full:
-        found += [_of_the_bytes(name, row, full, good[full], key) for name, row in evicting.items()]
+        said += [_of_the_bytes(name, row, full, good[full], key) for name, row in evicting.items()]
     pairs = ((name, row, good.get(f"short@{variant(name).kv_ratio:g}")) for name, row in evicting.items())
-    return found + [_books(name, row, short, key) for name, row, short in pairs if short is not None]
+    return said + [_books(name, row, short, key) for name, row, short in pairs if short is not None]
 
 
 def _per_token(name: str, row: Any, hf: Any, bandwidth: float, key: Cell) -> Line:
@@ -167,16 +167,16 @@ def _of_the_bytes(name: str, row: Any, over: str, full: Any, key: Cell) -> Line:
     predicted = full["step_bytes"] / row["step_bytes"]
     wall, cpu = (ratio([t / predicted for t in _times(full, clock)], _times(row, clock)) for clock in CLOCKS)
     target = Target(0.8 if key["device"] == "cpu" else 0.9, ">=")
-    what, judged = f"{name}: of the speed-up over {over} that the bytes predict", key["prompt"] >= 8192
-    return Line(what, wall, cpu, target=target if judged and not key["tiny"] else None, note=busy(row["samples"]))
+    title, judged = f"{name}: of the speed-up over {over} that the bytes predict", key["prompt"] >= 8192
+    return Line(title, wall, cpu, target=target if judged and not key["tiny"] else None, note=busy(row["samples"]))
 
 
 def _books(name: str, row: Any, short: Any, key: Cell) -> Line:
     """The issue: at most 5 % of a step."""
     wall, cpu = (_excess(_times(row, clock), _times(short, clock)) for clock in CLOCKS)
     target = None if key["tiny"] else Target(0.05, "<=")
-    what = f"{name}: score, select and overwrite, of a step"
-    return Line(what, wall, cpu, target=target, note=busy(row["samples"]))
+    title = f"{name}: score, select and overwrite, of a step"
+    return Line(title, wall, cpu, target=target, note=busy(row["samples"]))
 
 
 def _excess(times: list[float], least: list[float]) -> Ratio:

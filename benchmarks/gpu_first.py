@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_first                 # about an hour; --only NAME … runs some lines
     python -m benchmarks.gpu_first --report FILE   # default: gpu_report.md
 
-A line is green where its command ended with 0 and, of tests, at least one has run. docs/gpu.md says what each shows and
-what to do where it is red.
+A line is green where its command ended with 0 and, of tests, at least one has run. docs/gpu_details.md says what each
+shows and what to do where it is red.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MINUTES = 15  # per line
 class Check:
     """One line of the report.
 
-    name: as in docs/gpu.md; shows: what a green line says; module, words: `python -m module words`.
+    name: as in docs/gpu_details.md; shows: what a green line says; module, words: `python -m module words`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Check:
 # Modules that the tests import, and the packages that bring them.
 PACKAGES = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "hypothesis": "hypothesis"}
 # What is known without a GPU.
-WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu.md says what a CPU can show."
+WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu_details.md says what a CPU can show."
 TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
 GPU, KERNELS = "tests/core/test_gpu.py", "tests/core/test_triton.py"
 # Words of the names of its tests.
@@ -104,17 +104,17 @@ def report(outcomes: list[Outcome], about: dict[str, Any]) -> str:
     """The report as Markdown: where it ran, a line per check, then the end of every output."""
     lines = ["# First hour on a GPU", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += ["| check | | seconds | shows |", "|---|---|---|---|"]
-    for one in outcomes:
-        lines.append(f"| {one.check.name} | {one.word} | {one.seconds:.0f} | {one.check.shows} |")
-    for one in outcomes:
+    for outcome in outcomes:
+        lines.append(f"| {outcome.check.name} | {outcome.word} | {outcome.seconds:.0f} | {outcome.check.shows} |")
+    for outcome in outcomes:
         lines += [
             "",
-            f"## {one.check.name}: {one.word}",
+            f"## {outcome.check.name}: {outcome.word}",
             "",
-            f"`{' '.join(one.check.line[1:])}`",
+            f"`{' '.join(outcome.check.line[1:])}`",
             "",
             "```",
-            one.tail,
+            outcome.tail,
             "```",
         ]
     return "\n".join(lines) + "\n"
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{outcomes[-1].word:5s} {check.name}: {outcomes[-1].seconds:.0f} s", flush=True)
         options.report.write_text(report(outcomes, provenance("cuda")), encoding="utf-8")
     print(f"{options.report}: please send it to the project, also where every line is green")
-    return 0 if all(one.status == 0 for one in outcomes) else 1
+    return 0 if all(outcome.status == 0 for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

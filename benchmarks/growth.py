@@ -195,14 +195,14 @@ def measure_runs(options: Any) -> list[dict[str, Any]]:
         samples = in_turns(tasks, options.repeats, warm=0)
     rows = []
     for count in places:
-        each = zip(*(samples[f"{count} {name}"] for name in COMMANDS), strict=True)
+        turns_of = zip(*(samples[f"{count} {name}"] for name in COMMANDS), strict=True)
         rows.append({
             "variant": str(count),
             "samples": [
                 {key: sum(sample[key] for sample in turn) for key in ("wall_s", "cpu_s")}
                 | {f"{name}_s": sample["wall_s"] for name, sample in zip(COMMANDS, turn, strict=True)}
                 | {f"{name}_bytes": sample["peak_bytes"] for name, sample in zip(COMMANDS, turn, strict=True)}
-                for turn in each
+                for turn in turns_of
             ],
         })  # fmt: skip
     return rows
@@ -251,9 +251,9 @@ def title(key: Cell) -> str:
 def lines(cell: Cell) -> list[Line]:
     """Per quantity: last point over first, exponents between neighbours, and where they change."""
     rows = [row for row in cell["rows"] if error_of(row) is None]
-    found = [Line(f"{row['variant']}", None, note=error_of(row) or "") for row in cell["rows"] if row not in rows]
+    said = [Line(f"{row['variant']}", None, note=error_of(row) or "") for row in cell["rows"] if row not in rows]
     if len(rows) < 2:
-        return found
+        return said
     first, last = rows[0], rows[-1]
     for quantity, words in quantities(cell["key"]["axis"]).items():
         places, values = medians(cell, quantity)
@@ -265,16 +265,16 @@ def lines(cell: Cell) -> list[Line]:
             f"bends at {bent}" if bent else "",
             f"{shown(quantity, values[0])} to {shown(quantity, values[-1])}",
         ]
-        what = f"{words}: {cell['key']['axis']} {places[-1]:g} / {places[0]:g}"
+        title = f"{words}: {cell['key']['axis']} {places[-1]:g} / {places[0]:g}"
         under = turns(first, quantity)
         if min(under) <= 0:  # what the smallest point took fitted into memory that the process held already
-            found.append(
-                Line(what, None, note="; ".join(["nothing measured at the first point", *filter(None, notes)]))
+            said.append(
+                Line(title, None, note="; ".join(["nothing measured at the first point", *filter(None, notes)]))
             )
             continue
         over = ratio(turns(last, quantity), under)
-        found.append(Line(what, over, note="; ".join(part for part in notes if part)))
-    return found
+        said.append(Line(title, over, note="; ".join(note for note in notes if note)))
+    return said
 
 
 def shown(quantity: str, value: float) -> str:

@@ -84,19 +84,19 @@ def lines(cell: Cell) -> list[Line]:
 
 
 def _lines_1(rows: dict[str, Any], key: Cell) -> list[Line]:
-    first, found = next(iter(rows)), []
+    first, said = next(iter(rows)), []
     for name, row in list(rows.items())[1:]:
         over = ratio(*([sample["total_s"] for sample in rows[n]["samples"]] for n in (name, first)))
         share = f"cache / weights {row['kv_bytes'] / row['weight_bytes']:.2f}"
         paper = f"; paper, over 512: {FIGURE_1[int(name)]}" if int(name) in FIGURE_1 and not key["tiny"] else ""
-        found.append(Line(f"{name}+{name} tokens: time / {first}+{first}", over, note=share + paper))
-    return found
+        said.append(Line(f"{name}+{name} tokens: time / {first}+{first}", over, note=share + paper))
+    return said
 
 
 def _lines_10(rows: dict[str, Any], key: Cell) -> list[Line]:
-    found: list[Line] = []
+    said: list[Line] = []
     if "little" not in rows:
-        return found
+        return said
     for n in key["lengths"]:
         if any(f"{n} {name}" not in rows for name in NAMES):
             continue
@@ -104,17 +104,15 @@ def _lines_10(rows: dict[str, Any], key: Cell) -> list[Line]:
         least = _times(rows["little"])
         whole = [a - b for a, b in zip(full, least, strict=True)]
         if min(whole) <= 0:
-            found.append(
-                Line(f"{n}+{n}", None, note="full attention's cache takes no more time than the clock's noise")
-            )
+            said.append(Line(f"{n}+{n}", None, note="full attention's cache takes no more time than the clock's noise"))
             continue
         cache = ratio([a - b for a, b in zip(quiet, least, strict=True)], whole)
         noise = ratio([a - b for a, b in zip(noisy, quiet, strict=True)], whole)
         paper = FIGURE_10.get(n) if not key["tiny"] else None
-        notes = [f"paper: {part}" if paper else "" for part in paper or ("", "")]
-        found.append(Line(f"{n}+{n}: keyformer 50 %, cache's part / full's", cache, note=notes[0]))
-        found.append(Line(f"{n}+{n}: its Gumbel noise / full's part", noise, note=notes[1]))
-    return found
+        notes = [f"paper: {number}" if paper else "" for number in paper or ("", "")]
+        said.append(Line(f"{n}+{n}: keyformer 50 %, cache's part / full's", cache, note=notes[0]))
+        said.append(Line(f"{n}+{n}: its Gumbel noise / full's part", noise, note=notes[1]))
+    return said
 
 
 def _times(row: dict[str, Any]) -> list[float]:

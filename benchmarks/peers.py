@@ -95,21 +95,21 @@ def lines(cell: Cell) -> list[Line]:
     rows = {row["variant"]: row for row in cell["rows"]}
     bandwidth = statistics.median(s["bytes_per_s"] for s in rows.pop("bandwidth")["samples"])
     base = rows["hf"]["samples"]
-    found = []
+    said = []
     for name, row in rows.items():
         if error_of(row) or error_of(rows["hf"]):
-            found.append(Line(name, None, note=error_of(row) or "hf: no sample"))
+            said.append(Line(name, None, note=error_of(row) or "hf: no sample"))
             continue
         samples = row["samples"]
         typical = statistics.median(sample["tpot_s"] for sample in samples)
         rate, floor = row["step_bytes"] / typical, typical / (row["step_bytes"] / bandwidth)
         times, by_cpu = over(samples, base, "tpot_s"), over(samples, base, "cpu_s")
-        found.append(Line(f"{name}: seconds per token / hf", times, by_cpu, rate, floor, note=busy(samples)))
+        said.append(Line(f"{name}: seconds per token / hf", times, by_cpu, rate, floor, note=busy(samples)))
         if name.endswith("prefill"):
             first, first_cpu = over(samples, base, "ttft_s"), over(samples, base, "ttft_cpu_s")
-            found.append(Line(f"{name}: seconds of prefill / hf", first, first_cpu))
-            found.append(Line(f"{name}: peak memory of prefill / hf", over(samples, base, "peak_bytes")))
-    return found
+            said.append(Line(f"{name}: seconds of prefill / hf", first, first_cpu))
+            said.append(Line(f"{name}: peak memory of prefill / hf", over(samples, base, "peak_bytes")))
+    return said
 
 
 def main(arguments: list[str] | None = None) -> int:

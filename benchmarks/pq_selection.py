@@ -38,7 +38,7 @@ _RATES = ("kmeans_iterations_per_s", "scikit_learn_iterations_per_s")
 def turns(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm: int = 2) -> dict[str, list[float]]:
     """Seconds of each task, measured in turns."""
     timed = {name: lambda task=task: {"wall_s": spent(task, device)[1]} for name, task in tasks.items()}
-    return {name: [one["wall_s"] for one in each] for name, each in in_turns(timed, repeats, warm).items()}
+    return {name: [sample["wall_s"] for sample in samples] for name, samples in in_turns(timed, repeats, warm).items()}
 
 
 def iterations(points: Tensor, clusters: int, options: argparse.Namespace) -> dict[str, float | None]:
@@ -61,15 +61,15 @@ def iterations(points: Tensor, clusters: int, options: argparse.Namespace) -> di
 def _library(points: Tensor, start: Tensor, count: int, threads: int) -> Callable[[], None]:
     """K-means of scikit-learn, one problem after the other, as PQCache's release calls it."""
     cluster, pool = importlib.import_module("sklearn.cluster"), importlib.import_module("threadpoolctl")
-    parts = [part.contiguous().numpy() for part in points]
+    parts = [group.contiguous().numpy() for group in points]
     rows = start.numpy()
 
     def run() -> None:
         with pool.threadpool_limits(threads), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it has not converged is the point
-            for part in parts:
+            for group in parts:
                 options = {"n_init": 1, "tol": 0.0, "max_iter": count, "algorithm": "lloyd", "random_state": 0}
-                cluster.KMeans(len(rows), init=part[rows], **options).fit(part)
+                cluster.KMeans(len(rows), init=group[rows], **options).fit(group)
 
     return run
 
@@ -103,16 +103,16 @@ def selection(slots: int, options: argparse.Namespace) -> dict[str, Any]:
         device,
         options.repeats,
     )
-    found = {name: statistics.median(times) for name, times in taken.items()}
+    medians = {name: statistics.median(times) for name, times in taken.items()}
     ratios = {
-        "ratio": found["exact"] / found["pqcache"],
-        "ratio_scores": found["exact_scores"] / found["pqcache_scores"],
+        "ratio": medians["exact"] / medians["pqcache"],
+        "ratio_scores": medians["exact_scores"] / medians["pqcache_scores"],
     }
     points = keys[0].unflatten(-1, (options.m, -1)).transpose(1, 2).flatten(0, 1)
     rates = iterations(points, clusters, options)
     return {
         "slots": slots,
-        **found,
+        **medians,
         **ratios,
         "kmeans_iterations_per_s": rates["ours"],
         "scikit_learn_iterations_per_s": rates["scikit-learn"],

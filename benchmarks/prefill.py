@@ -46,8 +46,8 @@ def prefill(v: Variant, models: dict[str, Any], shape: Shape, prompt: int, obser
     ids, plan = prompt_of(shape, prompt).tolist(), v.plan(prompt)
     said = {} if v.kind in ("full", "short") else {"observe": observe}
     run = functools.partial(generate, models["kvexp"], ids, *plan, decoding=GenerationParams(1, eos=None), **said)
-    (made, took, _), wall, cpu = spent(lambda: peak(lambda: run(beyond_context=True), device), device)
-    return {"ttft_s": made.timing.ttft_s, "peak_bytes": took, "wall_s": wall, "cpu_s": cpu}
+    (answer, took, _), wall, cpu = spent(lambda: peak(lambda: run(beyond_context=True), device), device)
+    return {"ttft_s": answer.timing.ttft_s, "peak_bytes": took, "wall_s": wall, "cpu_s": cpu}
 
 
 def measure(options: Any, prompt: int) -> list[dict[str, Any]]:
@@ -73,21 +73,21 @@ def lines(cell: Cell) -> list[Line]:
     """Time to the first token over Hugging Face's, then peak memory over Hugging Face's."""
     key, rows = cell["key"], {row["variant"]: row for row in cell["rows"]}
     good = {name: row["samples"] for name, row in rows.items() if error_of(row) is None}
-    found = [Line(name, None, note=error_of(row) or "") for name, row in rows.items() if name not in good]
+    said = [Line(name, None, note=error_of(row) or "") for name, row in rows.items() if name not in good]
     if "hf" not in good:
-        return found
+        return said
     hf = good.pop("hf")
-    found.append(Line(f"hf: {_median(hf, 'ttft_s'):.2f} s, {_median(hf, 'peak_bytes') / 2**20:.0f} MiB", None))
+    said.append(Line(f"hf: {_median(hf, 'ttft_s'):.2f} s, {_median(hf, 'peak_bytes') / 2**20:.0f} MiB", None))
     for name, samples in good.items():
         time, cpu = (over(samples, hf, clock) for clock in ("ttft_s", "cpu_s"))
-        found.append(
+        said.append(
             Line(f"{name}: time to the first token / hf", time, cpu, None, None, _time(name, key), busy(samples))
         )
     for name, samples in good.items():
         note = f"{_median(samples, 'peak_bytes') / 2**20:.0f} MiB"
         memory = over(samples, hf, "peak_bytes")
-        found.append(Line(f"{name}: peak memory / hf", memory, target=_memory(name, key), note=note))
-    return found
+        said.append(Line(f"{name}: peak memory / hf", memory, target=_memory(name, key), note=note))
+    return said
 
 
 def _time(name: str, key: Cell) -> Target | None:

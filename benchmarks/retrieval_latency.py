@@ -72,8 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in layers:
         print(f"| {row['length']} | {row['prefill_s']:.4f} | {row['offload_s']:.4f} | {row['kmeans_s']:.4f} |")
     if options.json:
-        found = {"options": vars(options), "one_layer": layers}
-        Path(options.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        content = {"options": vars(options), "one_layer": layers}
+        Path(options.json).write_text(json.dumps(content, indent=1), encoding="utf-8")
     return 0
 
 

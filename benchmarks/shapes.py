@@ -252,7 +252,7 @@ def variant(name: str) -> Variant:
 def _method(kind: str) -> Any:
     from kvexp import methods, retrieval
 
-    made = {
+    makers = {
         "full": methods.Full,
         "short": methods.Full,
         "h2o": methods.H2O,
@@ -267,9 +267,9 @@ def _method(kind: str) -> Any:
         "infllm": lambda: retrieval.InfLLM(n_sinks=32),
         "pqcache": lambda: retrieval.PQCache(n_sinks=32),
     }
-    if kind not in made:
-        raise ValueError(f"{kind!r} is not measured; allowed: {', '.join(THEIRS)}, {', '.join(made)}")
-    return made[kind]()
+    if kind not in makers:
+        raise ValueError(f"{kind!r} is not measured; allowed: {', '.join(THEIRS)}, {', '.join(makers)}")
+    return makers[kind]()
 
 
 @torch.no_grad()
@@ -327,8 +327,8 @@ def one(
     if v.theirs:
         stamps, took, how = peak(lambda: _hf(v, model, ids, batch, beams, new, device), device)
         return {**_times(stamps), "peak_bytes": took, "peak_by": how}
-    made, took, how = peak(lambda: _kvexp(v, model, ids.tolist() * batch, beams, new, budget_of), device)
-    timing, held = made.timing, made.cache.memory_tracker
+    answer, took, how = peak(lambda: _kvexp(v, model, ids.tolist() * batch, beams, new, budget_of), device)
+    timing, held = answer.timing, answer.cache.memory_tracker
     times = {"ttft_s": timing.ttft_s, "tt2t_s": timing.tt2t_s, "tpot_s": timing.tpot_s}
     return {
         **times,

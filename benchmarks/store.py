@@ -98,13 +98,13 @@ class Results:
 
     def measured(self, key: Cell, measure: Callable[[], Any], device: str, again: bool = False) -> tuple[Cell, bool]:
         """The cell of this key, and whether it was there already; measured and written now if not, or if `again`."""
-        found = self.find(key)
-        if found is not None and not again:
-            return found, True
+        known = self.find(key)
+        if known is not None and not again:
+            return known, True
         about, start = provenance(device), time.perf_counter()
         rows = measure()
         cell = {"key": key, "rows": rows, "seconds": round(time.perf_counter() - start, 2), "from": about}
-        self.cells = [other for other in self.cells if other is not found] + [cell]
+        self.cells = [other for other in self.cells if other is not known] + [cell]
         self._write()
         return cell, False
 

@@ -181,24 +181,24 @@ REAL = (
 SUITES = {"cpu": CPU, "gpu": GPU, "real": REAL}
 
 
-def run(one: Run, options: argparse.Namespace) -> bool:
+def run(job: Run, options: argparse.Namespace) -> bool:
     """Run one command to its limit; False if it failed, was too slow, or cannot run here."""
-    if not Path(one.python).exists():
-        print(f"\n{one.name}: left out, {one.python} does not exist; run: make peers", flush=True)
+    if not Path(job.python).exists():
+        print(f"\n{job.name}: left out, {job.python} does not exist; run: make peers", flush=True)
         return True
     more = ["--out", options.out, *(["--again"] if options.again else [])]
-    line = [one.python, "-m", f"benchmarks.{one.module}", *one.words(options.tiny), *more]
-    print(f"\n== {one.name}: python -m benchmarks.{one.module} {' '.join(one.words(options.tiny))}", flush=True)
+    line = [job.python, "-m", f"benchmarks.{job.module}", *job.words(options.tiny), *more]
+    print(f"\n== {job.name}: python -m benchmarks.{job.module} {' '.join(job.words(options.tiny))}", flush=True)
     start = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if one.python == str(PEERS) and "smollm2" in one.arguments:
+    if job.python == str(PEERS) and "smollm2" in job.arguments:
         environment["KVEXP_CACHE"] = str(cache_folder())
     try:
         code = subprocess.run(line, cwd=ROOT, env=environment, timeout=options.minutes * 60).returncode
     except subprocess.TimeoutExpired:
-        print(f"{one.name}: stopped after {options.minutes:g} minutes; the same command goes on from there", flush=True)
+        print(f"{job.name}: stopped after {options.minutes:g} minutes; the same command goes on from there", flush=True)
         return False
-    print(f"{one.name}: {time.perf_counter() - start:.0f} s{'' if code == 0 else f', ended with {code}'}", flush=True)
+    print(f"{job.name}: {time.perf_counter() - start:.0f} s{'' if code == 0 else f', ended with {code}'}", flush=True)
     return code == 0
 
 
@@ -214,16 +214,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="per command")
     options = parser.parse_args(arguments)
     runs = SUITES[options.suite]
-    unknown = set(options.only or ()) - {one.name for one in runs}
+    unknown = set(options.only or ()) - {job.name for job in runs}
     if unknown:
-        parser.error(f"--only: {', '.join(sorted(unknown))} is not of {', '.join(one.name for one in runs)}")
-    by_itself = [one.name for one in runs if options.all or not one.more]
-    chosen = [one for one in runs if one.name in (options.only or by_itself)]
+        parser.error(f"--only: {', '.join(sorted(unknown))} is not of {', '.join(job.name for job in runs)}")
+    by_itself = [job.name for job in runs if options.all or not job.more]
+    chosen = [job for job in runs if job.name in (options.only or by_itself)]
     if options.list:
-        for one in chosen:
-            print(f"{one.name:16s} python -m benchmarks.{one.module} {' '.join(one.words(options.tiny))}")
+        for job in chosen:
+            print(f"{job.name:16s} python -m benchmarks.{job.module} {' '.join(job.words(options.tiny))}")
         return 0
-    failed = [one.name for one in chosen if not run(one, options)]
+    failed = [job.name for job in chosen if not run(job, options)]
     print(f"\n{len(chosen) - len(failed)} of {len(chosen)} done" + (f"; not: {', '.join(failed)}" if failed else ""))
     print(f"all tables again: python -m benchmarks.report {options.out}")
     return 1 if failed else 0

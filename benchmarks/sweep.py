@@ -62,16 +62,16 @@ def prompts(options: Any) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder())
-    turns = [[{"role": "user", "content": f"{INSTRUCTION}\n\n{one.text}"}] for one in articles()[: options.articles]]
+    turns = [[{"role": "user", "content": f"{INSTRUCTION}\n\n{doc.text}"}] for doc in articles()[: options.articles]]
     texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
     return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
-def full_answers(model: Any, each: list[list[int]], new: int) -> Sample:
+def full_answers(model: Any, fed: list[list[int]], new: int) -> Sample:
     """Hugging Face's `generate`, one prompt after the other."""
 
     def answer() -> None:
-        for ids in each:
+        for ids in fed:
             row = torch.tensor([ids])
             kept = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=new, **kept)
@@ -89,10 +89,10 @@ def measure(options: Any) -> list[dict[str, Any]]:
             tasks[f"basic, batch {size}"] = functools.partial(one_sweep, f"batch_size={size}", BASIC)
     else:
         shape = SHAPES[NAME].tiny() if options.tiny else SHAPES[NAME]
-        each = prompts(options)
-        model = stock(shape.fitted(max(map(len, each)) + options.new), "cpu")
+        fed = prompts(options)
+        model = stock(shape.fitted(max(map(len, fed)) + options.new), "cpu")
         tasks = {name: functools.partial(sweep, options, *said) for name, said in SWEEPS.items()}
-        tasks["hf"] = functools.partial(full_answers, model, each, options.new)
+        tasks["hf"] = functools.partial(full_answers, model, fed, options.new)
     samples = in_turns(tasks, options.repeats, warm=0)
     return [{"variant": name, "samples": taken} for name, taken in samples.items()]
 
@@ -104,16 +104,16 @@ def title(key: Cell) -> str:
 
 def lines(cell: Cell) -> list[Line]:
     """Seconds of the sweeps over Hugging Face's answers; or of `BASIC` over the sweep's."""
-    key, rows, found = cell["key"], {row["variant"]: row["samples"] for row in cell["rows"]}, []
+    key, rows, said = cell["key"], {row["variant"]: row["samples"] for row in cell["rows"]}, []
     base = "sweep" if key.get("basic") else "hf"
     against = rows.pop(base)
     for name, samples in rows.items():
         wall, cpu = (over(samples, against, clock) for clock in ("wall_s", "cpu_s"))
         target = TARGETS.get(name) if key["model"] == NAME and not key["tiny"] else None
         seconds = f"{samples[0]['wall_s']:.0f} s / {against[0]['wall_s']:.0f} s"
-        note = "; ".join(part for part in (busy(samples), seconds) if part)
-        found.append(Line(f"{name}: seconds / {base}", wall, cpu, target=target, note=note))
-    return found
+        note = "; ".join(text for text in (busy(samples), seconds) if text)
+        said.append(Line(f"{name}: seconds / {base}", wall, cpu, target=target, note=note))
+    return said
 
 
 def main(arguments: list[str] | None = None) -> int:

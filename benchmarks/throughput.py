@@ -41,7 +41,7 @@ def largest(fits: Callable[[int], bool], most: int, fine: float = 0.0) -> int:
 
 def measure(options: Any, length: str) -> list[dict[str, Any]]:
     """One cell: per variant, the largest batch, and samples at that batch."""
-    prompt, new = (int(part) for part in length.split("+"))
+    prompt, new = (int(count) for count in length.split("+"))
     shape = shape_of(options).fitted(prompt + new + 8)
     theirs = stock(shape, options.device)
     models = {"hf": theirs, "kvexp": ours(theirs)}
@@ -83,18 +83,16 @@ def title(key: Cell) -> str:
 def lines(cell: Cell) -> list[Line]:
     """Batch and tokens per second, over the first variant's."""
     rows, new = cell["rows"], int(cell["key"]["length"].split("+")[1])
-    base, found = rows[0], []
+    base, said = rows[0], []
     for row in rows:
         batch = f"batch {row['batch']}" + (" (the most tried)" if row["batch"] == cell["key"]["most"] else "")
         died = error_of(row) or (f"{base['variant']} fits at no batch" if error_of(base) else None)
         if died:
-            found.append(Line(f"{row['variant']}: tokens per second", None, note=f"{batch}; {died}"))
+            said.append(Line(f"{row['variant']}: tokens per second", None, note=f"{batch}; {died}"))
             continue
         reached, first = ([r["batch"] * new / s["total_s"] for s in r["samples"]] for r in (row, base))
-        found.append(
-            Line(f"{row['variant']}: tokens per second / {base['variant']}", ratio(reached, first), note=batch)
-        )
-    return found
+        said.append(Line(f"{row['variant']}: tokens per second / {base['variant']}", ratio(reached, first), note=batch))
+    return said
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,7 +42,7 @@ def windows(v: Variant, prompt: int, new: int, window: int) -> list[int]:
 
 def measure(options: Any, length: str, batch: int, beams: int) -> list[dict[str, Any]]:
     """One cell: every variant at one length, batch and number of beams."""
-    prompt, new = (int(part) for part in length.split("+"))
+    prompt, new = (int(count) for count in length.split("+"))
     shape = shape_of(options).fitted(prompt + new + 8)
     theirs = stock(shape, options.device)
     models = {"hf": theirs, "kvexp": ours(theirs)}
@@ -64,17 +64,17 @@ def measure(options: Any, length: str, batch: int, beams: int) -> list[dict[str,
 
 def joined(parts: list[list[Sample]], new: int) -> list[Sample]:
     """The samples of one generation from its windows' samples, turn by turn."""
-    died = next((sample for part in parts for sample in part if "error" in sample), None)
+    died = next((sample for window in parts for sample in window if "error" in sample), None)
     if died is not None:
         return [died]
     weights = [1.0] if len(parts) == 1 else [1 / 6, 4 / 6, 1 / 6]
-    found = []
+    whole = []
     for turn in zip(*parts, strict=True):
         per_token = sum(weight * sample["tpot_s"] for weight, sample in zip(weights, turn, strict=True))
         total = turn[0]["ttft_s"] + (new - 1) * per_token
         peak = max(sample["peak_bytes"] for sample in turn)
-        found.append({**turn[0], "tpot_s": per_token, "total_s": total, "peak_bytes": peak})
-    return found
+        whole.append({**turn[0], "tpot_s": per_token, "total_s": total, "peak_bytes": peak})
+    return whole
 
 
 def title(key: Cell) -> str:
@@ -86,28 +86,28 @@ def lines(cell: Cell) -> list[Line]:
     """Per variant, over the first: tokens per second, the three times, and memory."""
     key, rows = cell["key"], list(cell["rows"])
     bandwidth = statistics.median(s["bytes_per_s"] for s in rows.pop(0)["samples"])
-    base, found = rows[0], []
+    base, said = rows[0], []
     for row in rows:
         died = error_of(row) or (f"{base['variant']}: {error_of(base)}" if error_of(base) else None)
         if died:
-            found.append(Line(row["variant"], None, note=died))
+            said.append(Line(row["variant"], None, note=died))
             continue
         name, samples, against = row["variant"], row["samples"], base["samples"]
         paper = None if key["tiny"] or key["shape"] != "mpt_7b" else PAPER.get((key["length"], name))
         note = f"paper, A100, over its own full: {paper:.2f}" if paper else ""
         per = f"/ {base['variant']}"
         if row is not base:
-            found.append(Line(f"{name}: tokens per second {per}", over(against, samples, "total_s"), note=note))
+            said.append(Line(f"{name}: tokens per second {per}", over(against, samples, "total_s"), note=note))
         per_token = statistics.median(sample["tpot_s"] for sample in samples)
         rate, floor = row["step_bytes"] / per_token, per_token / (row["step_bytes"] / bandwidth)
-        found.append(Line(f"{name}: s per token {per}", over(samples, against, "tpot_s"), bandwidth=rate, floor=floor))
+        said.append(Line(f"{name}: s per token {per}", over(samples, against, "tpot_s"), bandwidth=rate, floor=floor))
         if row is base:
             continue
-        found.append(Line(f"{name}: s to token 1 {per}", over(samples, against, "ttft_s"), target=_first(key, name)))
-        found.append(Line(f"{name}: s to token 2 {per}", over(samples, against, "tt2t_s")))
+        said.append(Line(f"{name}: s to token 1 {per}", over(samples, against, "ttft_s"), target=_first(key, name)))
+        said.append(Line(f"{name}: s to token 2 {per}", over(samples, against, "tt2t_s")))
         if min(sample["peak_bytes"] for sample in against) > 0:
-            found.append(Line(f"{name}: peak memory above the weights {per}", over(samples, against, "peak_bytes")))
-    return found
+            said.append(Line(f"{name}: peak memory above the weights {per}", over(samples, against, "peak_bytes")))
+    return said
 
 
 def _first(key: Cell, name: str) -> Target | None:

@@ -1,8 +1,9 @@
 """What `make docs` (mkdocs.yml) does beyond MkDocs: pages from outside docs/, and links as GitHub reads them.
 
-README.md, the other Markdown of the repository's root, experiments/ and benchmarks/ are pages of the site under their
-own paths. A link between pages is written as it works in the repository, and is turned into the site's; a link to a
-file that is no page (code, a configuration) becomes the file's name.
+The other Markdown of the repository's root, experiments/ and benchmarks/ are pages of the site under their own paths,
+README.md as start.md: the site's first page is docs/index.md. A link between pages is written as it works in the
+repository, and is turned into the site's; a link to a file that is no page (code, a configuration) becomes the file's
+name.
 """
 
 from __future__ import annotations
@@ -60,4 +61,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def in_site(path: Path) -> str:
     """Where a file of the repository stands in the site: docs/ is its root."""
+    if path == ROOT / "README.md":
+        return "start.md"
     return str(path.relative_to(DOCS if DOCS in path.parents else ROOT))

@@ -72,8 +72,8 @@ COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73")  # of tokens
 
 def fig1_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per model, factor, quantity and part of the prompt; and what the older half holds, of all models."""
-    made = means_by(frame, ["model", "method", "kv_ratio", "setting", "of", "bin"], ["percent"])
-    return made.assign(**_older_half(frame, "score"), **_older_half(frame, "kept"))
+    table = means_by(frame, ["model", "method", "kv_ratio", "setting", "of", "bin"], ["percent"])
+    return table.assign(**_older_half(frame, "score"), **_older_half(frame, "kept"))
 
 
 def _older_half(frame: pd.DataFrame, name: str) -> dict[str, float]:
@@ -82,10 +82,10 @@ def _older_half(frame: pd.DataFrame, name: str) -> dict[str, float]:
     old = old.groupby(["model", "setting", "prompt"], as_index=False)["percent"].sum()
     old = old.assign(off=(old["percent"] - EVEN).abs())
     plain = old["setting"].str.endswith("alpha=1.0")
-    made = interval_columns(f"{name}_closer", paired_gap(old, "off", plain, ~plain, ("prompt",)))
-    for which, part in (("plain", old[plain]), ("forgetting", old[~plain])):
-        made |= mean_columns(f"{name}_{which}", part["percent"].tolist())
-    return made
+    columns = interval_columns(f"{name}_closer", paired_gap(old, "off", plain, ~plain, ("prompt",)))
+    for which, scores in (("plain", old[plain]), ("forgetting", old[~plain])):
+        columns |= mean_columns(f"{name}_{which}", scores["percent"].tolist())
+    return columns
 
 
 def fig1_holds(table: pd.DataFrame) -> Verdict:
@@ -107,8 +107,8 @@ def fig1_draw(table: pd.DataFrame, figure: Figure) -> None:
     for row, model in enumerate(models):
         for column, setting in enumerate(settings):
             axes = panels[row, column]
-            part = table[(table["model"] == model) & (table["setting"] == setting)]
-            score, kept = (part[part["of"] == name].sort_values("bin") for name in ("score", "kept"))
+            runs = table[(table["model"] == model) & (table["setting"] == setting)]
+            score, kept = (runs[runs["of"] == name].sort_values("bin") for name in ("score", "kept"))
             reach = score[["percent_low", "percent_high"]].sub(score["percent"], axis=0).abs().T.to_numpy()
             color = color_of("h2o" if setting.endswith("=1.0") else "a2sf")
             axes.bar(score["bin"], score["percent"], yerr=reach, color=color, error_kw={"elinewidth": 0.7})
@@ -146,9 +146,9 @@ def fig4_holds(table: pd.DataFrame) -> Verdict:
     middle = counted.groupby(["method", "setting"])["middle"].mean()
     named = ", ".join(f"{m} {s.rpartition('=')[2]} {v:.1f}".replace("  ", " ") for (m, s), v in middle.items())
     sinks, kept = [], []
-    for model, part in counted.groupby("model"):
-        mine = part[part["setting"] == "method.alpha=0.1"].iloc[0]
-        ideal = part[part["method"] == "ideal"].iloc[0]["sink"]
+    for model, means in counted.groupby("model"):
+        mine = means[means["setting"] == "method.alpha=0.1"].iloc[0]
+        ideal = means[means["method"] == "ideal"].iloc[0]["sink"]
         sinks.append(judge(mine, "sink", partial(above, mark=SINK_KEPT)) if ideal >= SINK_KEPT else None)
         kept.append(f"{model} {mine['sink']:.1f} (ideal {ideal:.1f}{'' if ideal >= SINK_KEPT else ': no sink'})")
     return all_hold([judge(first, "nearer", positive), *sinks]), (
@@ -165,12 +165,12 @@ def fig4_draw(table: pd.DataFrame, figure: Figure) -> None:
     for row, layer in enumerate(layers):
         for column, (method, setting) in enumerate(MAPS):
             axes = panels[row, column]
-            found = maps[(maps["layer"] == layer) & (maps["method"] == method) & (maps["setting"] == setting)]
+            drawn = maps[(maps["layer"] == layer) & (maps["method"] == method) & (maps["setting"] == setting)]
             axes.set_xticks([])
             axes.set_yticks([])
-            if found.empty:
+            if drawn.empty:
                 continue
-            cells = np.array([line.split() for line in found["map"].iloc[0].split(";")], dtype=float) / 1000
+            cells = np.array([line.split() for line in drawn["map"].iloc[0].split(";")], dtype=float) / 1000
             axes.imshow(np.cbrt(cells), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"{method} {setting.removeprefix('method.')}".strip(), fontsize=9)
             if column == 0:
@@ -207,9 +207,9 @@ def fig6_draw(table: pd.DataFrame, figure: Figure) -> None:
     first = followed.iloc[0]
     (panels,) = panel_grid(figure, 1, len(inside.SCORES), (9.6, 2.9))
     for axes, name in zip(panels, inside.SCORES, strict=True):
-        part = followed[followed["score"] == name]
-        for token, color in zip(sorted(set(part["token"])), COLORS, strict=False):
-            values = [float(value) for value in part[part["token"] == token]["curve"].iloc[0].split()]
+        scores = followed[followed["score"] == name]
+        for token, color in zip(sorted(set(scores["token"])), COLORS, strict=False):
+            values = [float(value) for value in scores[scores["token"] == token]["curve"].iloc[0].split()]
             label = "first token (sink)" if token == 0 else f"token {token:.0f}"
             steps = [int(token) + i for i in range(len(values))]
             axes.plot(steps, values, color=color, linewidth=1.0, label=label)
@@ -228,13 +228,13 @@ def table2_table(frame: pd.DataFrame) -> pd.DataFrame:
     over_h2o_ALPHA: how much more like the ideal a2sf is than h2o, over the prompts of all models.
     """
     frame = frame.assign(setting=frame["setting"].fillna("").astype(str))
-    made = means_by(frame, ["model", "method", "kv_ratio", "setting"], inside.ALIKE)
-    made = made.sort_values(["model", "method", "setting"], ignore_index=True)
+    table = means_by(frame, ["model", "method", "kv_ratio", "setting"], inside.ALIKE)
+    table = table.sort_values(["model", "method", "setting"], ignore_index=True)
     for alpha in ("0.1", "0.5"):
         mine = (frame["method"] == "a2sf") & frame["setting"].str.contains(f"alpha={alpha}", regex=False)
         gap = paired_gap(frame, "cosine", mine, frame["method"] == "h2o", ("prompt",))
-        made = made.assign(**interval_columns(f"over_h2o_{alpha}", gap))
-    return made
+        table = table.assign(**interval_columns(f"over_h2o_{alpha}", gap))
+    return table
 
 
 def table2_holds(table: pd.DataFrame) -> Verdict:
@@ -286,9 +286,9 @@ ASKED = "task.question"
 
 def fig3_table(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     """The points, with what a2sf is ahead of h2o and of ideal, run by run and over all of them."""
-    made = points(frame, metric, rival="h2o").assign(**ahead(frame, metric, "ideal", name="to_ideal"))
+    table = points(frame, metric, rival="h2o").assign(**ahead(frame, metric, "ideal", name="to_ideal"))
     pairs = {"overall": (of("a2sf"), of("h2o")), "overall_window": (of("a2sf"), of("window"))}
-    return with_gaps(made, frame, metric, pairs)
+    return with_gaps(table, frame, metric, pairs)
 
 
 def fig3_holds(table: pd.DataFrame) -> Verdict:
@@ -313,13 +313,13 @@ def fig5_table(frame: pd.DataFrame) -> pd.DataFrame:
         for method, setting in zip(frame["method"], frame["setting"], strict=True)
     ]
     frame = frame.assign(alpha=alphas)
-    made = points(frame, "acc", rival="h2o").assign(alpha=alphas, setting="")
+    rows = points(frame, "acc", rival="h2o").assign(alpha=alphas, setting="")
     low, none = _with_alpha(*LOW), _with_alpha(0.0, 0.0)
     above_it = _with_alpha(LOW[1] + 0.05, 1.0)
     pairs = {"low_over_high": (low, above_it), "none_over_h2o": (none, of("h2o")), "low_over_none": (low, none)}
-    made = with_gaps(made, frame, "acc", pairs)
-    flat = made[made["method"].eq("h2o")]
-    return pd.concat([made[made["method"].ne("h2o")], flat.assign(alpha=0.0), flat.assign(alpha=made["alpha"].max())])
+    rows = with_gaps(rows, frame, "acc", pairs)
+    flat = rows[rows["method"].eq("h2o")]
+    return pd.concat([rows[rows["method"].ne("h2o")], flat.assign(alpha=0.0), flat.assign(alpha=rows["alpha"].max())])
 
 
 def _with_alpha(low: float, high: float) -> Side:
@@ -341,14 +341,14 @@ def fig5_holds(table: pd.DataFrame) -> Verdict:
 def table1_table(frame: pd.DataFrame) -> pd.DataFrame:
     """The points by shots, and the pooled differences of each pair and number of shots."""
     frame = frame.assign(shots=[option(setting, SHOTS) for setting in frame["setting"]])
-    made = points(frame, "acc", rival="h2o").assign(shots=frame["shots"].to_numpy())
+    table = points(frame, "acc", rival="h2o").assign(shots=frame["shots"].to_numpy())
     pairs = {
-        f"{one}_over_{other}_{shots}": (of(one, shots=shots), of(other, shots=shots))
-        for one, other in PAIRS
+        f"{first}_over_{other}_{shots}": (of(first, shots=shots), of(other, shots=shots))
+        for first, other in PAIRS
         for shots in sorted(set(frame["shots"]), reverse=True)
     }
-    made = with_gaps(made, frame, "acc", pairs)
-    return by_method(made, ["model", "shots", "method"])
+    table = with_gaps(table, frame, "acc", pairs)
+    return by_method(table, ["model", "shots", "method"])
 
 
 def table1_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -361,13 +361,13 @@ def table1_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 def table1_holds(table: pd.DataFrame) -> Verdict:
     """Every pair with one shot and with none, pooled over the models; further numbers of shots are only shown."""
-    first, verdicts, found = table.iloc[0], [], []
+    first, verdicts, said = table.iloc[0], [], []
     for shots in sorted(set(table["shots"]), reverse=True):
-        for one, other in PAIRS:
-            name = f"{one}_over_{other}_{shots}"
+        for mine, other in PAIRS:
+            name = f"{mine}_over_{other}_{shots}"
             verdicts += [judge(first, name, positive)] if shots in CLAIMED else []
-            found.append(f"{one} - {other} {signed(first, name)} ({shots}-shot)")
-    return all_hold(verdicts), "points of accuracy over all models: " + "; ".join(found)
+            said.append(f"{mine} - {other} {signed(first, name)} ({shots}-shot)")
+    return all_hold(verdicts), "points of accuracy over all models: " + "; ".join(said)
 
 
 def factors_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -377,31 +377,31 @@ def factors_table(frame: pd.DataFrame) -> pd.DataFrame:
     """
     setting = [" ".join(word for word in words.split() if not word.startswith(ASKED)) for words in frame["setting"]]
     frame = frame.assign(task=_tasks(frame), setting=setting)
-    parts = [points(part, _metric(part), rival="h2o") for _, part in frame.groupby("task", sort=False)]
-    made = pd.concat(parts, ignore_index=True)
-    alpha = [float(option(words, ALPHA, "nan")) for words in made["setting"]]
-    made = made.assign(alpha=alpha, setting="")
-    flat = made[made["method"].eq("h2o")]
+    parts = [points(runs, _metric(runs), rival="h2o") for _, runs in frame.groupby("task", sort=False)]
+    table = pd.concat(parts, ignore_index=True)
+    alpha = [float(option(words, ALPHA, "nan")) for words in table["setting"]]
+    table = table.assign(alpha=alpha, setting="")
+    flat = table[table["method"].eq("h2o")]
     ends = [flat.assign(alpha=0.0), flat.assign(alpha=1.0)]
-    return pd.concat([made[made["method"].ne("h2o")], *ends], ignore_index=True)
+    return pd.concat([table[table["method"].ne("h2o")], *ends], ignore_index=True)
 
 
-def _metric(part: pd.DataFrame) -> str:
+def _metric(runs: pd.DataFrame) -> str:
     """ROUGE-2 of summaries, else the task's own first metric."""
-    headline = str(part["headline"].iloc[0])
+    headline = str(runs["headline"].iloc[0])
     return "rouge2" if headline.startswith("rouge") else headline
 
 
 def _tasks(frame: pd.DataFrame) -> list[str]:
-    asked = [option(words, ASKED) for words in frame["setting"]]
-    return [f"{task} {where}".strip() for task, where in zip(frame["task"], asked, strict=True)]
+    places = [option(words, ASKED) for words in frame["setting"]]
+    return [f"{task} {where}".strip() for task, where in zip(frame["task"], places, strict=True)]
 
 
 def factors_draw(table: pd.DataFrame, figure: Figure) -> None:
     """A panel per model, task and place of the question, each in its own metric."""
     bare = [" ".join(word for word in task.split() if word not in WORDS) for task in table["task"]]
     parts = zip(bare, table["question"], table["metric"], strict=True)
-    named = [titled(f"{task} {METRICS.get(m, m)}", [asked]) for task, asked, m in parts]
+    named = [titled(f"{task} {METRICS.get(m, m)}", [place]) for task, place, m in parts]
     curves(table.assign(task=named).drop(columns="question"), figure, x="alpha", xlabel="forgetting factor")
     for axes in figure.axes:
         axes.set_ylabel("%" if axes.get_ylabel() else "", fontsize=8)
@@ -409,26 +409,26 @@ def factors_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 def factors_holds(table: pd.DataFrame) -> Verdict:
     """A factor of PEAK is better than H2O on every model and task; the best factor is shown too."""
-    verdicts, found = [], []
-    for (model, task), part in table[table["method"].eq("a2sf")].groupby(["model", "task"], sort=False):
-        mine, most = part[part["alpha"].eq(float(PEAK))], part[part["value"].eq(part["value"].max())]
+    verdicts, said = [], []
+    for (model, task), runs in table[table["method"].eq("a2sf")].groupby(["model", "task"], sort=False):
+        mine, most = runs[runs["alpha"].eq(float(PEAK))], runs[runs["value"].eq(runs["value"].max())]
         if mine.empty:
             return None, f"a factor of {PEAK} was not run"
         verdicts.append(judge(mine.iloc[0], "ahead", better))
-        best = "all alike" if len(most) == len(part) else ", ".join(f"{alpha:g}" for alpha in most["alpha"])
-        found.append(f"{model} {task} {signed(mine.iloc[0], 'ahead')}, best factor {best}")
-    return all_hold(verdicts), f"a factor of {PEAK} over h2o, points of each task's metric: {'; '.join(found)}"
+        best = "all alike" if len(most) == len(runs) else ", ".join(f"{alpha:g}" for alpha in most["alpha"])
+        said.append(f"{model} {task} {signed(mine.iloc[0], 'ahead')}, best factor {best}")
+    return all_hold(verdicts), f"a factor of {PEAK} over h2o, points of each task's metric: {'; '.join(said)}"
 
 
 def factors_by_divergence(frame: pd.DataFrame) -> Verdict:
     """Judge the factor of PEAK against H2O by divergence; other factors and each task's best are only shown."""
     frame = frame.assign(task=_tasks(frame), alpha=[option(words, ALPHA) for words in frame["setting"]])
     parts, best = [], []
-    for task, part in frame.groupby("task", sort=False):
-        for alpha in sorted(set(part["alpha"]) - {""}):
+    for task, runs in frame.groupby("task", sort=False):
+        for alpha in sorted(set(runs["alpha"]) - {""}):
             sides = (of("a2sf", task=task, alpha=alpha), of("h2o", task=task, alpha=""))
             parts.append(Closer(f"{alpha} than h2o in {task}", *sides, judged=float(alpha) == float(PEAK)))
-        for _, least in part[part["method"].eq("a2sf")].nsmallest(1, KL).iterrows():
+        for _, least in runs[runs["method"].eq("a2sf")].nsmallest(1, KL).iterrows():
             best.append(f"{task} {least['alpha']} ({least[KL]:.3f})")
     return by_divergence(*parts, remark=lambda _: f"least divergence of a2sf's factors: {', '.join(best)}")(frame)
 

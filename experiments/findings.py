@@ -1,10 +1,10 @@
-"""What we conclude: FINDINGS.md, one table of all exhibits, and findings.csv, every judgement with its sentence.
+"""What we conclude of every exhibit: findings.csv, each judgement with its sentence and the reason for it.
 
-Numbers come from measured.json and measured_real.json alone, short claims and reasons from findings.yaml. What stands
-above the table is written by hand and stays.
+Numbers are read from measured.json and measured_real.json alone, reasons from findings.yaml. FINDINGS.md shows some of
+them: python -m experiments.pages findings
 
-python -m experiments.findings            write both
-python -m experiments.findings --check    exit 1 if what stands there is something else
+python -m experiments.findings            write it
+python -m experiments.findings --check    exit 1 if the file is another
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
-import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +23,6 @@ from experiments.lib.record import (
     NONE,
     NOT_RUN,
     SECOND,
-    VERDICT,
     WAITING,
     examples_of,
     is_speed,
@@ -34,97 +31,21 @@ from experiments.lib.record import (
     status,
     write_or_check,
 )
-from experiments.lib.tables import markdown
 from kvexp.util.errors import ConfigError
 from kvexp.util.output import watch_pipes
 
-FINDINGS, JUDGEMENTS = HERE / "FINDINGS.md", HERE / "findings.csv"
-WORDS = HERE / "findings.yaml"
-KEYS = ("short", "number", "why", "limits", "real")
-CONTRADICTED = "contradicted"  # what the page calls a claim that does not hold
-INTERVAL = r"[+-]?\d+(?:\.\d+)?(?: \([^()]*(?: … |, )[^()]*\))?"
-TABLE = """\
-## Every exhibit
-
-Verdicts by the paper's metric and by divergence, the numbers behind them, examples, and the testbed's verdict (models
-of under a million parameters). Bare numbers and *nearer by* are KL in nats per token (negative: farther); intervals are
-95 %, and not corrected. *From 0.008, 1 of 20 is 57 %*: one example is more than half of the mean, and an upper end
-would say little.
-[findings.csv](findings.csv) has all numbers, claims and reasons. `make reproduce-NAME` and the
-[notebooks](../notebooks/) draw each figure.
-
-"""
-SPEED = (
-    "On an H200, random weights, uncaptured steps (Keyformer's Fig. 1: one beam, not four; "
-    "PQCache's Fig. 7: measured once):"
-)
-AGAIN = f"The same on `{SECOND}`, a base model of which three layers evict ([two models](../docs/two_models.md)):"
+JUDGEMENTS, WORDS = HERE / "findings.csv", HERE / "findings.yaml"
+KEYS = ("short", "number", "leads", "why", "limits", "real")
 
 
 @functools.cache
-def words(name: str) -> dict[str, str]:
-    """What findings.yaml says of one exhibit: short and why, and the others of KEYS where there are any."""
+def words(name: str) -> dict[str, Any]:
+    """What findings.yaml says of one exhibit: why, and the others of KEYS where there are any."""
     written: Any = OmegaConf.to_container(OmegaConf.load(WORDS))
     found = written.get(name)
-    if not isinstance(found, dict) or not {"short", "why"} <= set(found) <= set(KEYS):
-        raise ConfigError(f"{WORDS}: {name} needs `short` and `why`, and may have {', '.join(KEYS)}; got {found!r}")
-    return {key: str(text).strip() for key, text in found.items()}
-
-
-def text() -> str:
-    """The page."""
-    real, testbed = recorded("real"), recorded("testbed")
-    rows = [_row(name, real, testbed) for name in names() if not is_speed(name)]
-    head = ("exhibit", "the paper", "metric", "divergence", "found", "n", "testbed")
-    counts = Counter(row[3] for row in rows)
-    verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("holds", CONTRADICTED, "undecided"))
-    times = "; ".join(f"{_short_title(name)} {_said(testbed.get(name))}" for name in names() if is_speed(name))
-    end = f"By divergence: {verdicts}. {SPEED} {times}."
-    other = recorded(SECOND)
-    again = [_row(name, other, testbed)[:-1] for name in names() if name in other]
-    more = f"\n\n{AGAIN}\n\n{markdown(head[:-1], *again)}" if again else ""
-    return f"{summary()}{TABLE}{markdown(head, *rows)}\n\n{end}{more}\n"
-
-
-def summary() -> str:
-    """The page's head, above the table."""
-    return FINDINGS.read_text("utf-8").partition(TABLE.partition("\n")[0])[0]
-
-
-def _row(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> tuple[str, ...]:
-    entry = real.get(name)
-    metric, divergence = (CONTRADICTED if each == VERDICT[False] else each for each in real_status(name, entry))
-    n = NONE if entry is None else re.sub(r"(\d+) of each of (\d+) tasks", r"\2 x \1", examples_of(entry))
-    small = _said(testbed.get(name))
-    return _short_title(name), words(name)["short"], metric, divergence, _number(name, entry), n, small
-
-
-def _said(entry: dict[str, Any] | None) -> str:
-    """`status` as the page words it."""
-    found = status(entry)
-    return CONTRADICTED if found == VERDICT[False] else found
-
-
-def _short_title(name: str) -> str:
-    """Paper and number: Keyformer, Fig. 7."""
-    return re.split(": | with | and appendix | in answers ", load(name).title)[0]
-
-
-def _number(name: str, entry: dict[str, Any] | None) -> str:
-    """`number` of findings.yaml with the recorded numbers in it; the whole sentence where it does not name them."""
-    if entry is None:
-        return NONE
-    sentences = " | ".join([entry.get("divergence", {}).get("words", ""), entry["words"]])
-
-    def filled(match: re.Match[str]) -> str:
-        found = re.search(rf"{re.escape(match[1])} ({INTERVAL})", sentences)
-        return found[1].replace(" … ", "..") if found else ""
-
-    template = words(name).get("number", "")
-    parts = [filled(match) for match in re.finditer(r"\{(.+?)\}", template)]
-    if not parts or "" in parts:
-        return str(entry["words"])
-    return re.sub(r"\{(.+?)\}", filled, template)
+    if not isinstance(found, dict) or not {"why"} <= set(found) <= set(KEYS):
+        raise ConfigError(f"{WORDS}: {name} needs `why`, and may have {', '.join(KEYS)}; got {found!r}")
+    return found
 
 
 def judgements() -> str:
@@ -171,8 +92,7 @@ def outcomes(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    pages = {FINDINGS: text, JUDGEMENTS: judgements}
-    return write_or_check(pages, "python -m experiments.findings", arguments, __doc__)
+    return write_or_check({JUDGEMENTS: judgements}, "python -m experiments.findings", arguments, __doc__)
 
 
 if __name__ == "__main__":

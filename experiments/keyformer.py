@@ -94,13 +94,13 @@ def fig1_table(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for cell in cells("keyformer_figures", figure=1)[-1:]:
         for row in cell["rows"]:
-            found = over(samples(cell, row["variant"]), samples(cell, "512"), "total_s")
-            if found is not None:
-                rows.append(ours(row["variant"], "full", GROWTH[0], found, cell))
+            ratio = over(samples(cell, row["variant"]), samples(cell, "512"), "total_s")
+            if ratio is not None:
+                rows.append(ours(row["variant"], "full", GROWTH[0], ratio, cell))
             size = row.get("kv_bytes", 0) / 2**30
             rows.append(ours(row["variant"], "full", GROWTH[1], Ratio(size, size, size), cell))
-    made = with_paper("keyformer_fig1", rows)
-    return made[made["metric"].isin(GROWTH)].reset_index(drop=True)
+    table = with_paper("keyformer_fig1", rows)
+    return table[table["metric"].isin(GROWTH)].reset_index(drop=True)
 
 
 def fig9_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -108,8 +108,8 @@ def fig9_table(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for length, cell in newest(LENGTHS, batch=1, beams=4):
         for method in FASTER:
-            found = over(samples(cell, "full"), samples(cell, method), "total_s")
-            rows += [] if found is None else [ours(length, method, "speedup", found, cell)]
+            ratio = over(samples(cell, "full"), samples(cell, method), "total_s")
+            rows += [] if ratio is None else [ours(length, method, "speedup", ratio, cell)]
     return with_paper("keyformer_fig9", rows)
 
 
@@ -118,11 +118,11 @@ def fig10_table(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for cell in cells("keyformer_figures", figure=10)[-1:]:
         for n in cell["key"]["lengths"]:
-            for metric, found in zip(PARTS, _parts_of_a_step(cell, n), strict=True):
-                if found is not None:
-                    rows.append(ours(NAMES.get(n, str(n)), "keyformer@0.5", metric, found, cell))
-    made = with_paper("keyformer_fig10", rows)
-    return made[made["metric"].isin(PARTS)].reset_index(drop=True)
+            for metric, share in zip(PARTS, _parts_of_a_step(cell, n), strict=True):
+                if share is not None:
+                    rows.append(ours(NAMES.get(n, str(n)), "keyformer@0.5", metric, share, cell))
+    table = with_paper("keyformer_fig10", rows)
+    return table[table["metric"].isin(PARTS)].reset_index(drop=True)
 
 
 def _parts_of_a_step(cell: Any, n: int) -> tuple[Ratio | None, Ratio | None]:
@@ -160,9 +160,9 @@ def table1_table(frame: pd.DataFrame) -> pd.DataFrame:
                 new = int(length.partition("+")[2])
                 rates = sorted(batch * new / sample["total_s"] for sample in samples(cell, method))
                 if rates:
-                    found = Ratio(rates[len(rates) // 2], rates[0], rates[-1])
+                    ratio = Ratio(rates[len(rates) // 2], rates[0], rates[-1])
                     name = method if batch == 1 else f"{method} batch {batch}"
-                    rows.append(ours(length, name, "tokens_per_s", found, cell))
+                    rows.append(ours(length, name, "tokens_per_s", ratio, cell))
     return with_paper("keyformer_table1", rows)
 
 
@@ -201,13 +201,13 @@ def fig3a_draw(table: pd.DataFrame, figure: Figure) -> None:
 def fig3a_holds(table: pd.DataFrame) -> Verdict:
     """On every model the intervals of two layers do not touch. How sparse is sparse the paper does not say."""
     verdicts: list[bool | None] = []
-    found = []
-    for model, part in table.groupby("model", sort=False):
-        most, least = part.loc[part["sparsity"].idxmax()], part.loc[part["sparsity"].idxmin()]
+    said = []
+    for model, layers in table.groupby("model", sort=False):
+        most, least = layers.loc[layers["sparsity"].idxmax()], layers.loc[layers["sparsity"].idxmin()]
         verdicts.append(True if most["sparsity_low"] > least["sparsity_high"] else None)
         edges = [f"{interval(row, 'sparsity')} % (layer {row['layer']})" for row in (least, most)]
-        found.append(f"{model} from {' to '.join(edges)}")
-    return all_hold(verdicts), "; ".join(found)
+        said.append(f"{model} from {' to '.join(edges)}")
+    return all_hold(verdicts), "; ".join(said)
 
 
 def fig3b_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -230,8 +230,8 @@ def fig3b_holds(table: pd.DataFrame) -> Verdict:
 
 def fig3c_table(frame: pd.DataFrame) -> pd.DataFrame:
     """The points, methods in the papers' order."""
-    made = points(frame, "rouge2")
-    return by_method(made.assign(bar=made["method"].str.replace("_", " ")), ["method"]).reset_index(drop=True)
+    table = points(frame, "rouge2")
+    return by_method(table.assign(bar=table["method"].str.replace("_", " ")), ["method"]).reset_index(drop=True)
 
 
 def fig4_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -244,11 +244,11 @@ def fig4_draw(table: pd.DataFrame, figure: Figure) -> None:
     (panels,) = panel_grid(figure, 1, len(models), (2.6 * len(models) + 0.3, 2.7))
     for place, (axes, model) in enumerate(zip(panels, models, strict=True)):
         for name, color, shift in (("before", color_of("full"), -0.2), ("after", color_of("h2o"), 0.2)):
-            part = table[table["model"].eq(model) & table["of"].eq(name)].sort_values("rank")
+            bars = table[table["model"].eq(model) & table["of"].eq(name)].sort_values("rank")
             label = "full attention" if name == "before" else "after the reduction"
-            reach = [part["score"] - part["score_low"], part["score_high"] - part["score"]]
+            reach = [bars["score"] - bars["score_low"], bars["score_high"] - bars["score"]]
             look = {"color": color, "label": label, "width": 0.4, "error_kw": {"elinewidth": 0.6, "ecolor": "0.4"}}
-            axes.bar(part["rank"] + shift, part["score"], yerr=reach, **look)
+            axes.bar(bars["rank"] + shift, bars["score"], yerr=reach, **look)
         axes.set_yscale("log")
         axes.set_title(f"{model_words(model)} (n = {int(table['n'].min())})", fontsize=8)
         axes.set_xticks([0, int(table["rank"].max())], ["best", "last"], fontsize=7)
@@ -261,7 +261,7 @@ def fig4_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 def fig4_holds(table: pd.DataFrame) -> Verdict:
     """At least UNEVEN percent of the kept tokens' score changes hands on every model: 0 if all gained alike."""
-    rows = [(model, part.iloc[0]) for model, part in table.groupby("model", sort=False)]
+    rows = [(model, tokens.iloc[0]) for model, tokens in table.groupby("model", sort=False)]
     said = [
         f"{model}: {interval(row, 'lost')} % of the attention is dropped, and {interval(row, 'uneven')} % of what "
         "stays changes hands"
@@ -292,7 +292,7 @@ def fig5_holds(table: pd.DataFrame) -> Verdict:
 def fig5_by_divergence(frame: pd.DataFrame) -> Verdict:
     """Every factor away from the full cache."""
     factors = sorted(set(frame["setting"]))
-    near = [Near(one.rpartition("=")[2], of(setting=one), within=False) for one in factors]
+    near = [Near(setting.rpartition("=")[2], of(setting=setting), within=False) for setting in factors]
     return by_divergence(*near, remark=partial(lowest, key="method.damping", method="h2o_damping"))(frame)
 
 
@@ -331,22 +331,22 @@ def mixture_table(frame: pd.DataFrame) -> pd.DataFrame:
     over_CONTROL, over_none: the paired difference to each control, and to H2O without a recent window.
     """
     against = {f"over_{name}": (name, PLACED) for name in CONTROLS} | {"over_none": ("h2o", NONE)}
-    made = points(frame, "rouge2", over=against, numbers={"recent": RECENT})
-    made.loc[made["method"].isin(["window", "streaming_llm"]), "recent"] = 1.0
-    made.loc[made["method"].eq("random"), "recent"] = 0.0
-    return made
+    table = points(frame, "rouge2", over=against, numbers={"recent": RECENT})
+    table.loc[table["method"].isin(["window", "streaming_llm"]), "recent"] = 1.0
+    table.loc[table["method"].eq("random"), "recent"] = 0.0
+    return table
 
 
 def mixture_holds(table: pd.DataFrame) -> Verdict:
     """H2O, half of it recent, is better than the recent window with sinks and than key tokens alone, at each budget."""
-    verdicts, found = [], []
+    verdicts, said = [], []
     for _, row in table[table["setting"].eq(HALF)].iterrows():
         verdicts += [judge(row, f"over_{name}", better) for name in ("streaming_llm", "none")]
         cells = [f"{name} {signed(row, f'over_{name}')}" for name in ("streaming_llm", "none", "window", "random")]
-        found.append(f"{row['model']} at {row['kv_ratio']:g}: {', '.join(cells)}")
+        said.append(f"{row['model']} at {row['kv_ratio']:g}: {', '.join(cells)}")
     return all_hold(verdicts), (
         "h2o, half of it recent, over the recent window with four sinks (streaming_llm), key tokens alone (none), and, "
-        f"not part of the verdict, the window and a random choice, ROUGE-2 points: {'; '.join(found)}"
+        f"not part of the verdict, the window and a random choice, ROUGE-2 points: {'; '.join(said)}"
     )
 
 
@@ -363,12 +363,12 @@ def _mixture_parts(at: float) -> list[Near | Closer]:
 
 
 def table2_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """`shots` and `asked` from the setting; the task's name says both, so that each has its own full cache."""
-    made = points(frame, "acc", rival="h2o")
-    shots = [option(words, "task.num_fewshot", "0") for words in made["setting"]]
-    asked = [option(words, "task.question") for words in made["setting"]]
-    task = [f"{name}{f' {where}' if where else ''}" for name, where in zip(made["task"], asked, strict=True)]
-    return made.assign(shots=shots, task=task, bar=made["method"], shade=[f"{count} shots" for count in shots])
+    """`shots` and the place of the question, from the setting: the task's name says both, so each has a full cache."""
+    table = points(frame, "acc", rival="h2o")
+    shots = [option(words, "task.num_fewshot", "0") for words in table["setting"]]
+    places = [option(words, "task.question") for words in table["setting"]]
+    task = [f"{name}{f' {where}' if where else ''}" for name, where in zip(table["task"], places, strict=True)]
+    return table.assign(shots=shots, task=task, bar=table["method"], shade=[f"{count} shots" for count in shots])
 
 
 def table2_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -391,11 +391,11 @@ DIFFERENCES = {
 def table3_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Points of ROUGE-2 with the other two metrics; columns of the three differences that the claim is about."""
     against = {"shared": ("keyformer", SHARED), "renumbered": ("keyformer", NEW), "h2o": ("h2o", "")}
-    named = [_table3_name(*each) for each in zip(frame["method"], frame["setting"], strict=True)]
-    made = points(frame, "rouge2", over=against).assign(rouge1=frame["rouge1"], rougeL=frame["rougeL"], bar=named)
+    named = [_table3_name(*pair) for pair in zip(frame["method"], frame["setting"], strict=True)]
+    table = points(frame, "rouge2", over=against).assign(rouge1=frame["rouge1"], rougeL=frame["rougeL"], bar=named)
     order = (frame["method"] + " " + frame["setting"]).str.strip()
     places = order.map(lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-    return made.assign(_place=places).sort_values("_place", kind="stable", ignore_index=True).drop(columns="_place")
+    return table.assign(_place=places).sort_values("_place", kind="stable", ignore_index=True).drop(columns="_place")
 
 
 def _table3_name(method: str, setting: str) -> str:
@@ -414,15 +414,15 @@ def table3_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 def table3_holds(table: pd.DataFrame) -> Verdict:
     """The three differences, each above 0 on every model."""
-    verdicts, found = [], []
-    for model, part in table.groupby("model", sort=False):
-        rows = part.set_index("setting")
+    verdicts, said = [], []
+    for model, runs in table.groupby("model", sort=False):
+        rows = runs.set_index("setting")
         for name, (column, which) in DIFFERENCES.items():
             if which not in rows.index:
                 return None, f"keyformer {which} was not run"
             verdicts.append(judge(rows.loc[which], column, better))
-            found.append(f"{model} {name} {signed(rows.loc[which], column)}")
-    return all_hold(verdicts), "ROUGE-2 points: " + "; ".join(found)
+            said.append(f"{model} {name} {signed(rows.loc[which], column)}")
+    return all_hold(verdicts), "ROUGE-2 points: " + "; ".join(said)
 
 
 NOISES = ("gumbel", "gaussian", "constant", "none")
@@ -431,20 +431,20 @@ FRESH = {"true": "drawn anew for each query and key (the authors' code)", "false
 
 def table4_table(frame: pd.DataFrame) -> pd.DataFrame:
     """`behind`: the paired difference to Gumbel noise drawn the same way, negative where Gumbel is better."""
-    made = points(frame, "rouge2")
-    noise = made["setting"].map(lambda words: option(words, "method.noise"))
-    fresh = made["setting"].map(lambda words: option(words, "method.fresh"))
-    each = {
+    table = points(frame, "rouge2")
+    noise = table["setting"].map(lambda words: option(words, "method.noise"))
+    fresh = table["setting"].map(lambda words: option(words, "method.fresh"))
+    behind_of = {
         kind: ahead(frame, "rouge2", "keyformer", f"method.fresh={kind} method.noise=gumbel", "behind")
         for kind in FRESH
     }
     behind = {
-        name: [each["false" if kind == "false" else "true"][name][i] for i, kind in enumerate(fresh)]
-        for name in each["true"]
+        name: [behind_of["false" if kind == "false" else "true"][name][i] for i, kind in enumerate(fresh)]
+        for name in behind_of["true"]
     }
     places = noise.map({name: place for place, name in enumerate(NOISES)}).fillna(-1)
-    made = made.assign(bar=noise, shade=fresh.map(FRESH).fillna(""), **behind, _place=places, _shade=fresh.ne("true"))
-    return made.sort_values(["model", "_place", "_shade"], ignore_index=True).drop(columns=["_place", "_shade"])
+    table = table.assign(bar=noise, shade=fresh.map(FRESH).fillna(""), **behind, _place=places, _shade=fresh.ne("true"))
+    return table.sort_values(["model", "_place", "_shade"], ignore_index=True).drop(columns=["_place", "_shade"])
 
 
 def table4_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -504,11 +504,11 @@ def recent_ratio_by_divergence(frame: pd.DataFrame) -> Verdict:
         for word in others
     ]
     least = partial(lowest, key=RECENT, method="keyformer")
-    _, words = by_divergence(*(pair for each in pairs for pair in each), remark=least)(frame)
-    found = [[made[0] for pair in each if (made := pair.found(frame)) is not None] for each in pairs]
-    if any(each and all(verdict is False for verdict in each) for each in found):
+    _, words = by_divergence(*(pair for group in pairs for pair in group), remark=least)(frame)
+    verdicts = [[said[0] for pair in group if (said := pair.found(frame)) is not None] for group in pairs]
+    if any(group and all(verdict is False for verdict in group) for group in verdicts):
         return False, words
-    return (True if found and all(True in each for each in found) else None), words
+    return (True if verdicts and all(True in group for group in verdicts) else None), words
 
 
 TAU = "method.tau_end=2.0 method.tau_init=1.0"  # the paper's choice
@@ -534,7 +534,7 @@ def tau_by_divergence(frame: pd.DataFrame) -> Verdict:
     """The paper's schedule diverges less than every other."""
     others = [word for word in sorted(set(frame["setting"])) if word != TAU]
     schedules = {
-        word: "{1:g} to {0:g}".format(*(float(each.rpartition("=")[2]) for each in word.split())) for word in others
+        word: "{1:g} to {0:g}".format(*(float(value.rpartition("=")[2]) for value in word.split())) for word in others
     }
     mine = of("keyformer", TAU)
     return by_divergence(

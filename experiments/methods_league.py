@@ -4,6 +4,7 @@ python -m experiments.methods_league --data FOLDER                    all of it,
 python -m experiments.methods_league --data FOLDER --plan             what is left to do, and how long it takes here
 python -m experiments.methods_league --data FOLDER news news_qa       these tasks alone; --question in_prompt: seen
 python -m experiments.methods_league --record                         keep the numbers for docs/methods_league.md
+python -m experiments.methods_league --tables                         print all tables of what is kept
 
 First the calibrations that methods need are made, on the twelve articles of kvexp's own that no task of the league asks
 about; then one sweep after the other (experiments/lib/league.py), split by what fits into memory. The rows of
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.record:
         print(f"wrote {league.record(where)}")
         return 0
+    if args.tables:
+        print(league.text_of(league.recorded()))
+        return 0
     wanted = _checked(args)
     if not args.plan and any(_calibrated(piece) for piece in wanted):
         calibrate_for_league(where)
@@ -64,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="the first N examples of each task, at two budgets: does it run?")
     add("--no-answers", action="store_true", help="the divergence alone, in half of the time; answers can follow later")
     add("--plan", action="store_true", help="what is left to do and how long it takes; runs nothing")
-    add("--record", action="store_true", help="keep the numbers of OUTPUTS, and write the page of all that is kept")
+    add("--record", action="store_true", help="keep the numbers of OUTPUTS in experiments/methods_league.csv")
+    add("--tables", action="store_true", help="print the tables of what is kept")
     return made
 
 

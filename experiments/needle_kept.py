@@ -59,7 +59,7 @@ def shares(runs: Sequence[Settings]) -> np.ndarray:
     """What each run's caches hold of each prompt's needle, [runs, prompts, layers, heads]; runs of the same prompts."""
     model, tokenizer = load(runs[0].model)
     task: Any = runs[0].task
-    found = []
+    kept = []
     for example in task.examples():
         prompt = prompt_of(runs[0], model, tokenizer, example)
         ids = list(prompt.ids)
@@ -67,18 +67,18 @@ def shares(runs: Sequence[Settings]) -> np.ndarray:
         configs = [batch_cache(run, [len(ids)]) for run in runs]
         new = runs[0].decoding.max_new_tokens
         contexts = prefill_together(model, [ids], configs, max_new_tokens=new, tokenizer=tokenizer, seeds=[0])
-        found.append([held(each.cache, wanted, model.config.num_hidden_layers) for each in contexts])
-    return np.array(found).swapaxes(0, 1)
+        kept.append([held(context.cache, wanted, model.config.num_hidden_layers) for context in contexts])
+    return np.array(kept).swapaxes(0, 1)
 
 
-def table(question: str, names: Sequence[str], found: np.ndarray) -> str:
-    """A Markdown table, most first; found: as `shares` of these names."""
+def table(question: str, names: Sequence[str], kept: np.ndarray) -> str:
+    """A Markdown table, most first; kept: as `shares` of these names."""
     rows = []
-    for place in np.argsort(-found.mean((1, 2, 3)), kind="stable"):
-        each = 100 * found[place].mean((1, 2))
-        half = t_quantile((1 + LEVEL) / 2, len(each) - 1) * each.std(ddof=1) / len(each) ** 0.5
-        whole = 100 * (found[place] >= WHOLE).mean()
-        held = f"{each.mean():.0f} ({each.mean() - half:.0f}..{each.mean() + half:.0f})"
+    for place in np.argsort(-kept.mean((1, 2, 3)), kind="stable"):
+        by_prompt = 100 * kept[place].mean((1, 2))
+        half = t_quantile((1 + LEVEL) / 2, len(by_prompt) - 1) * by_prompt.std(ddof=1) / len(by_prompt) ** 0.5
+        whole = 100 * (kept[place] >= WHOLE).mean()
+        held = f"{by_prompt.mean():.0f} ({by_prompt.mean() - half:.0f}..{by_prompt.mean() + half:.0f})"
         rows.append((names[place], held, f"{whole:.0f}"))
     head = (WORDS[question], "tokens of the needle held, %", "heads that hold nine of ten, %")
     return markdown(head, *rows, right=True)

@@ -10,7 +10,7 @@ from IPython.display import Image, Markdown, display
 from experiments.lib.exhibits import REAL, load
 from experiments.lib.real_scale import scale_of
 from experiments.lib.record import VERDICT, is_speed
-from experiments.lib.runner import OUTPUTS, Asked, make
+from experiments.lib.runner import OUTPUTS, Setup, make
 
 # transformers' progress bars ask for ipywidgets where there is a notebook; what they would show goes to sweep.log.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -29,11 +29,11 @@ def show(
         display(Markdown(f"**no real scale**: {why}"))
         return
     folder = Path(outputs) / "smoke" if smoke else Path(outputs)
-    made = make(name, Asked(scale, folder.resolve(), smoke, data=data))
+    result = make(name, Setup(scale, folder.resolve(), smoke, data=data))
     remark = " (SMOKE: a few examples, the verdict means nothing)" if smoke else ""
-    display(Markdown(f"**{VERDICT[made.holds]}**: {made.words}{remark}"))
-    if made.divergence is not None:
-        display(Markdown(f"By divergence **{VERDICT[made.divergence[0]]}**: {made.divergence[1]}"))
-    display(Image(str(made.folder / "figure.png"), width=900))
-    if made.divergence is not None:
-        display(Image(str(made.folder / "divergence.png"), width=600))
+    display(Markdown(f"**{VERDICT[result.holds]}**: {result.words}{remark}"))
+    if result.divergence is not None:
+        display(Markdown(f"By divergence **{VERDICT[result.divergence[0]]}**: {result.divergence[1]}"))
+    display(Image(str(result.folder / "figure.png"), width=900))
+    if result.divergence is not None:
+        display(Image(str(result.folder / "divergence.png"), width=600))

@@ -50,17 +50,17 @@ class Watching(Oracle):
         for name, rival in self.rivals.items():
             rival.extend(self.indices[id(index), name], key, value, at)
 
-    def select(self, asked: RetrievalQuery) -> Selection:
-        exact = asked.topk(reduce_group(asked.exact_logits(), "softmax_sum"))
-        truth = torch.zeros(*exact.shape[:2], asked.memory.length, dtype=torch.bool).scatter_(-1, exact, True)
+    def select(self, query: RetrievalQuery) -> Selection:
+        exact = query.topk(reduce_group(query.exact_logits(), "softmax_sum"))
+        truth = torch.zeros(*exact.shape[:2], query.memory.length, dtype=torch.bool).scatter_(-1, exact, True)
         pairs = truth.sum().item()
         for name, rival in self.rivals.items():
-            index = self.indices[id(asked.index), name]
-            x = dots(asked.query, index["centroids"], index["codes"][:, :, : asked.memory.length])
-            chosen = asked.topk(reduce_group(asked.logits(x), rival.combine))
+            index = self.indices[id(query.index), name]
+            x = dots(query.query, index["centroids"], index["codes"][:, :, : query.memory.length])
+            chosen = query.topk(reduce_group(query.logits(x), rival.combine))
             self.found[name][0] += truth.gather(-1, chosen).sum().item()
             self.found[name][1] += pairs
-        self.found["random"][0] += pairs * exact.shape[-1] / int(asked.candidates.sum())
+        self.found["random"][0] += pairs * exact.shape[-1] / int(query.candidates.sum())
         self.found["random"][1] += pairs
         return Selection(exact)
 
@@ -76,7 +76,7 @@ def recall(
     for text in texts:
         method.indices.clear()
         generate(model, [text], method, Budget(kv_ratio=kv_ratio), decoding=GenerationParams(new, eos=None))
-    return {name: hits / asked for name, (hits, asked) in method.found.items()}
+    return {name: hits / pairs for name, (hits, pairs) in method.found.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,12 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--b", type=int, nargs="+", default=[2, 4, 6])
     options = parser.parse_args(arguments)
     model, texts = read(options)
-    found = recall(model, texts, options.m, options.b, options.kv_ratio, options.new)
+    recalls = recall(model, texts, options.m, options.b, options.kv_ratio, options.new)
     length = f"{options.documents} documents of {options.tokens} tokens"
     print(f"recall@k, {options.model}, kv_ratio={options.kv_ratio:g}, {length}")
-    rows = [[f"{m}", *(f"{found[f'{m}x{b}']:.3f}" for b in options.b)] for m in options.m]
+    rows = [[f"{m}", *(f"{recalls[f'{m}x{b}']:.3f}" for b in options.b)] for m in options.m]
     print(markdown(["m \\ b", *map(str, options.b)], *rows))
-    print(f"chance: {found['random']:.3f}")
+    print(f"chance: {recalls['random']:.3f}")
     return 0
 
 

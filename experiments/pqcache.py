@@ -83,9 +83,9 @@ def headlines(run: pd.Series) -> dict[str, dict[str, float]]:
     return {example: {ALL: scored[name]} for example, scored in run["scores"].items() if name in scored}
 
 
-def by_task(frame: pd.DataFrame, made: Callable[[pd.DataFrame, str], pd.DataFrame]) -> list[pd.DataFrame]:
+def by_task(frame: pd.DataFrame, make: Callable[[pd.DataFrame, str], pd.DataFrame]) -> list[pd.DataFrame]:
     """What is made of each task's runs and of its headline metric."""
-    return [made(part, str(part["headline"].iloc[0])) for _, part in frame.groupby("task", sort=False)]
+    return [make(runs, str(runs["headline"].iloc[0])) for _, runs in frame.groupby("task", sort=False)]
 
 
 def titled_by_metric(table: pd.DataFrame) -> pd.DataFrame:
@@ -113,9 +113,9 @@ PLACE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of the places tha
 def fig5_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Per model, means over prompts; and the places that are drawn."""
     columns = ["top", "power", "exponential", "power_better"]
-    each = frame.groupby(["model", "prompt"], as_index=False)[columns].mean()
+    means = frame.groupby(["model", "prompt"], as_index=False)[columns].mean()
     shown = frame[frame["scores"].notna()][["model", "layer", "head", "query", "scores"]]
-    return pd.concat([means_by(each, ["model"], columns), shown], ignore_index=True)
+    return pd.concat([means_by(means, ["model"], columns), shown], ignore_index=True)
 
 
 def fig5_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -165,9 +165,9 @@ READING = 60 / 333  # seconds per token of a reader, as the paper counts
 
 def fig7_table(frame: pd.DataFrame, path: Path = FIG7_FILE) -> pd.DataFrame:
     """The file's rows of one layer, one per length, if its device was a GPU: a CPU's copies go nowhere."""
-    found = json.loads(path.read_text("utf-8")) if path.exists() else {"options": {}, "one_layer": []}
-    on_gpu = str(found["options"].get("device", "")).startswith("cuda")
-    return pd.DataFrame(found["one_layer"] if on_gpu else [], columns=["length", *(name for name, *_ in FIG7_TIMES)])
+    content = json.loads(path.read_text("utf-8")) if path.exists() else {"options": {}, "one_layer": []}
+    on_gpu = str(content["options"].get("device", "")).startswith("cuda")
+    return pd.DataFrame(content["one_layer"] if on_gpu else [], columns=["length", *(name for name, *_ in FIG7_TIMES)])
 
 
 def fig7_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -187,8 +187,8 @@ def fig7_holds(table: pd.DataFrame) -> Verdict:
         return None, FIG7_NONE
     last = table.sort_values("length").iloc[-1]
     verdict = bool(last["offload_s"] < last["prefill_s"] < last["kmeans_s"])
-    each = ", ".join(f"{label} {1000 * last[name]:.1f} ms" for name, label, _ in FIG7_TIMES)
-    return verdict, f"one layer of {last['length']:.0f} tokens: {each}; measured once each, without an interval"
+    times = ", ".join(f"{label} {1000 * last[name]:.1f} ms" for name, label, _ in FIG7_TIMES)
+    return verdict, f"one layer of {last['length']:.0f} tokens: {times}; measured once each, without an interval"
 
 
 def over_full(metric: str) -> pd.DataFrame:
@@ -196,8 +196,8 @@ def over_full(metric: str) -> pd.DataFrame:
     rows = []
     for length, cell in newest(LENGTHS, shape="mistral_7b", batch=1):
         for name in NAMES:
-            found = over(samples(cell, name), samples(cell, "full"), metric)
-            rows += [] if found is None else [ours(length, name, metric, found, cell)]
+            ratio = over(samples(cell, name), samples(cell, "full"), metric)
+            rows += [] if ratio is None else [ours(length, name, metric, ratio, cell)]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -214,24 +214,24 @@ def _lengths(table: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(table["seqlen"]))
 
 
-def _faster(table: pd.DataFrame, metric: str, length: str, one: str, other: str) -> bool | None:
+def _faster(table: pd.DataFrame, metric: str, length: str, first: str, other: str) -> bool | None:
     """Whether one method takes less than another: the turns' ranges must not overlap to say so."""
-    mine, its = (found_of(table, length, name, metric) for name in (one, other))
-    if mine is None or its is None:
+    mine, theirs = (found_of(table, length, name, metric) for name in (first, other))
+    if mine is None or theirs is None:
         return None
-    return True if mine["high"] < its["low"] else False if mine["low"] > its["high"] else None
+    return True if mine["high"] < theirs["low"] else False if mine["low"] > theirs["high"] else None
 
 
 def _said(table: pd.DataFrame, metric: str) -> str:
     """Every number of a metric as one sentence."""
-    found = []
+    sentences = []
     for length in _lengths(table):
-        each = [(name, found_of(table, length, name, metric)) for name in NAMES]
+        values = [(name, found_of(table, length, name, metric)) for name in NAMES]
         words = [
-            f"{n} {row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for n, row in each if row is not None
+            f"{n} {row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for n, row in values if row is not None
         ]
-        found.append(f"{', '.join(words)} at {length}")
-    return f"{metric} over full attention's on {table['machine'].iloc[0]}: {'; '.join(found)}"
+        sentences.append(f"{', '.join(words)} at {length}")
+    return f"{metric} over full attention's on {table['machine'].iloc[0]}: {'; '.join(sentences)}"
 
 
 def fig10a_holds(table: pd.DataFrame) -> Verdict:
@@ -247,10 +247,10 @@ def fig10b_table(frame: pd.DataFrame) -> pd.DataFrame:
     """What is drawn, over full attention's; and the plain seconds of pqcache, which are held against a reader's."""
     rows = []
     for length, cell in newest(LENGTHS, shape="mistral_7b", batch=1):
-        each = [sample[FURTHER] for sample in samples(cell, "pqcache@0.2")]
-        if each:
-            found = Ratio(statistics.median(each), min(each), max(each))
-            rows.append(ours(length, "pqcache@0.2", SECONDS, found, cell))
+        seconds = [sample[FURTHER] for sample in samples(cell, "pqcache@0.2")]
+        if seconds:
+            ratio = Ratio(statistics.median(seconds), min(seconds), max(seconds))
+            rows.append(ours(length, "pqcache@0.2", SECONDS, ratio, cell))
     over = over_full(FURTHER)
     return pd.concat([over, pd.DataFrame(rows, columns=over.columns)], ignore_index=True) if rows else over
 
@@ -263,8 +263,8 @@ def fig10b_holds(table: pd.DataFrame) -> Verdict:
     verdicts = [_faster(table, FURTHER, at, name, "sparq@0.2") for at in _lengths(table) for name in others]
     plain = [(at, found_of(table, at, "pqcache@0.2", SECONDS)) for at in _lengths(table)]
     verdicts += [None if row is None else bool(row["high"] < READING) for _, row in plain]
-    found = [(at, row) for at, row in plain if row is not None]
-    words = ", ".join(f"{row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}) at {at}" for at, row in found)
+    known = [(at, row) for at, row in plain if row is not None]
+    words = ", ".join(f"{row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}) at {at}" for at, row in known)
     return all_hold(verdicts), f"{_said(table, FURTHER)}; pqcache takes {words} seconds a token, a reader {READING:.2f}"
 
 
@@ -286,18 +286,18 @@ def fig8_table(frame: pd.DataFrame) -> pd.DataFrame:
         if (place := _place(example)) is not None
     ]
     keys = ["model", "method", "length", "depth"]
-    made = pd.DataFrame(found_at).groupby(keys, as_index=False).agg(found=("found", "mean"), n=("found", "size"))
-    found = [scored[metric] for scored in frame[frame["method"].eq("pqcache")].iloc[0]["scores"].values()]
-    made = made.assign(metric=metric, **mean_columns("pqcache", found))
-    return with_gaps(made, frame, metric, {f"over_{rival}": (of("pqcache"), of(rival)) for rival in FIG8_RIVALS})
+    table = pd.DataFrame(found_at).groupby(keys, as_index=False).agg(found=("found", "mean"), n=("found", "size"))
+    recalls = [scored[metric] for scored in frame[frame["method"].eq("pqcache")].iloc[0]["scores"].values()]
+    table = table.assign(metric=metric, **mean_columns("pqcache", recalls))
+    return with_gaps(table, frame, metric, {f"over_{rival}": (of("pqcache"), of(rival)) for rival in FIG8_RIVALS})
 
 
 def _place(example: str) -> tuple[float, float] | None:
     """(length, depth) of an example's name: split-length-depth-repeat, or "length 512 depth 25"."""
-    found = re.match(r"\w+-(\d+)-(\d+)|length (\d+) depth (\d+)", example)
-    if found is None:
+    match = re.match(r"\w+-(\d+)-(\d+)|length (\d+) depth (\d+)", example)
+    if match is None:
         return None
-    length, depth = (float(word) for word in found.groups() if word is not None)
+    length, depth = (float(word) for word in match.groups() if word is not None)
     return length, depth
 
 
@@ -306,9 +306,9 @@ def fig8_draw(table: pd.DataFrame, figure: Figure) -> None:
     methods = in_order(table["method"].tolist(), METHODS)
     (panels,) = panel_grid(figure, 1, len(methods), (2.2 * len(methods) + 0.8, 2.5))
     for place, (axes, method) in enumerate(zip(panels, methods, strict=True)):
-        found = table[table["method"].eq(method)]
-        shown = found.pivot_table("found", "depth", "length", aggfunc="mean")
-        image = heatmap(shown, axes, f"{method}, mean {found['found'].mean():.0f}", bar=False)
+        trials = table[table["method"].eq(method)]
+        shown = trials.pivot_table("found", "depth", "length", aggfunc="mean")
+        image = heatmap(shown, axes, f"{method}, mean {trials['found'].mean():.0f}", bar=False)
         axes.tick_params(labelsize=7)
         axes.set_ylabel(axes.get_ylabel() if place == 0 else "")
     figure.colorbar(image, ax=figure.axes).set_label(f"{table['metric'].iloc[0].replace('_', ' ')} (%)", fontsize=8)
@@ -326,13 +326,13 @@ def fig8_holds(table: pd.DataFrame) -> Verdict:
 def fig9a_table(frame: pd.DataFrame) -> pd.DataFrame:
     """The points, and at each budget what pqcache is ahead of each rival."""
     metric = rouge2_or_headline(frame)  # GSM8K's is exact
-    made = points(frame, metric)
+    table = points(frame, metric)
     pairs = {
         f"over_{rival}_{at:g}": (of("pqcache", kv_ratio=at), of(rival, kv_ratio=at))
         for rival in FIG8_RIVALS
-        for at in sorted(made["kv_ratio"].dropna().unique())
+        for at in sorted(table["kv_ratio"].dropna().unique())
     }
-    return with_gaps(made, frame, metric, pairs)
+    return with_gaps(table, frame, metric, pairs)
 
 
 def fig9a_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -342,13 +342,13 @@ def fig9a_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 def fig9a_holds(table: pd.DataFrame) -> Verdict:
     """At every budget and against every rival; the paper's own exception is shown and not judged."""
-    first, verdicts, found = table.iloc[0], [], []
+    first, verdicts, said = table.iloc[0], [], []
     ratios = sorted(table["kv_ratio"].dropna().unique())
     for rival in FIG8_RIVALS:
-        each = [f"{signed(first, f'over_{rival}_{at:g}')} at {at:g}" for at in ratios]
+        gaps = [f"{signed(first, f'over_{rival}_{at:g}')} at {at:g}" for at in ratios]
         verdicts += [judge(first, f"over_{rival}_{at:g}", positive) for at in ratios if (rival, at) != EXCEPT]
-        found.append(f"over {rival} {', '.join(each)}")
-    return all_hold(verdicts), "pqcache is " + "; ".join(found)
+        said.append(f"over {rival} {', '.join(gaps)}")
+    return all_hold(verdicts), "pqcache is " + "; ".join(said)
 
 
 def fig9b_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -356,7 +356,7 @@ def fig9b_table(frame: pd.DataFrame) -> pd.DataFrame:
     metric = rouge2_or_headline(frame)
     read = (100 * frame["search_share"]).to_numpy()
     frame = frame.assign(read=read)
-    made = points(frame, metric).assign(read=read, moved_bytes=frame["moved_bytes"].to_numpy())
+    table = points(frame, metric).assign(read=read, moved_bytes=frame["moved_bytes"].to_numpy())
 
     def end(method: str, least: bool) -> Side:
         """The run of a method that reads least, or most."""
@@ -365,7 +365,7 @@ def fig9b_table(frame: pd.DataFrame) -> pd.DataFrame:
 
     pairs = {f"over_{rival}": (end("pqcache", least=True), end(rival, least=True)) for rival in READERS}
     pairs |= {f"gain_{name}": (end(name, least=False), end(name, least=True)) for name in ("pqcache", *READERS)}
-    return with_gaps(made, frame, metric, pairs)
+    return with_gaps(table, frame, metric, pairs)
 
 
 def fig9b_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -400,8 +400,8 @@ def fig9c_table(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(shape=[_shape(setting) for setting in frame["setting"]])
     parts = by_task(
         frame,
-        lambda part, metric: points(part, metric).assign(
-            bar=part["shape"].to_numpy(), fell_back=part["fell_back"].to_numpy()
+        lambda runs, metric: points(runs, metric).assign(
+            bar=runs["shape"].to_numpy(), fell_back=runs["fell_back"].to_numpy()
         ),
     )
     same = frame.assign(scores=[headlines(run) for _, run in frame.iterrows()])
@@ -441,19 +441,19 @@ def fig9c_holds(table: pd.DataFrame) -> Verdict:
 
 def table2_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Points of every task, and per budget what pqcache is ahead of each rival and of full attention over all tasks."""
-    made = pd.concat(by_task(frame, partial(points, rival="h2o_c")), ignore_index=True)
+    table = pd.concat(by_task(frame, partial(points, rival="h2o_c")), ignore_index=True)
     same = frame.assign(scores=[headlines(run) for _, run in frame.iterrows()])
     pairs = {}
-    for at in _ratios(made):
+    for at in _ratios(table):
         mine = of("pqcache", kv_ratio=at)
         pairs |= {f"over_{rival}_{at:g}": (mine, of(rival, kv_ratio=at)) for rival in RIVALS}
         pairs[f"over_full_{at:g}"] = (mine, of("full"))
-    made = with_gaps(made, same, ALL, pairs)
-    return by_method(made, ["task", "kv_ratio", "method"])
+    table = with_gaps(table, same, ALL, pairs)
+    return by_method(table, ["task", "kv_ratio", "method"])
 
 
-def _ratios(made: pd.DataFrame) -> list[float]:
-    return sorted(made["kv_ratio"].dropna().unique(), reverse=True)
+def _ratios(table: pd.DataFrame) -> list[float]:
+    return sorted(table["kv_ratio"].dropna().unique(), reverse=True)
 
 
 def table2_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -467,14 +467,14 @@ def table2_draw(table: pd.DataFrame, figure: Figure) -> None:
 
 def table2_holds(table: pd.DataFrame) -> Verdict:
     """Pqcache against every rival at every budget, over all tasks; the difference to full attention is only shown."""
-    first, verdicts, found = table.iloc[0], [], []
+    first, verdicts, said = table.iloc[0], [], []
     means = table.groupby(["method", "kv_ratio"])["value"].mean()
     for at in _ratios(table):
         verdicts += [judge(first, f"over_{rival}_{at:g}", positive) for rival in RIVALS]
         over = ", ".join(f"{signed(first, f'over_{rival}_{at:g}')} over {rival}" for rival in RIVALS)
         full = signed(first, f"over_full_{at:g}")
-        found.append(f"at {at:g} mean {means['pqcache', at]:.1f}, {over}; {full} to full attention")
-    return all_hold(verdicts), "; ".join(found)
+        said.append(f"at {at:g} mean {means['pqcache', at]:.1f}, {over}; {full} to full attention")
+    return all_hold(verdicts), "; ".join(said)
 
 
 # Figs. 10c and 10d: iterations of k-means, and the block cache.
@@ -488,16 +488,16 @@ def fig10c_table(frame: pd.DataFrame) -> pd.DataFrame:
     """The points with the iterations that were really made, and the most allowed compared with the fewest."""
     metric = rouge2_or_headline(frame)
     limits = [option(setting, ITERATIONS) for setting in frame["setting"]]
-    frame = frame.assign(limit=limits, allowed=[float(each) if each.isdigit() else math.nan for each in limits])
+    frame = frame.assign(limit=limits, allowed=[float(limit) if limit.isdigit() else math.nan for limit in limits])
     low, high = frame["allowed"].min(), frame["allowed"].max()
-    made = points(frame, metric).assign(
+    table = points(frame, metric).assign(
         iterations=frame["kmeans_iterations"].to_numpy(), limit=limits, fewest=low, most=high
     )
     pairs = {
         "most_over_fewest": (of(allowed=high), of(allowed=low)),
         "adaptive_over_most": (of(limit="adaptive"), of(allowed=high)),
     }
-    return with_gaps(made, frame, metric, pairs)
+    return with_gaps(table, frame, metric, pairs)
 
 
 def fig10c_draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -507,9 +507,9 @@ def fig10c_draw(table: pd.DataFrame, figure: Figure) -> None:
     figure.set_size_inches(3.8, 3.0)
     axes = figure.axes[0]
     axes.set_ylim(bottom=0.8 * table["low"].min())  # a few points apart: from 0 on they would be one line
-    found = table[table["limit"].eq("adaptive")]
-    axes.plot(found["iterations"], found["value"], "o", color="#882255", markerfacecolor="none", markersize=9)
-    for _, row in found.iterrows():
+    adaptive = table[table["limit"].eq("adaptive")]
+    axes.plot(adaptive["iterations"], adaptive["value"], "o", color="#882255", markerfacecolor="none", markersize=9)
+    for _, row in adaptive.iterrows():
         place = (row["iterations"], row["value"])
         axes.annotate("adaptive", place, (-6, -14), textcoords="offset points", fontsize=7, ha="right")
 
@@ -530,27 +530,27 @@ def fig10d_table(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(policy=policy, blocks=blocks)
     keys = ["model", "policy", "blocks"]
     lengths = frame.groupby(keys)["prompt_tokens"].mean()
-    made = means_by(frame, keys, ["rate"]).join(lengths, on=keys).assign(method="pqcache")
+    table = means_by(frame, keys, ["rate"]).join(lengths, on=keys).assign(method="pqcache")
     lru = frame["policy"] == "lru"
     gaps = {"lru_over_lfu": paired_gap(frame, "rate", lru, ~lru, ("prompt",))}
-    for name, part in made.groupby("policy"):
+    for name, rates in table.groupby("policy"):
         mine = frame["policy"] == name
-        best, fewest, most = part.loc[part["rate"].idxmax(), "blocks"], part["blocks"].min(), part["blocks"].max()
+        best, fewest, most = rates.loc[rates["rate"].idxmax(), "blocks"], rates["blocks"].min(), rates["blocks"].max()
         top = mine & (frame["blocks"] == best)
         for word, end in (("rise", fewest), ("fall", most)):
             gaps[f"{word}_{name}"] = paired_gap(frame, "rate", top, mine & (frame["blocks"] == end), ("prompt",))
     for name, gap in gaps.items():
-        made = made.assign(**interval_columns(name, gap))
-    return made
+        table = table.assign(**interval_columns(name, gap))
+    return table
 
 
 def fig10d_draw(table: pd.DataFrame, figure: Figure) -> None:
     """A line per policy; the text's own "around 0.5" as a thin line."""
     axes = panel_grid(figure, 1, 1, (3.8, 3.0))[0, 0]
-    for (policy, part), dash, marker in zip(table.groupby("policy"), DASHES, "os", strict=False):
-        reach = part[["rate_low", "rate_high"]].sub(part["rate"], axis=0).abs().T.to_numpy()
+    for (policy, rates), dash, marker in zip(table.groupby("policy"), DASHES, "os", strict=False):
+        reach = rates[["rate_low", "rate_high"]].sub(rates["rate"], axis=0).abs().T.to_numpy()
         look = {"color": color_of("pqcache"), "linestyle": dash, "marker": marker, "markersize": 4, "capsize": 2}
-        axes.errorbar(part["blocks"], part["rate"], reach, label=str(policy).upper(), linewidth=1.2, **look)
+        axes.errorbar(rates["blocks"], rates["rate"], reach, label=str(policy).upper(), linewidth=1.2, **look)
     around = paper_numbers("pqcache_fig10d")
     axes.axhline(around["value"].min(), color="0.5", linewidth=0.8, linestyle=":", label="the paper's text: around 0.5")
     axes.set_xscale("log", base=2)
@@ -564,18 +564,18 @@ def fig10d_holds(table: pd.DataFrame) -> Verdict:
     first, policies = table.iloc[0], sorted(set(table["policy"]))
     apart = [abs(first[f"lru_over_lfu_{end}"]) for end in ("low", "high")]
     alike = True if max(apart) <= ALIKE else False if min(apart) > ALIKE else None
-    best = [part.loc[part["rate"].idxmax()] for _, part in table.groupby("policy")]
+    best = [rates.loc[rates["rate"].idxmax()] for _, rates in table.groupby("policy")]
     levels = [judge(row, "rate", partial(above, mark=LEVEL)) for row in best]
     # A best that stands at an end has nothing to rise from, or to fall to: its gap is exactly 0.
     turns = [f"{word}_{name}" for name in policies for word in ("rise", "fall")]
     turned = [True if first[f"{turn}_low"] > 0 else False if first[turn] == 0 else None for turn in turns]
-    each = "; ".join(
+    turns_said = "; ".join(
         f"{n}: {interval(first, f'rise_{n}', 3)} up to its best, {interval(first, f'fall_{n}', 3)} down"
         for n in policies
     )
     return all_hold([alike, *levels, *turned]), (
         f"hit rates {table['rate'].min():.2f} to {table['rate'].max():.2f}; lru - lfu "
-        f"{signed(first, 'lru_over_lfu', 3)}; {each}"
+        f"{signed(first, 'lru_over_lfu', 3)}; {turns_said}"
     )
 
 

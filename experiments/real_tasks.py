@@ -45,15 +45,15 @@ def run_task(
     methods: not the full cache alone; void: methods also where the full cache is at its floor.
     """
     folder = outputs / name
-    for each in commands_of(f"{REAL}/{PREFIX}{name}", data):
-        print(f"{name}: {each.rows}", flush=True)
-        words = [f"outputs_dir={folder}", *more, *map(late, each.overrides)]
-        hashes = sweep(each.experiment, [*FULL, *words])
-        found = [item for one in folders(folder) if one.run.hash in hashes for item in floors_of(one).items()]
-        for part, floors in found:
-            print(f"{' '.join(filter(None, [name, part]))}: {floors}", flush=True)
-        if methods and (void or not found or not all(floors.void for _, floors in found)):
-            sweep(each.experiment, words)
+    for command in commands_of(f"{REAL}/{PREFIX}{name}", data):
+        print(f"{name}: {command.rows}", flush=True)
+        words = [f"outputs_dir={folder}", *more, *map(late, command.overrides)]
+        hashes = sweep(command.experiment, [*FULL, *words])
+        floors_by_name = [item for run in folders(folder) if run.run.hash in hashes for item in floors_of(run).items()]
+        for benchmark, floors in floors_by_name:
+            print(f"{' '.join(filter(None, [name, benchmark]))}: {floors}", flush=True)
+        if methods and (void or not floors_by_name or not all(floors.void for _, floors in floors_by_name)):
+            sweep(command.experiment, words)
     return folder
 
 

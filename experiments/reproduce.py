@@ -20,7 +20,7 @@ import pandas as pd
 from experiments.lib.exhibits import REAL, SCALES, full_name, load, names, size_of, sweeps
 from experiments.lib.real_scale import commands, layout, scale_of
 from experiments.lib.record import SECOND, VERDICT, record, record_real, recorded
-from experiments.lib.runner import OUTPUTS, Asked, results, seconds_left
+from experiments.lib.runner import OUTPUTS, Setup, results, seconds_left
 from kvexp.run.jobs import INTERRUPTED, KEPT
 from kvexp.run.store import runs
 from kvexp.util.errors import ConfigError
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = _with_a_real_scale(wanted, args.data)
     _check(args, wanted)
     outputs = (args.outputs or (Path("outputs/smoke") if args.smoke else OUTPUTS)).resolve()
-    asked = Asked(args.scale, outputs, args.smoke, tuple(args.given), args.data, shows=len(wanted) == 1)
+    setup = Setup(args.scale, outputs, args.smoke, tuple(args.given), args.data, shows=len(wanted) == 1)
     fresh = not outputs.exists() or not any(outputs.iterdir())
-    fresh &= asked.earlier is None or not (any(runs(asked.earlier)) or (asked.earlier / "collected").exists())
+    fresh &= setup.earlier is None or not (any(runs(setup.earlier)) or (setup.earlier / "collected").exists())
     try:
-        failed = _made(args, wanted, asked, fresh)
+        failed = _made(args, wanted, setup, fresh)
     except KeyboardInterrupt as error:
         print(f"\ninterrupted: {error or KEPT}", file=sys.stderr)
         return INTERRUPTED
@@ -76,57 +76,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _made(args: argparse.Namespace, wanted: Sequence[str], asked: Asked, fresh: bool) -> list[str]:
+def _made(args: argparse.Namespace, wanted: Sequence[str], setup: Setup, fresh: bool) -> list[str]:
     """Make and print each exhibit; returns those that could not be made. fresh: outputs were empty before."""
     failed = []
     if len(wanted) == 1:
-        print(f"{_title(wanted[0], asked)}\n{_plan(wanted[0], asked)}", flush=True)
+        print(f"{_title(wanted[0], setup)}\n{_plan(wanted[0], setup)}", flush=True)
     else:
-        known = recorded(asked.scale)
-        took = sum(known.get(name, {}).get("seconds") or 0 for name in wanted) if not asked.smoke else 0
+        known = recorded(setup.scale)
+        took = sum(known.get(name, {}).get("seconds") or 0 for name in wanted) if not setup.smoke else 0
         more = f": {duration(took)} of CPU time from nothing, when they were recorded" if took else ""
         print(f"{len(wanted)} exhibits{more}", flush=True)
-    for name, made in results(wanted, asked, args.workers):
+    for name, result in results(wanted, setup, args.workers):
         if len(wanted) > 1:
-            print(_title(name, asked), flush=True)
-        if isinstance(made, str):
+            print(_title(name, setup), flush=True)
+        if isinstance(result, str):
             failed.append(name)
-            print(made.rstrip(), file=sys.stderr, flush=True)
+            print(result.rstrip(), file=sys.stderr, flush=True)
             continue
         if len(wanted) == 1:
-            print(_brief(made.table))
-            print(f"all {len(made.table)} rows: {made.folder}/table.csv; figure.png is there too")
-        smoke = "SMOKE, means nothing: " if asked.smoke else ""
-        print(f"  {smoke}{VERDICT[made.holds]}: {made.words}", flush=True)
-        if made.divergence is not None:
-            print(f"  by divergence {VERDICT[made.divergence[0]]}: {made.divergence[1]}", flush=True)
-        print(f"  {made.seconds:.0f} CPU s, {made.folder}", flush=True)
+            print(_brief(result.table))
+            print(f"all {len(result.table)} rows: {result.folder}/table.csv; figure.png is there too")
+        smoke = "SMOKE, means nothing: " if setup.smoke else ""
+        print(f"  {smoke}{VERDICT[result.holds]}: {result.words}", flush=True)
+        if result.divergence is not None:
+            print(f"  by divergence {VERDICT[result.divergence[0]]}: {result.divergence[1]}", flush=True)
+        print(f"  {result.seconds:.0f} CPU s, {result.folder}", flush=True)
         if args.record and args.scale == REAL:
-            record_real(made)
+            record_real(result)
         elif args.record:
-            record(made.name, args.scale, made.holds, made.words, made.seconds if fresh else None)
+            record(result.name, args.scale, result.holds, result.words, result.seconds if fresh else None)
     return failed
 
 
-def _title(name: str, asked: Asked) -> str:
-    rows = dict.fromkeys(each.rows for each in asked.commands(name) if each.rows) if asked.scale == REAL else ()
+def _title(name: str, setup: Setup) -> str:
+    rows = dict.fromkeys(cmd.rows for cmd in setup.commands(name) if cmd.rows) if setup.scale == REAL else ()
     said = f"\nrows: {'; '.join(rows)}" if rows else ""
-    return f"\n{load(name).title}\n{name} ({asked.scale}): {load(name).claim}{said}"
+    return f"\n{load(name).title}\n{name} ({setup.scale}): {load(name).claim}{said}"
 
 
-def _plan(name: str, asked: Asked) -> str:
+def _plan(name: str, setup: Setup) -> str:
     """How many runs an exhibit takes and how long, where they are kept, and how it is made with another model."""
-    runs = sum(size_of(each) for each in dict.fromkeys(each.experiment for each in asked.commands(name)))
-    small = ", fewer with --smoke" if asked.smoke else ""
+    runs = sum(size_of(item) for item in dict.fromkeys(item.experiment for item in setup.commands(name)))
+    small = ", fewer with --smoke" if setup.smoke else ""
     said = (
-        f"{runs} runs{small} and their full caches; those in {asked.outputs} are not made again (Ctrl-C keeps the rest)"
+        f"{runs} runs{small} and their full caches; those in {setup.outputs} are not made again (Ctrl-C keeps the rest)"
     )
-    left = seconds_left(name, asked)
-    if left is None and (took := recorded(asked.scale).get(name, {}).get("seconds")):
+    left = seconds_left(name, setup)
+    if left is None and (took := recorded(setup.scale).get(name, {}).get("seconds")):
         said += f"\ntime: {duration(took)} of CPU time from nothing, when it was recorded"
     elif left is not None:
         said += f"\ntime for what is missing: {f'about {duration(left)}' if left >= 60 else 'less than a minute'}"
-    if asked.scale == "testbed" and sweeps(name, REAL):
+    if setup.scale == "testbed" and sweeps(name, REAL):
         said += (
             "\nThe testbed is a synthetic language. SmolLM2-135M: DATA=FOLDER, or SCALE=real on kvexp's own articles"
         )
@@ -144,7 +144,7 @@ def _brief(table: pd.DataFrame) -> str:
 
 def _with_a_real_scale(wanted: Sequence[str], data: str | None) -> list[str]:
     """The exhibits that can be made at the real scale; of each other one the reason is printed."""
-    found = []
+    possible = []
     for name in wanted:
         why = load(name).testbed_only
         try:
@@ -154,8 +154,8 @@ def _with_a_real_scale(wanted: Sequence[str], data: str | None) -> list[str]:
         if why:
             print(f"{name}: left out: {why}", flush=True)
         elif sweeps(name, REAL):
-            found.append(name)
-    return found
+            possible.append(name)
+    return possible
 
 
 def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:

@@ -73,11 +73,11 @@ CLAIMS = (
 
 def sweeps(model: str) -> list[list[str]]:
     """The overrides of every sweep that the claims about one model need."""
-    asked = "task=testbed_choice,testbed_qa,testbed_dialogue"
+    tasks = "task=testbed_choice,testbed_qa,testbed_dialogue"
     return [
         [f"model={model}", "task=testbed_summary", "method=window", "kv_ratio=0.5"],
         [f"model={model}", "task=testbed_summary", "method=ideal,random", "kv_ratio=0.3"],
-        [f"model={model}", asked, "method=full"],
+        [f"model={model}", tasks, "method=full"],
         [f"model={model}", "task=testbed_needle", "task.lengths=[256,320,384]", "method=full"],
     ]
 
@@ -90,8 +90,8 @@ def measure(model: str, outputs: Path, size: int) -> pd.DataFrame:
     weights = hashlib.sha256((FOLDER / model / "model.safetensors").read_bytes()).hexdigest()
     outputs = outputs / f"{model}-{weights[:8]}-{size}"
     for overrides in sweeps(model):
-        own = [f"task.size={size}", f"outputs_dir={outputs}", "batch_size=8"]
-        line = [sys.executable, "run.py", "-m", *overrides, *own]
+        words = [f"task.size={size}", f"outputs_dir={outputs}", "batch_size=8"]
+        line = [sys.executable, "run.py", "-m", *overrides, *words]
         subprocess.run(line, cwd=Path(__file__).resolve().parents[1], check=True, stdout=subprocess.DEVNULL)
     return table(outputs, {"model": [model]})
 

@@ -111,10 +111,10 @@ class OptunaSweeper(Sweeper):  # type: ignore[misc]
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         metric = str(self.config.objective)
-        own = [word for word in fixed if word.lstrip("+~").partition("=")[0].split(".")[0] not in NEUTRAL]
-        named = [users for users in admitted().values() if any(users.option in word for word in own)]
+        words = [word for word in fixed if word.lstrip("+~").partition("=")[0].split(".")[0] not in NEUTRAL]
+        named = [users for users in admitted().values() if any(users.option in word for word in words)]
         code = [hashlib.sha256(repr(users.source).encode()).hexdigest()[:16] for users in named]
-        name = " ".join([f"numerics={kvexp.NUMERICS}", *sorted(own), *code, *sorted(searched), f"objective={metric}"])
+        name = " ".join([f"numerics={kvexp.NUMERICS}", *sorted(words), *code, *sorted(searched), f"objective={metric}"])
         direction = self.direction or ("minimize" if lower_is_better(metric) else "maximize")
         if self.storage.startswith("sqlite:///"):
             Path(self.storage.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)

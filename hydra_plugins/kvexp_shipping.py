@@ -67,7 +67,7 @@ class JoblibLauncher(ShippingLauncher):
             pool = joblib.Parallel(**self.options, backend="loky", batch_size=1, return_as="generator_unordered")
             left = set(range(len(shipments)))
             try:
-                for place, outcome in pool(joblib.delayed(_kept)(work, *each) for each in enumerate(shipments)):
+                for place, outcome in pool(joblib.delayed(_kept)(work, *numbered) for numbered in enumerate(shipments)):
                     left.discard(place)
                     yield place, outcome
             except Exception as error:  # one worker that is killed takes the pool with it

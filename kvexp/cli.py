@@ -58,8 +58,8 @@ def main() -> NoReturn:
     if name not in COMMANDS:
         print(f"error: kvexp has no command {name!r}{_nearest(name, COMMANDS)}", file=sys.stderr)
         sys.exit(2)
-    if (part := " ".join(words[:2])) in PARTS:
-        name = part
+    if (part_name := " ".join(words[:2])) in PARTS:
+        name = part_name
     rest = words[len(name.split()) :]
     sys.argv = [f"kvexp {name}", *rest]
     if name == "run":
@@ -79,8 +79,8 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 def _function(place: str) -> Callable[[list[str]], int]:
     module, _, name = place.partition(":")
-    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
-    return found
+    function: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def usage() -> str:
@@ -91,7 +91,7 @@ def usage() -> str:
 
 def _lines(commands: dict[str, tuple[str, str]]) -> list[str]:
     return [
-        textwrap.fill(f"  {name:<20} {what}", 79, subsequent_indent=" " * 23) for name, (_, what) in commands.items()
+        textwrap.fill(f"  {name:<20} {about}", 79, subsequent_indent=" " * 23) for name, (_, about) in commands.items()
     ]
 
 
@@ -104,7 +104,7 @@ def export(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    kinds = {name: what for name, what in PARTS.items() if name.startswith("export ")}
+    kinds = {name: about for name, about in PARTS.items() if name.startswith("export ")}
     print("\n".join(["usage: kvexp export KIND ...", "", *_lines(kinds)]))
     return 0 if words[:1] in (["-h"], ["--help"]) else 2
 
@@ -189,12 +189,12 @@ def _settings_text(group: str, name: str, about: str) -> str:
 
 def _method_options() -> dict[str, str]:
     """Option of `method` -> what it is, in a comment, and its settings; without importing a method."""
-    found = {path.stem: path.read_text("utf-8") for path in (CONF / "method").glob("*.yaml")}
-    for part in re.split(r"^(?=\w)", (CONF / "methods.yaml").read_text("utf-8"), flags=re.MULTILINE)[1:]:
-        head, _, settings = part.partition("\n")
+    options = {path.stem: path.read_text("utf-8") for path in (CONF / "method").glob("*.yaml")}
+    for block in re.split(r"^(?=\w)", (CONF / "methods.yaml").read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        head, _, settings = block.partition("\n")
         name, _, title = head.partition(": ")
-        found[name] = f"{title}\n{textwrap.dedent(settings)}"
-    return dict(sorted(found.items()))
+        options[name] = f"{title}\n{textwrap.dedent(settings)}"
+    return dict(sorted(options.items()))
 
 
 def _settings_of_users(group: str, name: str, known: Collection[str]) -> str:
@@ -203,11 +203,11 @@ def _settings_of_users(group: str, name: str, known: Collection[str]) -> str:
     users = load_class(group, name) if group in BASES else None
     if users is None:
         raise ConfigError(f"no {group} {name!r}{_nearest(name, known)}")
-    own = users.cls.__doc__ or ""
+    docstring = users.cls.__doc__ or ""
     signature = f"{users.cls.__name__}("  # which dataclasses write where there is no docstring
-    if not own or own.startswith(signature):
-        own = sys.modules[users.cls.__module__].__doc__ or users.target
-    title = own.strip().partition("\n")[0]
+    if not docstring or docstring.startswith(signature):
+        docstring = sys.modules[users.cls.__module__].__doc__ or users.target
+    title = docstring.strip().partition("\n")[0]
     settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(users.cls).items())
     return f"{group}={name}\n# {title}\n{settings}"
 

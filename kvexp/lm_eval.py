@@ -114,11 +114,11 @@ def padded(asks: Sequence[Ask], batch: int, whole_text: bool) -> list[Ask]:
     causal; only its budget comes to depend on the neighbours.
     """
     order = sorted(range(len(asks)), key=lambda i: (-len(asks[i].ids), asks[i].ids))
-    made = list(asks)
+    padded_asks = list(asks)
     for place, index in enumerate(order):
         longest = len(asks[order[place - place % batch]].ids)
-        made[index] = replace(asks[index], base=longest - (not whole_text))
-    return made
+        padded_asks[index] = replace(asks[index], base=longest - (not whole_text))
+    return padded_asks
 
 
 Ids = list[int]
@@ -151,16 +151,16 @@ class Encoder:
         """(context, continuation) of a log-likelihood; neither is empty."""
         if context == "":
             ids = self.text(continuation, special=False)
-            made = (ids[:1], ids[1:]) if ids[:1] == [self.start()] else ([self.start()], ids)
+            pair = (ids[:1], ids[1:]) if ids[:1] == [self.start()] else ([self.start()], ids)
         else:
             kept = context.rstrip()
             whole, before = self.text(context + continuation), self.text(kept)
-            made = (before, whole[len(before) :])
-        if not made[0] or not made[1]:
+            pair = (before, whole[len(before) :])
+        if not pair[0] or not pair[1]:
             raise NothingToJudge(
                 f"there is nothing to judge in {continuation!r} after {context[-40:]!r}: no token is left"
             )
-        return made
+        return pair
 
     def triple(self, context: str, question: str, continuation: str) -> tuple[Ids, Ids, Ids]:
         """(context, question, continuation): the ids of the pair (context + question, continuation), parted in two."""
@@ -169,8 +169,8 @@ class Encoder:
 
     def ask(self, context: str, question: str, continuation: str, holds: int) -> Ask | None:
         """The texts as an `Ask` that `holds` positions can take; None where they cannot."""
-        before, asked, after = self.triple(context, question, continuation)
-        return fitted(Ask(tuple(before), tuple(after), tuple(asked)), holds)
+        before, ids, after = self.triple(context, question, continuation)
+        return fitted(Ask(tuple(before), tuple(after), tuple(ids)), holds)
 
     def part(self, whole: Ids, context: str) -> tuple[Ids, Ids]:
         """Ids of context + question, parted where the context ends; a token across the border is the question's."""
@@ -229,10 +229,10 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
     if mask == "global" and not isinstance(method, H2O | Full):
         raise ConfigError(f"mask=global is H2O's alone (its LLaMA script), not for method {method.name}")
     for name in IDLE.get(type(method), ()):
-        own = type(method).__dataclass_fields__[name].default
-        if getattr(method, name) != own:
+        default = type(method).__dataclass_fields__[name].default
+        if getattr(method, name) != default:
             raise ConfigError(
-                f"method.{name}={getattr(method, name)} means nothing under protocol=row_mask: leave it at {own}"
+                f"method.{name}={getattr(method, name)} means nothing under protocol=row_mask: leave it at {default}"
             )
     plain = budget is None or (budget.of == "prompt" and budget.counts_self and not budget.layers)
     if not plain or (budget is not None and budget.shares_heads):
@@ -321,8 +321,8 @@ def receipt_of(states: Sequence[MaskedLayer]) -> EvictionStats:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A model, a method and a protocol, which answer what lm-eval asks.
+class Scorer:
+    """Scorer of lm-eval's requests: a model, a method and a protocol.
 
     Numbers do not depend on what is asked together, nor on batch_size (rows in a forward). thinking: tags of what
     generated texts are returned without.
@@ -359,8 +359,8 @@ class Bench:
 
         See `Ask` for group and seed.
         """
-        made = self.encoder.ask(context, question, continuation, self.holds)
-        return None if made is None else replace(made, group=group, seed=seed)
+        ask = self.encoder.ask(context, question, continuation, self.holds)
+        return None if ask is None else replace(ask, group=group, seed=seed)
 
     def windows(self, text: str, *, seed: int = 0) -> list[Ask]:
         """A whole text as lm-eval parts it: windows of the model's length, every token judged once.
@@ -371,8 +371,8 @@ class Bench:
 
         start, most = self.encoder.start(), max_positions(self.model.config)
         parts = get_rolling_token_windows(self.encoder.text(text), start, most, context_len=1)
-        made = (make_disjoint_window(part) for part in parts)
-        return [Ask(tuple(before), tuple(after), seed=seed, whole=True) for before, after in made]
+        windows = (make_disjoint_window(window) for window in parts)
+        return [Ask(tuple(before), tuple(after), seed=seed, whole=True) for before, after in windows]
 
     def measure(self, asks: Sequence[Ask]) -> list[Judged]:
         """One judgement per ask, in order: what it would be alone, whatever else is measured."""
@@ -383,7 +383,7 @@ class Bench:
 
         Of a text alone a ratio is a share of the whole text, for its context is the start token.
         """
-        made: dict[int, Judged] = {}
+        judged: dict[int, Judged] = {}
         ahead = _ahead(asks)
         for whole, places in self._alike(asks, ahead):
             contexts: dict[Any, list[int]] = defaultdict(list)
@@ -391,16 +391,16 @@ class Bench:
                 contexts[asks[place].seed, asks[place].context].append(place)
             keys = list(contexts)
             for start in range(0, len(keys), self.batch_size):
-                some = keys[start : start + self.batch_size]
-                rows = [(row, place) for row, key in enumerate(some) for place in contexts[key]]
+                chunk = keys[start : start + self.batch_size]
+                rows = [(row, place) for row, key in enumerate(chunk) for place in contexts[key]]
                 longest = max(ahead[place] for _, place in rows)
                 cache = of_whole(self.cache) if whole else self.cache
-                seeds, prompts = [seed for seed, _ in some], [ids for _, ids in some]
+                seeds, prompts = [seed for seed, _ in chunk], [ids for _, ids in chunk]
                 context = prefill(
                     self.model, prompts, cache, max_new_tokens=longest, seeds=seeds, tokenizer=self.tokenizer
                 )
-                made |= self._judge(asks, context, rows, longest)
-        return [made[place] for place in range(len(asks))]
+                judged |= self._judge(asks, context, rows, longest)
+        return [judged[place] for place in range(len(asks))]
 
     def _alike(self, asks: Sequence[Ask], ahead: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
         """(whole, places): asks that one cache can serve; schedules and budgets that look ahead must end together."""
@@ -417,22 +417,25 @@ class Bench:
     def _judge(
         self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]], ahead: int
     ) -> dict[int, Judged]:
-        """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
-        made, moves = {}, MovingRope.of(self.model.config) is not None
+        """Score each ask from its prefilled context, by its place.
+
+        rows: (row of the context, place of the ask); ahead: tokens the context expects.
+        """
+        judged, moves = {}, MovingRope.of(self.model.config) is not None
         once = [row for row, _ in rows] == list(range(len(context.ids)))
-        for some in self._together(asks, context, rows):
-            forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
+        for group in self._together(asks, context, rows):
+            forks = context if once and len(group) == len(rows) else context.fork([row for row, _ in group])
             tokens = score_tokens(
                 self.model,
                 forks,
-                [asks[place].continuation for _, place in some],
-                [asks[place].question for _, place in some],
+                [asks[place].continuation for _, place in group],
+                [asks[place].question for _, place in group],
                 max_new_tokens=ahead,
                 one_forward=forks.cache.config.only_grows and not moves,
             )
-            for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
-                made[place] = Judged(judgement, receipt, context.seconds)
-        return made
+            for (_, place), judgement, receipt in zip(group, tokens, receipts(forks.cache), strict=True):
+                judged[place] = Judged(judgement, receipt, context.seconds)
+        return judged
 
     def _together(
         self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]]
@@ -440,11 +443,11 @@ class Bench:
         """The rows in groups of at most batch_size that the model holds together."""
         lengths, endless = context.lengths, context.cache.sequence.max_positions is None
         for start in range(0, len(rows), self.batch_size):
-            some = rows[start : start + self.batch_size]
-            ahead = [asks[place].ahead for _, place in some]
-            for size in rows_that_fit(self.model, [lengths[row] for row, _ in some], ahead, endless):
-                yield some[:size]
-                some = some[size:]
+            chunk = rows[start : start + self.batch_size]
+            ahead = [asks[place].ahead for _, place in chunk]
+            for size in rows_that_fit(self.model, [lengths[row] for row, _ in chunk], ahead, endless):
+                yield chunk[:size]
+                chunk = chunk[size:]
 
     @torch.no_grad()
     def _in_one_forward(self, ask: Ask) -> Judged:
@@ -483,25 +486,25 @@ class Bench:
                 return str(error)
         return None
 
-    def prompt(self, context: str, question: str, asked: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
+    def prompt(self, context: str, question: str, kwargs: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
         """(context, question, tokens the context lost on the left to leave room for the answer) to generate after.
 
-        asked: lm-eval's generation_kwargs. The context is empty where nothing would be left of it.
+        kwargs: lm-eval's generation_kwargs. The context is empty where nothing would be left of it.
         """
         whole = self.encoder.text(context + question)
         ids, rest = self.encoder.part(whole, context) if question else (whole, [])
-        room = self.holds - decoding_of(self.model, self.tokenizer, asked)[0].max_new_tokens
+        room = self.holds - decoding_of(self.model, self.tokenizer, kwargs)[0].max_new_tokens
         over = max(0, len(whole) - room)
         return (ids[over:], rest, over) if over < len(ids) else ([], rest, over)
 
     def generate(
-        self, contexts: Sequence[list[int]], questions: Sequence[list[int]], asked: Mapping[str, Any], seeds: list[int]
+        self, contexts: Sequence[list[int]], questions: Sequence[list[int]], kwargs: Mapping[str, Any], seeds: list[int]
     ) -> tuple[list[str], Generation]:
         """Texts after contexts and questions (ids; all of one length, or all empty), cut at the stop texts.
 
-        asked: lm-eval's generation_kwargs: until, max_gen_toks, do_sample, temperature, top_k, top_p.
+        kwargs: lm-eval's generation_kwargs: until, max_gen_toks, do_sample, temperature, top_k, top_p.
         """
-        decoding, until = decoding_of(self.model, self.tokenizer, asked)
+        decoding, until = decoding_of(self.model, self.tokenizer, kwargs)
         decoding = replace(decoding, thinking=self.thinking)
         result = generate(
             self.model,
@@ -525,11 +528,11 @@ class Bench:
         return texts, result
 
 
-def decoding_of(model: Any, tokenizer: Any, asked: Mapping[str, Any]) -> tuple[GenerationParams, list[str]]:
+def decoding_of(model: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[GenerationParams, list[str]]:
     """lm-eval's generation_kwargs as `GenerationParams`, and the texts to cut the answer at; others are refused."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    known = dict(normalize_gen_kwargs(dict(asked), 256))
+    known = dict(normalize_gen_kwargs(dict(kwargs), 256))
     until = [stop for stop in known.pop("until") if stop]
     most, sample = known.pop("max_gen_toks"), bool(known.pop("do_sample", False))
     temperature = known.pop("temperature", 1.0)
@@ -539,8 +542,8 @@ def decoding_of(model: Any, tokenizer: Any, asked: Mapping[str, Any]) -> tuple[G
             f"generation_kwargs {sorted(known)[0]} is not offered; there are until, max_gen_toks, do_sample, "
             "temperature, top_k and top_p"
         )
-    own = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    eos = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     options = {"temperature": float(temperature), **picked} if sample else {}
     decoding = GenerationParams(
         max_new_tokens=most, sample=sample, eos=sorted(ends), stop_strings=tuple(until), **options

@@ -1,26 +1,22 @@
-"""Decode steps for tests of their capture: methods and budgets, contexts whose steps are taken one by one, a check."""
+"""Decode steps for tests of their capture: methods and budgets, and a stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from device_runs import METHODS, config_of
-from host_reads import place_in_kvexp
-from pretend import INDEXING, READS, SHAPED_BY_NUMBERS, has_mask, inner
-from tiny import CONFIGS, prompts_of, tiny
+from pretend import INDEXING, READS, SHAPED_BY_NUMBERS, has_mask
+from tiny import CONFIGS, prompts_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvexp.core import Budget, Cadence, QueryCalibration, Surrogate
-from kvexp.core.graph import ReplayableStep, capture_obstacle, evicting
-from kvexp.generate import CacheConfig, prefill_together
-from kvexp.generate.loop import batched_cache
-from kvexp.generate.prefill import decode_step
+from kvexp.core.graph import capture_obstacle
+from kvexp.generate import CacheConfig
 from kvexp.methods import H2O, VATP, Keyformer, StreamingLLM
 from kvexp.run.build import build
 from kvexp.run.compose import option, options
@@ -76,149 +72,18 @@ ALL = [("llama", name) for name in CASES] + [(family, "keyformer") for family in
 FAMILIES = [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in QUICK)]
 
 
-class Stepped:
-    """A context some steps after its prompt, whose next steps are taken one by one."""
-
-    def __init__(self, family="llama", case="h2o", *, model=None, variants=None, warm=4):
-        self.model = tiny(family) if model is None else model
-        configs = [case_of(family, case)] if variants is None else variants
-        prompts = prompts_for(*(config.method for config in configs))
-        made = prefill_together(self.model, prompts, configs, max_new_tokens=NEW, seeds=[1, 2])
-        self.contexts = made
-        self.cache = batched_cache(made)
-        device = made[0].ids.device
-        self.token = torch.tensor([[5], [6]]).to(device).repeat(len(made), 1)
-        self.positions = made[0].mask.sum(1, keepdim=True).repeat(len(made), 1)
-        self.logits = [self.eager() for _ in range(warm)]
-
-    def eager(self):
-        logits = decode_step(self.model, self.token, self.positions, self.cache)
-        self.feed(logits)
-        return logits.clone()
-
-    def feed(self, logits):
-        self.token.copy_(logits.argmax(-1, keepdim=True))
-        self.positions += 1
-
-    def replayable(self):
-        caches = getattr(self.cache, "caches", [self.cache])
-        return ReplayableStep([[layer.state for layer in one.layers] for one in caches], self.stacks())
-
-    def stacks(self):
-        return [layer.state.decode_stacks for layer in self.cache.layers]
-
-    def step(self):
-        return decode_step(self.model, self.token, self.positions, self.cache)
-
-
-def checked(stepped, steps=3):
-    """All refusals of some steps, and how each differed from the one before that evicted, or did not, as it does."""
-    step, seen = stepped.replayable(), {}
-    caches = getattr(stepped.cache, "caches", [stepped.cache])
-    flags = [cache.logits_nan_flag for cache in caches]  # told after a replay, outside of it
-    before = step.addresses()
-    for _ in range(steps):
-        kind = evicting(stepped.stacks())
-        step.begin()
-        with CaptureChecker() as checker:
-            logits = stepped.step()
-        step.release()
-        for cache, flag in zip(caches, flags, strict=True):
-            cache.logits_nan_flag = flag
-        stepped.feed(logits)
-        seen.setdefault(kind, []).append(checker)
-    moved = [name for name, address in step.addresses().items() if before[name] != address]
-    found = [why for alike in seen.values() for checker in alike for why in checker.refusals]
-    found += [why for alike in seen.values() for one, other in itertools.pairwise(alike) for why in changes(one, other)]
-    return found + [f"{name} moved" for name in moved]
-
-
-# Says of a decode step why it could not be captured as a CUDA graph; runs it on a CPU, under a dispatch mode.
-# Refused are reads by the host, shapes that depend on numbers, copies between host and device, numbers of the host that
-# are used as tensors, and, from one step to the next, other operators, other shapes, and tensors at another address.
-
-
-class CaptureChecker(TorchDispatchMode):
-    """While active, takes down one step. refusals: what could not be captured, and where kvexp did it.
-
-    operators: per operator of the step, its name, the shapes it was given, and the addresses of tensors among them that
-    the step has not made itself.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refusals: list[str] = []
-        self.operators: list[tuple[str, tuple[tuple[int, ...], ...], tuple[int, ...], str]] = []
-        self._made: dict[int, Tensor] = {}  # kept alive, so that no address is used twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        name, where = func.overloadpacket.__name__, place_in_kvexp("transformers")
-        why = _refusal(name, func, args, kwargs, given)
-        if why is not None:
-            self.refusals.append(f"{why}: {name} in {where}")
-        outside = tuple(_address(x) for x in given if _storage(x) not in self._made)
-        self.operators.append((name, tuple(tuple(x.shape) for x in given), outside, where))
-        known = {_storage(x) for x in given}
-        out = func(*args, **kwargs)
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and _storage(x) not in known:
-                self._made[_storage(x)] = x
-        return out
-
-
-def changes(one: CaptureChecker, next_one: CaptureChecker) -> list[str]:
-    """How a step differed from the one before: in its operators, their shapes, or where it read and wrote."""
-    names = [[step[0] for step in each.operators] for each in (one, next_one)]
-    if names[0] != names[1]:
-        place = next((i for i, (a, b) in enumerate(zip(*names, strict=False)) if a != b), min(map(len, names)))
-        where = [each.operators[place][3] if place < len(each.operators) else "the end" for each in (one, next_one)]
-        return [f"other operators, from number {place} on, in {where[0]} and {where[1]}"]
-    found = []
-    for (name, shapes, addresses, where), (_, others, there, _) in zip(one.operators, next_one.operators, strict=True):
-        if shapes != others:
-            found.append(f"other shapes: {name} of {shapes} and of {others} in {where}")
-        elif addresses != there:
-            found.append(f"a tensor at another address: {name} in {where}")
-    return found
-
-
-def _refusal(name: str, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> str | None:
-    if name in READS or name == "_assert_async":
-        return "the host reads a number"
-    by_counts = name == "repeat_interleave" and "Tensor" in func._overloadname
-    shaped = name in SHAPED_BY_NUMBERS or name == "unique_consecutive" or by_counts
-    if shaped or (name in INDEXING and has_mask(args[1])):
-        return "a shape depends on numbers"
-    if name in ("lift_fresh", "lift_fresh_copy"):
-        return "a tensor is made of numbers of the host"
-    devices = {x.device.type for x in given}
-    target = kwargs.get("device")
-    if name == "_to_copy" and target is not None and devices and torch.device(target).type not in devices:
-        return "a copy between host and device"
-    if len(devices) > 1:
-        return "a copy between host and device" if name == "copy_" else "a tensor of the host is used on the device"
-    return None
-
-
-def _address(x: Tensor) -> int:
-    return inner(x).data_ptr()
-
-
-def _storage(x: Tensor) -> int:
-    return inner(x).untyped_storage().data_ptr()
-
-
 # A stand-in for CUDA graphs on a CPU: the operators of a step on the very tensors they had, again and again.
 # As `torch.cuda.CUDAGraph` it knows no Python and no host: numbers and addresses are those of the capture. A capture
 # leaves all memory as it was, and its outputs undefined until the first replay.
 
 
+NOT_CAPTURED = READS | SHAPED_BY_NUMBERS | {"_assert_async", "unique_consecutive", "lift_fresh", "lift_fresh_copy"}
+
+
 class RecordedGraphs:
     """`kvexp.generate.graph.GraphDevice`. calls: "warm_up", "capture" and "replay", in order.
 
-    forbidden: names of operators during which a capture fails, as it does on CUDA where the host would wait.
+    forbidden: names of operators during which a capture fails, besides those where the host would wait.
     """
 
     def __init__(self, forbidden: frozenset[str] = frozenset()) -> None:
@@ -258,7 +123,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket.__name__ in self.forbidden:
+        if func.overloadpacket.__name__ in self.forbidden or _waits_for_the_host(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         old = {x.untyped_storage().data_ptr() for x in given}
@@ -292,6 +157,13 @@ class _Recorder(TorchDispatchMode):
             if fresh:
                 for into, new in zip(fresh, again, strict=True):
                     into.copy_(new)
+
+
+def _waits_for_the_host(func: Any, args: Any) -> bool:
+    """Whether CUDA captures no such operator: the host reads a number, gives some, or a shape depends on them."""
+    name = func.overloadpacket.__name__
+    by_counts = name == "repeat_interleave" and "Tensor" in func._overloadname
+    return by_counts or name in NOT_CAPTURED or (name in INDEXING and has_mask(args[1]))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +22,8 @@ if not torch.cuda.is_available():  # Triton's own library is interpreted or not 
 os.fsync = lambda fd: None  # no test cuts the power; that it is called, and when, test_record.py sees
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: programs started here would ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.dont_write_bytecode = False  # what is compiled of these tests is there for the next run, and for what they start
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 torch.set_num_threads(1)  # pytest's workers share the processors; and what a test replaces, no forked process would see
 
 USERS_CACHE = cache_folder()  # before the tests get one of their own

@@ -1,6 +1,6 @@
 """The slow truth of quantised slots, in plain Python: which tokens of a kv head are codes, and what codes stand for.
 
-Written from KIVI (arXiv:2402.02750, section 3) and from docs/quantised_cache.md, one number at a time.
+Written from KIVI (arXiv:2402.02750, section 3) and from docs/quantised_cache_details.md, one number at a time.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from kvexp.hf.load import patch_model, random_config, without_report
 from kvexp.util.errors import ConfigError
 
 FIXTURES = Path(__file__).parent / "fixtures"
-BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")  # in state dicts of older releases
 
 
 def model_from_state(state: dict[str, Tensor], config: Any) -> Any:
@@ -38,7 +37,7 @@ def model_from_state(state: dict[str, Tensor], config: Any) -> Any:
             ignore_mismatched_sizes=True,  # refused below, with all the others
             output_loading_info=True,
         )
-    unknown = [name for name in found["unexpected_keys"] if not name.endswith(BUFFERS)]
+    unknown = found["unexpected_keys"]
     shapes = [name for name, *_ in found["mismatched_keys"]]
     wrong = {"missing": found["missing_keys"], "unknown": unknown, "of another shape": shapes}
     if any(wrong.values()):
@@ -96,15 +95,6 @@ class Recording(Mapping[str, np.ndarray]):
     def mask(self, name: str, length: int) -> Tensor:
         """Bits of [..., length] that were packed over the last axis, as bool."""
         return torch.from_numpy(np.unpackbits(self[name], axis=-1, count=length)).bool()
-
-    def whole_number(self, word: str) -> int | None:
-        """The one number with `word` in its name, of fields and configuration; None where there is none."""
-        said = {n: int(x) for n, x in self.arrays.items() if word in n and x.ndim == 0 and x.dtype.kind in "iu"}
-        self.read.update(said)
-        said |= {name: value for name, value in self.config.items() if word in name and type(value) is int}
-        if len(set(said.values())) > 1:
-            raise ConfigError(f"{self.path}: which of these holds? {', '.join(f'{n}={x}' for n, x in said.items())}")
-        return next(iter(said.values()), None)
 
     @property
     def variant(self) -> str:

@@ -193,7 +193,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 def test_the_first_page_is_read_in_minutes():
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 800
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL).splitlines()
     assert max(len(line) for line in prose if not line.startswith(("|", "    "))) <= 100
 
@@ -208,13 +208,6 @@ def test_the_first_pages_python_prints_what_it_shows(smollm2, capsys):
     # Method, MiB and how each answer begins; another processor's last digits may turn a later token.
     begins = [[line[:60] for line in text.splitlines()] for text in (printed, shown)]
     assert begins[0] == begins[1]
-
-
-def test_the_result_on_the_first_page_is_the_recorded_one():
-    found = re.search(r"<!-- measured: (\w+) -->\n((?:> .*\n)+)", README)
-    recorded = json.loads((ROOT / "experiments" / "measured_real.json").read_text("utf-8"))["exhibits"][found[1]]
-    assert " ".join(found[2].replace("> ", "").split()) == recorded["divergence"]["words"]
-    assert f"(commit {recorded['commits'][0]})" in README
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

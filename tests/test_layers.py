@@ -183,16 +183,20 @@ def test_layers_stand_one_above_the_other() -> None:
         assert {name.partition(".")[0] for name in below.split()} <= set(order[:place]), layer
 
 
-def import_without(modules: list[str], blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Import the modules in a fresh interpreter in which the blocked packages are not to be found."""
+def import_without(*steps: tuple[list[str], tuple[str, ...]]) -> None:
+    """Import modules in a fresh interpreter in which the packages beside them are not to be found, in steps."""
     # None in sys.modules: `import x` raises ModuleNotFoundError and find_spec says None, as if x were not installed.
     code = (
         "import importlib, sys\n"
-        f"sys.modules.update(dict.fromkeys({list(blocked)!r}))\n"
-        f"for name in {modules!r}:\n"
-        "    importlib.import_module(name)\n"
+        f"for modules, blocked in {steps!r}:\n"
+        "    sys.modules.update(dict.fromkeys(blocked))\n"
+        "    for name in modules:\n"
+        "        importlib.import_module(name)\n"
+        "    for name in blocked:\n"
+        "        del sys.modules[name]\n"
     )
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
 
 
 def modules_under(layer: str) -> list[str]:
@@ -200,21 +204,17 @@ def modules_under(layer: str) -> list[str]:
     return [name for name in names if layer_of(name) == layer and name not in ON_DEMAND]
 
 
-@pytest.mark.parametrize(
-    ("layers", "without"), [(("core", "methods", "retrieval"), ("transformers",)), (("hf", "generate"), ())]
-)
-def test_imports_with_torch_and_transformers_alone(layers: tuple[str, ...], without: tuple[str, ...]) -> None:
-    modules = [name for layer in layers for name in modules_under(layer)]
-    assert all(map(modules_under, layers))
-    done = import_without(modules, (*NOT_NEEDED, *without))
-    assert done.returncode == 0, done.stderr
+def test_imports_with_torch_and_transformers_alone() -> None:
+    bare, with_models = (
+        [name for layer in layers for name in modules_under(layer)]
+        for layers in (("core", "methods", "retrieval"), ("hf", "generate"))
+    )
+    assert bare and with_models
+    import_without((bare, (*NOT_NEEDED, "transformers")), (with_models, NOT_NEEDED))
 
 
-@pytest.mark.parametrize("modules", [["kvexp"], ["kvexp.util"], ["kvexp.cli"], ["kvexp.run.store"], "results"], ids=str)
-def test_imports_without_torch(modules: list[str] | str) -> None:
-    if modules == "results":
-        if importlib.util.find_spec("pandas") is None:
-            pytest.skip("pandas is not installed; it comes with kvexp[eval]")
-        modules = [name for name in modules_under("results") if name not in WITH_TORCH]
-    done = import_without(list(modules), ("torch", "transformers"))
-    assert done.returncode == 0, done.stderr
+def test_imports_without_torch() -> None:
+    modules = ["kvexp", "kvexp.util", "kvexp.cli", "kvexp.run.store"]
+    if importlib.util.find_spec("pandas") is not None:  # it comes with kvexp[eval]
+        modules += [name for name in modules_under("results") if name not in WITH_TORCH]
+    import_without((modules, ("torch", "transformers")))

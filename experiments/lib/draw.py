@@ -69,14 +69,14 @@ def model_words(name: str) -> str:
     return MODEL_NAMES.get(name, name.replace("_", " "))
 
 
-def panel_title(model: str, task: str = "", asked: Iterable[Any] = ()) -> str:
+def panel_title(model: str, task: str = "", places: Iterable[Any] = ()) -> str:
     """ "GPT-J 6B: CNN/DailyMail, question in prompt"; a name that is not known has its underscores taken out.
 
-    asked: where the question was, of the runs shown.
+    places: where the question was, of the runs shown.
     """
     task, comma, rest = task.partition(", ") if ", " in task else task.partition(" ")
     known = TASK_NAMES.get(task, (task.partition("/")[2] or task).replace("_", " "))
-    return titled(": ".join(filter(None, (model_words(model), f"{known}{comma}{rest.replace('_', ' ')}"))), asked)
+    return titled(": ".join(filter(None, (model_words(model), f"{known}{comma}{rest.replace('_', ' ')}"))), places)
 
 
 # As the papers order them, each testbed model at the place of the one whose layout it has.
@@ -98,8 +98,8 @@ WIDTH, HEIGHT = 2.6, 2.3  # inches of a panel: three make a page's width
 
 def in_order(values: Sequence[str], order: Sequence[str]) -> list[str]:
     """Each value once, in this order; the others after them."""
-    found = list(dict.fromkeys(values))
-    return [name for name in order if name in found] + [name for name in found if name not in order]
+    names = list(dict.fromkeys(values))
+    return [name for name in order if name in names] + [name for name in names if name not in order]
 
 
 def by_method(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -118,8 +118,8 @@ def panel_grid(figure: Figure, rows: int, columns: int, size: tuple[float, float
 def panels_of(table: pd.DataFrame) -> list[tuple[str, str]]:
     """(model, task) of every panel: a row of the page per task, tasks and models in the papers' order."""
     tasks, models = in_order(table["task"].tolist(), TASKS), in_order(table["model"].tolist(), MODELS)
-    there = set(zip(table["model"], table["task"], strict=True))
-    return [(model, task) for task in tasks for model in models if (model, task) in there]
+    pairs = set(zip(table["model"], table["task"], strict=True))
+    return [(model, task) for task in tasks for model in models if (model, task) in pairs]
 
 
 def in_panels(
@@ -136,10 +136,10 @@ def in_panels(
     figure.set_layout_engine("constrained")
     for place, (model, task) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
-        part = table[table["model"].eq(model) & table["task"].eq(task)]
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), wrap)
-        axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
-        yield place % columns == 0, axes, part
+        runs = table[table["model"].eq(model) & table["task"].eq(task)]
+        title = textwrap.fill(panel_title(model, task, runs.get("question", ())), wrap)
+        axes.set_title(f"{title}\n(n = {int(runs['n'].min())})", fontsize=8)
+        yield place % columns == 0, axes, runs
 
 
 def curves(
@@ -156,29 +156,29 @@ def curves(
     """
     metric = str(table["metric"].iloc[0])
     known = paper_numbers_for(paper, table) if paper else None
-    for first, axes, part in in_panels(table, figure, 3, lambda c, r: (WIDTH * c + 0.3, HEIGHT * r + 0.45)):
-        _lines(part, axes, x)
+    for first, axes, runs in in_panels(table, figure, 3, lambda c, r: (WIDTH * c + 0.3, HEIGHT * r + 0.45)):
+        _lines(runs, axes, x)
         if known is not None:
-            ran = set(zip(part["method"], part["setting"], strict=True))
-            own = known["model"].isin(part["model"]) & known["task"].isin(part["task"]) & known["metric"].eq(metric)
-            same = [each in ran for each in zip(known["method"], known["setting"], strict=True)]
-            _paper(known[own & pd.Series(same, index=known.index, dtype=bool)], axes)
+            ran = set(zip(runs["method"], runs["setting"], strict=True))
+            here = known["model"].isin(runs["model"]) & known["task"].isin(runs["task"]) & known["metric"].eq(metric)
+            same = [pair in ran for pair in zip(known["method"], known["setting"], strict=True)]
+            _paper(known[here & pd.Series(same, index=known.index, dtype=bool)], axes)
         finish(axes, xlabel, METRICS.get(metric, metric) if first else "")
     legend(figure)
 
 
-def _lines(part: pd.DataFrame, axes: Axes, x: str) -> None:
-    full = part[part["method"].eq("full")]
+def _lines(group: pd.DataFrame, axes: Axes, x: str) -> None:
+    full = group[group["method"].eq("full")]
     if len(full):
         levels(axes, float(full["value"].iloc[0]))
-    found = []
-    for method in in_order(part["method"].tolist(), METHODS):
-        runs = part[part["method"].eq(method) & part[x].notna()]
+    lines = []
+    for method in in_order(group["method"].tolist(), METHODS):
+        runs = group[group["method"].eq(method) & group[x].notna()]
         for (setting, line), dash in zip(runs.groupby("setting", sort=False), DASHES * 3, strict=False):
             label = f"{method} {setting}".strip() if runs["setting"].nunique() > 1 else method
-            found.append((line.sort_values(x), axes, x, method, label, dash))
-    for place, line in enumerate(found):
-        line_of(*line, place=place, count=len(found))
+            lines.append((line.sort_values(x), axes, x, method, label, dash))
+    for place, line in enumerate(lines):
+        line_of(*line, place=place, count=len(lines))
 
 
 def levels(axes: Axes, full: float) -> None:
@@ -206,7 +206,7 @@ def _paper(known: pd.DataFrame, axes: Axes) -> None:
     order = in_order(known["method"].tolist(), METHODS)
     several = known["setting"].nunique() > 1
     for (method, setting), theirs in sorted(
-        known.groupby(["method", "setting"]), key=lambda one: order.index(one[0][0])
+        known.groupby(["method", "setting"]), key=lambda item: order.index(item[0][0])
     ):
         if method == "full":
             axes.axhline(
@@ -253,9 +253,9 @@ def legend(figure: Figure, columns: int = 0) -> None:
 
 def settings_curves(table: pd.DataFrame, figure: Figure, x: str, xlabel: str) -> None:
     """A panel per model and task: the metric over a numeric column of the setting, NaN for full."""
-    for first, axes, part in in_panels(table, figure, len(table), lambda c, _: (WIDTH * c + 0.3, HEIGHT + 0.55)):
-        levels(axes, float(part[part["method"].eq("full")]["value"].iloc[0]))
-        runs = part[part[x].notna()]
+    for first, axes, shown in in_panels(table, figure, len(table), lambda c, _: (WIDTH * c + 0.3, HEIGHT + 0.55)):
+        levels(axes, float(shown[shown["method"].eq("full")]["value"].iloc[0]))
+        runs = shown[shown[x].notna()]
         lines = runs.groupby(["method", "kv_ratio"])
         ratios = sorted(set(runs["kv_ratio"]))
         for order, ((method, ratio), line) in enumerate(lines):
@@ -272,9 +272,9 @@ def settings_grid(table: pd.DataFrame, figure: Figure, down: str, across: str) -
     known = runs["of_full"].dropna()
     reach = (float(known.min()), float(known.max())) if len(known) else (0.0, 100.0)
     image = None
-    for first, axes, part in in_panels(runs, figure, len(runs), lambda c, _: ((WIDTH + 0.2) * c + 0.6, HEIGHT + 0.3)):
+    for first, axes, shown in in_panels(runs, figure, len(runs), lambda c, _: ((WIDTH + 0.2) * c + 0.6, HEIGHT + 0.3)):
         cells, half = (
-            part.pivot_table(index=down, columns=across, values=name, dropna=False) for name in ("of_full", "half")
+            shown.pivot_table(index=down, columns=across, values=name, dropna=False) for name in ("of_full", "half")
         )
         image = axes.imshow(cells.to_numpy(), cmap="cividis", vmin=reach[0], vmax=reach[1], aspect="auto")
         for i, row in enumerate(cells.to_numpy()):
@@ -348,11 +348,11 @@ def bars(
     def size(columns: int, rows: int) -> tuple[float, float]:
         return width * columns + 0.3, (HEIGHT + 0.35) * rows + 0.35
 
-    for first, axes, part in in_panels(table, figure, columns, size, int(16 * width)):
-        full = part["method"].eq("full")
+    for first, axes, runs in in_panels(table, figure, columns, size, int(16 * width)):
+        full = runs["method"].eq("full")
         if full.any() and not full_as_bar:
-            levels(axes, float(part[full]["value"].iloc[0]))
-        _bars(part if full_as_bar else part[~full], axes, known)
+            levels(axes, float(runs[full]["value"].iloc[0]))
+        _bars(runs if full_as_bar else runs[~full], axes, known)
         axes.set_ylabel(METRICS.get(metric, metric) if first else "", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.set_ylim(bottom=0)
@@ -385,8 +385,8 @@ def _theirs(known: pd.DataFrame | None, run: pd.Series) -> float | None:
     same = known["metric"].eq(run["metric"]) & known["method"].eq(run["method"]) & known["setting"].eq(run["setting"])
     ratio = run["kv_ratio"]
     same &= known["kv_ratio"].isna() if pd.isna(ratio) else known["kv_ratio"].eq(ratio)
-    found = known[same & known["model"].eq(run["model"]) & known["task"].eq(run["task"])]
-    return float(found["value"].iloc[0]) if len(found) else None
+    theirs = known[same & known["model"].eq(run["model"]) & known["task"].eq(run["task"])]
+    return float(theirs["value"].iloc[0]) if len(theirs) else None
 
 
 CURVES = 3.9, 2.6  # inches of a panel of curves
@@ -403,15 +403,15 @@ def draw_divergence(frame: pd.DataFrame, figure: Figure) -> None:
     panels = list(shown.groupby(["model", "task"], sort=False))
     columns = min(2, len(panels))
     rows = ceil(len(panels) / columns)
-    curved = all(part["kv_ratio"].nunique() >= MANY for _, part in panels)
+    curved = all(runs["kv_ratio"].nunique() >= MANY for _, runs in panels)
     wide, high = CURVES if curved else _room(shown)
     figure.set_size_inches(wide * columns, high * rows + 0.4)
     figure.set_layout_engine("constrained")
-    for place, ((model, task), part) in enumerate(panels):
+    for place, ((model, task), runs) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
-        (_curves if curved else _dots)(part, axes)
+        (_curves if curved else _dots)(runs, axes)
         title = textwrap.fill(panel_title(str(model), str(task)), 44)
-        axes.set_title(f"{title} (n = {int(part['n'].min())})", fontsize=8)
+        axes.set_title(f"{title} (n = {int(runs['n'].min())})", fontsize=8)
         axes.tick_params(which="both", labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     legend(figure)
@@ -419,17 +419,17 @@ def draw_divergence(frame: pd.DataFrame, figure: Figure) -> None:
 
 def pooled(frame: pd.DataFrame) -> pd.DataFrame:
     """The runs of each method, setting and budget of all tasks as one, with the interval over all their examples."""
-    made = []
+    rows = []
     for key, runs in frame.groupby(["model", *RUN], sort=False, dropna=False):
         kl, low, high = pooled_kl(runs)
         row: dict[str, Any] = dict(zip(["model", *RUN], key, strict=True))
         row |= {"task": f"{runs['task'].nunique()} tasks", "n": int(runs["n"].sum()), "kl": kl}
-        made.append(row | {"kl_low": low, "kl_high": high})
-    return pd.DataFrame(made)
+        rows.append(row | {"kl_low": low, "kl_high": high})
+    return pd.DataFrame(rows)
 
 
-def _curves(part: pd.DataFrame, axes: Axes) -> None:
-    divergence(part.assign(epsilon=EPSILON_KL), axes)
+def _curves(runs: pd.DataFrame, axes: Axes) -> None:
+    divergence(runs.assign(epsilon=EPSILON_KL), axes)
     axes.plot([], [], color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)", fontsize=8)
     axes.set_ylabel("KL from the full cache,\nnats per token", fontsize=8)
@@ -457,11 +457,11 @@ def _room(shown: pd.DataFrame) -> tuple[float, float]:
     return DOTS + LETTER * longest, ROW * len(labels) * max(2, lines) + 0.8
 
 
-def _dots(part: pd.DataFrame, axes: Axes) -> None:
+def _dots(runs: pd.DataFrame, axes: Axes) -> None:
     """A row per method and setting, methods in the papers' order; smaller budgets are hollow."""
-    ratios = sorted(part["kv_ratio"].dropna().unique(), reverse=True)
-    order = in_order(part["method"].tolist(), METHODS)
-    named = part.assign(place=part["method"].map(order.index))
+    ratios = sorted(runs["kv_ratio"].dropna().unique(), reverse=True)
+    order = in_order(runs["method"].tolist(), METHODS)
+    named = runs.assign(place=runs["method"].map(order.index))
     names: list[str] = []
     for _, run in named.sort_values(["place", "setting"], kind="stable").iterrows():
         label = _label(run)

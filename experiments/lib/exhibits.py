@@ -82,29 +82,29 @@ class Exhibit:
         axes = {"": self.axes} if isinstance(self.axes, str) else self.axes
         at = self.at.get(scale, {})
         folder, end = (REAL, OWN) if scale == OWN else ("" if scale == "testbed" else scale, "")
-        found = {}
-        for part, words in (dict.fromkeys(axes, at) if isinstance(at, str) else at).items():
-            name = "_".join(filter(None, (self.name, part, end)))
-            found["/".join(filter(None, (folder, name)))] = option(words, axes.get(part, axes[""]))
-        return found
+        options = {}
+        for suffix, words in (dict.fromkeys(axes, at) if isinstance(at, str) else at).items():
+            name = "_".join(filter(None, (self.name, suffix, end)))
+            options["/".join(filter(None, (folder, name)))] = option(words, axes.get(suffix, axes[""]))
+        return options
 
 
 def option(words: str, axes: str = "") -> dict[str, Any]:
     """An option of `experiment=`: what the words "FIXED | SWEPT" say of the command line, and `axes` after them."""
-    given, common = (_split(each) for each in (words, axes))
+    given, common = (_split(text) for text in (words, axes))
     fixed = common[0] | given[0]
     swept = {key: value for key, value in given[1].items() if key not in common[1]}
     swept |= {key: given[1].get(key, value) for key, value in common[1].items() if key not in given[0]}
-    made: dict[str, Any] = {}
+    composed: dict[str, Any] = {}
     groups = [key for key in fixed if key in GROUPS]
     if groups:
-        made["defaults"] = [{f"override /{key}": fixed[key]} for key in groups]
+        composed["defaults"] = [{f"override /{key}": fixed[key]} for key in groups]
     for key, value in fixed.items():
         *parents, last = key.split(".")
         if key not in groups:
-            node = functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, made)
+            node = functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, composed)
             node[last] = yaml.safe_load(value)
-    return made | {"hydra": {"mode": "MULTIRUN", "sweeper": {"params": swept}}}
+    return composed | {"hydra": {"mode": "MULTIRUN", "sweeper": {"params": swept}}}
 
 
 def _split(words: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -150,24 +150,24 @@ def declared() -> dict[str, dict[str, Any]]:
     """Name -> option of every experiment of the exhibits and of `lib.sweeps`."""
     from experiments.lib.sweeps import SWEEPS
 
-    found = {name: option(words) for name, words in SWEEPS.items()}
+    options = {name: option(words) for name, words in SWEEPS.items()}
     for exhibit in exhibits().values():
         for scale in (*SCALES, OWN):
-            found |= exhibit.experiments(scale)
-    return dict(sorted(found.items()))
+            options |= exhibit.experiments(scale)
+    return dict(sorted(options.items()))
 
 
 def params(experiment: str) -> dict[str, str]:
     """What an experiment sweeps: key -> its values, as typed."""
-    found: dict[str, str] = declared()[experiment]["hydra"]["sweeper"]["params"]
-    return found
+    swept: dict[str, str] = declared()[experiment]["hydra"]["sweeper"]["params"]
+    return swept
 
 
 def size_of(experiment: str) -> int:
     """How many runs an experiment is, as Hydra's grammar parts the values."""
     words = [f"{key}={values}" for key, values in params(experiment).items()]
-    swept = [each.value() for each in OverridesParser.create().parse_overrides(words)]
-    return math.prod(len(each.list) for each in swept if isinstance(each, ChoiceSweep))
+    swept = [sweep.value() for sweep in OverridesParser.create().parse_overrides(words)]
+    return math.prod(len(sweep.list) for sweep in swept if isinstance(sweep, ChoiceSweep))
 
 
 def declared_text() -> str:

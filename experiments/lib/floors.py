@@ -76,7 +76,7 @@ def floors_of(folder: Folder) -> dict[str, Floors]:
     parts: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         parts[row["example"].rpartition("/")[0]].append(row)
-    return {name: judged(metric, _scores(part, metric), _chance(part)) for name, part in parts.items()}
+    return {name: judged(metric, _scores(group, metric), _chance(group)) for name, group in parts.items()}
 
 
 def _scores(rows: Sequence[Row], metric: str) -> Scores:
@@ -87,14 +87,14 @@ def _chance(rows: Sequence[Row]) -> dict[str, Scores]:
     return {CHANCE: {row["example"]: 100 / len(row["choices"]["logprobs"]) for row in rows if row.get("choices")}}
 
 
-def judged(metric: str, full: Scores, each: Mapping[str, Scores]) -> Floors:
+def judged(metric: str, full: Scores, others: Mapping[str, Scores]) -> Floors:
     """Compare the full cache's scores with answers that read nothing, over the examples that all have."""
-    names = sorted(set(full).intersection(*each.values())) if each else sorted(full)
-    means = {answer: float(np.mean([scores[name] for name in names])) for answer, scores in each.items()}
+    names = sorted(set(full).intersection(*others.values())) if others else sorted(full)
+    means = {answer: float(np.mean([scores[name] for name in names])) for answer, scores in others.items()}
     ends = math.nan, math.nan
     if floors := [answer for answer in FLOORS if answer in means]:
         best = max(floors, key=means.__getitem__)
-        ends = mean_interval([full[name] - each[best][name] for name in names])
+        ends = mean_interval([full[name] - others[best][name] for name in names])
     mean = float(np.mean([full[name] for name in names])) if names else math.nan
     return Floors(metric, len(names), mean, means, *ends)
 
@@ -106,9 +106,9 @@ def of_examples(task: Task, examples: Sequence[Example], metric: str) -> dict[st
     def scored(answer: Callable[[Example], str]) -> Scores:
         return {e.id: task.score(answer(e), e.reference, e)[metric] for e in examples}
 
-    made = {LEAD: scored(lambda e: " ".join(sentences(e.body)[:3]))} if many == 3 else {}
+    scores = {LEAD: scored(lambda e: " ".join(sentences(e.body)[:3]))} if many == 3 else {}
     draws = [scored(lambda e, draw=draw: _random_sentences(e, many, draw)) for draw in range(DRAWS)]  # type: ignore[misc]
-    made[RANDOM] = {e.id: float(np.mean([draw[e.id] for draw in draws])) for e in examples}
+    scores[RANDOM] = {e.id: float(np.mean([draw[e.id] for draw in draws])) for e in examples}
     counts = Counter(example.reference for example in examples)
     if len(counts) > 1 or len(examples) == 1:
         # Ties in alphabetical order; "" where there is no other example.
@@ -116,8 +116,8 @@ def of_examples(task: Task, examples: Sequence[Example], metric: str) -> dict[st
             left = counts - Counter({example.reference: 1})
             return min(left, key=lambda text: (-left[text], text), default="")
 
-        made[FREQUENT] = scored(frequent)
-    return made
+        scores[FREQUENT] = scored(frequent)
+    return scores
 
 
 def _random_sentences(example: Example, many: int, draw: int) -> str:

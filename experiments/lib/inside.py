@@ -57,8 +57,8 @@ def attention(model: Any, ids: Sequence[int], method: Method, budget: Budget | N
     cache = RowMaskCache(model, mask_fn_of(method, budget, "local", len(ids), seed=0))
     device = model.get_input_embeddings().weight.device
     model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True)
-    found = [(state.mask, state.probabilities) for state in cache.layer_states]
-    return [(mask[0].cpu(), rows[0].float().cpu()) for mask, rows in found if mask is not None and rows is not None]
+    layers = [(state.mask, state.probabilities) for state in cache.layer_states]
+    return [(mask[0].cpu(), rows[0].float().cpu()) for mask, rows in layers if mask is not None and rows is not None]
 
 
 def full_attention(model: Any, ids: Sequence[int]) -> Tensor:
@@ -125,7 +125,7 @@ def reduction(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
     """
     if settings.budget is None or settings.budget.kv_ratio is None:
         raise ConfigError("this measurement needs a method with a kv_ratio: how many tokens stay")
-    found = []
+    rows_of_ranks = []
     for number, ids in enumerate(prompts):
         rows = full_attention(model, ids)
         split = rows.shape[-1] - AFTER
@@ -136,16 +136,16 @@ def reduction(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
         stays[..., split:] = 1.0
         reduced = later * stays[..., None, :]
         reduced = reduced / reduced.sum(-1, keepdim=True).clamp(min=1e-12)
-        before, after = (100 * part.mean(-2).gather(-1, kept) for part in (later, reduced))
-        shares = [part / part.sum(-1, keepdim=True) for part in (before, after)]
+        before, after = (100 * scores.mean(-2).gather(-1, kept) for scores in (later, reduced))
+        shares = [scores / scores.sum(-1, keepdim=True) for scores in (before, after)]
         uneven = float(50 * (shares[1] - shares[0]).abs().sum(-1).mean())
         lost = 100 - 100 * float((later * stays[..., None, :]).sum(-1).mean())
         order = before.argsort(dim=-1, descending=True)
-        for name, part in (("before", before), ("after", after)):
-            ranked = part.gather(-1, order).mean((0, 1)).tensor_split(RANKS)
+        for name, scores in (("before", before), ("after", after)):
+            ranked = scores.gather(-1, order).mean((0, 1)).tensor_split(RANKS)
             row = {"prompt": number, "of": name, "uneven": uneven, "lost": lost}
-            found += [row | {"rank": place, "score": float(piece.sum())} for place, piece in enumerate(ranked)]
-    return pd.DataFrame(found)
+            rows_of_ranks += [row | {"rank": place, "score": float(piece.sum())} for place, piece in enumerate(ranked)]
+    return pd.DataFrame(rows_of_ranks)
 
 
 def by_age(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
@@ -178,7 +178,7 @@ def maps(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
     for number, ids in enumerate(prompts):
         layers = attention(model, ids, settings.method, settings.budget)
         first = int(settings.budget.kv_ratio * len(ids)) + 1
-        seen, held = (torch.stack(each) for each in zip(*layers, strict=True))
+        seen, held = (torch.stack(matrices) for matrices in zip(*layers, strict=True))
         sink = 100 * float(seen[..., first:, 0].float().mean())
         rows.append({"prompt": number, "sink": sink, "middle": 100 * float(_middle(held)[..., first:].mean())})
         if number == 0:
@@ -211,13 +211,13 @@ def foresight(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for number, ids in enumerate(prompts):
         now = full_attention(model, ids)
-        each = dict(zip(SCORES, (now, accumulated(now, 1.0), accumulated(now, method.alpha)), strict=True))
+        scores = dict(zip(SCORES, (now, accumulated(now, 1.0), accumulated(now, method.alpha)), strict=True))
         at, keep = len(ids) - NEXT, max(1, int(settings.budget.kv_ratio * len(ids)))
-        for name, score in each.items():
+        for name, score in scores.items():
             held = _foreseen(now, score[..., at - 1, :at], at, keep).mean()
             rows.append({"prompt": number, "score": name, "held": 100 * float(held)})
         if number == 0:
-            rows += _curves(now, each, at, keep)
+            rows += _curves(now, scores, at, keep)
     return pd.DataFrame(rows)
 
 
@@ -227,15 +227,15 @@ def _foreseen(now: Tensor, score: Tensor, at: int, keep: int) -> Tensor:
     return later.gather(-1, score.topk(keep, dim=-1).indices).sum(-1) / later.sum(-1)
 
 
-def _curves(now: Tensor, each: dict[str, Tensor], at: int, keep: int) -> list[dict[str, Any]]:
-    missed = 1 - _foreseen(now, each["A2S"][..., at - 1, :at], at, keep)
+def _curves(now: Tensor, scores: dict[str, Tensor], at: int, keep: int) -> list[dict[str, Any]]:
+    missed = 1 - _foreseen(now, scores["A2S"][..., at - 1, :at], at, keep)
     layer, head = divmod(int(missed.argmax()), now.shape[1])
     later = now[layer, head, at:, 1:at].sum(0)
     tokens = [0, *sorted((later.topk(TOKENS).indices + 1).tolist())]
     return [
         {"prompt": 0, "score": name, "layer": layer, "head": head, "token": token, "pruned": at}
         | {"curve": " ".join(f"{value:.4g}" for value in score[layer, head, token:, token].tolist())}
-        for name, score in each.items()
+        for name, score in scores.items()
         for token in tokens
     ]
 
@@ -255,17 +255,17 @@ def _alike(model: Any, ids: Sequence[int], settings: Settings) -> dict[str, floa
     first = floor_share(settings.budget.kv_ratio, len(ids))
     ideal = attention(model, ids, Ideal(), settings.budget)
     mine = attention(model, ids, settings.method, settings.budget)
-    found: dict[str, list[float]] = {name: [] for name in ALIKE}
+    values_by_name: dict[str, list[float]] = {name: [] for name in ALIKE}
     for (wanted, best), (mask, rows) in zip(ideal, mine, strict=True):
         if isinstance(settings.method, Window):  # the paper's series is cut to the budget first: it lets one more in
             mask = mask & window_mask(len(ids), first)
             rows = rows * window_mask(len(ids), first)
         cosine = row_cosine(best, rows)
-        found["cosine"].append(float(cosine.mean()))
-        found["cosine_pruned"].append(float(cosine[:, first:].mean()))
+        values_by_name["cosine"].append(float(cosine.mean()))
+        values_by_name["cosine_pruned"].append(float(cosine[:, first:].mean()))
         common = (wanted & mask).sum(-1) / wanted.sum(-1)
-        found["overlap"].append(float(common[:, first:].mean()))
-    return {name: sum(values) / len(values) for name, values in found.items()}
+        values_by_name["overlap"].append(float(common[:, first:].mean()))
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
 def power_law(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
@@ -302,8 +302,8 @@ def hit_rate(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
         raise ConfigError(f"only method=pqcache has this block cache, got {settings.method.name}")
     rows = []
     for number, ids in enumerate(prompts):
-        made = generate(model, [list(ids)], settings.cache, decoding=GenerationParams(NEW, eos=None))
-        account = receipts(made.cache)[0].retrieval
+        answer = generate(model, [list(ids)], settings.cache, decoding=GenerationParams(NEW, eos=None))
+        account = receipts(answer.cache)[0].retrieval
         assert account is not None
         rows.append({"prompt": number, "rate": account["cache_hit_rate"], "prompt_tokens": len(ids)})
     return pd.DataFrame(rows)

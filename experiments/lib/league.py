@@ -1,9 +1,8 @@
-"""The league of methods: its sweeps, what methods learn beforehand, and its rows as tables, intervals and words.
+"""The league of methods: its sweeps, what methods learn beforehand, and its rows as tables and intervals.
 
 A piece is one sweep: a task, whether eviction sees the question, and methods at four budgets. What it holds at once
 is its caches at the longest prompt of the task; `MOST_BYTES` of them at most, so that no piece needs a larger machine.
-`frame_of` reads run folders; what `record` keeps of it (methods_league.csv) is what docs/methods_league.md shows. Every
-sentence about who is ahead is made here, from rows: there is none where nothing was recorded.
+`frame_of` reads run folders; what `record` keeps of it (methods_league.csv) is what docs/methods_league.md shows.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.lib.exhibits import HERE, ROOT
+from experiments.lib.exhibits import HERE
 from experiments.lib.real_scale import MODEL
-from experiments.lib.tables import between, kl_estimate, markdown
+from experiments.lib.tables import kl_estimate, markdown
 from kvexp.results.divergence import (
     compared_means,
     divergence_table,
@@ -59,7 +58,7 @@ ADAPTIVE = ["snapkv", "expected_attention"]
 KEEP_ALL = ["ideal", "pqcache", "sparq", "quest", "infllm"]
 # A chunk is fed behind the prompt, and behind 8,000 tokens the model's 8,192 positions have no room for 2,000 more. On
 # the fifteen prompts where both fit KL moves by 0.03 or less at a quarter and half.
-SHORT_CHUNKS = ("method.chunk=128",)
+SHORT_CHUNKS, CHUNKED = ("method.chunk=128",), "chunk128"
 # Prompts of news have a few hundred tokens, an eighth of which kvpress's 128 and 256 would overrun.
 DUO = ("budget.heads=duo", "budget.stream_sinks=4", "budget.stream_recent=28")
 CALIBRATED = ("qfilters", "triattention", "kvzap")  # methods that need a calibration; the heads of DUO need one too
@@ -101,7 +100,7 @@ GROUPS = (
     # Their papers evict every 128 tokens; at every step R-KV, which compares all keys, takes longer than all others.
     MethodGroup("every_128", tuple(EVERY_128), ("cache.evict_every=128",)),
     MethodGroup("read_twice", tuple(READ_TWICE), tasks=("news", "news_qa", "cnn_dailymail")),
-    MethodGroup("short_chunks", tuple(READ_TWICE), SHORT_CHUNKS, label="chunk128", tasks=("needle",)),
+    MethodGroup("short_chunks", tuple(READ_TWICE), SHORT_CHUNKS, label=CHUNKED, tasks=("needle",)),
     MethodGroup("adaptive", tuple(ADAPTIVE), ("budget.heads=adaptive",), label="adaptive"),
     MethodGroup("duo", ("h2o",), DUO, label="duo"),
     MethodGroup("keep_all", tuple(KEEP_ALL), keeps_all=True),
@@ -203,8 +202,7 @@ def _digests(model: str) -> dict[str, str | None]:
     return found
 
 
-PAGE, RECORDED = ROOT / "docs" / "methods_league.md", HERE / "methods_league.csv"
-BEGIN, END = "<!-- league: made by experiments/lib/league.py -->", "<!-- end of the league -->"
+RECORDED = HERE / "methods_league.csv"
 NOT_RECORDED = "The league is not recorded yet."
 # https://huggingface.co/spaces/nvidia/kvpress-leaderboard: RULER-4k, 8B models, question hidden; better first.
 PUBLISHED = (
@@ -218,7 +216,7 @@ OF_ROWS = ["of_full", "slots"]  # known where answers were written
 EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names
 
 MARKS = ("ahead_of", "behind", "order")
-TOP, SHOWN = 10, 2  # methods in the table of places; names of methods whose difference to the first is undecided
+TASKS = {"news": "news", "cnn_dailymail": "CNN", "news_qa": "questions", "needle": "needles"}  # as pages say
 SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
 
 
@@ -321,71 +319,33 @@ def name_of(row: Any) -> str:
 
 
 def text_of(frame: pd.DataFrame) -> str:
-    """The page's tables as Markdown; NOT_RECORDED where there is no row."""
+    """Tables as Markdown: the nearest by budget, and what became of the published order; NOT_RECORDED without a row."""
     if frame.empty:
         return NOT_RECORDED
-    parts = {
-        (task, question): part
-        for task in LONGEST
-        for question in QUESTIONS
-        if len(part := frame[frame["task"].eq(task) & frame["question"].eq(question)])
-    }
-    blocks = [block for place, part in parts.items() for block in _block(*place, part)]
-    return "\n\n".join([*(_overview(parts) if len(parts) > 1 else []), *blocks, *_lacking(parts)])
+    parts = dict(_blocks(frame))
+    signs = [(f"{a} > {b}", *(f"`{_signs(part, a, b)}`" for part in parts.values())) for a, b in _pairs()]
+    sentence = f"The published order at {', '.join(map(str, RATIOS))}: + holds, - reversed, ? undecided, . not run"
+    order = markdown(["pair", *parts], *signs, right=True)
+    return f"{leaders(frame)}\n\n{sentence}\n\n{order}"
 
 
-def _lacking(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
-    """A sentence for all methods that the same blocks lack."""
-    where: dict[str, list[str]] = {}
-    for (task, question), part in parts.items():
-        for name in _missing(task, part):
-            where.setdefault(name, []).append(f"{task} {SHORT[question]}")
-    if where:
-        groups = dict.fromkeys(map(tuple, where.values()))
-        said = (
-            ", ".join(name for name, found in where.items() if tuple(found) == blocks)
-            + ("" if len(blocks) == len(parts) else f" ({', '.join(blocks)})")
-            for blocks in groups
-        )
-        yield f"Not run, or not finished: {'; '.join(said)}."
+def _blocks(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The name and rows of each block that has rows."""
+    for question, task in itertools.product(QUESTIONS, TASKS):
+        part = frame[frame["task"].eq(task) & frame["question"].eq(question)]
+        if len(part):
+            yield f"{TASKS[task]}, {SHORT[question]}", part
 
 
-def _missing(task: str, part: pd.DataFrame) -> list[str]:
-    """Names of the methods of a task that a block has no row of; with the budgets where some of a block's are there."""
-    found = part.groupby(part.apply(name_of, axis=1))["kv_ratio"].agg(set)
-    made = []
-    for name in _names_of(task):
-        lacking = sorted(set(part["kv_ratio"]) - found.get(name, set()))
-        if lacking:
-            made.append(f"{name} at {', '.join(f'{ratio:g}' for ratio in lacking)}" if name in found else name)
-    return made
+def leaders(frame: pd.DataFrame) -> str:
+    """A Markdown table of the method of least KL that evicts: a row for each block, a column for each budget."""
+    rows = [(name, *(_leader(part[part["kv_ratio"].eq(ratio)]) for ratio in RATIOS)) for name, part in _blocks(frame)]
+    return markdown(["nearest at", *(f"{100 * ratio:g} %" for ratio in RATIOS)], *rows)
 
 
-def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
-    """The first TOP methods that evict with their places by block, and what became of the published order."""
-    titles = [f"{task} {SHORT[question]}" for task, question in parts]
-    ranks = [_mean_ranks(part) for part in parts.values()]
-    names = sorted(set().union(*ranks), key=lambda name: (np.mean([r[name] for r in ranks if name in r]), name))
-    places = [(name, *(f"{r[name]:.1f}" if name in r else "-" for r in ranks)) for name in names[:TOP]]
-    signs = [(f"{one} > {other}", *(f"`{_signs(p, one, other)}`" for p in parts.values())) for one, other in _pairs()]
-    least, most = min(map(len, ranks)), max(map(len, ranks))
-    yield f"### Places (of {f'{least} to {most}' if least < most else most} that evict, mean over budgets)"
-    yield markdown(["method", *titles], *places, right=True)
-    yield f"### The published order at {', '.join(f'{ratio:g}' for ratio in RATIOS)}"
-    yield "+ holds, - reversed, ? undecided, . not run:"
-    yield markdown(["pair", *titles], *signs, right=True)
-
-
-def _mean_ranks(part: pd.DataFrame) -> dict[str, float]:
-    """Mean over budgets of the rank by KL, of each method that evicts and has every budget of the block.
-
-    A method with another chunk on long prompts keeps its plain name.
-    """
-    called = [name_of(row).removesuffix("+chunk128") for _, row in part.iterrows()]
-    some = part.assign(name=called)[~part["method"].isin(_keep_all())]
-    some = some[some.groupby("name")["kv_ratio"].transform("nunique").eq(part["kv_ratio"].nunique())]
-    ranked = some.assign(rank=some.groupby("kv_ratio")["kl"].rank())
-    return {str(name): float(mean) for name, mean in ranked.groupby("name")["rank"].mean().items()}
+def entries(frame: pd.DataFrame) -> list[str]:
+    """The methods' names of all rows; one with another chunk on long prompts keeps its plain name."""
+    return [name_of(row).removesuffix(f"+{CHUNKED}") for row in frame.to_dict("records")]
 
 
 def _signs(part: pd.DataFrame, better: str, worse: str) -> str:
@@ -398,48 +358,37 @@ def _signs(part: pd.DataFrame, better: str, worse: str) -> str:
     return found
 
 
-def _keep_all() -> set[str]:
+def keep_all() -> set[str]:
     """Methods that keep every token."""
     return {name for group in GROUPS if group.keeps_all for name in group.methods}
 
 
-def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
-    """A heading and a row per budget."""
-    yield f"### {task}, {SHORT[question]} (n={int(part['n'].max())})"
-    rows = [row for ratio in RATIOS if (row := _row(f"{ratio:g}", part[part["kv_ratio"].eq(ratio)]))]
-    yield markdown(["budget", "method", "KL", "as near", "keeps all"], *rows, right=True)
+def nearest(at: pd.DataFrame) -> Any:
+    """The row of least KL among the methods that evict (with an interval, if any has one); None where none evicts."""
+    evicting = at[~at["method"].isin(keep_all())]
+    sure = evicting[np.isfinite(evicting["kl_low"].astype(float))]
+    some = sure if len(sure) else evicting
+    return some.sort_values("kl").iloc[0] if len(some) else None
 
 
-def _row(budget: str, at: pd.DataFrame) -> tuple[str, ...]:
-    """A budget's row: smallest KL of methods that evict, undecided rivals, smallest KL of methods that keep all.
+def _leader(at: pd.DataFrame) -> str:
+    """The nearest method of a block and budget, its KL, and how many others are not distinguished from it.
 
     The interval is of the mean over examples, at a level corrected for the methods that the smallest was chosen from.
-    Bold: the whole interval is near the full cache. () where nobody evicts. `ideal`, which reads all, is left out.
+    Bold: the whole interval is near the full cache. "-" where nobody evicts.
     """
-    keeps = at["method"].isin(_keep_all())
-    evicting, keeping = at[~keeps].sort_values("kl", kind="stable"), at[keeps & at["method"].ne("ideal")]
-    if evicting.empty:
-        return ()
-    best = _best(evicting)
-    others = [name for _, row in evicting.iterrows() if (name := name_of(row)) != name_of(best)]
-    alike = [name for name in others if name not in str(best["ahead_of"]).split()]
-    more = [f"+{len(alike) - SHOWN}"] if len(alike) > SHOWN else []
-    undecided = ", ".join([*alike[:SHOWN], *more]) or "-"
+    best, count = nearest(at), int((~at["method"].isin(keep_all())).sum())
+    if best is None:
+        return "-"
+    name = entries(best.to_frame().T)[0]
     if not np.isfinite(best["kl_low"]):
-        return budget, name_of(best), f"{best['kl']:.3f} (too few)", "-", "-"
+        return f"{name}<br>{best['kl']:.3f} (too few)"
     each = np.array([*_split(best[EACH]).values()])
-    low, high = share_interval(each, np.ones(len(each)), corrected_level(len(evicting)))
+    low, high = share_interval(each, np.ones(len(each)), corrected_level(count))
     kl = kl_estimate(best["kl"], low, high, each).replace(" … ", "..")
-    kept = _best(keeping) if len(keeping) else None
-    all_kept = "-" if kept is None else f"{name_of(kept)} {kept['kl']:.3f}"
-    return budget, name_of(best), f"**{kl}**" if high < EPSILON_KL else kl, undecided, all_kept
-
-
-def _names_of(task: str) -> Iterator[str]:
-    """Every method of the league on this task, as the page calls it."""
-    for group in GROUPS:
-        for method in group.methods if task in group.tasks else ():
-            yield f"{method}+{group.label}" if group.label else method
+    behind = [other for other in best["ahead_of"].split() if other.partition("+")[0] not in keep_all()]
+    alike = count - 1 - len(behind)
+    return f"{name}{f', +{alike}' if alike else ''}<br>{f'**{kl}**' if high < EPSILON_KL else kl}"
 
 
 def _pairs() -> Iterator[tuple[str, str]]:
@@ -477,20 +426,10 @@ def merged(kept: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
     return marked(frame.iloc[np.argsort(order, kind="stable")].reset_index(drop=True))
 
 
-def _best(part: pd.DataFrame) -> Any:
-    """The row of the smallest KL among those that have an interval; among all where none has."""
-    sure = part[np.isfinite(part["kl_low"].astype(float))]
-    return (sure if len(sure) else part).sort_values("kl").iloc[0]
-
-
 def record(outputs: Path) -> Path:
-    """Keep the numbers of a recording and write the page, which is returned, of all that is kept.
-
-    ConfigError without rows.
-    """
+    """Keep the numbers of a recording in the file that is returned; ConfigError without rows."""
     found = frame_of(outputs)
     if found.empty:
         raise ConfigError(f"{outputs} has no run with a divergence: run the league first")
     merged(recorded(), found.round(6)).to_csv(RECORDED, index=False)
-    PAGE.write_text(between(PAGE.read_text("utf-8"), BEGIN, END, text_of(recorded()), PAGE), "utf-8")
-    return PAGE
+    return RECORDED

@@ -78,7 +78,7 @@ def _files() -> dict[str, dict[str, Any]]:
 
 def commands(name: str, data: str | None) -> list[Command]:
     """The sweeps of an exhibit at the real scale; ConfigError where DATA has no rows for one, or it needs DATA."""
-    return [each for experiment in sweeps(name, REAL) for each in commands_of(experiment, data)]
+    return [command for experiment in sweeps(name, REAL) for command in commands_of(experiment, data)]
 
 
 def commands_of(experiment: str, data: str | None) -> list[Command]:
@@ -112,7 +112,7 @@ def rows_of(task: str, data: str | None) -> tuple[str, ...] | None:
 
 
 def _from_folder(experiment: str, task: str, place: dict[str, Any], data: Path, subset: str) -> Command:
-    found, named = [], []
+    words, named = [], []
     for key, value in place["folder"].items():
         path = data.resolve() / str(value).format(subset=subset)
         if not any(path.parent.glob(path.name)):
@@ -120,9 +120,9 @@ def _from_folder(experiment: str, task: str, place: dict[str, Any], data: Path, 
                 f"{experiment} has task={task} and DATA={data} has no {path.relative_to(data.resolve())}; {layout()}"
             )
         named.append(str(path.relative_to(data.resolve())))
-        found.append(f"{key}={path}")
-    own = [f"task.subset={subset}"] if subset else []
-    return Command(experiment, (*own, *found, *place.get("also", ())), f"task={task}, {', '.join(named)} of DATA")
+        words.append(f"{key}={path}")
+    chosen = [f"task.subset={subset}"] if subset else []
+    return Command(experiment, (*chosen, *words, *place.get("also", ())), f"task={task}, {', '.join(named)} of DATA")
 
 
 def main() -> int:

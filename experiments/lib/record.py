@@ -58,29 +58,29 @@ class Provenance:
 
     def plain(self) -> dict[str, Any]:
         """As JSON, without the rows: they are kept once for all exhibits that share them."""
-        found = asdict(self)
-        del found["rows"]
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        entry = asdict(self)
+        del entry["rows"]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in entry.items()}
 
 
 def provenance_of(outputs: Path, frame: pd.DataFrame, commands: Sequence[Command]) -> Provenance:
     """The provenance of the runs of `lib.tables.frame_of`, or of what `lib.runner.measured` found."""
-    model, source = str(frame["model"].iloc[0]), tuple(dict.fromkeys(each.rows for each in commands))
+    model, source = str(frame["model"].iloc[0]), tuple(dict.fromkeys(command.rows for command in commands))
     if "hash" not in frame:
         return Provenance(model, {}, kvexp.NUMERICS, (), source, int(frame["prompt"].nunique()))
-    found = [Run.load(outputs / name) for name in frame["hash"]]
-    commits = {str(load_json(run.path / "env.json").get("commit")) for run in found}
-    read = [run.rows() for run in found]
-    weights = next((row["weights"] for own in read for row in own if row.get("weights")), {})
+    loaded = [Run.load(outputs / name) for name in frame["hash"]]
+    commits = {str(load_json(run.path / "env.json").get("commit")) for run in loaded}
+    read = [run.rows() for run in loaded]
+    weights = next((row["weights"] for run_rows in read for row in run_rows if row.get("weights")), {})
     rows: dict[str, Rows] = {}
-    for (_, shown), run, own in zip(frame.iterrows(), found, read, strict=True):
-        order = {row["example"]: row["index"] for row in own}
+    for (_, shown), run, run_rows in zip(frame.iterrows(), loaded, read, strict=True):
+        order = {row["example"]: row["index"] for row in run_rows}
         ids = tuple(sorted(shown["scores"], key=lambda name: order[name]))
         task = str(shown["task"])
         if task not in rows or len(ids) > len(rows[task].ids):
             rows[task] = Rows(task, str(run.config.get("data")), ids)
-    n = min(len(each.ids) for each in rows.values())
-    return Provenance(model, dict(weights), found[0].numerics, tuple(sorted(commits)), source, n, tuple(rows.values()))
+    n = min(len(used.ids) for used in rows.values())
+    return Provenance(model, dict(weights), loaded[0].numerics, tuple(sorted(commits)), source, n, tuple(rows.values()))
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def recorded(scale: str) -> dict[str, dict[str, Any]]:
     scale: also SECOND, the real scale on that model.
     """
     known = _read(MEASURED_REAL if scale in (REAL, SECOND) else MEASURED)
-    found: dict[str, dict[str, Any]] = known.get("exhibits" if scale == REAL else scale, {})
-    return found
+    results: dict[str, dict[str, Any]] = known.get("exhibits" if scale == REAL else scale, {})
+    return results
 
 
 def examples_of(entry: dict[str, Any]) -> str:
@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:
-    known = {one: dict(sorted(known[one].items())) for one in sorted(known)}
+    known = {name: dict(sorted(known[name].items())) for name in sorted(known)}
     path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -140,7 +140,7 @@ def record(name: str, scale: str, holds: bool | None, words: str, seconds: float
     _write(MEASURED, known)
 
 
-def record_real(made: Made) -> None:
+def record_real(result: Made) -> None:
     """Keep a result of the real scale: both verdicts, and where the numbers come from. Ids of rows are kept once.
 
     Several processes may record at once. seconds: the most CPU time one call took for what it did not find there.
@@ -148,23 +148,23 @@ def record_real(made: Made) -> None:
     with (HERE / "__init__.py").open("rb") as lock:  # any file that is always there
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = _read(MEASURED_REAL)
-        second = made.provenance is not None and made.provenance.model == SECOND
+        second = result.provenance is not None and result.provenance.model == SECOND
         exhibits, rows = known.setdefault(SECOND if second else "exhibits", {}), known.setdefault("rows", {})
-        seconds = max(round(made.seconds), exhibits.get(made.name, {}).get("seconds", 0))
-        entry: dict[str, Any] = {"holds": made.holds, "words": made.words, "seconds": seconds}
-        if made.divergence is not None:
-            entry["divergence"] = {"holds": made.divergence[0], "words": made.divergence[1]}
-        if made.provenance is not None:
+        seconds = max(round(result.seconds), exhibits.get(result.name, {}).get("seconds", 0))
+        entry: dict[str, Any] = {"holds": result.holds, "words": result.words, "seconds": seconds}
+        if result.divergence is not None:
+            entry["divergence"] = {"holds": result.divergence[0], "words": result.divergence[1]}
+        if result.provenance is not None:
             keys = []
-            for each in made.provenance.rows:
-                ids = list(each.ids)
-                key = f"{each.task} {hashlib.sha256(json.dumps([each.data, ids]).encode()).hexdigest()[:8]}"
-                rows[key] = {"task": each.task, "data": each.data, "ids": ids}
+            for task_rows in result.provenance.rows:
+                ids = list(task_rows.ids)
+                key = f"{task_rows.task} {hashlib.sha256(json.dumps([task_rows.data, ids]).encode()).hexdigest()[:8]}"
+                rows[key] = {"task": task_rows.task, "data": task_rows.data, "ids": ids}
                 keys.append(key)
-            entry |= {**made.provenance.plain(), "rows": keys}
-        exhibits[made.name] = entry
+            entry |= {**result.provenance.plain(), "rows": keys}
+        exhibits[result.name] = entry
         every = [*known.get("exhibits", {}).values(), *known.get(SECOND, {}).values()]
-        used = {key for each in every for key in each.get("rows", ())}
+        used = {key for exhibit in every for key in exhibit.get("rows", ())}
         known["rows"] = {key: value for key, value in rows.items() if key in used}
         _write(MEASURED_REAL, known)
 
@@ -200,13 +200,13 @@ def write_or_check(
     parser = argparse.ArgumentParser(prog=command, description=inspect.cleandoc(title or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if what stands there is something else")
     check = parser.parse_args(arguments).check
-    made = {page: text() for page, text in pages.items()}
-    stale = [page for page, text in made.items() if not page.exists() or page.read_text("utf-8") != text]
+    texts = {page: text() for page, text in pages.items()}
+    stale = [page for page, text in texts.items() if not page.exists() or page.read_text("utf-8") != text]
     if check:
         names = ", ".join(page.name for page in stale)
         print(f"{names} not current; run: {command}" if stale else "current")
         return 1 if stale else 0
-    for page in made:
-        page.write_text(made[page], encoding="utf-8")
+    for page in texts:
+        page.write_text(texts[page], encoding="utf-8")
         print(f"wrote {page}")
     return 0

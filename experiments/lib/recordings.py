@@ -21,7 +21,7 @@ from experiments.lib import league
 from experiments.lib.exhibits import HERE, REAL, ROOT
 from experiments.lib.real_scale import rows_of
 from experiments.lib.record import MEASURED_REAL, SECOND, recorded
-from experiments.lib.runner import Asked
+from experiments.lib.runner import Setup
 from experiments.lib.runner import make as make_exhibit
 from experiments.lib.sweep import jobs, late, planned_seconds, sweep
 from experiments.studies import KL_COLUMNS, decoding, read_wide, ruler_board
@@ -201,7 +201,7 @@ class ExhibitRecording(Recording):
     def make(self, rows: pd.DataFrame, folder: Path, data: str | None) -> None:
         model, name = rows["model"].iloc[0], rows["example"].iloc[0]
         given = () if model == SMOLLM else (f"model={model}",)
-        exhibit = make_exhibit(name, Asked(REAL, folder / model, given=given, data=data))
+        exhibit = make_exhibit(name, Setup(REAL, folder / model, given=given, data=data))
         holds, words = exhibit.divergence or (exhibit.holds, exhibit.words)
         content = {"numerics": kvexp.NUMERICS, "model": model, "name": name, "holds": holds, "words": words}
         replace(folder / f"{model}-{name}.json", json.dumps(content).encode())

@@ -38,7 +38,7 @@ OUTPUTS = Path("outputs/reproduce")  # a folder of their own: hundreds of runs, 
 
 
 @dataclass(frozen=True)
-class Asked:
+class Setup:
     """What is wanted of every exhibit; given: overrides of its sweeps, "KEY=VALUE" or "SWEEP:KEY=VALUE" for one.
 
     data: at the real scale the folder of rows, "hub", or None for kvexp's own articles. shows: whether the progress of
@@ -56,7 +56,7 @@ class Asked:
         """The sweeps of an exhibit at this scale, and what they need to find their rows."""
         if self.scale == REAL:
             return commands(name, self.data)
-        return [Command(each, (), "") for each in sweeps(name, self.scale)]
+        return [Command(experiment, (), "") for experiment in sweeps(name, self.scale)]
 
     @property
     def earlier(self) -> Path | None:
@@ -77,22 +77,22 @@ class Asked:
 
     def overrides(self, sweep: str) -> list[str]:
         """The words of `given` that this sweep takes, at any scale."""
-        found = []
+        words = []
         for word in self.given:
             of, colon, _ = word.partition("=")[0].partition(":")
             if not colon or of == sweep.rpartition("/")[2]:
-                found.append(word[len(of) + 1 :] if colon else word)
-        return found
+                words.append(word[len(of) + 1 :] if colon else word)
+        return words
 
 
-def make(name: str, asked: Asked) -> Made:
+def make(name: str, setup: Setup) -> Made:
     """ConfigError where a job fails, the yaml of this scale is missing, or the exhibit has no real scale."""
     start, name, exhibit = time.process_time(), full_name(name), load(name)
-    if asked.scale == REAL and exhibit.testbed_only:
+    if setup.scale == REAL and exhibit.testbed_only:
         raise ConfigError(f"{name} stays at the testbed: {exhibit.testbed_only}")
-    folder = asked.outputs / "exhibits" / (name if asked.scale == "testbed" else f"{name}_{asked.scale}")
+    folder = setup.outputs / "exhibits" / (name if setup.scale == "testbed" else f"{name}_{setup.scale}")
     folder.mkdir(parents=True, exist_ok=True)
-    frame, divergence = _frames(name, exhibit, asked, folder)
+    frame, divergence = _frames(name, exhibit, setup, folder)
     table = exhibit.table(frame)
     holds, words = exhibit.holds(table)
     again = None
@@ -103,7 +103,7 @@ def make(name: str, asked: Asked) -> Made:
         draw_divergence(divergence, picture)
         save(picture, folder, "divergence")
     write(exhibit, table, folder, holds, words, again)
-    about = provenance_of(asked.outputs, frame, asked.commands(name)) if asked.scale == REAL and len(frame) else None
+    about = provenance_of(setup.outputs, frame, setup.commands(name)) if setup.scale == REAL and len(frame) else None
     return Made(name, table, holds, words, time.process_time() - start, folder, again, about)
 
 
@@ -120,50 +120,50 @@ class _Both(io.TextIOBase):
         return len(text)
 
 
-def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+def _frames(name: str, exhibit: Exhibit, setup: Setup, folder: Path) -> tuple[pd.DataFrame, pd.DataFrame | None]:
     """What the exhibit's table is made of, and the divergence of its runs where one is judged.
 
     What the sweep prints goes to sweep.log in the folder.
     """
-    wanted = asked.commands(name)
+    wanted = setup.commands(name)
     if not wanted and load(exhibit.runs_of or name).at:
-        raise ConfigError(f"{name} has no sweep at the {asked.scale} scale")
+        raise ConfigError(f"{name} has no sweep at the {setup.scale} scale")
     hashes: list[str] = []
     parts: list[pd.DataFrame] = []
-    experiments = list(dict.fromkeys(each.experiment for each in wanted))
-    given = [word for each in experiments for word in asked.overrides(each)]
-    given += [word for each in wanted for word in each.overrides]
-    small = {each: smaller(each) if asked.smoke else [] for each in experiments}
-    limits = {limit_of(each, [*small[each], *asked.overrides(each)]) for each in experiments}
+    experiments = list(dict.fromkeys(command.experiment for command in wanted))
+    given = [word for command in experiments for word in setup.overrides(command)]
+    given += [word for command in wanted for word in command.overrides]
+    small = {experiment: smaller(experiment) if setup.smoke else [] for experiment in experiments}
+    limits = {limit_of(experiment, [*small[experiment], *setup.overrides(experiment)]) for experiment in experiments}
     if len(limits) > 1:
         raise ConfigError(f"the sweeps {', '.join(experiments)} need one limit, got {sorted(map(str, limits))}")
     with (
         (folder / "sweep.log").open("w", encoding="utf-8") as log,
-        contextlib.redirect_stdout(_Both(log, sys.stdout) if asked.shows else log),
+        contextlib.redirect_stdout(_Both(log, sys.stdout) if setup.shows else log),
         contextlib.redirect_stderr(log),
     ):
-        judged = asked.judged(name)
-        adopt(name, asked)
-        for each in wanted:
-            overrides = asked.words(name, each)
+        judged = setup.judged(name)
+        adopt(name, setup)
+        for command in wanted:
+            overrides = setup.words(name, command)
             if exhibit.measure is not None:
-                own = [*each.overrides, *asked.overrides(each.experiment)]
-                parts.append(measured(name, each.experiment, overrides, asked.outputs / "collected", own))
+                own_words = [*command.overrides, *setup.overrides(command.experiment)]
+                parts.append(measured(name, command.experiment, overrides, setup.outputs / "collected", own_words))
                 continue
-            hashes += [found for found in sweep(each.experiment, overrides) if found not in hashes]
+            hashes += [key for key in sweep(command.experiment, overrides) if key not in hashes]
         if judged and hashes:
-            measure_missing(asked.outputs, hashes)
+            measure_missing(setup.outputs, hashes)
     if parts:
         return pd.concat(parts, ignore_index=True), None
     if not hashes:
         return pd.DataFrame(), None
-    frame = frame_of(asked.outputs, hashes, experiments, *limits, given=given)
-    return frame, divergence_frame(asked.outputs, frame, *limits) if judged else None
+    frame = frame_of(setup.outputs, hashes, experiments, *limits, given=given)
+    return frame, divergence_frame(setup.outputs, frame, *limits) if judged else None
 
 
-def adopt(name: str, asked: Asked) -> None:
-    """Copy what an exhibit needs and `asked.earlier` has: what was measured inside models, runs and their baselines."""
-    earlier, outputs = asked.earlier, asked.outputs
+def adopt(name: str, setup: Setup) -> None:
+    """Copy what an exhibit needs and `setup.earlier` has: what was measured inside models, runs and their baselines."""
+    earlier, outputs = setup.earlier, setup.outputs
     if earlier is None:
         return
     for file in (earlier / "collected").glob(f"{name}-*.csv"):
@@ -171,17 +171,17 @@ def adopt(name: str, asked: Asked) -> None:
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
-    there = {run.hash for run in runs(earlier)} - {run.hash for run in runs(outputs)}
-    if not there:
+    lacking = {run.hash for run in runs(earlier)} - {run.hash for run in runs(outputs)}
+    if not lacking:
         return
     wanted = {
         run_hash(run.identity)
-        for command in asked.commands(name)
-        for settings in jobs(command.experiment, asked.words(name, command))
-        for part in settings.parts()
-        for run in (part, part if part.is_baseline else part.baseline())
+        for command in setup.commands(name)
+        for settings in jobs(command.experiment, setup.words(name, command))
+        for member in settings.parts()
+        for run in (member, member if member.is_baseline else member.baseline())
     }
-    for key in sorted(wanted & there):
+    for key in sorted(wanted & lacking):
         with Run.load(earlier / key).claim():
             if (outputs / key).exists():  # another process was faster
                 continue
@@ -189,18 +189,18 @@ def adopt(name: str, asked: Asked) -> None:
             shutil.rmtree(draft, ignore_errors=True)
             shutil.copytree(earlier / key, draft, ignore=shutil.ignore_patterns(".*"))
             draft.replace(outputs / key)
-    if count := len(wanted & there):
+    if count := len(wanted & lacking):
         print(f"{count} run{'s' * (count != 1)} found in {earlier} and copied", flush=True)
 
 
-def seconds_left(name: str, asked: Asked) -> float | None:
+def seconds_left(name: str, setup: Setup) -> float | None:
     """Seconds that an exhibit takes on this machine, without runs that are there; None where that is not known."""
-    wanted = asked.commands(name)
+    wanted = setup.commands(name)
     if not wanted or load(name).measure is not None:
         return None
     try:
-        adopt(name, asked)
-        return sum(planned_seconds(each.experiment, asked.words(name, each)) for each in wanted)
+        adopt(name, setup)
+        return sum(planned_seconds(command.experiment, setup.words(name, command)) for command in wanted)
     except ConfigError:  # the sweep says what is wrong
         return None
 
@@ -242,17 +242,17 @@ def markdown(table: pd.DataFrame) -> str:
     return tables.markdown(list(map(str, shown.columns)), *shown.itertuples(index=False))
 
 
-def results(names: Sequence[str], asked: Asked, workers: int) -> Iterator[tuple[str, Made | str]]:
+def results(names: Sequence[str], setup: Setup, workers: int) -> Iterator[tuple[str, Made | str]]:
     """(name, what was made or why it could not be) as each is ready; those that took longest when recorded come first.
 
     Processes that want the same run wait for each other (`kvexp.run.store`): none is made twice.
     """
     if workers == 1 or len(names) == 1:
-        yield from ((name, attempt(name, asked)) for name in names)
+        yield from ((name, attempt(name, setup)) for name in names)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
     with ProcessPoolExecutor(workers, spawn, initializer=_share, initargs=(workers,)) as pool:
-        waiting = {pool.submit(attempt, name, asked): name for name in longest_first(names, asked.scale)}
+        waiting = {pool.submit(attempt, name, setup): name for name in longest_first(names, setup.scale)}
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
@@ -261,10 +261,10 @@ def results(names: Sequence[str], asked: Asked, workers: int) -> Iterator[tuple[
             raise
 
 
-def attempt(name: str, asked: Asked) -> Made | str:
+def attempt(name: str, setup: Setup) -> Made | str:
     """Make one exhibit; any error is returned as text, so that the others are still made."""
     try:
-        return make(name, asked)
+        return make(name, setup)
     except ConfigError as error:
         return f"error: {error}"
     except Exception:
@@ -317,17 +317,17 @@ def measured(
 
 def sources(module: str) -> list[str]:
     """The text of a module of `experiments` and of all those it imports, directly or not, by name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     wanted = [module]
     while wanted:
         name = wanted.pop()
         package, *parts = name.split(".")
         path = HERE.joinpath(*parts).with_suffix(".py")
-        if package == "experiments" and name not in found and path.exists():
-            found[name] = path.read_text(encoding="utf-8")
-            for node in ast.walk(ast.parse(found[name])):
+        if package == "experiments" and name not in texts and path.exists():
+            texts[name] = path.read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(texts[name])):
                 if isinstance(node, ast.ImportFrom) and node.module:
-                    wanted += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+                    wanted += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
                 elif isinstance(node, ast.Import):
-                    wanted += [each.name for each in node.names]
-    return [found[name] for name in sorted(found)]
+                    wanted += [alias.name for alias in node.names]
+    return [texts[name] for name in sorted(texts)]

@@ -40,15 +40,15 @@ def samples(cell: Cell, name: str) -> list[dict[str, Any]]:
     return [] if row is None or any("error" in sample for sample in row["samples"]) else list(row["samples"])
 
 
-def over(numerator: Sequence[dict[str, Any]], denominator: Sequence[dict[str, Any]], what: str) -> Ratio | None:
+def over(numerator: Sequence[dict[str, Any]], denominator: Sequence[dict[str, Any]], field: str) -> Ratio | None:
     """Median of the turns' ratios, with the smallest and the largest."""
     if not numerator or not denominator:
         return None
-    return ratio([each[what] for each in numerator], [each[what] for each in denominator])
+    return ratio([sample[field] for sample in numerator], [sample[field] for sample in denominator])
 
 
-def ours(seqlen: str, method: str, metric: str, found: Ratio, cell: Cell) -> dict[str, Any]:
-    values = ("ours", seqlen, method, metric, found.value, found.low, found.high, cell["from"]["machine"])
+def ours(seqlen: str, method: str, metric: str, measured: Ratio, cell: Cell) -> dict[str, Any]:
+    values = ("ours", seqlen, method, metric, measured.value, measured.low, measured.high, cell["from"]["machine"])
     return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -70,10 +70,10 @@ def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequen
     (panels,) = panel_grid(figure, 1, len(metrics), (3.4 * len(metrics), 2.9))
     lengths = list(dict.fromkeys(table["seqlen"]))
     for axes, metric in zip(panels, metrics, strict=True):
-        part = table[table["metric"].eq(metric)]
-        for method in in_order(part["method"].tolist(), METHODS):
+        rows = table[table["metric"].eq(metric)]
+        for method in in_order(rows["method"].tolist(), METHODS):
             for source in ("paper", "ours"):
-                line = part[part["method"].eq(method) & part["source"].eq(source)]
+                line = rows[rows["method"].eq(method) & rows["source"].eq(source)]
                 if line.empty:
                     continue
                 name = method.partition("@")[0]

@@ -68,8 +68,8 @@ def limit_of(experiment: str, overrides: Sequence[str]) -> int | None:
     words = [word.partition("=")[2] for word in overrides if word.startswith("limit=")]
     if words:
         return None if words[-1] in ("null", "None") else int(words[-1])
-    found: int | None = declared()[experiment].get("limit")
-    return found
+    limit: int | None = declared()[experiment].get("limit")
+    return limit
 
 
 def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
@@ -77,13 +77,13 @@ def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
     from kvexp.run.settings import settings_of  # late: a finished sweep needs no torch
 
     session = _collected(experiment, overrides)
-    found = []
-    for one in session.collected_jobs():
-        plain = OmegaConf.to_container(one.config, resolve=True, throw_on_missing=True)
+    settings = []
+    for job in session.collected_jobs():
+        plain = OmegaConf.to_container(job.config, resolve=True, throw_on_missing=True)
         assert isinstance(plain, dict)
         config = {str(key): value for key, value in plain.items() if key not in ("log", "experiment")}
-        found.append(settings_of(config, one.choices, one.overrides))
-    return found
+        settings.append(settings_of(config, job.choices, job.overrides))
+    return settings
 
 
 def planned_seconds(experiment: str, overrides: Sequence[str] = ()) -> float:
@@ -133,10 +133,10 @@ FEW = 2
 def smaller(experiment: str) -> list[str]:
     """Overrides for the first of its models, the first and the last of its budgets, and one or two examples."""
     swept = params(experiment)
-    found = [f"limit={EXAMPLES.get(experiment.partition('/')[0], FEW)}"]
+    words = [f"limit={EXAMPLES.get(experiment.partition('/')[0], FEW)}"]
     if "model" in swept:
-        found.append(f"model={swept['model'].split(',')[0]}")
+        words.append(f"model={swept['model'].split(',')[0]}")
     if "kv_ratio" in swept:
         ratios = swept["kv_ratio"].split(",")
-        found.append(f"kv_ratio={','.join(dict.fromkeys([ratios[0], ratios[-1]]))}")
-    return found
+        words.append(f"kv_ratio={','.join(dict.fromkeys([ratios[0], ratios[-1]]))}")
+    return words

@@ -57,7 +57,7 @@ def frame_of(
 
 def spelled(setting: str | None) -> str:
     """A setting with booleans as the yaml spells them: Hydra says True of a swept `true`."""
-    return re.sub(r"=(True|False)(?= |$)", lambda found: found.group().lower(), setting or "")
+    return re.sub(r"=(True|False)(?= |$)", lambda match: match.group().lower(), setting or "")
 
 
 def without(setting: str, overrides: Sequence[str]) -> str:
@@ -68,10 +68,10 @@ def without(setting: str, overrides: Sequence[str]) -> str:
 
 
 def _scores(
-    own: Sequence[dict[str, Any]], baseline: Callable[[], Sequence[dict[str, Any]]], first: int | None
+    rows_of_run: Sequence[dict[str, Any]], baseline: Callable[[], Sequence[dict[str, Any]]], first: int | None
 ) -> dict[str, dict[str, float]]:
     """Without questions that the baseline does not answer, where the task counts no others (docs/protocols.md)."""
-    rows = [row for row in own if first is None or row["index"] < first]
+    rows = [row for row in rows_of_run if first is None or row["index"] < first]
     known = baseline() if any(row.get("answered") is not None for row in rows) else []
     missed = {row["example"] for row in known if row.get("answered") is False}
     return {row["example"]: row["metrics"] for row in rows if row.get("metrics") and row["example"] not in missed}
@@ -102,32 +102,32 @@ def points(
     """
     full = frame[frame["verdict99"].eq("baseline")]
     rows = [_point(run, _baseline(full, run), metric) for _, run in frame.iterrows()]
-    made = pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
     if rival is not None:
-        made = made.assign(**ahead(frame, metric, rival, setting))
+        table = table.assign(**ahead(frame, metric, rival, setting))
     for name, (method, fixed) in (over or {}).items():
-        made = made.assign(**ahead(frame, metric, method, fixed, name))
+        table = table.assign(**ahead(frame, metric, method, fixed, name))
     if not numbers:
-        return made
+        return table
     for name, key in numbers.items():
-        values = [option(words, key) for words in made["setting"]]
-        made = made.assign(**{name: pd.to_numeric(pd.Series(values, index=made.index), errors="coerce")})
-    return made.sort_values(["model", *numbers], na_position="first", ignore_index=True)
+        values = [option(words, key) for words in table["setting"]]
+        table = table.assign(**{name: pd.to_numeric(pd.Series(values, index=table.index), errors="coerce")})
+    return table.sort_values(["model", *numbers], na_position="first", ignore_index=True)
 
 
 def ahead(
     frame: pd.DataFrame, metric: str, rival: str, setting: str | None = None, name: str = "ahead"
 ) -> dict[str, list[float]]:
     """The columns name, name_low, name_high of `points`, in the order of the frame's runs; NaN for the rival itself."""
-    found = [_ahead(frame, run, rival, setting, metric) for _, run in frame.iterrows()]
-    return {f"{name}{end}": [each[i] for each in found] for i, end in enumerate(ENDS)}
+    gaps = [_ahead(frame, run, rival, setting, metric) for _, run in frame.iterrows()]
+    return {f"{name}{end}": [gap[i] for gap in gaps] for i, end in enumerate(ENDS)}
 
 
 def _baseline(full: pd.DataFrame, run: Any) -> Any:
     """The run's baseline, by its hash."""
     wanted = run["hash"] if run["verdict99"] == "baseline" else run["baseline"]
-    found = full[full["hash"].eq(wanted)]
-    return found.iloc[0] if len(found) else None
+    matching = full[full["hash"].eq(wanted)]
+    return matching.iloc[0] if len(matching) else None
 
 
 def _point(run: Any, base: Any, metric: str) -> dict[str, Any]:
@@ -135,26 +135,26 @@ def _point(run: Any, base: Any, metric: str) -> dict[str, Any]:
     row["question"] = run.get("question")
     row |= {"value": float(run[metric])}
     if run["verdict99"] == "baseline":
-        low, high = mean_interval([each[metric] for each in run["scores"].values() if metric in each])
+        low, high = mean_interval([scores[metric] for scores in run["scores"].values() if metric in scores])
         return row | {"low": low, "high": high, "of_full": 100.0, "of_full_low": 100.0, "of_full_high": 100.0}
     mean = float(base[metric]) if base is not None else math.nan
-    each = {end: float(run[f"{metric}_{end}"]) for end in ("of_full", "low", "high")}
-    row |= {"low": each["low"] * mean / 100, "high": each["high"] * mean / 100}
-    return row | {"of_full": each["of_full"], "of_full_low": each["low"], "of_full_high": each["high"]}
+    ends = {end: float(run[f"{metric}_{end}"]) for end in ("of_full", "low", "high")}
+    row |= {"low": ends["low"] * mean / 100, "high": ends["high"] * mean / 100}
+    return row | {"of_full": ends["of_full"], "of_full_low": ends["low"], "of_full_high": ends["high"]}
 
 
 def _ahead(frame: pd.DataFrame, run: Any, rival: str, setting: str | None, metric: str) -> tuple[float, float, float]:
-    found = frame[frame["method"].eq(rival) & frame["model"].eq(run["model"]) & frame["task"].eq(run["task"])]
-    found = found[found["kv_ratio"].eq(run["kv_ratio"])]
+    rivals = frame[frame["method"].eq(rival) & frame["model"].eq(run["model"]) & frame["task"].eq(run["task"])]
+    rivals = rivals[rivals["kv_ratio"].eq(run["kv_ratio"])]
     if setting is None:
-        same = found[found["setting"].eq(run["setting"])]
-        found = same if len(same) else found[found["setting"].eq("")]
+        same = rivals[rivals["setting"].eq(run["setting"])]
+        rivals = same if len(same) else rivals[rivals["setting"].eq("")]
     else:
-        found = found[found["setting"].eq(setting)]
-    if run["method"] == "full" or found.empty or found.iloc[0]["hash"] == run["hash"]:
+        rivals = rivals[rivals["setting"].eq(setting)]
+    if run["method"] == "full" or rivals.empty or rivals.iloc[0]["hash"] == run["hash"]:
         return math.nan, math.nan, math.nan
-    check_same_prompts(run["hash"], run.get("sent", {}), found.iloc[0]["hash"], found.iloc[0].get("sent", {}))
-    return paired_difference(run["scores"], found.iloc[0]["scores"], metric)[:3]
+    check_same_prompts(run["hash"], run.get("sent", {}), rivals.iloc[0]["hash"], rivals.iloc[0].get("sent", {}))
+    return paired_difference(run["scores"], rivals.iloc[0]["scores"], metric)[:3]
 
 
 def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> str:
@@ -165,13 +165,13 @@ def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> 
     return "\n".join([first, f"|---|{rule * (len(head) - 1)}", *rest])
 
 
-def between(page: str, begin: str, end: str, made: str, name: object) -> str:
-    """A page with `made` between its lines begin and end; ConfigError where it lacks them. name: of the page."""
+def between(page: str, begin: str, end: str, content: str, name: object) -> str:
+    """A page with `content` between its lines begin and end; ConfigError where it lacks them. name: of the page."""
     before, begun, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not begun or not ended:
         raise ConfigError(f"{name} must have the lines {begin} and {end}")
-    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
 COLUMNS = ["model", "task", "method", "kv_ratio", "setting", "metric", "value"]
@@ -222,13 +222,13 @@ def estimate(at: float, low: float, high: float, digits: int = 1, sign: bool = F
     return f"{at:{plus}.{digits}f} ({low:{plus}.{digits}f} … {high:{plus}.{digits}f})"
 
 
-def kl_estimate(kl: float, low: float, high: float, each: Floats) -> str:
-    """ "0.041 (0.024 … 0.095)"; what `rests_on` finds in each [n], the parts of the mean, replaces the upper end."""
-    few, share = rests_on(each)
+def kl_estimate(kl: float, low: float, high: float, parts: Floats) -> str:
+    """ "0.041 (0.024 … 0.095)"; what `rests_on` finds in the parts [n] of the mean replaces the upper end."""
+    few, share = rests_on(parts)
     if math.isnan(low) or not few:
         return estimate(kl, low, high, 3)
     holds = "is" if len(few) == 1 else "are"
-    return f"{kl:.3f} (from {low:.3f}, {len(few)} of {len(each)} {holds} {100 * share:.0f} %)"
+    return f"{kl:.3f} (from {low:.3f}, {len(few)} of {len(parts)} {holds} {100 * share:.0f} %)"
 
 
 def interval(row: Any, name: str, digits: int = 1) -> str:
@@ -248,12 +248,12 @@ def judge(row: Any, name: str, rule: Callable[[float, float], bool | None]) -> b
 
 def mean_of(values: Sequence[float]) -> Gap:
     """Mean of independent examples (prompts, documents; never layers or heads of one) and its interval, without NaN."""
-    found = np.asarray(values, dtype=np.float64)
-    found = found[np.isfinite(found)]
-    if not len(found):
+    finite = np.asarray(values, dtype=np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
         return float("nan"), float("nan"), float("nan")
-    low, high = mean_interval(found.tolist())
-    return float(found.mean()), low, high
+    low, high = mean_interval(finite.tolist())
+    return float(finite.mean()), low, high
 
 
 def mean_columns(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -266,55 +266,55 @@ def means_by(
 ) -> pd.DataFrame:
     """One row per group of `by`: its number of prompts as `count`, and `mean_columns` of each column."""
     rows = []
-    for key, part in frame.groupby(list(by), sort=sort):
-        row: dict[str, Any] = dict(zip(by, key, strict=True)) | {count: part["prompt"].nunique()}
+    for key, group in frame.groupby(list(by), sort=sort):
+        row: dict[str, Any] = dict(zip(by, key, strict=True)) | {count: group["prompt"].nunique()}
         for name in columns:
-            row |= mean_columns(name, part[name].tolist())
+            row |= mean_columns(name, group[name].tolist())
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def interval_columns(name: str, found: Gap) -> dict[str, float]:
+def interval_columns(name: str, gap: Gap) -> dict[str, float]:
     """A number of the whole table as columns that are the same in every row."""
-    return {f"{name}{end}": value for end, value in zip(ENDS, found, strict=True)}
+    return {f"{name}{end}": value for end, value in zip(ENDS, gap, strict=True)}
 
 
-def paired_gap(frame: pd.DataFrame, value: str, one: pd.Series, other: pd.Series, by: Sequence[str]) -> Gap:
+def paired_gap(frame: pd.DataFrame, value: str, first: pd.Series, other: pd.Series, by: Sequence[str]) -> Gap:
     """One part of a frame less another, over the examples that both have; `by` names an example.
 
     Models that read the same prompts are averaged within a prompt: they are no further examples.
     """
-    sides = [frame[part].groupby(list(by))[value].mean() for part in (one, other)]
+    sides = [frame[mask].groupby(list(by))[value].mean() for mask in (first, other)]
     return mean_of((sides[0] - sides[1]).dropna().tolist())
 
 
-def pooled_difference(frame: pd.DataFrame, one: Side, other: Side, metric: str) -> Gap:
+def pooled_difference(frame: pd.DataFrame, first: Side, other: Side, metric: str) -> Gap:
     """Mean of one - other over (task, example), each the mean over the runs that a side chooses.
 
     Models, budgets and settings of a side are averaged within an example first: a document that several models read is
     one document, and counts once.
     """
-    sides = [_means(frame[frame.apply(side, axis=1)], metric) for side in (one, other)]
+    sides = [_means(frame[frame.apply(side, axis=1)], metric) for side in (first, other)]
     return mean_of((sides[0] - sides[1]).dropna().tolist())
 
 
 def _means(runs: pd.DataFrame, metric: str) -> pd.Series:
-    found = [
+    scored_rows = [
         {"example": f"{run['task']} {example}", "value": scored[metric]}
         for _, run in runs.iterrows()
         for example, scored in run["scores"].items()
         if metric in scored
     ]
-    return pd.DataFrame(found, columns=["example", "value"]).groupby("example")["value"].mean()
+    return pd.DataFrame(scored_rows, columns=["example", "value"]).groupby("example")["value"].mean()
 
 
 def with_gaps(
-    made: pd.DataFrame, frame: pd.DataFrame, metric: str, pairs: Mapping[str, tuple[Side, Side]]
+    table: pd.DataFrame, frame: pd.DataFrame, metric: str, pairs: Mapping[str, tuple[Side, Side]]
 ) -> pd.DataFrame:
     """A table with the pooled difference of each pair of sides, by its name, in every row."""
-    for name, (one, other) in pairs.items():
-        made = made.assign(**interval_columns(name, pooled_difference(frame, one, other, metric)))
-    return made
+    for name, (first, other) in pairs.items():
+        table = table.assign(**interval_columns(name, pooled_difference(frame, first, other, metric)))
+    return table
 
 
 def pooled_kl(rows: pd.DataFrame) -> tuple[float, float, float]:

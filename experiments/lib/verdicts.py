@@ -71,8 +71,8 @@ class Part:
 
     def row(self, panel: pd.DataFrame) -> Any:
         """The run of this method and budget, or None where it was not made."""
-        found = panel[panel["method"].eq(self.method) & panel["kv_ratio"].eq(self.kv_ratio)]
-        return found.iloc[0] if len(found) else None
+        matching = panel[panel["method"].eq(self.method) & panel["kv_ratio"].eq(self.kv_ratio)]
+        return matching.iloc[0] if len(matching) else None
 
 
 def reaches(method: str, kv_ratio: float) -> Part:
@@ -110,20 +110,20 @@ def each_panel(
     """
 
     def holds(table: pd.DataFrame) -> Verdict:
-        verdicts, found = [], []
+        verdicts, sentences = [], []
         for model, task in panels_of(table):
             panel = table[table["model"].eq(model) & table["task"].eq(task)]
             numbers = []
-            for part in parts:
-                row = part.row(panel)
+            for claim in parts:
+                row = claim.row(panel)
                 if row is None:
-                    return None, f"{part.method} at {part.kv_ratio} was not run"
-                number = ends(row, part.column)
-                numbers.append(estimate(*number, sign=part.column == "ahead"))
-                if part.of_interval is not None:
-                    verdicts.append(part.of_interval(*number[1:]))
-            found.append(sentence.format(*numbers, model=model, task=task))
-        return all_hold(verdicts), before + between.join(found) + after(table)
+                    return None, f"{claim.method} at {claim.kv_ratio} was not run"
+                number = ends(row, claim.column)
+                numbers.append(estimate(*number, sign=claim.column == "ahead"))
+                if claim.of_interval is not None:
+                    verdicts.append(claim.of_interval(*number[1:]))
+            sentences.append(sentence.format(*numbers, model=model, task=task))
+        return all_hold(verdicts), before + between.join(sentences) + after(table)
 
     return holds
 
@@ -179,14 +179,14 @@ def divergence_frame(outputs: Path, frame: pd.DataFrame, first: int | None) -> p
     rows = []
     for _, run in frame.iterrows():
         lines = [line for (_, text), line in Run.load(outputs / run["hash"]).divergence().items() if text == OWN]
-        found = PerExample.of([line for line in lines if first is None or line["index"] < first])
-        if found is None:
+        measured = PerExample.of([line for line in lines if first is None or line["index"] < first])
+        if measured is None:
             continue
-        low, high = share_interval(found.kl, found.tokens, LEVEL)
-        row: dict[str, Any] = {name: run[name] for name in COLUMNS} | {"n": len(found.names)}
-        row |= {KL: float(found.kl.sum() / found.tokens.sum()), "kl_low": low, "kl_high": high}
-        row |= {"tokens": int(found.tokens.sum()), "sums": found.kl, "counts": found.tokens}
-        means = zip(found.names, found.kl / found.tokens, strict=True)
+        low, high = share_interval(measured.kl, measured.tokens, LEVEL)
+        row: dict[str, Any] = {name: run[name] for name in COLUMNS} | {"n": len(measured.names)}
+        row |= {KL: float(measured.kl.sum() / measured.tokens.sum()), "kl_low": low, "kl_high": high}
+        row |= {"tokens": int(measured.tokens.sum()), "sums": measured.kl, "counts": measured.tokens}
+        means = zip(measured.names, measured.kl / measured.tokens, strict=True)
         rows.append(row | {"scores": {name: {KL: float(value)} for name, value in means}})
     return pd.DataFrame(rows, columns=[*COLUMNS, "n", KL, "kl_low", "kl_high", "tokens", "sums", "counts", "scores"])
 
@@ -237,14 +237,14 @@ def by_divergence(*parts: Near | Closer, remark: Callable[[pd.DataFrame], str] =
 
     def holds(frame: pd.DataFrame) -> Verdict:
         verdicts, near, closer = [], [], []
-        for part in parts:
-            made = part.found(frame)
-            if made is None:
-                if part.judged:
-                    return None, f"{part.words}: not measured"
+        for claim in parts:
+            judged = claim.found(frame)
+            if judged is None:
+                if claim.judged:
+                    return None, f"{claim.words}: not measured"
                 continue
-            (near if isinstance(part, Near) else closer).append(made[1])
-            verdicts += [made[0]] if part.judged else []
+            (near if isinstance(claim, Near) else closer).append(judged[1])
+            verdicts += [judged[0]] if claim.judged else []
         pairs = zip(frame["task"], frame["scores"], strict=True)
         texts = len({(task, name) for task, scores in pairs for name in scores})
         about = f"KL in nats per token of {texts} answers (near the full cache: under {EPSILON_KL:g})"
@@ -262,10 +262,10 @@ def count_closer(method: str, rival: str) -> Callable[[pd.DataFrame], str]:
     def said(frame: pd.DataFrame) -> str:
         ahead = behind = open_ = 0
         for (_, ratio), _ in frame[frame["method"].eq(method)].groupby(["task", "kv_ratio"]):
-            part = Closer("", of(method, kv_ratio=ratio), of(rival, kv_ratio=ratio)).found(frame)
-            if part is None:
+            judged = Closer("", of(method, kv_ratio=ratio), of(rival, kv_ratio=ratio)).found(frame)
+            if judged is None:
                 continue
-            verdict = part[0]
+            verdict = judged[0]
             ahead, behind, open_ = ahead + (verdict is True), behind + (verdict is False), open_ + (verdict is None)
         total = ahead + behind + open_
         return f"{method} diverges less than {rival} at {ahead}, more at {behind}, open at {open_} of {total} budgets"
@@ -275,9 +275,9 @@ def count_closer(method: str, rival: str) -> Callable[[pd.DataFrame], str]:
 
 def lowest(frame: pd.DataFrame, key: str, method: str) -> str:
     """Per task the value of an option with the least divergence, and its KL: "news 0.3 (0.112)"."""
-    found = []
+    sentences = []
     runs = frame[frame["method"].eq(method)]
-    for (task, ratio), part in runs.groupby(["task", "kv_ratio"], sort=False):
-        best = part.loc[part[KL].idxmin()]
-        found.append(f"{task} at {ratio:g}: {option(best['setting'], key)} ({best[KL]:.3f})")
-    return ", ".join(found)
+    for (task, ratio), group in runs.groupby(["task", "kv_ratio"], sort=False):
+        best = group.loc[group[KL].idxmin()]
+        sentences.append(f"{task} at {ratio:g}: {option(best['setting'], key)} ({best[KL]:.3f})")
+    return ", ".join(sentences)

@@ -57,20 +57,20 @@ def kl_of_runs(outputs: str, experiment: str | None = None, columns: Sequence[st
 
     experiment: None takes all runs; columns: also other labels of runs.
     """
-    found = [
+    rows = [
         {"question": run.question, "example": example, "kl": kl}
         | {name: value for name, value in run.labels.items() if name not in ("question", "example", "kl")}
         for run in read_runs(outputs, {"experiment": experiment} if experiment else {}).ran
         for example, kl in example_means(run, OWN).items()
     ]
-    return pd.DataFrame(found, columns=list(columns))
+    return pd.DataFrame(rows, columns=list(columns))
 
 
 def wide(rows: pd.DataFrame, across: Sequence[str]) -> pd.DataFrame:
     """A table with a column of `kl` for each value of the columns `across` (joined by spaces); lines are the rest."""
     index = [name for name in rows.columns if name not in (*across, "kl")]
-    each = ([f"{x:g}" if isinstance(x, float) else x for x in rows[name]] for name in across)
-    named = rows.assign(of=[" ".join(words) for words in zip(*each, strict=True)])
+    columns = ([f"{x:g}" if isinstance(x, float) else x for x in rows[name]] for name in across)
+    named = rows.assign(of=[" ".join(words) for words in zip(*columns, strict=True)])
     return named.pivot_table(index=index, columns="of", values="kl", sort=False).sort_index(axis=1).reset_index()
 
 

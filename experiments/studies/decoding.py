@@ -116,11 +116,11 @@ def margin(share: int, tokens: int = TOKENS) -> int:
 def arms(share: int, prompt: int, tokens: int = TOKENS) -> list[Arm]:
     """The arms of one budget for a prompt of so many tokens, the margin's among them."""
     slots = tokens // share // STEP * STEP
-    found = [Arm(rule, SINKS, slots) for rule in RULES]
+    chosen = [Arm(rule, SINKS, slots) for rule in RULES]
     if slots - STEP - prompt >= LEAST:
-        found += [Arm(rule, PROMPT, slots) for rule in RULES]
-        found.append(Arm("redrawn", PROMPT, margin(share, tokens)))
-    return found
+        chosen += [Arm(rule, PROMPT, slots) for rule in RULES]
+        chosen.append(Arm("redrawn", PROMPT, margin(share, tokens)))
+    return chosen
 
 
 # -- texts, each a function of its kind and number ---------------------------------------------------------------------
@@ -164,8 +164,8 @@ def ledger(dice: Random) -> Text:
 def solution(dice: Random) -> Text:
     """A sum worked out step by step; every step says again what the next one needs."""
     start, who = dice.randrange(100, 900), dice.choice(PEOPLE)
-    what = dice.choice(GOODS)
-    prompt = f"{who} has {start} crates of {what}. Many changes follow. Keep count, step by step.\n\nSolution:\n"
+    goods = dice.choice(GOODS)
+    prompt = f"{who} has {start} crates of {goods}. Many changes follow. Keep count, step by step.\n\nSolution:\n"
 
     def lines() -> Iterator[str]:
         now, step = start, 0
@@ -183,7 +183,7 @@ def solution(dice: Random) -> Text:
                 half, rest = divmod(now, 2)
                 yield f"Step {step}. Half of {now} is {half}, with {rest} over; {other} checks it at the {where}."
             else:
-                yield f"Step {step}. So there are {now} crates of {what} now, and {other} writes {now} in the book."
+                yield f"Step {step}. So there are {now} crates of {goods} now, and {other} writes {now} in the book."
 
     return Text(prompt, lines())
 
@@ -201,9 +201,9 @@ def dialogue(dice: Random) -> Text:
 
     def lines() -> Iterator[str]:
         while True:
-            who, (one, far), other = dice.choice(PEOPLE), dice.choice(list(facts.items())), dice.choice(GOODS)
-            yield f"{who}: How far is the {one}? I carry {dice.randrange(2, 30)} loads of {other}."
-            yield f"Clerk: {greeting}, {who}. It is {far} {unit} to the {one}; mind the {other}, {sign}."
+            who, (where, far), other = dice.choice(PEOPLE), dice.choice(list(facts.items())), dice.choice(GOODS)
+            yield f"{who}: How far is the {where}? I carry {dice.randrange(2, 30)} loads of {other}."
+            yield f"Clerk: {greeting}, {who}. It is {far} {unit} to the {where}; mind the {other}, {sign}."
 
     return Text(prompt, lines())
 
@@ -212,7 +212,7 @@ def prose(dice: Random) -> Text:
     """News articles of kvexp's, one behind the other in drawn order; the first title is the prompt."""
     order = list(articles())
     dice.shuffle(order)
-    lines = (line for number, one in enumerate(order) for line in ([one.title] * bool(number) + list(one.paragraphs)))
+    lines = (line for number, doc in enumerate(order) for line in ([doc.title] * bool(number) + list(doc.paragraphs)))
     return Text(f"News of the week.\n\n{order[0].title}\n", lines)
 
 
@@ -238,12 +238,12 @@ def tokens_of(kind: str, number: int, tokenizer: Any, count: int = TOKENS) -> To
     dice = Random(f"decoding {kind} {number}")
     text = KINDS[kind](dice)
     ids: list[int] = tokenizer(text.prompt, verbose=False).input_ids
-    prompt, asked = len(ids), dict[int, range]()
+    prompt, ranges = len(ids), dict[int, range]()
 
     def add(words: str) -> range:
-        made = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
-        ids.extend(made)
-        return range(len(ids) - len(made), len(ids))
+        added = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+        ids.extend(added)
+        return range(len(ids) - len(added), len(ids))
 
     gates = dict(zip(AGES, dice.sample(PLACES, len(AGES)), strict=True))
     codes = {age: " ".join(str(dice.randrange(10)) for _ in range(6)) for age in AGES}
@@ -254,16 +254,16 @@ def tokens_of(kind: str, number: int, tokenizer: Any, count: int = TOKENS) -> To
     for line in text.lines:
         for age, gate in gates.items() if kind == "codes" else ():
             due = prompt + (-(-(said - prompt) // STEP) + age - 1) * STEP
-            if age not in asked and len(ids) >= due:
+            if age not in ranges and len(ids) >= due:
                 add(f"The code of the {gate} gate was")
-                asked[age] = add(f" {codes[age]}")
+                ranges[age] = add(f" {codes[age]}")
                 add(".\n")
         add(f"{line}\n")
         if len(ids) >= count:
             break
     if len(ids) < count:
         raise ConfigError(f"text {number} of kind {kind} has {len(ids)} tokens, and {count} are needed")
-    return Tokens(ids[:count], prompt, {age: at for age, at in asked.items() if at.stop <= count})
+    return Tokens(ids[:count], prompt, {age: at for age, at in ranges.items() if at.stop <= count})
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class Compared:
             "top1": mean(same),
             "tokens": len(kl),
             "worst": float(worst.sum() / max(kl.sum(), 1e-12)),
-            "quarters": [mean(part) for part in np.array_split(kl, 4)],
+            "quarters": [mean(quarter) for quarter in np.array_split(kl, 4)],
             "nll": -mean(self.logprob[first:]),
             "full_nll": -mean(full[first:]),
             "codes": {age: -mean(self.logprob[a:b]) for age, (a, b) in ages.items()},
@@ -322,34 +322,34 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
     new = len(text.ids) - text.prompt
 
     def cache(config: CacheConfig) -> EvictionCache:
-        made = EvictionCache(model, config, prompt_tokens=text.prompt, max_new_tokens=new, seeds=seed)
-        made.check_budget([text.prompt], text.prompt)
-        made.mark_spans([[(0, min(4, text.prompt))]] if config.keep == "span" else None, [text.prompt], text.prompt)
-        return made.allow_multi_token_steps()
+        evicting = EvictionCache(model, config, prompt_tokens=text.prompt, max_new_tokens=new, seeds=seed)
+        evicting.check_budget([text.prompt], text.prompt)
+        evicting.mark_spans([[(0, min(4, text.prompt))]] if config.keep == "span" else None, [text.prompt], text.prompt)
+        return evicting.allow_multi_token_steps()
 
     ids = torch.tensor([text.ids], device=model.device)
     full = cache(CacheConfig(Full()))
     caches = [cache(arm.cache(calibration)) for arm in chosen]
     others = [Compared([], [], []) for _ in chosen]
     seconds = [0.0] * len(chosen)
-    own: list[float] = []
+    logprobs: list[float] = []
     for start in [0, *range(text.prompt, len(text.ids) - 1, every)]:
         stop = text.prompt if start == 0 else min(start + every, len(text.ids))
-        part = ids[:, start:stop]
+        block = ids[:, start:stop]
         keep = 1 if start == 0 else stop - start
         follow = ids[0, stop - keep + 1 : stop + 1]
-        truth = model(part, past_key_values=full, use_cache=True, logits_to_keep=keep).logits[0, : len(follow)]
+        truth = model(block, past_key_values=full, use_cache=True, logits_to_keep=keep).logits[0, : len(follow)]
         p = truth.float().log_softmax(-1)
         exponentials = p.exp()
-        own += p.gather(-1, follow[:, None])[:, 0].tolist()
+        logprobs += p.gather(-1, follow[:, None])[:, 0].tolist()
         for place, (held, other) in enumerate(zip(caches, others, strict=True)):
             began = time.monotonic()
-            made = model(part, past_key_values=held, use_cache=True, logits_to_keep=keep).logits
-            note(other, p, exponentials, made[0, : len(follow)], follow)
+            logits = model(block, past_key_values=held, use_cache=True, logits_to_keep=keep).logits
+            note(other, p, exponentials, logits[0, : len(follow)], follow)
             seconds[place] += time.monotonic() - began
     made_rows = []
     for arm, other, took in zip(chosen, others, seconds, strict=True):
-        made_rows.append(other.row(text, arm, more, own) | {"seconds": round(took, 2)})
+        made_rows.append(other.row(text, arm, more, logprobs) | {"seconds": round(took, 2)})
     return made_rows
 
 
@@ -366,27 +366,27 @@ def compare_each(
     new = max(len(text.ids) - text.prompt for text in texts)
     spans = [[(0, min(4, text.prompt))] for text in texts]
     full, *others = prefill_together(model, prompts, configs, max_new_tokens=new, seeds=seeds, spans=spans)
-    found = divergence_from_full(model, full, others, [text.ids[text.prompt :] for text in texts])
+    divergences = divergence_from_full(model, full, others, [text.ids[text.prompt :] for text in texts])
     seconds = round((time.monotonic() - began) / (len(texts) * len(chosen)), 2)
-    made = []
+    rows_by_text = []
     for place, text in enumerate(texts):
         rows = []
-        for (arm, more), kl in zip(chosen, found, strict=True):
-            one = kl[place]
-            numbers = Compared([max(0.0, each) for each in one.kl], one.same_top1, one.logprob)
-            rows.append(numbers.row(text, arm, more, one.full_logprob) | {"seconds": seconds})
-        made.append(rows)
-    return made
+        for (arm, more), kl in zip(chosen, divergences, strict=True):
+            measured = kl[place]
+            numbers = Compared([max(0.0, value) for value in measured.kl], measured.same_top1, measured.logprob)
+            rows.append(numbers.row(text, arm, more, measured.full_logprob) | {"seconds": seconds})
+        rows_by_text.append(rows)
+    return rows_by_text
 
 
-def note(other: Compared, p: Tensor, full: Tensor, made: Tensor, follow: Tensor) -> None:
+def note(other: Compared, p: Tensor, full: Tensor, logits: Tensor, follow: Tensor) -> None:
     """Add a block's numbers; p, full [n, V]: log-probabilities of the full cache, and their exponentials.
 
     made [n, V]: the arm's logits; follow [n]: what came. A few rows at a time, which stay in the processor's cache.
     """
     for start in range(0, len(p), ROWS):
         rows = slice(start, start + ROWS)
-        q = made[rows].float().log_softmax(-1)
+        q = logits[rows].float().log_softmax(-1)
         other.kl += (full[rows] * (p[rows] - q)).sum(-1).clamp_min(0).tolist()
         other.same += (p[rows].argmax(-1) == q.argmax(-1)).int().tolist()
         other.logprob += q.gather(-1, follow[rows, None])[:, 0].tolist()
@@ -395,9 +395,9 @@ def note(other: Compared, p: Tensor, full: Tensor, made: Tensor, follow: Tensor)
 def short(value: Any) -> Any:
     """A row, or what is in it, with numbers of six digits."""
     if isinstance(value, dict):
-        return {name: short(each) for name, each in value.items()}
+        return {name: short(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [short(each) for each in value]
+        return [short(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -408,28 +408,28 @@ def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def read_rows(folder: Path) -> list[Row]:
     """The rows of a folder; a last line that was cut off is left out."""
-    file, found = folder / "rows.jsonl", []
+    file, rows = folder / "rows.jsonl", []
     if not file.exists():
         return []
     for line in file.read_text("utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return rows
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute what is missing, or say what that is."""
     folder, (name, spec) = Path(args.folder), composed_model([f"model={args.model}"])
-    part, parts = (int(each) for each in args.shard.split("/"))
+    shard, parts = (int(number) for number in args.shard.split("/"))
     calibration = QUERIES.read(model_digest(spec))
     if calibration is None:
         raise ConfigError(f"triattention needs statistics of {name}'s queries: run kvexp calibrate model={args.model}")
     from kvexp.run.model_spec import tokenizer_of
 
     tokenizer, rows = tokenizer_of(spec), read_rows(folder)
-    there = {key_of(row) for row in rows if row["numerics"] == kvexp.NUMERICS}
+    done = {key_of(row) for row in rows if row["numerics"] == kvexp.NUMERICS}
     rows = [row for row in rows if (row["every"] == 1) == (args.every == 1)]
 
     def key(kind: str, number: int, arm: Arm) -> tuple[Any, ...]:
@@ -443,22 +443,22 @@ def run(args: argparse.Namespace) -> int:
             numbers = range(first, min(first + together, args.texts))
             texts = {number: tokens_of(kind, number, tokenizer, args.tokens) for number in numbers}
             longest = max(text.prompt for text in texts.values())
-            for some in shares:
+            for group in shares:
                 wanted = [
                     (replace(arm, every=args.every), margin(share, args.tokens))
-                    for share in some for arm in arms(share, longest, args.tokens)
+                    for share in group for arm in arms(share, longest, args.tokens)
                     if arm.rule in args.rules and arm.kept in args.kept and (kind != "codes" or arm.kept == PROMPT)
                 ]  # fmt: skip
-                missing = {(of, arm) for of in numbers for arm, _ in wanted if key(kind, of, arm) not in there}
+                missing = {(of, arm) for of in numbers for arm, _ in wanted if key(kind, of, arm) not in done}
                 wanted = [(arm, more) for arm, more in wanted if any((of, arm) in missing for of in numbers)]
-                if wanted and zlib.crc32(f"{kind} {first} {some[0]}".encode()) % parts == part:
+                if wanted and zlib.crc32(f"{kind} {first} {group[0]}".encode()) % parts == shard:
                     units.append((kind, texts, wanted, missing))
     count = sum(len(texts) * len(wanted) for _, texts, wanted, _ in units)
     known = [row["seconds"] for row in rows] or [SECONDS_EACH if args.every == 1 else SECONDS]
-    each = np.median(known)  # the mean holds pauses
+    cost = np.median(known)  # the mean holds pauses
     full = sum(len(texts) for _, texts, *_ in units)
     said = "measured in this folder" if rows else "of SmolLM2-135M on one core"
-    say(f"{full} texts and budgets, {count} arms: {each * (count + full) / 3600:.1f} h at {each:.0f} s each, {said}")
+    say(f"{full} texts and budgets, {count} arms: {cost * (count + full) / 3600:.1f} h at {cost:.0f} s each, {said}")
     if args.dry_run or not units:
         return 0
     model, _ = load(spec)
@@ -468,13 +468,13 @@ def run(args: argparse.Namespace) -> int:
         for kind, texts, wanted, missing in units:
             seeds = [zlib.crc32(f"{kind} {number}".encode()) for number in texts]
             if args.every == 1:
-                made = compare_each(model, list(texts.values()), wanted, seeds, calibration)
+                results = compare_each(model, list(texts.values()), wanted, seeds, calibration)
             else:
                 chosen, (more,) = [arm for arm, _ in wanted], {more for _, more in wanted}
-                made = [compare(model, next(iter(texts.values())), chosen, more, seeds[0], calibration)]
+                results = [compare(model, next(iter(texts.values())), chosen, more, seeds[0], calibration)]
             lines = [
                 json.dumps({"model": name, "kind": kind, "number": number} | vars(arm) | short(row) | about)
-                for (number, text), of_text in zip(texts.items(), made, strict=True)
+                for (number, text), of_text in zip(texts.items(), results, strict=True)
                 for about in [{"prompt": text.prompt, "total": args.tokens, "numerics": kvexp.NUMERICS, **where}]
                 for (arm, _), row in zip(wanted, of_text, strict=True)
                 if (number, arm) in missing
@@ -495,33 +495,33 @@ def logs(rows: Sequence[Row], name: str = "kl") -> dict[Cell, dict[tuple[str, st
 
     A kind with another cadence than STEP is kind/every.
     """
-    found: dict[Cell, dict[tuple[str, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    cells: dict[Cell, dict[tuple[str, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         total = row["total"]
         base = {margin(share, total): total // share // STEP * STEP for share in SHARES}
         slots, rule = base.get(row["slots"], row["slots"]), "more" if row["slots"] in base else row["rule"]
         kind = row["kind"] if row["every"] == STEP else f"{row['kind']}/{row['every']}"
-        found[kind, slots][rule, row["kept"]][row["number"]] = math.log(max(row[name], 1e-9))
-    return found
+        cells[kind, slots][rule, row["kept"]][row["number"]] = math.log(max(row[name], 1e-9))
+    return cells
 
 
-def paired(one: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def paired(first: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Differences by text, of texts that both have."""
-    return np.array([one[number] - other[number] for number in sorted(one.keys() & other.keys())])
+    return np.array([first[number] - other[number] for number in sorted(first.keys() & other.keys())])
 
 
 def size(args: argparse.Namespace) -> int:
     """Print the spread of what the primary tests are of, and the texts that ROOM asks for; no mean."""
-    asked = FIRST
+    texts = FIRST
     for (kind, slots), cell in sorted(logs(read_rows(Path(args.folder)), "kl_late").items()):
         for rule in SCORED:
-            each = paired(cell[rule, PROMPT], cell["more", PROMPT])
-            if len(each) > 1:
-                sd = float(each.std(ddof=1))
+            ratios = paired(cell[rule, PROMPT], cell["more", PROMPT])
+            if len(ratios) > 1:
+                sd = float(ratios.std(ddof=1))
                 needs = math.ceil((2.49 * sd / ROOM) ** 2)
-                asked = max(asked, needs)
-                say(f"{kind} {slots} {rule}: {len(each)} texts, sd {sd:.3f}, needs {needs}")
-    say(f"texts of each kind: {min(asked, MOST)}")
+                texts = max(texts, needs)
+                say(f"{kind} {slots} {rule}: {len(ratios)} texts, sd {sd:.3f}, needs {needs}")
+    say(f"texts of each kind: {min(texts, MOST)}")
     return 0
 
 
@@ -537,26 +537,26 @@ def text_of(rows: Sequence[Row]) -> str:
     cells, late, tests = logs(plain), logs(plain, "kl_late"), []
     for (kind, slots), cell in sorted(late.items()):
         for rule in SCORED:
-            if len(each := paired(cell[rule, PROMPT], cell["more", PROMPT])) >= SHOWN:
-                tests.append((kind, slots, rule, each))
+            if len(ratios := paired(cell[rule, PROMPT], cell["more", PROMPT])) >= SHOWN:
+                tests.append((kind, slots, rule, ratios))
     # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all that have a p.
-    p = np.array([two_tails(each) for *_, each in tests]).reshape(-1, 2)
+    p = np.array([two_tails(ratios) for *_, ratios in tests]).reshape(-1, 2)
     corrected = [holm_corrected(column) for column in p.T]
     judged, levels, prompts = [], [], []
-    for place, (kind, slots, rule, each) in enumerate(tests):
+    for place, (kind, slots, rule, ratios) in enumerate(tests):
         less, more = corrected[0][place], corrected[1][place]
         verdict = "scoring is worth more" if less < 1 - LEVEL else "chance holds" if more < 1 - LEVEL else "open"
-        if len(each) < FIRST:
+        if len(ratios) < FIRST:
             verdict = f"none before {FIRST} texts"
         cell = cells[kind, slots]
         gain = shown(paired(cell[rule, PROMPT], cell["redrawn", PROMPT]))
-        judged.append((kind, str(slots), f"`{rule}`", str(len(each)), shown(each), verdict, gain))
+        judged.append((kind, str(slots), f"`{rule}`", str(len(ratios)), shown(ratios), verdict, gain))
     for (kind, slots), cell in sorted(cells.items()):
         both = [shown(paired(cell[rule, SINKS], cell[rule, PROMPT])) for rule in RULES]
         recency = shown(paired(cell["recency", PROMPT], cell["redrawn", PROMPT]))
         prompts.append((kind, str(slots), recency, *both))
         means = [np.exp(list(late[kind, slots][rule, PROMPT].values())) for rule in (*RULES, "more")]
-        levels.append((kind, str(slots), *(f"{each.mean():.3g}" if len(each) >= SHOWN else "-" for each in means)))
+        levels.append((kind, str(slots), *(f"{kls.mean():.3g}" if len(kls) >= SHOWN else "-" for kls in means)))
     rules = [f"`{rule}`" for rule in RULES]
     head = ("kind", "slots", "rule", "texts", "D against redrawn at 1.25 K", "verdict")
     head += ("after its own first eviction, against redrawn at K",)
@@ -589,31 +589,31 @@ def filled(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def codes_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Lines of the table of codes: (slots, rule, mean loss at each of AGES)."""
-    found: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    losses: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for age, nll in row["codes"].items():
-            found[row["slots"], row["rule"]][age].append(nll - row["full_codes"][age])
+            losses[row["slots"], row["rule"]][age].append(nll - row["full_codes"][age])
     return [
         (str(slots), f"`{rule}`", *(f"{mean(ages[str(age)]):+.2f}" if ages[str(age)] else "-" for age in AGES))
-        for (slots, rule), ages in sorted(found.items())
+        for (slots, rule), ages in sorted(losses.items())
     ]
 
 
-def two_tails(each: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+def two_tails(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
     """p of a mean of 0 or more, and of 0 or less; NaN for fewer than FIRST texts, which get no verdict."""
-    if len(each) < FIRST:
+    if len(ratios) < FIRST:
         return math.nan, math.nan
-    t = float(each.mean() / max(each.std(ddof=1) / math.sqrt(len(each)), 1e-12))
-    tail = t_tail(abs(t), len(each) - 1) / 2
+    t = float(ratios.mean() / max(ratios.std(ddof=1) / math.sqrt(len(ratios)), 1e-12))
+    tail = t_tail(abs(t), len(ratios) - 1) / 2
     return (tail, 1 - tail) if t < 0 else (1 - tail, tail)
 
 
-def shown(each: np.ndarray[Any, np.dtype[np.float64]]) -> str:
+def shown(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> str:
     """Mean and 95 % interval of log ratios, as percent of KL; - of fewer than SHOWN texts."""
-    if len(each) < SHOWN:
+    if len(ratios) < SHOWN:
         return "-"
-    half = t_quantile(1 - (1 - LEVEL) / 2, len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
-    low, middle, high = (100 * math.expm1(float(each.mean()) + x) for x in (-half, 0.0, half))
+    half = t_quantile(1 - (1 - LEVEL) / 2, len(ratios) - 1) * float(ratios.std(ddof=1)) / math.sqrt(len(ratios))
+    low, middle, high = (100 * math.expm1(float(ratios.mean()) + x) for x in (-half, 0.0, half))
     return f"{middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
@@ -625,25 +625,25 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parts = result.add_subparsers(required=True)
-    for command, what in ((run, "feed texts"), (size, "how many texts are needed"), (report, "the tables")):
-        part = parts.add_parser(command.__name__, help=what, allow_abbrev=False)
-        part.add_argument("folder", metavar="FOLDER")
-        part.set_defaults(command=command)
+    for command, about in ((run, "feed texts"), (size, "how many texts are needed"), (report, "the tables")):
+        sub = parts.add_parser(command.__name__, help=about, allow_abbrev=False)
+        sub.add_argument("folder", metavar="FOLDER")
+        sub.set_defaults(command=command)
         if command is report:
-            part.add_argument("--page", type=Path, help="write the tables into this page")
+            sub.add_argument("--page", type=Path, help="write the tables into this page")
         if command is run:
-            part.add_argument("--model", default="smollm2_135m", metavar="NAME")
-            part.add_argument("--texts", type=int, default=FIRST, metavar="N", help=f"of each kind (default {FIRST})")
-            part.add_argument("--start", type=int, default=0, metavar="N", help="the first text (default 0)")
-            part.add_argument("--kinds", nargs="+", default=list(REDUCED), choices=list(KINDS))
-            part.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="1/S budgets")
-            part.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
-            part.add_argument("--kept", nargs="+", default=[PROMPT, SINKS], choices=(PROMPT, SINKS))
-            part.add_argument("--every", type=int, default=STEP, metavar="N", help="tokens between evictions")
-            part.add_argument("--together", type=int, default=TOGETHER, metavar="N", help="texts a forward (--every 1)")
-            part.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"of a text (default {TOKENS})")
-            part.add_argument("--shard", default="0/1", metavar="i/n", help="the i-th of n parts, from 0")
-            part.add_argument("--dry-run", action="store_true", help="say what would be computed, and hours")
+            sub.add_argument("--model", default="smollm2_135m", metavar="NAME")
+            sub.add_argument("--texts", type=int, default=FIRST, metavar="N", help=f"of each kind (default {FIRST})")
+            sub.add_argument("--start", type=int, default=0, metavar="N", help="the first text (default 0)")
+            sub.add_argument("--kinds", nargs="+", default=list(REDUCED), choices=list(KINDS))
+            sub.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="1/S budgets")
+            sub.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
+            sub.add_argument("--kept", nargs="+", default=[PROMPT, SINKS], choices=(PROMPT, SINKS))
+            sub.add_argument("--every", type=int, default=STEP, metavar="N", help="tokens between evictions")
+            sub.add_argument("--together", type=int, default=TOGETHER, metavar="N", help="texts a forward (--every 1)")
+            sub.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"of a text (default {TOKENS})")
+            sub.add_argument("--shard", default="0/1", metavar="i/n", help="the i-th of n parts, from 0")
+            sub.add_argument("--dry-run", action="store_true", help="say what would be computed, and hours")
     return result
 
 

@@ -111,8 +111,8 @@ def logits_under(model: Model, config: CacheConfig, prompt: Sequence[int], text:
 def line_of(full: Tensor, changed: Tensor, text: Sequence[int], example: str, index: int) -> Line:
     """As divergence.jsonl has it; logits [N, V] of both."""
     kl, full_logprob, logprob, same = compare(full, changed, torch.tensor(list(text))).tolist()
-    found: Line = {"example": example, "index": index, "text": OWN, "first_by_prefill": False, "tokens": list(text)}
-    return found | {"kl": kl, "full_logprob": full_logprob, "logprob": logprob, "same_top1": [int(x) for x in same]}
+    line: Line = {"example": example, "index": index, "text": OWN, "first_by_prefill": False, "tokens": list(text)}
+    return line | {"kl": kl, "full_logprob": full_logprob, "logprob": logprob, "same_top1": [int(x) for x in same]}
 
 
 def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
@@ -131,14 +131,14 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
     model, tokenizer = load(settings.model)
     prompts: dict[str, list[int]] = {}
     for example in examples_of(settings, rows):
-        asked = prompt_of(settings, model, tokenizer, example)
-        prompts[example.id] = [*asked.ids, *asked.question_ids]
-    found: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
-    with Progress("scale", (len(found) + 1) * len(prompts), 0, "texts") as progress:
+        fed = prompt_of(settings, model, tokenizer, example)
+        prompts[example.id] = [*fed.ids, *fed.question_ids]
+    lines_by_change: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
+    with Progress("scale", (len(lines_by_change) + 1) * len(prompts), 0, "texts") as progress:
 
         def add(change: str, name: str, full: Tensor, changed: Tensor) -> None:
-            made = line_of(full, changed, texts[name]["tokens"], name, texts[name]["index"])
-            found[change].append(made | {"first_by_prefill": change == SEEDS})
+            line = line_of(full, changed, texts[name]["tokens"], name, texts[name]["index"])
+            lines_by_change[change].append(line | {"first_by_prefill": change == SEEDS})
             progress.advance()
 
         noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))
@@ -159,20 +159,20 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
             at = random.Random(zlib.crc32(name.encode())).randrange(len(prompt))
             less = forced_logits(model, [*prompt[:at], *prompt[at + 1 :]], texts[name]["tokens"])
             add(DROPPED, name, known[name], less)
-    return found
+    return lines_by_change
 
 
-def scale_table(found: dict[str, list[Line]]) -> pd.DataFrame:
+def scale_table(lines_by_change: dict[str, list[Line]]) -> pd.DataFrame:
     """One row per change: mean KL and top-1 agreement over all tokens, with 95 % intervals by example."""
     rows = []
-    for name, lines in found.items():
-        one = PerExample.of(lines)
-        assert one is not None, "every text has a token"
-        total = one.tokens.sum()
-        kl, differs = (share_interval(sums, one.tokens, stats.LEVEL) for sums in (one.kl, one.differs))
-        row: dict[str, Any] = {"change": name, "n": len(one.names), "tokens": int(total)}
-        row |= {"kl": float(one.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
-        row |= {"top1": 1 - float(one.differs.sum() / total), "top1_low": 1 - differs[1], "top1_high": 1 - differs[0]}
+    for name, lines in lines_by_change.items():
+        texts = PerExample.of(lines)
+        assert texts is not None, "every text has a token"
+        total = texts.tokens.sum()
+        kl, differs = (share_interval(sums, texts.tokens, stats.LEVEL) for sums in (texts.kl, texts.differs))
+        row: dict[str, Any] = {"change": name, "n": len(texts.names), "tokens": int(total)}
+        row |= {"kl": float(texts.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
+        row |= {"top1": 1 - float(texts.differs.sum() / total), "top1_low": 1 - differs[1], "top1_high": 1 - differs[0]}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -223,32 +223,32 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
     all runs. kl_0.25, kl_1, kl_4: runs with a decided verdict on KL at these multiples of epsilon, corrected for the
     number of runs.
     """
-    found = list(folders)
-    by_hash = {folder.run.hash: folder for folder in found}
+    every = list(folders)
+    by_hash = {folder.run.hash: folder for folder in every}
     families: dict[tuple[str, str, int], list[Folder]] = defaultdict(list)
-    for folder in found:
+    for folder in every:
         if folder.run.baseline is not None and not folder.refused:
             labels = folder.labels
             families[str(labels.get("model")), str(labels.get("task")), folder.run.numerics].append(folder)
     rows = []
     for (model, task, numerics), family in families.items():
-        known = [each for folder in family for each in folder.metrics]
+        known = [known_metric for folder in family for known_metric in folder.metrics]
         name = metric or (PREFERRED if PREFERRED in known else next(iter(known), ""))
         pairs = [(folder, baseline_of(folder, by_hash)) for folder in family]
         counted = [(folder.of_answered(full), full) for folder, full in pairs]
-        measured = [one for pair in counted if (one := _measured(*pair, name)) is not None]
-        for one in measured[1:]:
-            check_pair(measured[0].folder, one.folder)
-        shared = sorted(set.intersection(*(set(one.kl) & set(one.score) for one in measured))) if measured else []
+        measured = [run for pair in counted if (run := _measured(*pair, name)) is not None]
+        for run in measured[1:]:
+            check_pair(measured[0].folder, run.folder)
+        shared = sorted(set.intersection(*(set(run.kl) & set(run.score) for run in measured))) if measured else []
         if len(measured) > 2 and shared:
             row = {"numerics": numerics, "model": model, "task": task, "metric": name}
             rows.append(row | _row(measured, shared, name, epsilon))
     return pd.DataFrame(rows)
 
 
-def by_example(found: Iterable[Folder], metric: str) -> pd.DataFrame:
+def by_example(folders: Iterable[Folder], metric: str) -> pd.DataFrame:
     """A line per task, measure (mean KL in nats per token, or `metric`) and example, with a column for each run."""
-    lines, every = [], list(found)
+    lines, every = [], list(folders)
     _, named = shared_settings([{**folder.labels, "hash": folder.run.hash} for folder in every])
     for folder, labels in zip(every, named, strict=True):
         score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
@@ -266,9 +266,9 @@ def _measured(folder: Folder, baseline: Folder | None, metric: str) -> Measured 
     """The numbers of a run; None where it has no divergence or no score."""
     score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
     score = {name: value for name, value in score.items() if math.isfinite(value)}
-    one = PerExample.of([line for (_, text), line in folder.run.divergence().items() if text == OWN])
-    if one is not None:
-        kl = dict(zip(one.names, zip(one.kl.tolist(), one.tokens.tolist(), strict=True), strict=True))
+    measured = PerExample.of([line for (_, text), line in folder.run.divergence().items() if text == OWN])
+    if measured is not None:
+        kl = dict(zip(measured.names, zip(measured.kl.tolist(), measured.tokens.tolist(), strict=True), strict=True))
     else:
         kl = _of_choices(folder, baseline)
     return Measured(folder, kl, score) if kl and score else None
@@ -277,13 +277,13 @@ def _measured(folder: Folder, baseline: Folder | None, metric: str) -> Measured 
 def _of_choices(folder: Folder, baseline: Folder | None) -> dict[str, tuple[float, float]]:
     if baseline is None:
         return {}
-    found: dict[str, tuple[float, float]] = {}
+    kl_by_name: dict[str, tuple[float, float]] = {}
     for name, row in folder.scored.items():
         full = baseline.scored.get(name)
         if full is not None and row.get("choices") and full.get("choices"):
             value = choice_kl(row["choices"], full["choices"])
-            found |= {} if value is None else {name: (value, 1.0)}
-    return found
+            kl_by_name |= {} if value is None else {name: (value, 1.0)}
+    return kl_by_name
 
 
 def _row(runs: Sequence[Measured], shared: Sequence[str], metric: str, epsilon: float) -> dict[str, Any]:
@@ -306,13 +306,13 @@ def _row(runs: Sequence[Measured], shared: Sequence[str], metric: str, epsilon: 
     return row
 
 
-def _tau(one: Floats, other: Floats) -> Floats:
-    """Kendall's tau-b of each row [B, R] of one with that of the other; NaN where either ties all."""
-    first, second = (np.sign(each[:, :, None] - each[:, None, :]) for each in (one, other))
+def _tau(left: Floats, other: Floats) -> Floats:
+    """Kendall's tau-b of each row [B, R] of `left` with that of the other; NaN where either ties all."""
+    first, second = (np.sign(scores[:, :, None] - scores[:, None, :]) for scores in (left, other))
     both = np.sqrt((first**2).sum(axis=(1, 2)) * (second**2).sum(axis=(1, 2)))
     with np.errstate(invalid="ignore"):
-        made: Floats = (first * second).sum(axis=(1, 2)) / both
-    return made
+        tau: Floats = (first * second).sum(axis=(1, 2)) / both
+    return tau
 
 
 def _pairs(runs: Sequence[Measured], kl: Floats, score: Floats) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def _pairs(runs: Sequence[Measured], kl: Floats, score: Floats) -> dict[str, Any
     left, right = np.triu_indices(len(runs), 1)
     less, better = (_decided(values[left] - values[right]) for values in (-kl, score))
     signs = zip(left.tolist(), right.tolist(), less, better, strict=True)
-    against = [(i, j) if one > 0 else (j, i) for i, j, one, other in signs if one * other < 0]
+    against = [(i, j) if sign > 0 else (j, i) for i, j, sign, other in signs if sign * other < 0]
     return {
         "pairs": len(left),
         "by_kl": int((less != 0).sum()),
@@ -337,27 +337,27 @@ def _decided(gaps: Floats) -> Floats:
         return np.zeros(len(gaps))
     mean, error = gaps.mean(axis=1), gaps.std(axis=1, ddof=1) / math.sqrt(n)
     p = [stats.t_tail(float(m / e), n - 1) if e > 0 else float(m == 0) for m, e in zip(mean, error, strict=True)]
-    made: Floats = np.where(holm_corrected(np.array(p)) < 1 - stats.LEVEL, np.sign(mean), 0.0)
-    return made
+    signs: Floats = np.where(holm_corrected(np.array(p)) < 1 - stats.LEVEL, np.sign(mean), 0.0)
+    return signs
 
 
 def _agreement(args: argparse.Namespace) -> int:
-    found = [folder for outputs in args.outputs for folder in chosen(folders(outputs), {})]
-    frame = agreement(found, args.epsilon, args.metric)
+    shown = [folder for outputs in args.outputs for folder in chosen(folders(outputs), {})]
+    frame = agreement(shown, args.epsilon, args.metric)
     if frame.empty:
         raise ConfigError(
             "no task has three runs with a divergence and a score; see kvexp results --view divergence --measure"
         )
     if args.rows is not None:
-        by_example(found, str(frame["metric"].iloc[0])).to_csv(args.rows, index=False, float_format="%.5g")
+        by_example(shown, str(frame["metric"].iloc[0])).to_csv(args.rows, index=False, float_format="%.5g")
     rows: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
     verdicts = [row for outputs in args.outputs for row in table(outputs).to_dict("records")]
     for row in rows:
-        own = [one for one in verdicts if all(one[name] == row[name] for name in ("numerics", "model", "task"))]
-        row["mlperf"] = sum(one["verdict99"] in ("pass", "fail") for one in own)
+        judged = [run for run in verdicts if all(run[name] == row[name] for name in ("numerics", "model", "task"))]
+        row["mlperf"] = sum(run["verdict99"] in ("pass", "fail") for run in judged)
     if args.csv is not None:
         frame.assign(mlperf=[row["mlperf"] for row in rows]).to_csv(args.csv, index=False)
-    _print(rows, args.epsilon, {folder.run.hash: folder for folder in found if not folder.refused})
+    _print(rows, args.epsilon, {folder.run.hash: folder for folder in shown if not folder.refused})
     return 0
 
 
@@ -383,10 +383,10 @@ def _print(rows: list[dict[str, Any]], epsilon: float, by_hash: dict[str, Folder
     print_columns(rows, columns, 1, console)
     for row in rows:
         _, labels = shared_settings([{**by_hash[name].labels, "hash": name} for name in row["hashes"]])
-        names = {each["hash"]: run_name(each) for each in labels}
-        for one, other in row["contradicted"]:
+        names = {label["hash"]: run_name(label) for label in labels}
+        for nearer, other in row["contradicted"]:
             console.print(
-                f"{row['task']}: {names[one]} diverges less than {names[other]}, which has more {row['metric']}"
+                f"{row['task']}: {names[nearer]} diverges less than {names[other]}, which has more {row['metric']}"
             )
 
 
@@ -404,8 +404,8 @@ def main(words: Sequence[str] | None = None) -> int:
     agree.add_argument("--metric", help="default: rouge2 where a task has it, else its first")
     agree.add_argument("--rows", type=Path, metavar="FILE", help="write each example's KL and metric, a column per run")
     agree.add_argument("--epsilon", type=float, default=EPSILON_KL, metavar="NATS", help=f"default: {EPSILON_KL}")
-    for each in (scale, agree):
-        each.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
+    for command in (scale, agree):
+        command.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     return carried_out(parser, words)
 
 

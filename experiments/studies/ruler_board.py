@@ -1,9 +1,10 @@
 """Which conclusions of published RULER boards hold on SmolLM2-135M: tables from the runs of `experiment=ruler_board`.
 
     python -m experiments.studies.ruler_board OUTPUTS
-    python -m experiments.studies.ruler_board [OUTPUTS] --rows docs/ruler_board.csv --page docs/benchmarks.md
+    python -m experiments.studies.ruler_board [OUTPUTS] --rows docs/ruler_board.csv
 
-The second adds the tasks and lengths of OUTPUTS to the rows of a file, so that they need not be run on one day.
+The second adds the tasks and lengths of OUTPUTS to the rows of a file, so that they need not be run on one day. It
+prints every conclusion at every length, and KL by method, question and budget.
 
 Every number is KL from the full cache along its own answer, nats per token, mean over the tokens of an answer, then
 over examples; every task has the same number of examples. A conclusion is a difference of two means over the same
@@ -14,7 +15,6 @@ report scores of models of billions of parameters: what can agree is the order o
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,17 +23,15 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.lib.tables import markdown
-from experiments.studies import carried_out, check_numerics, kl_of_runs, write_tables
+from experiments.studies import carried_out, check_numerics, kl_of_runs
 from experiments.studies import read_wide as read_rows
 from experiments.studies import wide as widened
 from kvexp.results.stats import interval_of_mean
 from kvexp.util.errors import ConfigError
-from kvexp.util.output import watch_pipes
+from kvexp.util.output import say, watch_pipes
 
 SEEN, HIDDEN = "in_prompt", "after_eviction"
-BEGIN = "<!-- ruler: made by python -m experiments.studies.ruler_board OUTPUTS --page docs/benchmarks.md -->"
 COLUMNS = ["numerics", "task", "question", "method", "kv_ratio", "example", "kl"]
-END = "<!-- end of ruler -->"
 METHODS = ("random", "streaming_llm", "knorm", "keydiff", "lagkv", "h2o", "tova", "snapkv", "pyramidkv")
 METHODS += ("expected_attention",)
 RATIOS = (0.5, 0.25, 0.125)
@@ -150,86 +148,57 @@ def read_wide(file: Path) -> pd.DataFrame:
     return read_rows(file, COLUMNS, COLUMNS[2:5])
 
 
-def mean_of(values: pd.Series) -> str:
-    """A mean with its interval."""
-    low, high = interval_of_mean(values.to_numpy())
-    return f"{values.mean():.2f}" if low != low else f"{values.mean():.2f} ({low:.2f}..{high:.2f})"
+def mean_of(rows: pd.DataFrame, method: str, question: str, ratio: float) -> tuple[float, float, float]:
+    """(Mean KL, low, high) of a method's examples at a budget."""
+    values = rows.query("method == @method and question == @question and kv_ratio == @ratio")["kl"].to_numpy()
+    return float(values.mean()), *interval_of_mean(values)
 
 
 def verdict(rows: pd.DataFrame, nearer: Side, other: Side) -> tuple[str, str]:
-    """(holds, contradicted or open; how much more KL the other side has, with its interval)."""
+    """(holds, contradicted or open; how much more KL the other side has, with its interval); else ("not run", "")."""
     gaps = (other.means(rows) - nearer.means(rows)).dropna()
+    if gaps.empty:
+        return "not run", ""
     low, high = interval_of_mean(gaps.to_numpy())
     word = "holds" if low > 0 else "contradicted" if high < 0 else "open"
     return word, f"{gaps.mean():+.2f} ({low:+.2f}..{high:+.2f})"
 
 
-def by_length(rows: pd.DataFrame) -> str:
-    """The conclusions about methods that ran at LONG, length by length; empty where nothing ran there."""
+def by_length(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Lengths -> the rows of as many examples of each task: all lengths below LONG together, then each length."""
+    rows = rows.sort_values(COLUMNS[:-1], ignore_index=True)  # so that a file of rows gives the same intervals
     lengths = length_of(rows)
-    if lengths.max() < LONG:
-        return ""
-    columns = sorted(set(lengths))
-    table = [
-        (claim, *(": ".join(verdict(rows[lengths == length], nearer, other)) for length in columns))
-        for claim, _, nearer, other in CONCLUSIONS
-        if {nearer.method, other.method} <= set(AT_LONG)
-    ]
-    cells = {key: part for key, part in rows[rows["kv_ratio"].eq(0.25)].groupby(["method", "question", lengths])["kl"]}
-    kl = [
-        (method, *(mean_of(cells[method, question, length]) for question in (SEEN, HIDDEN) for length in columns))
-        for method in sorted(AT_LONG, key=lambda method: cells[method, HIDDEN, LONG].mean())
-    ]
-    rows = rows.assign(length=lengths)
-    counts = rows.groupby(["length", "task"])["example"].nunique().groupby("length")
-    assert (counts.min() == counts.max()).all(), "tasks of one length have as many examples"
-    said = ", ".join(f"{n} at {length:,}" for length, n in counts.min().items())
-    named = [f"{length:,}" for length in columns]
-    head = ("method", *(f"{name}, {length}" for name in ("seen", "hidden") for length in named))
-    return (
-        f"By length, {counts.size().iloc[-1]} tasks, examples of each: {said}; half of the methods ran at {LONG:,}.\n\n"
-        f"{markdown(('conclusion', *named), *table)}\n\n"
-        f"KL at a quarter, by length:\n\n{markdown(head, *kl)}\n"
-    )
+    parts = {f"below {LONG:,}": rows[lengths < LONG]}
+    parts |= {f"{length:,}": rows[lengths == length] for length in sorted(set(lengths))}
+    return {name: balanced(part) for name, part in parts.items() if len(part)}
 
 
 def text(rows: pd.DataFrame) -> str:
-    """The tables as Markdown."""
-    rows = rows.sort_values(COLUMNS[:-1], ignore_index=True)  # so that a file of rows gives the same intervals
-    short = length_of(rows) < LONG
-    long, rows = (balanced(part) if len(part) else part for part in (rows[~short], rows[short]))
-    further = by_length(pd.concat([rows, long], ignore_index=True))
-    if rows.empty:
-        return further
-    tasks, n = sorted(set(rows["task"])), rows.groupby("task")["example"].nunique().iloc[0]
-    said = [(claim, source, *verdict(rows, nearer, other)) for claim, source, nearer, other in CONCLUSIONS]
-    cells = {key: part["kl"] for key, part in rows.groupby(["method", "question", "kv_ratio"])}
-    table = [
-        (method, *(mean_of(cells[method, question, ratio]) for question in (SEEN, HIDDEN) for ratio in RATIOS))
-        for method in sorted(METHODS, key=lambda method: cells[method, HIDDEN, 0.25].mean())
+    """The conclusions by length, and KL of each length by method, question and share of the cache, as Markdown."""
+    parts = by_length(rows)
+    said = [
+        (claim, *(" ".join(verdict(part, nearer, other)).strip() for part in parts.values()))
+        for claim, _, nearer, other in CONCLUSIONS
     ]
-    quarter = rows[rows["kv_ratio"].eq(0.25)].groupby(["task", "question", "method"])["kl"].mean()
-    columns = list(itertools.product((SEEN, HIDDEN), ("snapkv", "expected_attention")))
-    each = []
-    for task in tasks:
-        nearest = (quarter[task, question] for question in (SEEN, HIDDEN))
-        best = (f"{found.idxmin()} {found.min():.2f}" for found in nearest)
-        each.append((f"`{task}`", *(f"{quarter[(task, *column)]:.2f}" for column in columns), *best))
-    head = ("method", *(f"{name}, {ratio:g}" for name in ("seen", "hidden") for ratio in RATIOS))
-    heads = ("task", "SnapKV, seen", "Expected Attention, seen", "SnapKV, hidden", "Expected Attention, hidden")
-    return (
-        f"{len(tasks)} tasks, {n} examples of each, half of 1,024 and half of 2,048 tokens.\n\n"
-        f"{markdown(('conclusion', 'source', 'here', 'more KL of the other'), *said)}\n\n"
-        f"KL by method, question and share of the cache:\n\n{markdown(head, *table)}\n\n"
-        f"At a quarter, by task, with the nearest method:\n\n{markdown((*heads, 'nearest, seen', 'hidden'), *each)}\n"
-    ) + (further and f"\n{further}")
+    tables = [markdown(("conclusion; more KL of the other", *parts), *said)]
+    columns = [(question, ratio) for question in (SEEN, HIDDEN) for ratio in RATIOS]
+    heads = [f"{'seen' if question == SEEN else 'hidden'}, {ratio:g}" for question, ratio in columns]
+    for length, part in parts.items():
+        tasks = part.groupby("task")["example"].nunique()
+        cells = [
+            (method, *("{:.2f} ({:.2f}..{:.2f})".format(*mean_of(part, method, *column)) for column in columns))
+            for method in METHODS
+            if method in set(part["method"])
+        ]
+        title = f"KL, {length} tokens, {len(tasks)} tasks, {tasks.iloc[0]} examples of each"
+        tables.append(f"{title}:\n\n{markdown(('method', *heads), *cells)}")
+    return "\n\n".join(tables)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.ruler_board", description=__doc__)
     parser.add_argument("outputs", nargs="?", help="the folder of the sweep's runs")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="KL of earlier tasks, which OUTPUTS are added to")
-    parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.set_defaults(command=_write)
     return carried_out(parser, words)
 
@@ -243,7 +212,7 @@ def _write(args: argparse.Namespace) -> int:
         rows = rows if known is None else added(known, rows)
         wide(rows).to_csv(args.rows, index=False, float_format="%.5g")
         rows = read_wide(args.rows)
-    write_tables(text(rows), args.page, BEGIN, END)
+    say(text(rows))
     return 0
 
 

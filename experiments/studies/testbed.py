@@ -85,12 +85,12 @@ def several(commands: Mapping[str, list[str]], workers: int) -> list[str]:
         return f"{name} {how_it_ended}; what it said stands above" if code else None
 
     with ThreadPoolExecutor(workers) as pool:
-        made = [pool.submit(run, name) for name in commands]
+        futures = [pool.submit(run, name) for name in commands]
         try:
-            return [why for each in made if (why := each.result()) is not None]
+            return [why for future in futures if (why := future.result()) is not None]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            while not all(each.done() for each in made):  # one may have been about to start
+            while not all(future.done() for future in futures):  # one may have been about to start
                 for child in running:
                     child.terminate()
                 time.sleep(0.05)
@@ -182,29 +182,29 @@ RECIPES = {
 MODELS = Path(__file__).resolve().parents[2] / "kvexp" / "tasks" / "testbed_models"
 
 
-def _train(asked: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> int:
     """0, 1 if a training failed, 130 if it was interrupted; ConfigError if one cannot begin."""
     # A training asked to end ends its children too, which Python does only of an interrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    names = list(dict.fromkeys(asked.models))
+    names = list(dict.fromkeys(args.models))
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"{unknown[0]} is none of {', '.join(NAMES)}")
-    if asked.workers < 1 or (asked.steps is not None and asked.steps < 1):
+    if args.workers < 1 or (args.steps is not None and args.steps < 1):
         raise ConfigError("--workers and --steps must be at least 1")
-    if asked.steps is not None and asked.out.resolve() == MODELS:
+    if args.steps is not None and args.out.resolve() == MODELS:
         raise ConfigError(
             "--steps is for trying something out: give --out FOLDER too, kvexp's own models stay as they are"
         )
     try:
         if len(names) == 1:
-            _one(names[0], asked.out, asked.work, asked.steps)
+            _one(names[0], args.out, args.work, args.steps)
             return 0
-        options = ["--out", str(asked.out), "--work", str(asked.work)]
-        options += [] if asked.steps is None else ["--steps", str(asked.steps)]
+        options = ["--out", str(args.out), "--work", str(args.work)]
+        options += [] if args.steps is None else ["--steps", str(args.steps)]
         line = [sys.executable, "-u", "-m", "experiments.studies.testbed", "train"]
-        failed = several({name: [*line, name, *options] for name in names or NAMES}, asked.workers)
+        failed = several({name: [*line, name, *options] for name in names or NAMES}, args.workers)
     except KeyboardInterrupt:
-        print(f"interrupted: the same command goes on from what lies in {asked.work}", file=sys.stderr)
+        print(f"interrupted: the same command goes on from what lies in {args.work}", file=sys.stderr)
         return 130
     for words in failed:
         print(f"error: {words}", file=sys.stderr)
@@ -321,9 +321,9 @@ def _row(
     if kind == "summary":
         add(SUMMARY)
         add(f" {summary(doc.marked)} {END}", True)
-    asked = doc.current()
-    rng.shuffle(asked)
-    for fact in asked[: 16 if kind == "questions" else 4]:
+    facts = doc.current()
+    rng.shuffle(facts)
+    for fact in facts[: 16 if kind == "questions" else 4]:
         add(ask(fact))
         add(answer(fact), True)
     return words, answers
@@ -358,16 +358,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def export(model: Any, folder: Path, log: Path, facts: dict[str, Any]) -> None:
     """Write the folder whole or not at all. facts: how it was trained, JSON values."""
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    draft = folder.with_name(folder.name + ".part")
+    shutil.rmtree(draft, ignore_errors=True)
     half = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items()}
     model.config.architectures = [type(model).__name__]
-    model.save_pretrained(part, state_dict=half)
-    tokenizer().save_pretrained(part)
-    shutil.copy(log, part / "training.jsonl")
-    (part / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+    model.save_pretrained(draft, state_dict=half)
+    tokenizer().save_pretrained(draft)
+    shutil.copy(log, draft / "training.jsonl")
+    (draft / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    draft.rename(folder)
 
 
 class Trainer:
@@ -433,9 +433,9 @@ class Trainer:
         }
         lines = "".join(json.dumps(line) + "\n" for line in self.log)
         (self.folder / "training.jsonl").write_text(lines)  # first: no finished training may lack its last line
-        part = self.folder / "checkpoint.part"
-        torch.save(state, part)
-        part.replace(self.folder / "checkpoint.pt")
+        draft = self.folder / "checkpoint.part"
+        torch.save(state, draft)
+        draft.replace(self.folder / "checkpoint.pt")
 
     def _resume(self) -> None:
         path = self.folder / "checkpoint.pt"
@@ -476,7 +476,7 @@ def loss_of(model: Any, name: str, batch: Lesson, rng: Random, reach: int = 0) -
     reach: how far from the start of a table of learned positions the text may be put.
     """
     options: dict[str, Tensor] = {}
-    ids, weight, answered = (each.to(model.device) for each in (batch.ids, batch.weight, batch.answered))
+    ids, weight, answered = (tensor.to(model.device) for tensor in (batch.ids, batch.weight, batch.answered))
     length = ids.shape[1]
     if name == "testbed_learned":
         # Learned positions are learnt one by one: short documents teach positions beyond their own length too.
@@ -485,9 +485,9 @@ def loss_of(model: Any, name: str, batch: Lesson, rng: Random, reach: int = 0) -
     with torch.autocast(ids.device.type, torch.bfloat16):  # half the time; weights and their updates stay float32
         logits = model(ids, use_cache=False, **options).logits[:, :-1].float()
     target, weight, answered = ids[:, 1:], weight[:, 1:], answered[:, 1:]
-    each = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
     right = (logits.argmax(-1) == target)[answered].float().mean().item()
-    return (each * weight).sum() / weight.sum(), right
+    return (losses * weight).sum() / weight.sum(), right
 
 
 def train_family(name: str, recipe: Recipe, work: Path, out: Path, say: Callable[[Trainer], None]) -> None:
@@ -643,15 +643,15 @@ def _needle(folder: Path, rng: Random, split: str) -> list[str]:
 
 def _codes(rng: Random, split: str) -> list[Fact]:
     """Codes without a digit in common: a model that copies what followed a digit would mix up the others."""
-    found: list[Fact] = []
+    facts: list[Fact] = []
     digits: list[str] = []
-    while len(found) < NEEDLES:
+    while len(facts) < NEEDLES:
         fact = draw_fact(rng, split, set(), PEOPLE, "code")
-        known = {other.name for other in found}
+        known = {other.name for other in facts}
         if fact.name not in known and len({*digits, *fact.value.split()}) == len(digits) + 3:
-            found.append(fact)
+            facts.append(fact)
             digits += fact.value.split()
-    return found
+    return facts
 
 
 def _other(rng: Random, split: str, taken: set[tuple[str, str]]) -> Fact:
@@ -670,8 +670,8 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _export(asked: argparse.Namespace) -> int:
-    for overrides in export_tasks(asked.folder, asked.size, asked.split, asked.seed).values():
+def _export(args: argparse.Namespace) -> int:
+    for overrides in export_tasks(args.folder, args.size, args.split, args.seed).values():
         print(shlex.join(["kvexp", "run", *overrides]))
     return 0
 

@@ -58,28 +58,28 @@ def blocks_of(rows: pd.DataFrame) -> tuple[list[str], list[str], dict[Block, lis
     if len(models) != 2:
         raise ConfigError(f"the rows are of {', '.join(models)}: the study compares two models")
     places = rows.groupby(PLACE)["method"].unique()
-    methods = sorted(set.intersection(*(set(each) for each in places)))
-    made: dict[Block, list[Floats]] = {}
-    for (task, question, ratio), part in rows[rows["method"].isin(methods)].groupby(PLACE[1:]):
-        table = part.pivot_table(index="example", columns=["model", "method"], values="kl").dropna()
+    methods = sorted(set.intersection(*(set(names) for names in places)))
+    blocks: dict[Block, list[Floats]] = {}
+    for (task, question, ratio), rows_of in rows[rows["method"].isin(methods)].groupby(PLACE[1:]):
+        table = rows_of.pivot_table(index="example", columns=["model", "method"], values="kl").dropna()
         if all(model in table.columns.get_level_values(0) for model in models) and len(table) > 1:
-            made[str(task), str(question), float(str(ratio))] = [table[model][methods].to_numpy() for model in models]
-    if not made:
+            blocks[str(task), str(question), float(str(ratio))] = [table[model][methods].to_numpy() for model in models]
+    if not blocks:
         raise ConfigError("no task, question and budget has examples of both models")
-    return models, methods, made
+    return models, methods, blocks
 
 
 def places(kl: Floats) -> Floats:
     """Places from 1 along the last axis, the least KL first."""
-    found: Floats = kl.argsort(axis=-1).argsort(axis=-1).astype(np.float64) + 1
-    return found
+    ranks: Floats = kl.argsort(axis=-1).argsort(axis=-1).astype(np.float64) + 1
+    return ranks
 
 
-def agreement(one: Floats, other: Floats) -> Floats:
+def agreement(first: Floats, other: Floats) -> Floats:
     """Spearman's correlation of two orders by KL [..., methods], along the last axis."""
-    count = one.shape[-1]
-    found: Floats = 1 - 6 * ((places(one) - places(other)) ** 2).sum(-1) / (count * (count**2 - 1))
-    return found
+    count = first.shape[-1]
+    rho: Floats = 1 - 6 * ((places(first) - places(other)) ** 2).sum(-1) / (count * (count**2 - 1))
+    return rho
 
 
 def resampled(block: Sequence[Floats]) -> list[Floats]:
@@ -101,19 +101,19 @@ def interval(values: Floats) -> str:
 def halves(kl: Floats) -> float:
     """Mean agreement of two random halves of a model's examples [n, methods]: what chance alone leaves of 1."""
     dice = np.random.default_rng(0)
-    found = []
+    agreements = []
     for _ in range(HALVES):
         order = dice.permutation(len(kl))
         cut = len(kl) // 2
-        found.append(agreement(kl[order[:cut]].mean(0), kl[order[cut:]].mean(0)))
-    return float(np.mean(found))
+        agreements.append(agreement(kl[order[:cut]].mean(0), kl[order[cut:]].mean(0)))
+    return float(np.mean(agreements))
 
 
 def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
     """Pair of methods -> the one that is nearer by more than chance (Holm over all pairs); other pairs are left out."""
     means = {name: {str(row): float(x) for row, x in enumerate(kl[:, place])} for place, name in enumerate(methods)}
     pairs = compared_means(means)
-    return {(one, other): better for one, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
+    return {(first, other): better for first, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
 
 
 def power(models: Sequence[str], blocks: Sequence[list[Floats]]) -> Iterator[tuple[str, ...]]:
@@ -122,14 +122,14 @@ def power(models: Sequence[str], blocks: Sequence[list[Floats]]) -> Iterator[tup
     Differences and spreads are taken to be those seen, and tests corrected for all pairs of a block.
     """
     for place, model in enumerate(models):
-        for what, most in (("all", None), (f"the nearest {LEADERS}", LEADERS)):
+        for which, most in (("all", None), (f"the nearest {LEADERS}", LEADERS)):
             needed = []
             for kl in (block[place] for block in blocks):
                 count = kl.shape[1] * (kl.shape[1] - 1) // 2
-                for one, other in itertools.combinations(kl.mean(0).argsort()[:most], 2):
-                    gaps = kl[:, one] - kl[:, other]
+                for first, other in itertools.combinations(kl.mean(0).argsort()[:most], 2):
+                    gaps = kl[:, first] - kl[:, other]
                     needed.append(n_needed(abs(gaps.mean()), gaps.std(ddof=1), corrected_level(count)))
-            yield model, what, *(f"{100 * np.mean(np.array(needed) <= n):.0f} %" for n in EXAMPLES)
+            yield model, which, *(f"{100 * np.mean(np.array(needed) <= n):.0f} %" for n in EXAMPLES)
 
 
 def text(rows: pd.DataFrame) -> str:
@@ -142,13 +142,13 @@ def text(rows: pd.DataFrame) -> str:
     for (task, question, ratio), block in blocks.items():
         means = [kl.mean(0) for kl in block]
         again = agreement(*(drawn[:RESAMPLES] for drawn in draws[task, question, ratio]))
-        one, other = (decided(kl, methods) for kl in block)
-        both = one.keys() & other.keys()
-        known += [len(one), len(other), len(both)]
-        turned = sorted(pair for pair in both if one[pair] != other[pair])
+        first, other = (decided(kl, methods) for kl in block)
+        both = first.keys() & other.keys()
+        known += [len(first), len(other), len(both)]
+        turned = sorted(pair for pair in both if first[pair] != other[pair])
         name = f"{task}, {SHOWN[question]}, {ratio:g}"
         for pair in turned:
-            reversed_in.setdefault((one[pair], other[pair]), []).append(name)
+            reversed_in.setdefault((first[pair], other[pair]), []).append(name)
         nearest = (f"{methods[int(mean.argmin())]} {mean.min():.2f}" for mean in means)
         agreed = f"{agreement(*means):.2f} {interval(again)}"
         alike = f"{len(both) - len(turned)} : {len(turned)}"
@@ -167,7 +167,7 @@ def text(rows: pd.DataFrame) -> str:
         markdown(("model", "pairs of", *map(str, EXAMPLES)), *power(models, list(blocks.values()))),
     ]
     if reversed_in:
-        pairs = sorted(reversed_in.items(), key=lambda each: (-len(each[1]), each[0]))
+        pairs = sorted(reversed_in.items(), key=lambda item: (-len(item[1]), item[0]))
         said = [(f"{a} before {b}", str(len(where)), "; ".join(where)) for (a, b), where in pairs]
         parts += [f"Pairs of this order with {models[0]}, and of the other with {models[1]}:"]
         parts += [markdown(("pair", "blocks", "where"), *said)]
@@ -183,7 +183,7 @@ def moved(
     corrected for the number of methods leaves zero out; the one shown is of 95 %.
     """
     means = [np.mean([places(block[model].mean(0)) for block in blocks], axis=0) for model in (0, 1)]
-    again = [np.mean([places(each[model]) for each in draws], axis=0) for model in (0, 1)]
+    again = [np.mean([places(draw[model]) for draw in draws], axis=0) for model in (0, 1)]
     falls = again[1] - again[0]
     low, high = np.quantile(falls[:RESAMPLES], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     tail = (1 - corrected_level(len(methods))) / 2
@@ -206,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _write(args: argparse.Namespace) -> int:
     if args.outputs:
-        rows = pd.concat([rows_of(each) for each in args.outputs], ignore_index=True)
+        rows = pd.concat([rows_of(folder) for folder in args.outputs], ignore_index=True)
         if args.rows:
             wide(rows, ["method"]).to_csv(args.rows, index=False, float_format="%.5g")
             rows = read_wide(args.rows, KL_COLUMNS, ["method"])

@@ -108,7 +108,7 @@ def published(name: str) -> PublishedModel:
             "others, with their source, to experiments/studies/published.yaml; of a local copy say --numbers NAME)"
         )
     node = known[name]
-    numbers = tuple(PublishedNumber(task, **each) for task, each in node["numbers"].items())
+    numbers = tuple(PublishedNumber(task, **values) for task, values in node["numbers"].items())
     protocol, weights, source = (" ".join(node[key].split()) for key in ("protocol", "weights", "source"))
     return PublishedModel(name, protocol, weights, source, numbers, tuple(node.get("notes", ())))
 
@@ -167,8 +167,8 @@ def verdict(scores: Sequence[FullCacheScore]) -> str:
     outside = sorted((score for score in scores if not score.inside), key=lambda score: -abs(score.distance))
     words = "checked"
     if outside:
-        each = (f"{one.distance:+.1f} points in {one.task} (published {one.published:g})" for one in outside)
-        words = f"off by {', '.join(each)}"
+        misses = (f"{score.distance:+.1f} points in {score.task} (published {score.published:g})" for score in outside)
+        words = f"off by {', '.join(misses)}"
     n, items = sum(score.n for score in scores), sum(score.items for score in scores)
     return words if n == items else f"{words}, on {n} of {items} items"
 
@@ -242,12 +242,12 @@ def composed_settings(words: Sequence[str], benchmarks: Callable[[str], tuple[st
     name, _ = composed_model(
         [word for word in words if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
     )
-    own = ["task=lm_eval", f"task.tasks=[{','.join(benchmarks(name))}]", "method=full"]
+    task_words = ["task=lm_eval", f"task.tasks=[{','.join(benchmarks(name))}]", "method=full"]
     if not any(word.partition("=")[0] == "batch_size" for word in words):
-        own.append(f"batch_size={BATCH}")
-    _, settings = composed_runs([*words, *own], Session(typed_keys=keys_of(words)))
-    for each in settings:
-        if each.model.kind == "random":
+        task_words.append(f"batch_size={BATCH}")
+    _, settings = composed_runs([*words, *task_words], Session(typed_keys=keys_of(words)))
+    for run in settings:
+        if run.model.kind == "random":
             raise ConfigError(f"model={name} has random weights: there is nothing to compare them with")
     return name, settings
 
@@ -257,38 +257,38 @@ def compare_with(words: Sequence[str], name: str | None, check_lm_eval: int | No
 
     The exit code: 0 where every number is inside two standard errors and lm-eval agrees, else 1.
     """
-    model, runs = composed_settings(words, lambda model: tuple(each.task for each in published(name or model).numbers))
+    model, runs = composed_settings(words, lambda model: tuple(goal.task for goal in published(name or model).numbers))
     known = published(name or model)
     if check_lm_eval is not None and check_lm_eval < 1:
         raise ConfigError(f"--check-lm-eval must be at least 1 item, got {check_lm_eval}")
     lm = None if check_lm_eval is None else stock_model(runs[0])  # before the runs, which take long
     scores, agreements = [], []
     for settings, number in zip(runs, known.numbers, strict=True):
-        made = evaluate_run(settings)
-        rows = _rows(settings, made)
+        record = evaluate_run(settings)
+        rows = _rows(settings, record)
         scores.append(mean_score(rows, _items(settings), number))
         if lm is not None:
             agreements.append(agreement(settings, rows[:check_lm_eval], lm))
-    found = verdict(scores)
+    said = verdict(scores)
     content = {
-        "verdict": found,
+        "verdict": said,
         "numerics": kvexp.NUMERICS,
         "published": known.name,
         "source": known.source,
         "scores": [score.plain() for score in scores],
-        "lm_eval": [{**asdict(one), "agrees": one.agrees} for one in agreements],
+        "lm_eval": [{**asdict(same), "agrees": same.agrees} for same in agreements],
     }
     file = keep_check(runs[0].outputs_dir, runs[0].identity["model"], content)
-    _print(known, scores, agreements, found, file)
-    return 0 if all(one.inside for one in scores) and all(one.agrees for one in agreements) else 1
+    _print(known, scores, agreements, said, file)
+    return 0 if all(score.inside for score in scores) and all(score.agrees for score in agreements) else 1
 
 
-def _rows(settings: Settings, made: Run) -> list[dict[str, Any]]:
+def _rows(settings: Settings, run: Run) -> list[dict[str, Any]]:
     """The rows of the first `limit` items, in their order; ConfigError while some are other shards' to make."""
     wanted = _items(settings) if settings.limit is None else min(settings.limit, _items(settings))
-    rows = sorted((row for row in made.rows() if row["index"] < wanted), key=lambda row: row["index"])
+    rows = sorted((row for row in run.rows() if row["index"] < wanted), key=lambda row: row["index"])
     if len(rows) < wanted:
-        raise ConfigError(f"{made.path} has {len(rows)} of {wanted} rows so far: run the other shards, then this again")
+        raise ConfigError(f"{run.path} has {len(rows)} of {wanted} rows so far: run the other shards, then this again")
     return rows
 
 
@@ -307,17 +307,17 @@ def _print(
 ) -> None:
     say(f"\nfull cache of {known.name}: {known.protocol}")
     say(f"{'benchmark':<16}{'metric':<10}{'items':>12}{'here':>8}{'+-2 se':>8}{'published':>11}{'distance':>10}")
-    for one in scores:
-        count = f"{one.n}/{one.items}"
+    for score in scores:
+        count = f"{score.n}/{score.items}"
         say(
-            f"{one.task:<16}{one.metric:<10}{count:>12}{one.score:>8.2f}{ERRORS * one.stderr:>8.2f}"
-            f"{one.published:>11.2f}{one.distance:>+10.2f}  {'inside' if one.inside else 'OUTSIDE'}"
+            f"{score.task:<16}{score.metric:<10}{count:>12}{score.score:>8.2f}{ERRORS * score.stderr:>8.2f}"
+            f"{score.published:>11.2f}{score.distance:>+10.2f}  {'inside' if score.inside else 'OUTSIDE'}"
         )
-    for each in agreements:
-        found = "agree" if each.agrees else f"DISAGREE ({len(each.other)} items scored otherwise)"
+    for peer in agreements:
+        outcome = "agree" if peer.agrees else f"DISAGREE ({len(peer.other)} items scored otherwise)"
         say(
-            f"lm-eval's HFLM, {each.task}: {each.requests} log-likelihoods of {each.items} items differ by at most "
-            f"{each.largest:.1e} nats (allowed: {WITHIN:g}): {found}"
+            f"lm-eval's HFLM, {peer.task}: {peer.requests} log-likelihoods of {peer.items} items differ by at most "
+            f"{peer.largest:.1e} nats (allowed: {WITHIN:g}): {outcome}"
         )
     say(f"baseline {words}")
     say(f"published: {known.source}")

@@ -1,6 +1,6 @@
 """Launchers of the Triton kernels: prompts' column sums, and attention with observation of a fast decode step.
 
-What each choice of tiles, warps and stages did is in docs/gpu.md.
+What each choice of tiles, warps and stages did is in docs/gpu_details.md.
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ def run_at(words: str) -> Run:
     if not all(name and equals for name, equals, _ in pairs):
         raise ConfigError(f"{words}: labels are given as in outputs@method=h2o,kv_ratio=0.3")
     known = [folder for folder in folders(outputs) if not folder.refused]
-    found = labelled(known, {name: value for name, _, value in pairs})
-    if len(found) != 1:
-        each = "\n".join(f"  {folder.run.path}  {title_of(folder.run)}" for folder in (found or known))
-        raise ConfigError(f"{len(found)} runs have the labels {labels}; give more labels, or a folder:\n{each}")
-    return found[0].run
+    matching = labelled(known, {name: value for name, _, value in pairs})
+    if len(matching) != 1:
+        listing = "\n".join(f"  {folder.run.path}  {title_of(folder.run)}" for folder in (matching or known))
+        raise ConfigError(f"{len(matching)} runs have the labels {labels}; give more labels, or a folder:\n{listing}")
+    return matching[0].run
 
 
 def baseline_of(run: Run) -> Run:
@@ -77,27 +77,27 @@ def baseline_of(run: Run) -> Run:
 
 def rows_of(run: Run) -> dict[str, Row]:
     """The rows that were answered, by example; ConfigError for one that lacks what a diagnosis needs."""
-    found = {row["example"]: row for row in run.rows() if not row.get("skipped")}
-    for name, row in found.items():
+    answered = {row["example"]: row for row in run.rows() if not row.get("skipped")}
+    for name, row in answered.items():
         for field in ("index", "metrics", "output", "receipt"):
             if row.get(field) is None:
                 raise ConfigError(
                     f"{run.path}: the row of example {name} has no {field}; remove its line from examples.jsonl and "
                     "run the same command again, which makes that row anew"
                 )
-    return found
+    return answered
 
 
 def chosen(rows: Mapping[str, Row], name: str) -> Row:
     """The row of this example: its id, the beginning of one id alone, or its index in the task."""
-    found = [row for key, row in rows.items() if key == name]
-    found = found or [row for row in rows.values() if str(row["index"]) == name]
-    found = found or [row for key, row in rows.items() if key.startswith(name)]
-    if len(found) != 1:
-        some = ", ".join(list(rows)[:5])
-        what = "no example" if not found else f"{len(found)} examples"
-        raise ConfigError(f"{what} of the run named {name!r}; it has {len(rows)}: {some}, ...")
-    return found[0]
+    matching = [row for key, row in rows.items() if key == name]
+    matching = matching or [row for row in rows.values() if str(row["index"]) == name]
+    matching = matching or [row for key, row in rows.items() if key.startswith(name)]
+    if len(matching) != 1:
+        first_names = ", ".join(list(rows)[:5])
+        number = "no example" if not matching else f"{len(matching)} examples"
+        raise ConfigError(f"{number} of the run named {name!r}; it has {len(rows)}: {first_names}, ...")
+    return matching[0]
 
 
 def plain_table(*heads: str, caption: str | None = None) -> Table:
@@ -127,12 +127,12 @@ def title_of(run: Run) -> str:
 
 def with_method(settings: Settings, name: str) -> Settings:
     """The run's settings with another method at its own defaults; ConfigError where they no longer compose."""
-    asked = settings.command
-    cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
-    words = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(OWN_OPTIONS)]
+    command = settings.command
+    cache = {**command["config"]["cache"], "mode": "auto", "positions": None}
+    words = [word for word in command["overrides"] if not word.lstrip("+~").startswith(OWN_OPTIONS)]
     return settings_of(
-        {**asked["config"], "method": option("method", name), "cache": cache},
-        {**asked["choices"], "method": name},
+        {**command["config"], "method": option("method", name), "cache": cache},
+        {**command["choices"], "method": name},
         words,
     )
 
@@ -221,11 +221,11 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
         ahead: int | None = None
         if settings.task.has_turns:
             if example.prompt not in fed:
-                last = max(one.number for one in todo if one.prompt == example.prompt)
+                last = max(other.number for other in todo if other.prompt == example.prompt)
                 fed[example.prompt] = turns_fed(settings, model, tokenizer, prompt, last)
             questions, ahead = fed[example.prompt]
             question = questions[example.number]
-        asked = settings.task.has_turns or bool(prompt.question_ids)
+        has_question = settings.task.has_turns or bool(prompt.question_ids)
         yield (
             wanted[example.id],
             Case(
@@ -235,7 +235,7 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
                 cache=batch_cache(settings, [len(prompt.ids)]),
                 decoding=settings.decoding,
                 tokenizer=tokenizer,
-                seed=noise_seed(settings, prompt.example, asked=asked),
+                seed=noise_seed(settings, prompt.example, has_question=has_question),
                 spans=tuple(prompt.spans),
                 ahead=ahead,
             ),

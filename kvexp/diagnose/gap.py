@@ -54,7 +54,7 @@ def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: st
             "same kv_ratio"
         )
     frame = pd.DataFrame(rows).sort_values(["model", "task", "kv_ratio", "tokens", "score"], ignore_index=True)
-    frame.attrs["missing"] = sorted({f"{each.labels['method']} {each.labels.get('kv_ratio')}" for each in missing})
+    frame.attrs["missing"] = sorted({f"{run.labels['method']} {run.labels.get('kv_ratio')}" for run in missing})
     return frame
 
 
@@ -93,20 +93,20 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
         "hash": folder.run.hash,
     }
     row |= dict(zip(("full", "ideal", "score"), scores.mean(0).tolist(), strict=True))
-    for place, part in enumerate(PARTS):
-        row |= stats.mean_columns(part, losses[:, place])
+    for place, name_of_part in enumerate(PARTS):
+        row |= stats.mean_columns(name_of_part, losses[:, place])
     return row
 
 
 def show(frame: pd.DataFrame, console: Console) -> None:
     """Print one table per model and task of what `gaps` returns."""
-    for (model, task), part in frame.groupby(["model", "task"], sort=False):
-        points = f"points of {part['metric'].iloc[0]} (n = {part['n'].min()})"
-        title = f"{titled(f'{model} / {task}', part['question'])}: {points}"
+    for (model, task), block in frame.groupby(["model", "task"], sort=False):
+        points = f"points of {block['metric'].iloc[0]} (n = {block['n'].min()})"
+        title = f"{titled(f'{model} / {task}', block['question'])}: {points}"
         console.print(title, style="bold", highlight=False, markup=False)
         lost = "lost to\nthe budget", "lost to\nselection"
         table = plain_table("method", "budget", "full", "ideal", "score", *lost)
-        for row in records(part):
+        for row in records(block):
             means = (fixed(row[name], 1) for name in ("full", "ideal", "score"))
             table.add_row(row["method"], _size(row), *means, *(estimate(row, name, 1) for name in PARTS))
         console.print(table)
@@ -130,31 +130,31 @@ def _size(row: Mapping[str, Any]) -> str:
 def draw(frame: pd.DataFrame) -> Figure:
     """Stacked bars of what was lost, one panel per model and task; gains (below 0) hang from the line."""
     panels = list(frame.groupby(["model", "task"], sort=False))
-    widths = [max(2.2, 0.5 * len(part)) for _, part in panels]
+    widths = [max(2.2, 0.5 * len(block)) for _, block in panels]
     figure = Figure(figsize=(sum(widths) + 1.6, 4.2), layout="constrained")
     every = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
-    for axis, ((model, task), part) in zip(every, panels, strict=True):
-        _bars(axis, part)
-        axis.set_title(f"{model}\n{titled(str(task), part['question'])} (n = {part['n'].min()})", fontsize=9)
-        axis.set_ylabel(f"points of {part['metric'].iloc[0]} lost", fontsize=9)
+    for axis, ((model, task), block) in zip(every, panels, strict=True):
+        _bars(axis, block)
+        axis.set_title(f"{model}\n{titled(str(task), block['question'])} (n = {block['n'].min()})", fontsize=9)
+        axis.set_ylabel(f"points of {block['metric'].iloc[0]} lost", fontsize=9)
     handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
-def _bars(axis: Any, part: pd.DataFrame) -> None:
-    places = np.arange(len(part))
-    up, down = np.zeros(len(part)), np.zeros(len(part))
+def _bars(axis: Any, block: pd.DataFrame) -> None:
+    places = np.arange(len(block))
+    up, down = np.zeros(len(block)), np.zeros(len(block))
     for name, color in PARTS.items():
-        height = part[name].to_numpy(dtype=float)
+        height = block[name].to_numpy(dtype=float)
         bottom = np.where(height >= 0, up, down)
         axis.bar(places, height, bottom=bottom, color=color, width=0.7, label=f"lost to the {name}")
-        spread = np.vstack([height - part[f"{name}_low"], part[f"{name}_high"] - height]).clip(min=0)
+        spread = np.vstack([height - block[f"{name}_low"], block[f"{name}_high"] - height]).clip(min=0)
         shift = -0.12 if name == "budget" else 0.12
         axis.errorbar(places + shift, bottom + height, spread, fmt="none", ecolor="k", elinewidth=1, capsize=2)
         up, down = up + np.maximum(height, 0), down + np.minimum(height, 0)
     axis.axhline(0, color="k", lw=0.8)
-    names = [f"{row['method']} {_size(row)}" for row in records(part)]
+    names = [f"{row['method']} {_size(row)}" for row in records(block)]
     axis.set_xticks(places, names, rotation=60, ha="right", fontsize=8)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)

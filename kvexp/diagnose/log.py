@@ -73,7 +73,7 @@ def watch(cache: EvictionCache, into: EvictionRecord) -> None:
 def _record(into: EvictionRecord, layer: int, sequence: SequenceState, eviction: SlotsBefore) -> None:
     """Add one layer's eviction, of a cache of one row, to the record."""
     held, positions, priority, protected = (
-        each[0] for each in (eviction.held, eviction.positions, eviction.priority, eviction.protected)
+        values[0] for values in (eviction.held, eviction.positions, eviction.priority, eviction.protected)
     )
     free = eviction.kept[0] & ~protected
     lowest = priority.masked_fill(~free, torch.inf).amin(-1)
@@ -82,10 +82,10 @@ def _record(into: EvictionRecord, layer: int, sequence: SequenceState, eviction:
     order = torch.arange(1, index.shape[-1] + 1, device=index.device)
     places = torch.empty_like(index).scatter_(-1, index, order.expand_as(index))
     head, slot = (held & ~eviction.kept[0]).nonzero(as_tuple=True)
-    one = torch.ones_like(head)
+    ones = torch.ones_like(head)
     into.add(
-        step=one * (sequence.seq_len - (sequence.prompt_columns or 0)),
-        layer=one * layer,
+        step=ones * (sequence.seq_len - (sequence.prompt_columns or 0)),
+        layer=ones * layer,
         head=head,
         position=positions[head, slot],
         score=priority[head, slot],

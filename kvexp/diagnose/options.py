@@ -110,7 +110,7 @@ class Log:
 
     def rows_without(self, run: Run, rows: list[Row]) -> list[Row]:
         """The rows of which some part of this diagnosis is not in the run's folder."""
-        return [row for row in rows if not all(has(run, row["example"], part) for part in self.parts)]
+        return [row for row in rows if not all(has(run, row["example"], name) for name in self.parts)]
 
     def write(self, settings: Settings, run: Run, rows: list[Row]) -> None:
         """Diagnose the rows that are not diagnosed yet, and write that into the run's folder."""
@@ -132,8 +132,8 @@ class Log:
     def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
         """The log of one example, and its tables as columns by the ending of their files."""
         seen = EvictionRecord()
-        made = case.generate_again(lambda cache: watch(cache, seen))
-        return example_log(case, made, row), {EVICTIONS: seen.table()}
+        generation = case.generate_again(lambda cache: watch(cache, seen))
+        return example_log(case, generation, row), {EVICTIONS: seen.table()}
 
 
 @dataclass(frozen=True)
@@ -165,18 +165,18 @@ def _title(settings: Settings) -> str:
     return f"diagnose {run_name(settings.labels)}"
 
 
-def example_log(case: Case, made: Generation, row: Row) -> ExampleLog:
-    """The log of one example from its generation `made`, compared with its row."""
-    ids = [*case.prompt, *case.question, *made.tokens[0]]
-    (receipt,) = receipts(made.cache)
-    output = case.tokenizer.decode(made.tokens[0], skip_special_tokens=True)
+def example_log(case: Case, generation: Generation, row: Row) -> ExampleLog:
+    """The log of one example from its `generation`, compared with its row."""
+    ids = [*case.prompt, *case.question, *generation.tokens[0]]
+    (receipt,) = receipts(generation.cache)
+    output = case.tokenizer.decode(generation.tokens[0], skip_special_tokens=True)
     return ExampleLog(
         example=row["example"],
         prompt_tokens=len(case.prompt),
         question_tokens=len(case.question),
         ids=ids,
         texts=texts_of(case.tokenizer, ids),
-        heads=[_kv_heads(state) for state in made.cache.layer_states],
+        heads=[_kv_heads(state) for state in generation.cache.layer_states],
         same_output=output == row["output"],
         same_kept=receipt.kept_digest == row["receipt"]["kept_digest"],
     )

@@ -142,13 +142,13 @@ class Replay:
 
     def answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
         """New tokens of each trial."""
-        made: list[list[int]] = []
+        tokens: list[list[int]] = []
         for start in range(0, len(trials), self.size):
-            made += self._answers(trials[start : start + self.size])
+            tokens += self._answers(trials[start : start + self.size])
             if self.progress is not None:
                 self.progress(len(trials[start : start + self.size]))
         self.trials += len(trials)
-        return made
+        return tokens
 
     def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
         return self.case.answer(self.fork(trials)).tokens
@@ -212,7 +212,9 @@ def neighbours(numbers: Iterable[int], apart: int) -> list[list[int]]:
 
 
 def cause(replay: Replay, right: Callable[[list[int]], bool], trials: int = 1000) -> Cause:
-    """Search, given that nothing undone is not `right` (of the new tokens). About log(tokens) trials per span lost.
+    """Smallest set of evictions to undo for new tokens that are `right`. About log(tokens) trials per span lost.
+
+    With nothing undone they must not be right.
 
     First the interval of positions: the shortest beginning of the prompt that is enough, of it the shortest end. In it
     the tokens that are needed (delta debugging: Zeller and Hildebrandt 2002, in chunks of halves, quarters, ...), then
@@ -234,17 +236,17 @@ def cause(replay: Replay, right: Callable[[list[int]], bool], trials: int = 1000
 
         return tested
 
-    def of_positions(some: Sequence[int]) -> UndoneEvictions:
-        return dataclasses.replace(best, positions=tuple(some))
+    def of_positions(positions: Sequence[int]) -> UndoneEvictions:
+        return dataclasses.replace(best, positions=tuple(positions))
 
-    def of_places(some: Sequence[Place]) -> UndoneEvictions:
-        return dataclasses.replace(best, places=tuple(some))
+    def of_places(places: Sequence[Place]) -> UndoneEvictions:
+        return dataclasses.replace(best, places=tuple(places))
 
-    def of_layers(some: Sequence[int]) -> UndoneEvictions:
-        return of_places([place for place in best.places if place[0] in some])
+    def of_layers(layers: Sequence[int]) -> UndoneEvictions:
+        return of_places([place for place in best.places if place[0] in layers])
 
-    def of_steps(some: Sequence[int]) -> UndoneEvictions:
-        return dataclasses.replace(best, first=min(some), last=max(some))
+    def of_steps(steps: Sequence[int]) -> UndoneEvictions:
+        return dataclasses.replace(best, first=min(steps), last=max(steps))
 
     if not works(of_positions)([list(best.positions)])[0]:
         return Cause(None, replay.trials - start, True)
@@ -356,18 +358,18 @@ def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, o
     def right(tokens: list[int]) -> bool:
         return output(tokens) == output(full) if options.until == "output" else score(tokens) >= score(full)
 
-    found = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, options.trials)
+    culprit = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, options.trials)
     back, spans, phrase = list[int](), list[str](), ""
-    if found.undone is not None:
-        (back,) = replay.answers([found.undone])
+    if culprit.undone is not None:
+        (back,) = replay.answers([culprit.undone])
         if not right(back):
             raise CacheError(
                 f"example {row['example']}: what brought the answer back among other trials does not alone, because "
                 "sums round otherwise in another batch: nothing can be concluded"
             )
-        spans = [span_text(log.texts, span) for span in found.spans]
-        phrase = phrase_of(found.undone, spans, log.heads)
-    return FoundCause(row["example"], options.until, output(answer), output(full), output(back), found, spans, phrase)
+        spans = [span_text(log.texts, span) for span in culprit.spans]
+        phrase = phrase_of(culprit.undone, spans, log.heads)
+    return FoundCause(row["example"], options.until, output(answer), output(full), output(back), culprit, spans, phrase)
 
 
 def span_text(texts: Sequence[str], positions: Sequence[int]) -> str:
@@ -379,17 +381,17 @@ def span_text(texts: Sequence[str], positions: Sequence[int]) -> str:
     return words.strip() or repr(words)
 
 
-def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], what: str = "flipped the answer") -> str:
+def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], effect: str = "flipped the answer") -> str:
     """The undone evictions as a phrase: "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer".
 
-    what: what losing them did.
+    effect: what losing them did.
     """
     lost = " and ".join(repr(span) for span in spans)
     if len(spans) > SHOWN:
         count = len(undone.positions)
         lost = f"{count} tokens in {len(spans)} spans ({', '.join(repr(span) for span in spans[:SHOWN])}, ...)"
     steps = "step " + str(undone.first) if undone.first == undone.last else f"steps {undone.first}-{undone.last}"
-    return f"losing {lost} in {text_of_places(undone.places, heads)} at {steps} {what}"
+    return f"losing {lost} in {text_of_places(undone.places, heads)} at {steps} {effect}"
 
 
 def text_of_places(places: Iterable[Place], heads: list[int]) -> str:
@@ -397,12 +399,12 @@ def text_of_places(places: Iterable[Place], heads: list[int]) -> str:
     by_layer: dict[int, list[int]] = defaultdict(list)
     for layer, head in sorted(places):
         by_layer[layer].append(head)
-    words, whole = [], [layer for layer, some in by_layer.items() if len(some) == heads[layer]]
+    words, whole = [], [layer for layer, heads_lost in by_layer.items() if len(heads_lost) == heads[layer]]
     if whole:
         words.append(("layers " if len(whole) > 1 else "layer ") + _ranges(whole))
-    for layer, some in by_layer.items():
+    for layer, heads_lost in by_layer.items():
         if layer not in whole:
-            words.append(f"layer {layer} head{'s' if len(some) > 1 else ''} {_ranges(some)}")
+            words.append(f"layer {layer} head{'s' if len(heads_lost) > 1 else ''} {_ranges(heads_lost)}")
     return ", ".join(words)
 
 
@@ -419,9 +421,9 @@ def evidence(run: Run, example: str, undone: UndoneEvictions) -> pd.DataFrame:
     return rows[rows["step"].between(undone.first, undone.last)]
 
 
-def save(run: Run, found: FoundCause) -> None:
+def save(run: Run, result: FoundCause) -> None:
     """Write the cause into the run's folder."""
-    write_file(run, found.example, f"replay-{found.until}.json", json.dumps(asdict(found)).encode())
+    write_file(run, result.example, f"replay-{result.until}.json", json.dumps(asdict(result)).encode())
 
 
 def saved(run: Run, example: str, until: str) -> FoundCause | None:
@@ -451,28 +453,28 @@ def find_causes(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCa
     A saved cause is taken unless more trials may find a smaller one than the earlier search, which ran out of them.
     """
     known = {row["example"]: None if options.again else saved(run, row["example"], options.until) for row in rows}
-    for name, found in known.items():
-        if found is not None and not found.cause.whole and found.cause.trials < options.trials:
+    for name, result in known.items():
+        if result is not None and not result.cause.whole and result.cause.trials < options.trials:
             known[name] = None
-    made = _search(run, [row for row in rows if known[row["example"]] is None], options)
+    new_causes = _search(run, [row for row in rows if known[row["example"]] is None], options)
     for row in rows:
-        yield known[row["example"]] or next(made)
+        yield known[row["example"]] or next(new_causes)
 
 
 def _search(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
     settings = settings_at(run)
     alone = len(rows) == 1
-    total, what = (options.trials, "trials at most") if alone else (len(rows), "examples")
-    with Progress(f"replay {short_title(run)}", total, 0, what) as progress:
+    total, unit = (options.trials, "trials at most") if alone else (len(rows), "examples")
+    with Progress(f"replay {short_title(run)}", total, 0, unit) as progress:
         for row, case, example in cases(settings, rows):
             replay = Replay(case, settings.batch_size, progress.advance if alone else None)
             try:
-                found = replayed(run, row, replay, example, settings.task, options)
+                result = replayed(run, row, replay, example, settings.task, options)
             except CacheError as error:
                 yield str(error)
             else:
-                save(run, found)
-                yield found
+                save(run, result)
+                yield result
             if not alone:
                 progress.advance()
 
@@ -483,29 +485,29 @@ def _say(console: Console, line: str, style: str | None = None) -> None:
 
 def show_cause(run: Run, row: Row, options: Options, console: Console) -> None:
     """Print the cause of one example, and how the method scored what it lost."""
-    (found,) = find_causes(run, [row], options)
+    (result,) = find_causes(run, [row], options)
     _say(console, f"{title_of(run)}: {row['example']}")
-    if isinstance(found, str):
-        _say(console, found)
+    if isinstance(result, str):
+        _say(console, result)
         return
-    for name, output in (("full cache", found.full), ("method", found.answer)):
+    for name, output in (("full cache", result.full), ("method", result.answer)):
         _say(console, f"{name + ':':12}{output.strip()}")
-    undone = found.cause.undone
+    undone = result.cause.undone
     if undone is None:
-        same = found.answer == found.full
+        same = result.answer == result.full
         why = "nothing to find" if same else "not even with every eviction undone does it come back"
-        _say(console, f"{why} {found.cause.cost}")
+        _say(console, f"{why} {result.cause.cost}")
         return
-    _say(console, f"\n{found.phrase}.", "bold")
+    _say(console, f"\n{result.phrase}.", "bold")
     rows = evidence(run, row["example"], undone)
-    line = f"With {len(rows)} evictions of {len(undone.positions)} tokens undone it answers: {found.back.strip()} "
-    console.print(f"{line}{found.cause.cost}\n", highlight=False, markup=False)
+    line = f"With {len(rows)} evictions of {len(undone.positions)} tokens undone it answers: {result.back.strip()} "
+    console.print(f"{line}{result.cause.cost}\n", highlight=False, markup=False)
     heads = ("token", "position", "layer", "head", "step", "score", "least score kept", "rank")
     table = plain_table(*heads, caption="rank: place among the slots there, 1 is kept longest")
-    for each in list(rows.itertuples())[:40]:
-        numbers = (str(value) for value in (each.position, each.layer, each.head, each.step))
-        scores = f"{each.score:.3g}", f"{each.threshold:.3g}", f"{each.rank} of {each.of}"
-        table.add_row(escape(repr(each.text)), *numbers, *scores)
+    for eviction in list(rows.itertuples())[:40]:
+        numbers = (str(value) for value in (eviction.position, eviction.layer, eviction.head, eviction.step))
+        scores = f"{eviction.score:.3g}", f"{eviction.threshold:.3g}", f"{eviction.rank} of {eviction.of}"
+        table.add_row(escape(repr(eviction.text)), *numbers, *scores)
     if len(rows) > 40:
         table.add_row(f"... and {len(rows) - 40} more")
     console.print(table)
@@ -521,14 +523,14 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
         if not logged:
             logged = rows[:first]
             ensure_diagnosed(run, logged)
-        asked, name = logged[:first], short_title(run)
-        made = list(find_causes(run, asked, options))
-        table.add_row(escape(name), str(len(rows)), *_counts(run, made))
-        for row, found in zip(asked, made, strict=True):
-            if not isinstance(found, str):
-                why = found.phrase or "not even with every eviction undone does the full cache's answer come back"
-                found = f"{why} {found.cause.cost}"
-            _say(console, f"{name}: {row['example']}: {found}")
+        searched, name = logged[:first], short_title(run)
+        causes = list(find_causes(run, searched, options))
+        table.add_row(escape(name), str(len(rows)), *_counts(run, causes))
+        for row, result in zip(searched, causes, strict=True):
+            if not isinstance(result, str):
+                why = result.phrase or "not even with every eviction undone does the full cache's answer come back"
+                result = f"{why} {result.cause.cost}"
+            _say(console, f"{name}: {row['example']}: {result}")
         if len(logged) < len(rows):
             _say(console, f"{name}: {len(rows) - len(logged)} lost examples have no log")
     console.print(table)
@@ -536,17 +538,17 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
     console.print("searched; one span, two, more, step 0: of those; tokens, evictions, trials: their medians.")
 
 
-def _counts(run: Run, made: list[FoundCause | str]) -> list[str]:
+def _counts(run: Run, causes: list[FoundCause | str]) -> list[str]:
     """Cells of the table of `explain`, from "explained" on."""
-    done = [(each, each.cause.undone) for each in made if not isinstance(each, str) and each.cause.undone is not None]
-    spans = [len(found.cause.spans) for found, _ in done]
+    done = [(why, why.cause.undone) for why in causes if not isinstance(why, str) and why.cause.undone is not None]
+    spans = [len(why.cause.spans) for why, _ in done]
     tokens = [len(undone.positions) for _, undone in done]
-    evictions = [len(evidence(run, found.example, undone)) for found, undone in done]
-    trials = [found.cause.trials for found, _ in done]
+    evictions = [len(evidence(run, why.example, undone)) for why, undone in done]
+    trials = [why.cause.trials for why, _ in done]
     middle = [f"{median(values):g}" if values else "-" for values in (tokens, evictions, trials)]
     how_many = [str(count) for count in (spans.count(1), spans.count(2), sum(count > 2 for count in spans))]
     at_prompt = sum(undone.last == 0 for _, undone in done)
-    return [f"{len(done)} of {len(made)}", *how_many, *middle[:2], str(at_prompt), middle[2]]
+    return [f"{len(done)} of {len(causes)}", *how_many, *middle[:2], str(at_prompt), middle[2]]
 
 
 CLOSE = 0.05  # of the recorded KL, and nats: more is no rounding of another batch and mode
@@ -564,13 +566,13 @@ class Worst:
 
 def worst_tokens(run: Run, text: str = OWN) -> list[Worst]:
     """One of every measured example, the largest KL first; tokens that the prefill predicts do not count."""
-    found = []
+    worst = []
     for (_, kind), line in run.divergence().items():
         skip = int(line["first_by_prefill"])
         if kind == text and len(line["kl"]) > skip:
             place = max(range(skip, len(line["kl"])), key=line["kl"].__getitem__)
-            found.append(Worst(line, place, line["kl"][place]))
-    return sorted(found, key=lambda worst: -worst.kl)
+            worst.append(Worst(line, place, line["kl"][place]))
+    return sorted(worst, key=lambda worst: -worst.kl)
 
 
 class ForcedReplay(Replay):
@@ -611,12 +613,12 @@ def explain_worst(run: Run, options: Options, first: int | None, console: Consol
     if (why := nothing_to_log(settings)) is not None:
         raise ConfigError(f"{short_title(run)} evicted nothing to undo: {why}")
     rows = rows_of(run)
-    worst = [each for each in worst_tokens(run) if each.line["example"] in rows][: first or 1]
+    worst = [token for token in worst_tokens(run) if token.line["example"] in rows][: first or 1]
     if not worst:
         raise ConfigError(
             f"{run.path} has no divergence of its rows: kvexp results {run.path.parent} --view divergence --measure"
         )
-    by_name = {each.line["example"]: each for each in worst}
+    by_name = {token.line["example"]: token for token in worst}
     epsilon = float(((run.command or {}).get("config") or {}).get("epsilon_kl") or 0.05)
     for row, case, _ in cases(settings, [rows[name] for name in by_name]):
         _tell(run, row, case, by_name[row["example"]], epsilon, options, console)
@@ -637,18 +639,18 @@ def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options:
         return str(case.tokenizer.decode(list(ids)))
 
     texts = [text([token]) for token in [*case.prompt, *case.question, *tokens]]
-    found = cause(replay, lambda answer: answer == [1], options.trials)
+    culprit = cause(replay, lambda answer: answer == [1], options.trials)
     _say(console, f"{short_title(run)}: {row['example']}: token {worst.place + 1} of {len(tokens)}")
     before = text(tokens[max(0, worst.place - BEFORE) : worst.place])
     _say(console, f"{before!r} then {text([tokens[worst.place]])!r}: KL {worst.kl:.3f} nats")
-    if found.undone is None:
+    if culprit.undone is None:
         _say(console, f"not even with every eviction undone is KL there within {epsilon:g}")
         return
-    replay.answers([found.undone])
+    replay.answers([culprit.undone])
     places = replay.everything.places
     heads = [sum(place[0] == layer for place in places) for layer in range(1 + max(layer for layer, _ in places))]
-    words = phrase_of(found.undone, [span_text(texts, span) for span in found.spans], heads, what="is behind it")
-    count = len(found.undone.positions)
+    words = phrase_of(culprit.undone, [span_text(texts, span) for span in culprit.spans], heads, effect="is behind it")
+    count = len(culprit.undone.positions)
     undone = f"with {count} token{'s' * (count != 1)} undone"
-    line = f"{words}: {undone} KL is {replay.kl[0]:.3f} {found.cost}"
+    line = f"{words}: {undone} KL is {replay.kl[0]:.3f} {culprit.cost}"
     _say(console, line, "bold")

@@ -48,10 +48,10 @@ def show(view: View, console: Console) -> None:
         console.print(marks, overflow="crop", no_wrap=True)
     console.print(f"# all {heads} heads, 9-1 tenths of them, . none; no mark: not read yet", highlight=False)
     counts = view.counts[: view.present]
-    whole, some = int((counts >= heads).sum()), int(((counts > 0) & (counts < heads)).sum())
-    gone = len(counts) - whole - some
+    whole, partly = int((counts >= heads).sum()), int(((counts > 0) & (counts < heads)).sum())
+    gone = len(counts) - whole - partly
     console.print(
-        f"of {len(counts)} tokens {whole} are held by all heads, {some} by some, {gone} by none", highlight=False
+        f"of {len(counts)} tokens {whole} are held by all heads, {partly} by some, {gone} by none", highlight=False
     )
     if not log.same_output:
         console.print("alone this example is answered otherwise than in the batch of its row", highlight=False)
@@ -125,9 +125,9 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, do: Any, words: str) -> Any:
-        made = commands.add_parser(name, help=words, description=words)
-        made.set_defaults(command=do)
-        return made.add_argument
+        subparser = commands.add_parser(name, help=words, description=words)
+        subparser.set_defaults(command=do)
+        return subparser.add_argument
 
     def of_example(name: str, do: Any, words: str) -> Any:
         add = command(name, do, words)
@@ -193,10 +193,10 @@ def _prompt(args: argparse.Namespace, console: Console) -> None:
 def _draw(args: argparse.Namespace, console: Console) -> None:
     run = run_at(args.run)
     rows = rows_of(run)
-    some = [chosen(rows, name) for name in args.example or ()]
-    if some or not any(evictions.has(run, name, evictions.TWIN) for name in rows):
-        ensure_diagnosed(run, some or list(rows.values()), Twin())
-    names = [row["example"] for row in some] or None
+    rows_chosen = [chosen(rows, name) for name in args.example or ()]
+    if rows_chosen or not any(evictions.has(run, name, evictions.TWIN) for name in rows):
+        ensure_diagnosed(run, rows_chosen or list(rows.values()), Twin())
+    names = [row["example"] for row in rows_chosen] or None
     frame = twin.losses(run, names)
     title = title_of(run) + (f", {', '.join(names)}" if names else "")
     folder = args.out or run.path / evictions.FOLDER

@@ -123,17 +123,17 @@ class TwinLayer:
         x = inputs.logits(slice(0, 1), seen.shape[-1])
         rows = torch.softmax(x, dim=-1)  # [1, H, G, 1, S]; with sinks too, the shares are of what goes to tokens
         mass = rows[0, :, :, 0].mean(1)
-        each = seen if seen.ndim == 3 else seen[:, None]
-        kept = each.sum(-1).amax(1)
+        seen_by_query = seen if seen.ndim == 3 else seen[:, None]
+        kept = seen_by_query.sum(-1).amax(1)
         ideal = ideal_set(mass, inputs.query_positions[0, 0], kept)
-        left = rows * each[None, :, :, None]
+        left = rows * seen_by_query[None, :, :, None]
         if seen.ndim == 2:
             lost = mass.masked_fill(seen, 0).sum(-1)
         else:
             lost = rows[0, :, :, 0].masked_fill(seen, 0).sum(-1).mean(1)
         left = left / left.sum(-1, keepdim=True)
         if (sinks := inputs.params.sinks) is not None:
-            left *= token_share(x.masked_fill(~each[None, :, :, None], -torch.inf), sinks)
+            left *= token_share(x.masked_fill(~seen_by_query[None, :, :, None], -torch.inf), sinks)
         here = apply_probs(left, inputs.values)[0].flatten(1)
         head = torch.arange(len(kept), device=kept.device)
         step = self.full.sequence.seq_len - (self.full.sequence.prompt_columns or 0)
@@ -144,7 +144,7 @@ class TwinLayer:
             kept=kept,
             lost=lost,
             lost_ideal=mass.masked_fill(ideal, 0).sum(-1),
-            overlap=(ideal[:, None] & each).sum(-1).float().mean(1) / kept,
+            overlap=(ideal[:, None] & seen_by_query).sum(-1).float().mean(1) / kept,
             error=_distance(out, full),
             error_here=_distance(here, full),
         )
@@ -155,12 +155,12 @@ def attended(state: RetrievalLayer, nothing: Tensor) -> Tensor:
 
     [H, G, S + 1] where each query head selects for itself. nothing [H, S + 1]: all False.
     """
-    each = state.kept_positions()[0]
-    each = each * len(nothing) if len(each) == 1 else each  # one list where all heads attended to the same
-    seen = nothing[:, None].repeat(1, len(each) // len(nothing), 1).flatten(0, 1)
-    for head, positions in enumerate(each):
+    rows = state.kept_positions()[0]
+    rows = rows * len(nothing) if len(rows) == 1 else rows  # one list where all heads attended to the same
+    seen = nothing[:, None].repeat(1, len(rows) // len(nothing), 1).flatten(0, 1)
+    for head, positions in enumerate(rows):
         seen[head, positions] = True
-    return seen if len(each) == len(nothing) else seen.unflatten(0, (len(nothing), -1))
+    return seen if len(rows) == len(nothing) else seen.unflatten(0, (len(nothing), -1))
 
 
 def visible_positions(state: EvictionLayer) -> Tensor:
@@ -195,26 +195,26 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
     method, full = case.prefill_prompt(), case.full().prefill_prompt()
     cache = MultiMethodCache([method.cache, full.cache], 1)
     into = Losses()
-    for layer, part in enumerate(cache.layers[number] for number in cache.held):
-        joined: LayerCache = TwinLayer(part.state, layer, into)
-        part.state = joined
+    for layer, layer_cache in enumerate(cache.layers[number] for number in cache.held):
+        joined: LayerCache = TwinLayer(layer_cache.state, layer, into)
+        layer_cache.state = joined
     written: list[int] = []
     logits, position = full.logits, len(case.prompt)
     fed = [*case.question, *answer]
     read = torch.tensor([[*case.prompt, *fed]], device=full.ids.device)
     before = read[:, : len(case.prompt) + len(case.question)]
     ends = eos_ids(case.model, case.decoding.eos)
-    own = RowProcessors.of(case.model, case.decoding, before, torch.ones_like(before), ends)
+    warp = RowProcessors.of(case.model, case.decoding, before, torch.ones_like(before), ends)
     for place, token in enumerate(fed):
         if place >= len(case.question):
             last = logits[-1:].float()
-            written.append(int((last if own is None else own(read[:, : len(case.prompt) + place], last)).argmax()))
+            written.append(int((last if warp is None else warp(read[:, : len(case.prompt) + place], last)).argmax()))
         if place == len(fed) - 1:  # the last token is never fed
             break
         step = torch.tensor([[token], [token]], device=full.ids.device)
         logits = decode_step(case.model, step, torch.full_like(step, position), cache)
         position += 1
-    return into, [one == other for one, other in zip(written, answer, strict=True)]
+    return into, [token == other for token, other in zip(written, answer, strict=True)]
 
 
 # Twin runs as pictures: a heat-map of layers and heads, and curves over the steps.
@@ -264,8 +264,8 @@ def _heatmap(axis: Axes, cells: pd.DataFrame, words: str, top: float, colors: st
     axis.set_facecolor("0.8")
     image = axis.imshow(cells.to_numpy(dtype=float), cmap=colors, vmin=0, vmax=top, aspect="auto", interpolation="none")
     for set_ticks, labels in ((axis.set_xticks, cells.columns), (axis.set_yticks, cells.index)):
-        each = max(1, -(-len(labels) // 16))
-        set_ticks(range(0, len(labels), each), [str(label) for label in labels[::each]])
+        step = max(1, -(-len(labels) // 16))
+        set_ticks(range(0, len(labels), step), [str(label) for label in labels[::step]])
     if cells.size <= 64:
         for (row, column), value in np.ndenumerate(cells.to_numpy(dtype=float)):
             dark = (value / top > 0.55) != (colors == "viridis")

@@ -65,8 +65,8 @@ def made(args: argparse.Namespace) -> str:
     known = {"name": settings.labels["model"], "family": case.model.config.model_type}
     model = settings.model.identity() | known
     trace = trace_of(case, args.profile, args.new_tokens, model)
-    if found := check_rules(trace):
-        raise CacheError(f"the trace does not follow its own rules, which is a bug of kvexp: {found[0]}")
+    if broken := check_rules(trace):
+        raise CacheError(f"the trace does not follow its own rules, which is a bug of kvexp: {broken[0]}")
     write_trace(trace, args.out)
     header = trace["header"]
     size = args.out.stat().st_size / 1024
@@ -107,14 +107,14 @@ class LayerTrace:
 
     def take(self) -> dict[str, Tensor]:
         """The slots [H, C] that the forward which has just ended found, and what it kept; without an eviction, all."""
-        found, self.latest = self.latest, None
-        if found is None:
+        evicted, self.latest = self.latest, None
+        if evicted is None:
             slots = self.state.require_slots()
             held, score = held_slots(slots), slots.score[:, :, : slots.length]
             positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
-            found = SlotsBefore(held, positions, score, torch.zeros_like(held), held)
-        columns = {"positions": found.positions, "scores": found.priority.float(), "protected": found.protected}
-        return {name: values[0].cpu() for name, values in (columns | {"kept": found.kept}).items()}
+            evicted = SlotsBefore(held, positions, score, torch.zeros_like(held), held)
+        columns = {"positions": evicted.positions, "scores": evicted.priority.float(), "protected": evicted.protected}
+        return {name: values[0].cpu() for name, values in (columns | {"kept": evicted.kept}).items()}
 
 
 def _profiled_priority(profile: str, priority: Tensor, held: Tensor) -> Tensor:
@@ -197,10 +197,10 @@ def trace_of(case: Case, profile: str, new_tokens: int, model: dict[str, Any]) -
         at = torch.tensor([[len(case.prompt) + number]], device=context.ids.device)
         logits.append(decode_step(case.model, torch.full_like(at, token), at, context.cache)[-1])
         steps.append([layer.take() for layer in traced])
-    made = {"tokens": np.array([*case.prompt, *fed], dtype=np.int32)}
-    made |= {f"prompt_{name}": values for name, values in _prompt(prompt, len(case.prompt)).items()}
-    made |= {f"step_{name}": values for name, values in _steps(steps).items()}
-    return made | _tops(logits) | {"header": _header(case, profile, states, len(fed), model, logits)}
+    arrays = {"tokens": np.array([*case.prompt, *fed], dtype=np.int32)}
+    arrays |= {f"prompt_{name}": values for name, values in _prompt(prompt, len(case.prompt)).items()}
+    arrays |= {f"step_{name}": values for name, values in _steps(steps).items()}
+    return arrays | _tops(logits) | {"header": _header(case, profile, states, len(fed), model, logits)}
 
 
 def _prompt(layers: list[dict[str, Tensor]], tokens: int) -> dict[str, np.ndarray]:
@@ -212,11 +212,11 @@ def _prompt(layers: list[dict[str, Tensor]], tokens: int) -> dict[str, np.ndarra
 def _steps(steps: list[list[dict[str, Tensor]]]) -> dict[str, np.ndarray]:
     """Arrays [T, L, H, C]; shorter ones end in empty slots."""
     width = max(layer["positions"].shape[1] for layers in steps for layer in layers)
-    made = {}
+    arrays = {}
     for name, empty in {"positions": -1, "scores": 0, "protected": False, "kept": False}.items():
-        each = [[pad(layer[name], (0, width - layer[name].shape[1]), value=empty) for layer in row] for row in steps]
-        made[name] = torch.stack([torch.stack(row) for row in each]).numpy()
-    return made | {"positions": made["positions"].astype(np.int32)}
+        padded = [[pad(layer[name], (0, width - layer[name].shape[1]), value=empty) for layer in row] for row in steps]
+        arrays[name] = torch.stack([torch.stack(row) for row in padded]).numpy()
+    return arrays | {"positions": arrays["positions"].astype(np.int32)}
 
 
 def _tops(logits: list[torch.Tensor]) -> dict[str, np.ndarray]:
@@ -246,7 +246,7 @@ def _header(
         "seed": case.seed,
         "model": model,
         "numerics": NUMERICS,
-        "logits_sha256": [hashlib.sha256(each.float().cpu().numpy().tobytes()).hexdigest() for each in logits],
+        "logits_sha256": [hashlib.sha256(row.float().cpu().numpy().tobytes()).hexdigest() for row in logits],
     }
 
 

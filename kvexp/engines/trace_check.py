@@ -125,14 +125,14 @@ def check_rules(trace: Trace) -> list[str]:
         if name not in trace:
             raise TraceError(f"the trace has no array {name!r}, by which its own rules are checked")
     rule = (header["profile"], int(header.get("block") or 1))
-    found = []
+    problems = []
     for layer in range(header["layers"]):
         keep = int(header["keep"][layer])
         scores = trace["prompt_scores"][layer]
         positions = np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
         wanted = chosen(scores, positions, trace["prompt_protected"][layer], keep, *rule)
         if not np.array_equal(wanted, trace["prompt_kept"][layer]):
-            found.append(f"layer {layer}: the prompt's eviction is not the one its scores ask for")
+            problems.append(f"layer {layer}: the prompt's eviction is not the one its scores ask for")
         for step in range(header["steps"]):
             positions, kept = trace["step_positions"][step, layer], trace["step_kept"][step, layer]
             scores, protected = trace["step_scores"][step, layer], trace["step_protected"][step, layer]
@@ -140,13 +140,13 @@ def check_rules(trace: Trace) -> list[str]:
             if header["evicts_while_decoding"]:
                 wanted = chosen(scores, positions, protected, keep, *rule)
             if not np.array_equal(wanted, kept):
-                found.append(f"layer {layer}, step {step}: the eviction is not the one its scores ask for")
+                problems.append(f"layer {layer}, step {step}: the eviction is not the one its scores ask for")
             for head in range(len(positions)):
                 before = set(held(trace, step - 1, layer, head)) | {header["prompt_tokens"] + step}
-                there = {int(at) for at in positions[head] if at >= 0}
-                if there != before:
-                    found.append(f"layer {layer}, head {head}, step {step}: slots hold what was not kept before")
-    return found
+                present = {int(at) for at in positions[head] if at >= 0}
+                if present != before:
+                    problems.append(f"layer {layer}, head {head}, step {step}: slots hold what was not kept before")
+    return problems
 
 
 def differences(reference: Trace, other: Trace, score_rtol: float = 1e-3, logprob_atol: float = 1e-2) -> list[str]:
@@ -165,12 +165,12 @@ def differences(reference: Trace, other: Trace, score_rtol: float = 1e-3, logpro
     shape = (header["layers"], header["heads"], header["prompt_tokens"])
     if other["prompt_kept"].shape != shape:
         return [f"prompt_kept has the shape {other['prompt_kept'].shape}, not [layers, heads, prompt tokens] = {shape}"]
-    found = []
+    lines = []
     swapped: dict[tuple[int, int], set[int]] = {}
     for step in range(-1, header["steps"]):
         for layer in range(header["layers"]):
             for head in range(header["heads"]):
-                ours, theirs = (set(held(each, step, layer, head)) for each in (reference, other))
+                ours, theirs = (set(held(trace, step, layer, head)) for trace in (reference, other))
                 known = swapped.setdefault((layer, head), set())
                 lost, extra = ours - theirs - known, theirs - ours - known
                 if not lost and not extra:
@@ -179,8 +179,8 @@ def differences(reference: Trace, other: Trace, score_rtol: float = 1e-3, logpro
                     known |= lost | extra
                     continue
                 when = "after the prompt" if step < 0 else f"after step {step}"
-                found.append(f"{when}, layer {layer}, head {head}: lacks {sorted(lost)}, holds {sorted(extra)} instead")
-    return found + _scores(reference, other, score_rtol) + _logprobs(reference, other, logprob_atol)
+                lines.append(f"{when}, layer {layer}, head {head}: lacks {sorted(lost)}, holds {sorted(extra)} instead")
+    return lines + _scores(reference, other, score_rtol) + _logprobs(reference, other, logprob_atol)
 
 
 def _near(trace: Trace, step: int, layer: int, head: int, lost: set[int], extra: set[int], rtol: float) -> bool:
@@ -232,20 +232,20 @@ def main(files: list[str]) -> int:
         print("usage: trace_check.py REFERENCE.npz [ENGINE.npz]", file=sys.stderr)
         return 2
     try:
-        traces = [read_trace(each) for each in files]
-        found = check_rules(traces[0]) if len(traces) == 1 else differences(traces[0], traces[1])
+        traces = [read_trace(file) for file in files]
+        problems = check_rules(traces[0]) if len(traces) == 1 else differences(traces[0], traces[1])
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in found[:SHOWN]:
+    for line in problems[:SHOWN]:
         print(line)
-    if len(found) > SHOWN:
-        print(f"... and {len(found) - SHOWN} more")
+    if len(problems) > SHOWN:
+        print(f"... and {len(problems) - SHOWN} more")
     header = traces[0]["header"]
-    what = "follows its own rules" if len(traces) == 1 else "keeps what the reference keeps"
+    verdict = "follows its own rules" if len(traces) == 1 else "keeps what the reference keeps"
     sizes = f"{header.get('prompt_tokens')} prompt tokens, {header.get('steps')} steps, profile {header.get('profile')}"
-    print(f"{files[-1]}: {f'{len(found)} differences' if found else what} ({sizes})")
-    return 1 if found else 0
+    print(f"{files[-1]}: {f'{len(problems)} differences' if problems else verdict} ({sizes})")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

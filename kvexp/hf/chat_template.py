@@ -236,9 +236,9 @@ def variables_of(tokenizer: Any) -> set[str]:
     names = set(meta.find_undeclared_variables(tree)) - set(environment.globals) - _OF_KVEXP
     # jinja counts variables that a branch sets; of these, whoever may set one from outside is asked whether it did.
     stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-    asked = [node for node in tree.find_all((nodes.Test, nodes.Filter)) if node.name in _ASKS]
-    asked += [node for node in tree.find_all(nodes.Assign) if _reads_itself(node)]
-    open_ = {name.name for node in asked for name in node.find_all(nodes.Name)}
+    questions = [node for node in tree.find_all((nodes.Test, nodes.Filter)) if node.name in _ASKS]
+    questions += [node for node in tree.find_all(nodes.Assign) if _reads_itself(node)]
+    open_ = {name.name for node in questions for name in node.find_all(nodes.Name)}
     return (names - (stored - open_)) | ({"date_string"} if "strftime_now" in source else set())
 
 
@@ -292,10 +292,10 @@ def _thinking(tokenizer: Any, source: str) -> Thinking | None:
     tags = _tags_written(source) or _tags_rendered(tokenizer)
     if tags is None:
         return None
-    made = Thinking(*tags)
-    asked = _tried(tokenizer, [{"role": "user", "content": _WORDS}]) or ""
-    behind = asked.rpartition(_WORDS)[2]
-    return replace(made, opened=behind.rfind(made.begin) > behind.rfind(made.end))
+    thinking = Thinking(*tags)
+    prompt = _tried(tokenizer, [{"role": "user", "content": _WORDS}]) or ""
+    behind = prompt.rpartition(_WORDS)[2]
+    return replace(thinking, opened=behind.rfind(thinking.begin) > behind.rfind(thinking.end))
 
 
 def _tags_written(source: str) -> tuple[str, str] | None:
@@ -309,8 +309,8 @@ def _tags_written(source: str) -> tuple[str, str] | None:
         if any(end in text for text in texts):
             return begin, end
     for text in texts:
-        if found := _CLOSING.search(text):
-            tags = Thinking.ending(found[0])
+        if match := _CLOSING.search(text):
+            tags = Thinking.ending(match[0])
             return tags.begin, tags.end
     return None
 
@@ -319,11 +319,11 @@ def _tags_rendered(tokenizer: Any) -> tuple[str, str] | None:
     """What the template writes around the reasoning of an assistant's turn."""
     user, answer = {"role": "user", "content": _WORDS}, "An answer."
     said = {"role": "assistant", "content": answer, "reasoning_content": _THOUGHT}
-    asked = _tried(tokenizer, [user])
+    prompt = _tried(tokenizer, [user])
     with contextlib.suppress(Exception):  # as in `_tried`
         text = render(tokenizer, [user, said])
-        before, found, after = text.partition(_THOUGHT)
-        begin = before.removeprefix(asked or "").strip() if before.startswith(asked or "") else ""
+        before, thought, after = text.partition(_THOUGHT)
+        begin = before.removeprefix(prompt or "").strip() if before.startswith(prompt or "") else ""
         end = after.partition(answer)[0].strip()
-        return (begin, end) if found and begin and end else None
+        return (begin, end) if thought and begin and end else None
     return None

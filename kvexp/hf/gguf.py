@@ -108,24 +108,24 @@ class GgufHeader:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """The whole number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
-        found = self.get(key, default)
-        if type(found) is not int or found < 0:
+        value = self.get(key, default)
+        if type(value) is not int or value < 0:
             raise ConfigError(
-                f"the header of {self.path}: {self.architecture}.{key} must be a whole number, got {found!r}"
+                f"the header of {self.path}: {self.architecture}.{key} must be a whole number, got {value!r}"
             )
-        return found
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """The positive number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
-        found = self.get(key, default)
-        if type(found) not in (int, float) or not math.isfinite(found) or found <= 0:
-            raise ConfigError(f"the header of {self.path}: {self.architecture}.{key} must be a number, got {found!r}")
-        return float(found)
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"the header of {self.path}: {self.architecture}.{key} must be a number, got {value!r}")
+        return float(value)
 
-    def refused(self, what: str) -> ConfigError:
-        """The ConfigError for settings that the family's configuration has no field for; what: the file sets."""
+    def refused(self, reason: str) -> ConfigError:
+        """The ConfigError for settings that the family's configuration has no field for; reason: what the file sets."""
         return ConfigError(
-            f"{self.path} {what}: left out, it could change what the model puts out. Load the model from a folder of "
+            f"{self.path} {reason}: left out, it could change what the model puts out. Load the model from a folder of "
             "safetensors"
         )
 
@@ -356,9 +356,9 @@ NO_MODEL: tuple[Rule[GgufHeader], ...] = (
 
 def _check_keys(header: GgufHeader) -> None:
     """ConfigError for a key that is not known, or whose value would change numbers; tokenizers check their own."""
-    own = f"{header.architecture}."
+    prefix = f"{header.architecture}."
     for key, value in header.fields.items():
-        name = key.removeprefix(own)
+        name = key.removeprefix(prefix)
         if key.startswith((*ORIGIN, "tokenizer.", "split.")) or (name != key and name in READ[header.architecture]):
             continue
         if name == "rope.scaling.original_context_length":
@@ -372,18 +372,18 @@ def _check_keys(header: GgufHeader) -> None:
 def _token(header: GgufHeader, name: str, rows: int | None) -> int | None:
     """The id under tokenizer.ggml.NAME_token_id, None without one; ConfigError for what is no row of the embedding."""
     key = f"tokenizer.ggml.{name}_token_id"
-    found = header.fields.get(key)
-    if found is None:
+    token = header.fields.get(key)
+    if token is None:
         return None
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0 or (rows is not None and found >= rows):
-        raise ConfigError(f"the header of {header.path}: {key}={found!r} is no token of its vocabulary ({rows} tokens)")
-    return found
+    if not isinstance(token, int) or isinstance(token, bool) or token < 0 or (rows is not None and token >= rows):
+        raise ConfigError(f"the header of {header.path}: {key}={token!r} is no token of its vocabulary ({rows} tokens)")
+    return token
 
 
 def _ends(header: GgufHeader, rows: int | None) -> int | list[int] | None:
     """The tokens that end an answer: end of text, and of turn and message where the file names others for them."""
-    found = [_token(header, name, rows) for name in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(token for token in found if token is not None))
+    tokens = [_token(header, name, rows) for name in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(token for token in tokens if token is not None))
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
@@ -458,7 +458,7 @@ def _gemma3(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": header.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)}
     hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
     return {
-        "layer_types": ["full_attention" if each else "sliding_attention" for each in full],
+        "layer_types": ["full_attention" if is_full else "sliding_attention" for is_full in full],
         "rope_parameters": {"full_attention": _rope(header), "sliding_attention": local},
         "query_pre_attn_scalar": hidden // heads if layers == GEMMA3_27B_LAYERS else head_dim,
         **({"sliding_window": window} if window else {}),
@@ -504,8 +504,8 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
     frequencies = 1.0 / plain["rope_theta"] ** (torch.arange(length, dtype=torch.float32) * 2 / config.head_dim)
     for known in LLAMA3_ROPE:
         config.rope_parameters = {**plain, "rope_type": "llama3", **known}
-        made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-        if factors.shape == made.shape and torch.allclose(frequencies / made, factors.float(), rtol=1e-5):
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        if factors.shape == scaled.shape and torch.allclose(frequencies / scaled, factors.float(), rtol=1e-5):
             return dict(config.rope_parameters)
     raise header.refused("scales its positions by factors (rope_freqs.weight) that neither Llama 3.1 nor 3.2 has")
 
@@ -601,19 +601,19 @@ def _bpe(header: GgufHeader) -> models.BPE:
 def tokenizer_of_header(header: GgufHeader) -> PreTrainedTokenizerBase:
     """The tokenizer that a GGUF header describes, with its chat template; ConfigError as of `check_tokenizer`."""
     check_tokenizer(header)
-    made = _byte_level(header) if header.fields["tokenizer.ggml.model"] == "gpt2" else _sentencepiece(header)
+    tokenizer = _byte_level(header) if header.fields["tokenizer.ggml.model"] == "gpt2" else _sentencepiece(header)
     if "tokenizer.chat_template" in header.fields:
-        made.chat_template = header.fields["tokenizer.chat_template"]
-    return made
+        tokenizer.chat_template = header.fields["tokenizer.chat_template"]
+    return tokenizer
 
 
 def _sentencepiece(header: GgufHeader) -> PreTrainedTokenizerBase:
     """The tokenizer of a SentencePiece vocabulary; ConfigError where transformers makes another one than the file's."""
     try:
-        made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(header.path.parent), gguf_file=header.path.name
         )
-        ids = made("a").input_ids
+        ids = tokenizer("a").input_ids
     except Exception as error:  # transformers' and tokenizers' own: no common base
         raise ConfigError(f"transformers cannot read it: {' '.join(str(error).split())[:200]}") from error
     start = header.fields.get("tokenizer.ggml.bos_token_id")
@@ -622,7 +622,7 @@ def _sentencepiece(header: GgufHeader) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"the installed transformers {'leaves out' if wanted else 'adds'} its start token: a newer one may not"
         )
-    return made
+    return tokenizer
 
 
 def _byte_level(header: GgufHeader) -> PreTrainedTokenizerBase:
@@ -655,10 +655,10 @@ def _byte_level(header: GgufHeader) -> PreTrainedTokenizerBase:
             ]
         )
     longest = fields.get(f"{header.architecture}.context_length")
-    made: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, model_max_length=longest, **named
     )
-    return made
+    return tokenizer
 
 
 def _by(pattern: str) -> Any:
@@ -718,15 +718,15 @@ def check_names(header: GgufHeader, config: Any) -> None:
     wanted = {name: tuple(weight.shape) for name, weight in state.items()}
     if config.tie_word_embeddings:
         del wanted["lm_head.weight"]
-    found = {
+    shapes = {
         name_of(name, header.architecture) or name: tensor.shape
         for name, tensor in header.tensors.items()
         if name != LLAMA3_FACTORS
     }
     wrong = {
-        "missing": [name for name in wanted if name not in found],
-        "unknown": [name for name in found if name not in wanted],
-        "of another shape": [name for name, shape in found.items() if name in wanted and wanted[name] != shape],
+        "missing": [name for name in wanted if name not in shapes],
+        "unknown": [name for name in shapes if name not in wanted],
+        "of another shape": [name for name, shape in shapes.items() if name in wanted and wanted[name] != shape],
     }
     if said := named_weights(wrong):
         raise ConfigError(f"the tensors of {header.path} do not fit its header ({said}): fetch it again")
@@ -751,14 +751,14 @@ def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None])
     files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
     files = files if len(files) > 1 else ["model.safetensors"]
     with header.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for file, part in zip(files, parts, strict=True):
+        for file, tensors in zip(files, parts, strict=True):
             weights = {}
-            for known, tensor in part.items():
+            for known, tensor in tensors.items():
                 weights[known] = _weight(header, data, known, tensor)
                 advance()
             save_file(weights, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
-        places = {known: file for file, part in zip(files, parts, strict=True) for known in part}
+        places = {known: file for file, tensors in zip(files, parts, strict=True) for known in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True), "utf-8")
 

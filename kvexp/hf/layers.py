@@ -128,7 +128,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def end_forward(self) -> None:
-        """Forget what only layers of the forward that ends could read."""
+        """Drop the keys and values that layers share within one forward."""
         self._reads = []
 
     def get_seq_length(self, *_: Any) -> int:

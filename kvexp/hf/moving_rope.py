@@ -77,10 +77,10 @@ class MovingRope:
             )
 
 
-def check_turns(moving: MovingRope | None, what: str) -> None:
-    """ConfigError where `what` turns keys or queries and no table of frequencies holds for all of them."""
+def check_turns(moving: MovingRope | None, feature: str) -> None:
+    """ConfigError where `feature` turns keys or queries and no table of frequencies holds for all of them."""
     if moving is not None:
-        raise ConfigError(f"{what} cannot work with rope_type {moving.kind!r}: its frequencies change with length")
+        raise ConfigError(f"{feature} cannot work with rope_type {moving.kind!r}: its frequencies change with length")
 
 
 def check_rope(moving: MovingRope | None, cache: CacheConfig) -> None:
@@ -90,8 +90,8 @@ def check_rope(moving: MovingRope | None, cache: CacheConfig) -> None:
     """
     if moving is None:
         return
-    if (what := turned_by(cache)) is not None:
-        check_turns(moving, what)
+    if (feature := turned_by(cache)) is not None:
+        check_turns(moving, feature)
     if moving.has_sides:
         return  # `check_prompts` and `RepeatedPrompt.check_room` know on which side a prompt is
     if cache.bounded_chunk is not None:
@@ -147,9 +147,9 @@ def reset_frequencies(model: nn.Module) -> None:
 
     They keep the frequencies of the longest forward so far, by which the next row would be turned.
     """
-    each: Any
-    for each in model.modules():
-        if "dynamic" in str(getattr(each, "rope_type", "")) and hasattr(each, "original_inv_freq"):
-            fresh = each.original_inv_freq.to(each.inv_freq.device)
-            each.register_buffer("inv_freq", fresh, persistent=False)
-            each.max_seq_len_cached = each.original_max_seq_len
+    module: Any
+    for module in model.modules():
+        if "dynamic" in str(getattr(module, "rope_type", "")) and hasattr(module, "original_inv_freq"):
+            fresh = module.original_inv_freq.to(module.inv_freq.device)
+            module.register_buffer("inv_freq", fresh, persistent=False)
+            module.max_seq_len_cached = module.original_max_seq_len

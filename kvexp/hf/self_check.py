@@ -84,7 +84,7 @@ def check_model(model: PreTrainedModel, check: Check) -> None:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel) -> float:
-    """The difference of logits between kvexp and the model's own attention, as a `logits_size`.
+    """Size (`logits_size`) of the difference between the logits of kvexp and of the model's own attention.
 
     ConfigError as of `check_model`.
     """

@@ -21,19 +21,19 @@ from kvexp.util.errors import ConfigError
 from kvexp.util.files import replace
 
 
-def write_triattention(file: Path, made: QueryCalibration) -> None:
+def write_triattention(file: Path, queries: QueryCalibration) -> None:
     """Write the statistics to a file, whole or not at all.
 
     Of a model whose RoPE turns dimension f with f + D / 2. ConfigError where it does not turn all dimensions, or the
     file cannot be written.
     """
-    layers, heads, group, width = made.mean.shape
-    if made.size.shape[-1] * 2 != width:
+    layers, heads, group, width = queries.mean.shape
+    if queries.size.shape[-1] * 2 != width:
         raise ConfigError(
-            f"TriAttention's file holds pairs of dimensions, and RoPE of this model turns {made.size.shape[-1] * 2} of "
-            f"{width}: kvexp's own statistics alone can be kept (leave out --format)"
+            "TriAttention's file holds pairs of dimensions, and RoPE of this model turns "
+            f"{queries.size.shape[-1] * 2} of {width}: kvexp's own statistics alone can be kept (leave out --format)"
         )
-    pairs = made.mean.unflatten(-1, (2, -1))
+    pairs = queries.mean.unflatten(-1, (2, -1))
     stats, sampled = {}, []
     for layer in range(layers):
         for head in range(heads * group):
@@ -42,7 +42,7 @@ def write_triattention(file: Path, made: QueryCalibration) -> None:
             stats[f"layer{layer:02d}_head{head:02d}"] = {
                 "q_mean_real": real.clone(),
                 "q_mean_imag": imaginary.clone(),
-                "q_abs_mean": made.size[at].clone(),
+                "q_abs_mean": queries.size[at].clone(),
             }
             sampled.append([layer, head])
     metadata = {"sampled_heads": sampled, "head_dim": width, "rope_style": "half"}
@@ -76,7 +76,7 @@ def read_triattention(file: Path, heads: int) -> QueryCalibration:
     if real.shape[1] % heads:
         raise ConfigError(f"{file} has {real.shape[1]} query heads in a layer, which {heads} kv heads cannot share")
     mean = torch.cat([real, imaginary], dim=-1)
-    mean, size = (each.float().unflatten(1, (heads, -1)).contiguous() for each in (mean, size))
+    mean, size = (values.float().unflatten(1, (heads, -1)).contiguous() for values in (mean, size))
     return QueryCalibration.of(torch.zeros_like(mean), mean, size)
 
 
@@ -88,7 +88,7 @@ def _flat(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 def _by_head(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """As `_flat`, of a file that lists heads; KeyError for one that is missing."""
     sampled = [(int(layer), int(head)) for layer, head in given["metadata"]["sampled_heads"]]
-    layers, heads = (1 + max(each[part] for each in sampled) for part in (0, 1))
+    layers, heads = (1 + max(pair[place] for pair in sampled) for place in (0, 1))
     stats = given["stats"]
     parts = []
     for name in ("q_mean_real", "q_mean_imag", "q_abs_mean"):

@@ -104,8 +104,8 @@ OWN_WORDS: dict[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a command line asks for. words: all that is not advise's own, for labels of runs or for `kvexp run`."""
+class Terms:
+    """Terms of a promise, by a command line. words: those not of advise: labels of runs, or words for `kvexp run`."""
 
     loss: Literal["kl", "top1", "score_loss"] = "kl"
     limit: float = 0.1
@@ -122,9 +122,9 @@ class Asked:
     words: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Asked:
+    def of(cls, words: Sequence[str]) -> Terms:
         """Read KEY=VALUE words; ConfigError names the key and what is allowed."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         rest = []
         for word in words:
             key, equals, value = word.partition("=")
@@ -133,31 +133,31 @@ class Asked:
                     raise ConfigError(f"advise takes a folder of runs or KEY=VALUE, got {word!r}")
                 rest.append(word)
                 continue
-            if key in found:
-                raise ConfigError(f"{key} is given twice, as {found[key]} and as {value}: give one")
+            if key in values:
+                raise ConfigError(f"{key} is given twice, as {values[key]} and as {value}: give one")
             kind = OWN_WORDS[key][0]
-            found[key] = typed(value if kind is str else _number(value, key), kind, key)
-        if len(given := [name for name in LOSSES if name in found]) > 1:
+            values[key] = typed(value if kind is str else _number(value, key), kind, key)
+        if len(given := [name for name in LOSSES if name in values]) > 1:
             raise ConfigError(f"{' and '.join(given)} are two losses: give one")
         loss = given[0] if given else "kl"
-        limit = found.pop(loss, 0.1)
+        limit = values.pop(loss, 0.1)
         for name in ("methods", "budgets"):
-            if name in found:
-                found[name] = tuple(filter(None, found[name].split(",")))
+            if name in values:
+                values[name] = tuple(filter(None, values[name].split(",")))
         budget = Annotated[float, Range(0, 1, above=True)]
-        found["budgets"] = tuple(
-            typed(_number(each, "budgets"), budget, "budgets") for each in found.get("budgets", ())
+        values["budgets"] = tuple(
+            typed(_number(word, "budgets"), budget, "budgets") for word in values.get("budgets", ())
         )
-        if target := found.get("target"):
+        if target := values.get("target"):
             from kvexp.run.compose import options  # late: Hydra
 
             if target not in (known := options("model")):
                 raise ConfigError(
                     f"target must be a model of `kvexp models`, got {target}{did_you_mean(target, known)}"
                 )
-        elif lost := [name for name in ("context", "batch") if name in found]:
+        elif lost := [name for name in ("context", "batch") if name in values]:
             raise ConfigError(f"{lost[0]} is of a target: add target=MODEL")
-        return cls(**{**found, "loss": loss, "limit": limit, "words": tuple(rest)})
+        return cls(**{**values, "loss": loss, "limit": limit, "words": tuple(rest)})
 
     @property
     def error(self) -> float:
@@ -250,7 +250,7 @@ class Candidate:
 
     def of(self, prompts: Collection[str]) -> Floats:
         """Losses of these prompts, as far as there are any, in the prompts' order."""
-        return np.array([self.losses[each] for each in prompts if each in self.losses], dtype=np.float64)
+        return np.array([self.losses[name] for name in prompts if name in self.losses], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Promise:
 class Advice:
     """chains: of each method that was tested, its budgets from the dearest; left_out: methods that were not tested."""
 
-    asked: Asked
+    terms: Terms
     choosing: list[str]
     promising: list[str]
     chains: list[list[Promise]]
@@ -284,7 +284,7 @@ class Advice:
     @cached_property
     def answers(self) -> list[Promise | None]:
         """The cheapest budget of each chain whose promise holds; None where none does."""
-        return [next((each for each in reversed(chain) if each.holds), None) for chain in self.chains]
+        return [next((tested for tested in reversed(chain) if tested.holds), None) for chain in self.chains]
 
     def shown(self, at: int) -> Promise:
         """What is shown of a chain: its answer, or the dearest budget where none holds."""
@@ -307,10 +307,10 @@ class Advice:
         """
         first = chain[0].candidate
         losses = first.of([*self.choosing, *self.promising])
-        rate = float(self.asked.is_beyond(losses).mean())
-        error = self.asked.error / max(1, len(self.chains))
+        rate = float(self.terms.is_beyond(losses).mean())
+        error = self.terms.error / max(1, len(self.chains))
         for n in np.unique(np.geomspace(10, 5000, 60).astype(int)).tolist():
-            if n > chain[0].n and promise.most_beyond(n, self.asked.share, error) >= math.ceil(rate * n):
+            if n > chain[0].n and promise.most_beyond(n, self.terms.share, error) >= math.ceil(rate * n):
                 return 2 * int(n)
         return None
 
@@ -319,48 +319,48 @@ def judged(
     candidates: Sequence[Candidate],
     choosing: Sequence[str],
     promising: Sequence[str],
-    asked: Asked,
+    terms: Terms,
     chains: Sequence[Sequence[str]] | None = None,
 ) -> Advice:
     """The promises of these candidates. chains: names of those that the choosing prompts chose, if that is known.
 
     Candidates without a loss of a promising prompt are left out of the choice.
     """
-    ready = [each for each in candidates if len(each.of(promising))]
+    ready = [budget for budget in candidates if len(budget.of(promising))]
     if chains is None:
-        tested = chosen(ready, choosing, len(promising), asked)
+        tested = chosen(ready, choosing, len(promising), terms)
     else:
-        by_name = {each.name: each for each in candidates}
+        by_name = {budget.name: budget for budget in candidates}
         tested = [[by_name[name] for name in chain if name in by_name] for chain in chains]
     counted = [
-        [(losses := each.of(promising), int(asked.is_beyond(losses).sum())) for each in chain] for chain in tested
+        [(losses := budget.of(promising), int(terms.is_beyond(losses).sum())) for budget in chain] for chain in tested
     ]
-    p = [[promise.share_p_value(beyond, len(losses), asked.share) for losses, beyond in chain] for chain in counted]
-    held = promise.held(p, asked.error)
+    p = [[promise.share_p_value(beyond, len(losses), terms.share) for losses, beyond in chain] for chain in counted]
+    held = promise.held(p, terms.error)
     all_hold = held == list(map(len, tested))
-    error = asked.error / max(1, sum(map(len, tested)))  # of a bound of any budget that was tested
+    error = terms.error / max(1, sum(map(len, tested)))  # of a bound of any budget that was tested
     chains_tested = []
     for chain, counts, many in zip(tested, counted, held, strict=True):
         promises = []
         for place, (candidate, (losses, beyond)) in enumerate(zip(chain, counts, strict=True)):
-            capped = np.clip(losses, 0, asked.most)
+            capped = np.clip(losses, 0, terms.most)
             # The answer is chosen by the prompts that the bound counts. Where some budget fails, the error is spent on
             # the promises; only where all hold may it be spent on more than `share` (Strassburger and Bretz 2008,
             # doi:10.1002/sim.3338): promises and bounds are then right together.
-            bound = max(asked.share, promise.share_bound(beyond, len(losses), error) if all_hold else 0.0)
+            bound = max(terms.share, promise.share_bound(beyond, len(losses), error) if all_hold else 0.0)
             promises.append(
                 Promise(
                     *(candidate, len(losses), beyond, int(np.isinf(losses).sum())),
                     *(place < many, bound if place < many else math.nan),
-                    *(float(capped.mean()), asked.most * promise.mean_bound(capped / asked.most, error)),
+                    *(float(capped.mean()), terms.most * promise.mean_bound(capped / terms.most, error)),
                 )
             )
         chains_tested.append(promises)
-    left = {each.method for each in candidates} - {chain[0].method for chain in tested if chain}
-    return Advice(asked, list(choosing), list(promising), chains_tested, sorted(left), list(candidates))
+    left = {budget.method for budget in candidates} - {chain[0].method for chain in tested if chain}
+    return Advice(terms, list(choosing), list(promising), chains_tested, sorted(left), list(candidates))
 
 
-def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, asked: Asked) -> list[list[Candidate]]:
+def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, terms: Terms) -> list[list[Candidate]]:
     """Chains of the methods that are most likely to save bytes with a promise of n further prompts that holds.
 
     A method counts by the largest product of the bytes a budget saves and the chance that it, and all dearer ones,
@@ -368,34 +368,34 @@ def chosen(candidates: Sequence[Candidate], choosing: Sequence[str], n: int, ask
     around that one, from the dearest.
     """
     ranked = []
-    for each in by_method(candidates).values():
-        saved, best = hope(each, choosing, n, asked)
-        ranked.append((saved, each[max(0, best - BEFORE) : best + BEHIND + 1]))
-    ranked.sort(key=lambda one: -one[0])
-    return [chain for _, chain in ranked[: asked.many(n)]]
+    for budgets in by_method(candidates).values():
+        saved, best = hope(budgets, choosing, n, terms)
+        ranked.append((saved, budgets[max(0, best - BEFORE) : best + BEHIND + 1]))
+    ranked.sort(key=lambda pair: -pair[0])
+    return [chain for _, chain in ranked[: terms.many(n)]]
 
 
-def hope(budgets: Sequence[Candidate], choosing: Sequence[str], n: int, asked: Asked) -> tuple[float, int]:
+def hope(budgets: Sequence[Candidate], choosing: Sequence[str], n: int, terms: Terms) -> tuple[float, int]:
     """(share of the bytes that a method is likely to save with a promise, place of the budget that does).
 
     budgets: of one method, from the dearest.
     """
-    may = promise.most_beyond(n, asked.share, asked.error / asked.many(n))
-    chances = np.minimum.accumulate([_chance(each.of(choosing), n, may, asked) for each in budgets])
-    saved = np.array([1 - each.bytes_share for each in budgets]) * chances
+    may = promise.most_beyond(n, terms.share, terms.error / terms.many(n))
+    chances = np.minimum.accumulate([_chance(budget.of(choosing), n, may, terms) for budget in budgets])
+    saved = np.array([1 - budget.bytes_share for budget in budgets]) * chances
     return float(saved.max()), int(saved.argmax())
 
 
-def _chance(losses: Floats, n: int, may: int, asked: Asked) -> float:
-    return promise.chance(int(asked.is_beyond(losses).sum()), len(losses), n, may)
+def _chance(losses: Floats, n: int, may: int, terms: Terms) -> float:
+    return promise.chance(int(terms.is_beyond(losses).sum()), len(losses), n, may)
 
 
 def by_method(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
     """Candidates of each method, from the dearest to the cheapest."""
-    found: dict[str, list[Candidate]] = defaultdict(list)
-    for each in sorted(candidates, key=lambda one: (-one.bytes_share, size_or_words(one.budget), one.name)):
-        found[each.method].append(each)
-    return dict(found)
+    by_name: dict[str, list[Candidate]] = defaultdict(list)
+    for candidate in sorted(candidates, key=lambda item: (-item.bytes_share, size_or_words(item.budget), item.name)):
+        by_name[candidate.method].append(candidate)
+    return dict(by_name)
 
 
 # Runs as candidates.
@@ -423,20 +423,20 @@ class Recorded:
             order = np.random.default_rng(SEED).permutation(sorted(self.prompts))
             known = order[: len(order) // 2].tolist()
         taken = set(known)
-        rest = self.plan.get("promising") or [each for each in self.prompts if each not in taken]
-        return [each for each in self.prompts if each in taken], rest
+        rest = self.plan.get("promising") or [name for name in self.prompts if name not in taken]
+        return [name for name in self.prompts if name in taken], rest
 
-    def check(self, asked: Asked) -> None:
-        """ConfigError where the prompts are too few for a question, or a search for it has not come to its end."""
-        if question_key(asked) in self.plan.get("done", {}):
+    def check(self, terms: Terms) -> None:
+        """ConfigError where the prompts are too few for these terms, or a search by them has not come to its end."""
+        if terms_key(terms) in self.plan.get("done", {}):
             return  # then prompts without rows are those that could not change the answer
         promising = self.halves()[1]
-        asked.check(max(len(self.prompts), 2 * len(promising)))
-        there, needed, outputs = len({*self.prompts} & {*promising}), asked.needed, self.baseline.run.path.parent
-        if self.plan and there < needed:
+        terms.check(max(len(self.prompts), 2 * len(promising)))
+        promised, needed, outputs = len({*self.prompts} & {*promising}), terms.needed, self.baseline.run.path.parent
+        if self.plan and promised < needed:
             raise ConfigError(
-                f"the search in {outputs} is not done: {there} of the prompts that make the promise have rows, and "
-                f"share={asked.share:g} at confidence={asked.confidence:g} needs {needed}; give the command again that "
+                f"the search in {outputs} is not done: {promised} of the prompts that make the promise have rows, and "
+                f"share={terms.share:g} at confidence={terms.confidence:g} needs {needed}; give the command again that "
                 f"began it (model=…, data=… or task=…, outputs_dir={outputs}), which goes on where it stopped"
             )
 
@@ -445,38 +445,38 @@ class Recorded:
         """What a search has kept of these prompts; empty without one."""
         return kept_plan(self.place)
 
-    def question(self) -> Asked | None:
-        """The question last searched for, else the usual one; at a share that these prompts carry, else None."""
+    def default_terms(self) -> Terms | None:
+        """Terms of the last search, else defaults at the largest share these prompts carry; None without one."""
         known = self.plan.get("asked")
-        for asked in [Asked(**known)] if known else [Asked(share=share) for share in SHARES]:
+        for terms in [Terms(**known)] if known else [Terms(share=share) for share in SHARES]:
             with contextlib.suppress(ConfigError):
-                self.check(asked)
-                return asked
+                self.check(terms)
+                return terms
         return None
 
-    def advice(self, asked: Asked) -> Advice:
+    def advice(self, terms: Terms) -> Advice:
         """The promises that its rows carry."""
-        chains = self.plan.get("chains", {}).get(question_key(asked))
-        return judged(self.candidates, *self.halves(), asked, chains)
+        chains = self.plan.get("chains", {}).get(terms_key(terms))
+        return judged(self.candidates, *self.halves(), terms, chains)
 
 
 def kept_plan(place: Path) -> dict[str, Any]:
-    """What a search has kept, empty without one: choosing, the chains by the question they were chosen for, and tried.
+    """What a search has kept, empty without one: choosing, chains by the terms they were chosen for, and tried.
 
     tried: hash of a run -> shard -> [first, end) of the prompts, by their index in the task, that it was run on.
     """
     try:
-        found: dict[str, Any] = json.loads(place.read_bytes())
-        return found
+        plan: dict[str, Any] = json.loads(place.read_bytes())
+        return plan
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{place}: {error}; remove it, and its rows are judged as any others") from error
 
 
-def question_key(asked: Asked) -> str:
-    """What of a question decides which candidates are chosen."""
-    return f"{asked.loss}={asked.limit:g} share={asked.share:g} confidence={asked.confidence:g} {asked.finalists}"
+def terms_key(terms: Terms) -> str:
+    """Text of the terms that decide which candidates are chosen."""
+    return f"{terms.loss}={terms.limit:g} share={terms.share:g} confidence={terms.confidence:g} {terms.finalists}"
 
 
 def keep_plan(place: Path, changes: Mapping[str, Any]) -> None:
@@ -495,25 +495,27 @@ def _merged(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def recorded(runs: Runs, loss: str) -> list[Recorded]:
     """The runs shown that have this loss, by model, task, place of the question and full cache."""
-    found: dict[tuple[str, str | None, str], list[Folder]] = defaultdict(list)
+    groups: dict[tuple[str, str | None, str], list[Folder]] = defaultdict(list)
     for folder in runs.ran:
         if folder.run.baseline in runs.known and not folder.is_baseline:
-            found[folder.family, folder.question, folder.run.baseline].append(folder)
-    made = []
-    for (_, _, key), each in found.items():
+            groups[folder.family, folder.question, folder.run.baseline].append(folder)
+    records = []
+    for (_, _, key), folders in groups.items():
         baseline = runs.known[key]
         tried = kept_plan(baseline.run.path.parent / FOLDER / f"{key}.json").get("tried", {})
-        losses = {one.run.hash: losses_of(one, runs.known, loss, tried.get(one.run.hash, {})) for one in each}
-        some = [one for one in each if losses[one.run.hash]]
-        if not some:
+        losses = {
+            folder.run.hash: losses_of(folder, runs.known, loss, tried.get(folder.run.hash, {})) for folder in folders
+        }
+        lossy = [folder for folder in folders if losses[folder.run.hash]]
+        if not lossy:
             continue
-        candidates = [_candidate(one, baseline, losses[one.run.hash]) for one in some]
+        candidates = [_candidate(folder, baseline, losses[folder.run.hash]) for folder in lossy]
         # In the task's order, as far as the runs with most of them know it: an early end leaves out the last ones.
         most_first = sorted(losses.values(), key=len, reverse=True)
-        prompts = list(dict.fromkeys(name for found in most_first for name in found))
+        prompts = list(dict.fromkeys(name for known in most_first for name in known))
         title = f"{baseline.labels['model']} on {baseline.labels['task']}"
-        made.append(Recorded(title, baseline, {one.run.hash: one for one in some}, candidates, prompts))
-    return made
+        records.append(Recorded(title, baseline, {folder.run.hash: folder for folder in lossy}, candidates, prompts))
+    return records
 
 
 def losses_of(
@@ -530,8 +532,8 @@ def losses_of(
         losses = _score_losses(folder, baseline)
     else:
         measured = per_example(folder.run, OWN)
-        each = None if measured is None else (measured.kl if loss == "kl" else measured.differs) / measured.tokens
-        losses = {} if measured is None or each is None else dict(zip(measured.names, each.tolist(), strict=True))
+        means = None if measured is None else (measured.kl if loss == "kl" else measured.differs) / measured.tokens
+        losses = {} if measured is None or means is None else dict(zip(measured.names, means.tolist(), strict=True))
     if baseline is None or not (losses or (folder.unscored and not folder.scored)):  # a run of which all failed counts
         return losses
     answers = baseline.of_answered(baseline).scored if loss == "score_loss" else baseline.scored
@@ -549,13 +551,13 @@ def _score_losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
         return {}
     metric, counted = baseline.metrics[0], baseline.of_answered(baseline).scored
     sign = -1 if lower_is_better(metric) else 1
-    found = {}
+    losses = {}
     for name in (row["example"] for row in folder.rows if row["example"] in counted):
-        own, full = (
+        score, full = (
             number((side.get(name) or {"metrics": {}})["metrics"].get(metric)) for side in (folder.scored, counted)
         )
-        found[name] = math.inf if math.isnan(own) else sign * (full - own)
-    return found
+        losses[name] = math.inf if math.isnan(score) else sign * (full - score)
+    return losses
 
 
 def _candidate(folder: Folder, baseline: Folder, losses: Mapping[str, float]) -> Candidate:
@@ -607,7 +609,7 @@ prompts (docs/advise.md).
 
 def usage() -> str:
     """What `kvexp advise --help` prints."""
-    lines = (f"  {name + '=':<12} {what}" for name, (_, what) in OWN_WORDS.items())
+    lines = (f"  {name + '=':<12} {about}" for name, (_, about) in OWN_WORDS.items())
     keys = "\n".join(textwrap.fill(line, 79, subsequent_indent=" " * 15) for line in lines)
     rest = (
         "Other words: with OUTPUTS, labels of the runs to take (task=news\n"
@@ -626,134 +628,134 @@ def main(words: list[str]) -> int:
         return 0 if words else 2
     folders = [word for word in words if "=" not in word and not word.startswith("-")]
     options_ = [word for word in words if word.startswith("-")]
-    asked = Asked.of([word for word in words if word not in (*folders, *options_)])
+    terms = Terms.of([word for word in words if word not in (*folders, *options_)])
     if wrong := [word for word in options_ if word != "--dry-run"]:
         raise ConfigError(f"advise has no option {wrong[0]}; it has --dry-run and --help")
     if len(folders) > 1:
         raise ConfigError(f"advise takes one folder of runs, got {' '.join(folders)}")
     if folders:
-        if asked.data or asked.methods or asked.budgets or options_:
+        if terms.data or terms.methods or terms.budgets or options_:
             raise ConfigError(
                 "data=, methods=, budgets= and --dry-run are for prompts that are to be run: leave out the folder "
                 f"{folders[0]} (outputs_dir={folders[0]} says where the runs go), or choose rows by method=A,B"
             )
-        found = of_folder(folders[0], asked)
+        record = of_folder(folders[0], terms)
     else:
         from kvexp.results.advise_search import search  # late: torch
 
-        searched = search(asked, dry_run=bool(options_))
+        searched = search(terms, dry_run=bool(options_))
         if searched is None:
             return 0
-        found = searched
-    print_advice(found, asked, Console(markup=False, width=None if sys.stdout.isatty() else WIDTH), words)
+        record = searched
+    print_advice(record, terms, Console(markup=False, width=None if sys.stdout.isatty() else WIDTH), words)
     return 0
 
 
-def of_folder(outputs: str, asked: Asked) -> Recorded:
-    """The runs of a folder that a question is about; ConfigError where there are none, several, or too few prompts."""
-    where = labels_of_words(asked.words)
+def of_folder(outputs: str, terms: Terms) -> Recorded:
+    """The runs of a folder that these words choose; ConfigError where there are none, several, or too few prompts."""
+    where = labels_of_words(terms.words)
     runs = read_runs(outputs, where)
-    found = recorded(runs, asked.loss)
-    if not found:
-        missing = "scores of a run and its full cache" if asked.loss == "score_loss" else "divergence=true, or only"
-        nothing = f"no run under {outputs} has what {asked.loss}= is about: it needs {missing}"
+    records = recorded(runs, terms.loss)
+    if not records:
+        missing = "scores of a run and its full cache" if terms.loss == "score_loss" else "divergence=true, or only"
+        nothing = f"no run under {outputs} has what {terms.loss}= is about: it needs {missing}"
         raise ConfigError(nothing if runs.ran else unmatched(outputs, where))
-    if len(found) > 1:
-        each = ", ".join(
-            f"{one.title}{f' ({one.candidates[0].name})' if one.title in titles else ''}"
-            for titles, one in ((_twice(found), one) for one in found)
+    if len(records) > 1:
+        names = ", ".join(
+            f"{record.title}{f' ({record.candidates[0].name})' if record.title in titles else ''}"
+            for titles, record in ((_twice(records), record) for record in records)
         )
-        raise ConfigError(f"{outputs} has runs of several models, tasks or data: {each}; name one, as in task=news")
-    one = found[0]
-    one.check(asked)
-    return one
+        raise ConfigError(f"{outputs} has runs of several models, tasks or data: {names}; name one, as in task=news")
+    record = records[0]
+    record.check(terms)
+    return record
 
 
-def _twice(found: Sequence[Recorded]) -> set[str]:
-    titles = [one.title for one in found]
+def _twice(records: Sequence[Recorded]) -> set[str]:
+    titles = [record.title for record in records]
     return {title for title in titles if titles.count(title) > 1}
 
 
-def print_advice(found: Recorded, asked: Asked, console: Console, words: Sequence[str]) -> None:
+def print_advice(record: Recorded, terms: Terms, console: Console, words: Sequence[str]) -> None:
     """The answer on one screen: a line per method, the promise as a sentence, its assumption and its limits.
 
     words: of the command line, from which the next one is made.
     """
-    advice = found.advice(asked)
-    console.print(Text(f"{found.title}: {asked.share:g} of new prompts {asked.within}", style="bold"))
+    advice = record.advice(terms)
+    console.print(Text(f"{record.title}: {terms.share:g} of new prompts {terms.within}", style="bold"))
     n = len(advice.promising)
-    rest = asked.carries(n) if advice.chains else f"the other {n}, which make promises, had nothing to test"
+    rest = terms.carries(n) if advice.chains else f"the other {n}, which make promises, had nothing to test"
     console.print(f"{len(advice.choosing)} prompts chose methods and budgets; {rest}.\n")
-    if rows := [_answer_row(advice, at, found, asked) for at in advice.order]:
-        print_columns(rows, _columns(asked, rows), 2, console)
-    for line in said(advice, found, words):
+    if rows := [_answer_row(advice, at, record, terms) for at in advice.order]:
+        print_columns(rows, _columns(terms, rows), 2, console)
+    for line in said(advice, record, words):
         console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
-def _answer_row(advice: Advice, at: int, found: Recorded, asked: Asked) -> dict[str, Any]:
+def _answer_row(advice: Advice, at: int, record: Recorded, terms: Terms) -> dict[str, Any]:
     """What a line of the table says of a chain: its answer, or the dearest budget where none holds."""
     shown, answer = advice.shown(at), advice.answers[at]
-    one, full = shown.candidate, _mean_bytes(found.baseline)
-    budget = one.budget if answer else f"none of {len(advice.chains[at])}"
-    row: dict[str, Any] = {"method": one.method, "budget": budget}
+    candidate, full = shown.candidate, _mean_bytes(record.baseline)
+    budget = candidate.budget if answer else f"none of {len(advice.chains[at])}"
+    row: dict[str, Any] = {"method": candidate.method, "budget": budget}
     row |= {
-        "share": one.bytes_share if answer else math.nan,
-        "saved": full * (1 - one.bytes_share) if answer else math.nan,
+        "share": candidate.bytes_share if answer else math.nan,
+        "saved": full * (1 - candidate.bytes_share) if answer else math.nan,
     }
     row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": _rounded_down(shown.share_bound)}
-    row |= {"mean": _mean_rounded_up(shown, asked) if answer else math.nan}
-    if asked.target and answer:
+    row |= {"mean": _mean_rounded_up(shown, terms) if answer else math.nan}
+    if terms.target and answer:
         from kvexp.results.advise_search import target_bytes  # late: torch
 
-        kept, whole = target_bytes(found.folders[one.name].run, asked.target, asked.context)
-        row["target"] = (whole - kept) * asked.batch
+        kept, whole = target_bytes(record.folders[candidate.name].run, terms.target, terms.context)
+        row["target"] = (whole - kept) * terms.batch
     return row
 
 
-def _columns(asked: Asked, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    at_most = f"{LOSSES[asked.loss].mean}\nat most"
+def _columns(terms: Terms, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    at_most = f"{LOSSES[terms.loss].mean}\nat most"
     target = Column("saved on\ntarget", "target", size)
     return [
         *(plain("method", "method", right=False), plain("budget", "budget", right=False)),
         *(numeric("% of\nKV", "share", 0, 100), Column("saved per\nsequence", "saved", size)),
-        *([target] if asked.target else []),
+        *([target] if terms.target else []),
         *(plain("beyond", "beyond\nthe limit"), numeric("within it,\nat least", "least", 3)),
-        numeric(at_most, "mean", LOSSES[asked.loss].digits),
+        numeric(at_most, "mean", LOSSES[terms.loss].digits),
     ]
 
 
 def _mean_bytes(baseline: Folder) -> float:
-    each = [number((row.get("receipt") or {}).get("kv_bytes")) for row in baseline.scored.values()]
-    known = [value for value in each if math.isfinite(value)]
+    sizes = [number((row.get("receipt") or {}).get("kv_bytes")) for row in baseline.scored.values()]
+    known = [value for value in sizes if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
 
 
-def said(advice: Advice, found: Recorded, words: Sequence[str]) -> list[str]:
+def said(advice: Advice, record: Recorded, words: Sequence[str]) -> list[str]:
     """The lines below the table: the promise, its assumption, what would change it, what was not tried.
 
     words: of the command line, from which the next one is made.
     """
-    lines, asked = [], advice.asked
+    lines, terms = [], advice.terms
     held = [answer for answer in advice.answers if answer is not None]
-    error = asked.confidence
+    error = terms.confidence
     if held:
         best = next(answer for at in advice.order if (answer := advice.answers[at]) is not None)
         name = f"{best.candidate.method} {best.candidate.budget}"
         lines.append(
-            f"Promise: under {name} a new prompt of this kind stays {asked.within} with probability at least "
-            f"{asked.share:g}, at confidence {error:g} for all lines that hold together; "
-            f"{LOSSES[asked.loss].mean} at most {_mean_rounded_up(best, asked):.{LOSSES[asked.loss].digits}f}, at "
-            f"confidence {error:g} by itself (a prompt counts at most {asked.most:g})."
+            f"Promise: under {name} a new prompt of this kind stays {terms.within} with probability at least "
+            f"{terms.share:g}, at confidence {error:g} for all lines that hold together; "
+            f"{LOSSES[terms.loss].mean} at most {_mean_rounded_up(best, terms):.{LOSSES[terms.loss].digits}f}, at "
+            f"confidence {error:g} by itself (a prompt counts at most {terms.most:g})."
         )
     else:
-        lines.append(f"None of these: no budget that was tested holds the promise of {asked.share:g} {asked.within}.")
+        lines.append(f"None of these: no budget that was tested holds the promise of {terms.share:g} {terms.within}.")
         if not advice.chains:
             lines.append("On the prompts that chose, every budget lost too much to be worth a test.")
     for at in advice.order:
         shown, answer = advice.shown(at), advice.answers[at]
         name = f"{shown.candidate.method} {shown.candidate.budget}"
         if lacking := len(advice.promising) - shown.n:
-            ended = answer is None and found.plan  # a search ends there
+            ended = answer is None and record.plan  # a search ends there
             why = "it can no longer hold" if ended else "not run, or an answer of a single token"
             lines.append(f"{name}: judged by {shown.n} prompts; the other {lacking} that promise have no loss ({why}).")
         if shown.failed:
@@ -767,20 +769,20 @@ def said(advice: Advice, found: Recorded, words: Sequence[str]) -> list[str]:
             )
     if not held:
         lines += _next_step(advice, words)
-    if without := len({row["example"] for row in found.baseline.rows} - {*found.prompts}):
+    if without := len({row["example"] for row in record.baseline.rows} - {*record.prompts}):
         lines.append(
-            f"{without} of {len(found.baseline.rows)} prompts count nowhere, as no method has a loss there: not run, "
+            f"{without} of {len(record.baseline.rows)} prompts count nowhere, as no method has a loss there: not run, "
             "no answer of the full cache, or one of a single token."
         )
-    if held and asked.target:
+    if held and terms.target:
         lines.append(
-            f"Target: {asked.target}, {asked.batch} sequence(s) of {asked.context} tokens, keys and values in 16 bits."
+            f"Target: {terms.target}, {terms.batch} sequence(s) of {terms.context} tokens, keys and values in 16 bits."
         )
     if held:
         lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
-    if asked.new is not None:
-        lines.append(_shift(asked.new, found))
-    if others := len(found.plan.get("chains", {}).keys() - {question_key(asked)}):
+    if terms.new is not None:
+        lines.append(_shift(terms.new, record))
+    if others := len(record.plan.get("chains", {}).keys() - {terms_key(terms)}):
         lines.append(f"The same prompts have answered {others} other question(s): the confidence is of each by itself.")
     lines.append(_not_tried(advice))
     return lines
@@ -791,27 +793,27 @@ def _next_step(advice: Advice, words: Sequence[str]) -> list[str]:
 
     The prompts that promise have no say in it: the promise that the command makes is as good as the first would be.
     """
-    asked, may = advice.asked, 0.0
+    terms, may = advice.terms, 0.0
     if advice.promising:
-        may = max(0, promise.most_beyond(len(advice.promising), asked.share, asked.error)) / len(advice.promising)
-    each = [(np.sort(losses), one) for one in advice.candidates if len(losses := one.of(advice.choosing))]
-    reached = [(float(losses[len(losses) - 1 - int(may * len(losses))]), losses, one) for losses, one in each]
+        may = max(0, promise.most_beyond(len(advice.promising), terms.share, terms.error)) / len(advice.promising)
+    tried = [(np.sort(losses), best) for best in advice.candidates if len(losses := best.of(advice.choosing))]
+    reached = [(float(losses[len(losses) - 1 - int(may * len(losses))]), losses, best) for losses, best in tried]
     if not reached:
         return []
-    limit, losses, one = min(reached, key=lambda found: (found[0], -len(found[1])))
-    failed, beyond = int(np.isinf(losses).sum()), int(asked.is_beyond(losses).sum())
+    limit, losses, best = min(reached, key=lambda item: (item[0], -len(item[1])))
+    failed, beyond = int(np.isinf(losses).sum()), int(terms.is_beyond(losses).sum())
     lines = [
-        f"Nearest on the prompts that chose: {one.method} {one.budget}, {beyond} of {len(losses)} beyond the limit"
+        f"Nearest on the prompts that chose: {best.method} {best.budget}, {beyond} of {len(losses)} beyond the limit"
         + (f" ({failed} of them failed)" if failed else "")
-        + f"; {LOSSES[asked.loss].head}: median {np.median(losses):.2g}, most {losses[-1]:.2g}."
+        + f"; {LOSSES[terms.loss].head}: median {np.median(losses):.2g}, most {losses[-1]:.2g}."
     ]
     value = _rounded_up(limit)
-    value = round(1 - value, 4) if asked.loss == "top1" else value
-    if not asked.is_beyond(np.array(limit)):
+    value = round(1 - value, 4) if terms.loss == "top1" else value
+    if not terms.is_beyond(np.array(limit)):
         lines.append("That would do: next, the same command with more prompts.")
     elif math.isfinite(limit) and value > 0:
         kept = [word for word in words if word.partition("=")[0] not in LOSSES]
-        command = shlex.join(["kvexp", "advise", *kept, f"{asked.loss}={value:g}"])
+        command = shlex.join(["kvexp", "advise", *kept, f"{terms.loss}={value:g}"])
         lines.append(f"What it reached there may hold for new prompts; next: {command}")
     else:
         lines.append("Next: other methods= or budgets= (kvexp methods), or longer prompts.")
@@ -823,9 +825,9 @@ def _rounded_down(share: float) -> float:
     return math.floor(1000 * share + ROUNDING) / 1000 if share == share else share
 
 
-def _mean_rounded_up(tested: Promise, asked: Asked) -> float:
+def _mean_rounded_up(tested: Promise, terms: Terms) -> float:
     """The bound of the mean loss, to the digits that are shown, no smaller."""
-    scale = 10.0 ** LOSSES[asked.loss].digits
+    scale = 10.0 ** LOSSES[terms.loss].digits
     return float(math.ceil(scale * tested.mean_bound - ROUNDING) / scale)
 
 
@@ -844,22 +846,22 @@ def point(candidate: Candidate, advice: Advice, holds: bool) -> dict[str, Any]:
     of all such points together; else by the n promising prompts, for this candidate by itself, None where they are too
     few.
     """
-    asked = advice.asked
-    everything, losses = (np.sort(candidate.of(some)) for some in (list(candidate.losses), advice.promising))
-    may = promise.most_beyond(len(losses), asked.share, asked.error)
+    terms = advice.terms
+    everything, losses = (np.sort(candidate.of(prompts)) for prompts in (list(candidate.losses), advice.promising))
+    may = promise.most_beyond(len(losses), terms.share, terms.error)
     return {
         **{"hash": candidate.name, "budget": candidate.budget, "bytes": 100 * candidate.bytes_share, "holds": holds},
-        "quantile": float(everything[max(0, math.ceil(asked.share * len(everything)) - 1)]),
-        "bound": asked.beyond if holds else None if may < 0 else float(losses[len(losses) - 1 - may]),
-        **{"beyond": int(asked.is_beyond(losses).sum()), "n": len(losses)},
+        "quantile": float(everything[max(0, math.ceil(terms.share * len(everything)) - 1)]),
+        "bound": terms.beyond if holds else None if may < 0 else float(losses[len(losses) - 1 - may]),
+        **{"beyond": int(terms.is_beyond(losses).sum()), "n": len(losses)},
     }
 
 
-def _shift(new: str, found: Recorded) -> str:
+def _shift(new: str, record: Recorded) -> str:
     """What a two-sample test says of new prompts."""
     from kvexp.results.advise_search import shift  # late: torch
 
-    p, known, others = shift(new, found.baseline.run, found.prompts)
+    p, known, others = shift(new, record.baseline.run, record.prompts)
     test = f"p = {p:.2g} (energy distance over words and length, {known} against {others} texts)"
     if p < SHIFTED:
         return f"Shift: {new} holds other prompts than these, {test}: the promise does not cover them."
@@ -874,7 +876,7 @@ def _not_tried(advice: Advice) -> str:
     rest = [name for name in options("method") if name not in names and name != "full"]
     few, more = advice.left_out[:LEFT_OUT], len(advice.left_out) - LEFT_OUT
     left = [f"left out on the first half: {', '.join(few)}{f' and {more} more' if more > 0 else ''}"] if few else []
-    budgets = sorted({each.budget for each in advice.candidates}, key=size_or_words, reverse=True)
+    budgets = sorted({candidate.budget for candidate in advice.candidates}, key=size_or_words, reverse=True)
     return "; ".join(
         [*left, f"not tried: {len(rest)} other methods (kvexp methods), budgets but {', '.join(budgets)}."]
     )

@@ -20,14 +20,14 @@ from typing import Any
 from kvexp.results import promise
 from kvexp.results.advise import (
     FOLDER,
-    Asked,
     Candidate,
     Recorded,
+    Terms,
     hope,
     keep_plan,
     kept_plan,
-    question_key,
     recorded,
+    terms_key,
 )
 from kvexp.results.curves import job_of
 from kvexp.results.read import read_runs
@@ -119,10 +119,10 @@ def shift(new: str, run: Run, prompts: Collection[str]) -> tuple[float, int, int
 
 def _texts(task: Task, ids: Collection[str] | None) -> list[str]:
     """Bodies of a task's prompts: what an instruction around them says is the task's, and no sign of a shift."""
-    each = list(task.examples())
-    if ids is not None and len(known := [example for example in each if example.id in ids]) == len(ids):
-        each = known
-    return list(dict.fromkeys(example.body for example in each if not example.skipped))
+    examples = list(task.examples())
+    if ids is not None and len(known := [example for example in examples if example.id in ids]) == len(ids):
+        examples = known
+    return list(dict.fromkeys(example.body for example in examples if not example.skipped))
 
 
 # The search.
@@ -171,16 +171,16 @@ class Bracket:
 class Search:
     """One question about prompts that are to be run. common: words of all of its jobs; arms: what is tried."""
 
-    def __init__(self, asked: Asked, session: Session) -> None:
-        self.asked, self.session = asked, session
-        words = with_user_classes(with_places(asked.words))
-        only = "divergence=false" if asked.loss == "score_loss" else "divergence=only"
-        self.common = [*words, *_words_of_data(asked, words), only]
-        self.arms = [Arm.of(name, asked.budgets or BUDGETS) for name in asked.methods or METHODS]
+    def __init__(self, terms: Terms, session: Session) -> None:
+        self.terms, self.session = terms, session
+        words = with_user_classes(with_places(terms.words))
+        only = "divergence=false" if terms.loss == "score_loss" else "divergence=only"
+        self.common = [*words, *_words_of_data(terms, words), only]
+        self.arms = [Arm.of(name, terms.budgets or BUDGETS) for name in terms.methods or METHODS]
         self.budgets = {arm.name: arm.budgets for arm in self.arms}
         self.failed: dict[tuple[str, int], str] = {}
         self.known: dict[tuple[str, int], Settings] = {}
-        known = [found for arm in self.arms if (found := self._checked(arm)) is not None]
+        known = [settings for arm in self.arms if (settings := self._checked(arm)) is not None]
         if not known:
             raise ConfigError(f"none of the methods can be tried: {next(iter(self.failed.values()))}")
         self.lead = known[0]
@@ -195,7 +195,7 @@ class Search:
         try:
             return self.settings(arm, 0)
         except ConfigError as error:
-            if self.asked.methods:
+            if self.terms.methods:
                 raise
             self.failed[arm.name, 0] = str(error)
             return None
@@ -212,8 +212,8 @@ class Search:
     @property
     def may(self) -> int:
         """How many promising prompts may be beyond the limit."""
-        many = self.asked.many(len(self.promising))
-        return promise.most_beyond(len(self.promising), self.asked.share, self.asked.error / many)
+        many = self.terms.many(len(self.promising))
+        return promise.most_beyond(len(self.promising), self.terms.share, self.terms.error / many)
 
     def words(self, arm: Arm, at: int) -> list[str]:
         """The words of a run: an arm at the place of a budget."""
@@ -252,29 +252,29 @@ class Search:
     def found(self) -> Recorded:
         """The runs so far."""
         runs = read_runs(self.lead.outputs_dir, {"hash": [*self.hashes.values(), self.baseline]})
-        each = [one for one in recorded(runs, self.asked.loss) if one.baseline.run.hash == self.baseline]
-        if not each:
+        records = [record for record in recorded(runs, self.terms.loss) if record.baseline.run.hash == self.baseline]
+        if not records:
             reason = next(iter(self.failed.values()), "no answer has two tokens")
             raise ConfigError(f"none of the methods could be run on these prompts: {reason}")
-        return each[0]
+        return records[0]
 
     def candidates(self) -> dict[tuple[str, int], Candidate]:
         """(arm, place of the budget) -> its losses so far."""
-        by_hash = {each.name: each for each in self.found().candidates}
+        by_hash = {candidate.name: candidate for candidate in self.found().candidates}
         return {key: by_hash[name] for key, name in self.hashes.items() if name in by_hash}
 
     def is_fine(self, candidate: Candidate, count: int) -> bool:
         """Whether the first prompts say a budget is worth a test: half as likely to hold as one that lost nothing."""
         losses, n = candidate.of(self.examples[:count]), len(self.promising)
-        beyond = int(self.asked.is_beyond(losses).sum())
+        beyond = int(self.terms.is_beyond(losses).sum())
         best = promise.chance(0, len(losses), n, self.may)
         return promise.chance(beyond, len(losses), n, self.may) >= best / 2
 
     @property
     def rungs(self) -> list[tuple[int, int]]:
         """(n over the prompts, methods) of each round of the choosing half."""
-        n, many, left = len(self.examples), self.asked.many(len(self.promising)), len(self.arms)
-        first = next((each for each in (16, 8) if n // each >= LEAST), 4)
+        n, many, left = len(self.examples), self.terms.many(len(self.promising)), len(self.arms)
+        first = next((parts for parts in (16, 8) if n // parts >= LEAST), 4)
         half = min(left, max(many + 1, math.ceil(left / 2)))
         return [(first, left), (4, half), (2, min(left, many))]
 
@@ -290,8 +290,8 @@ class Search:
                 self.run(wanted, f"0/{parts}")
                 losses = self.candidates()
                 for arm, at in wanted:
-                    found = losses.get((arm.name, at))  # none of a run that failed, or whose answers have no loss
-                    brackets[arm.name].learn(at, found is not None and self.is_fine(found, count))
+                    candidate = losses.get((arm.name, at))  # none of a run that failed, or whose answers have no loss
+                    brackets[arm.name].learn(at, candidate is not None and self.is_fine(candidate, count))
             arms = self._best(arms, count)
         return [
             [self.name(arm, at) for at in range(fine - BEFORE, fine + BEHIND + 1) if 0 <= at < len(arm.budgets)]
@@ -306,7 +306,7 @@ class Search:
             if name in tried:
                 tried[name].append(candidate)
         first, n = self.examples[:count], len(self.promising)
-        saved = {name: hope(each, first, n, self.asked)[0] if each else -math.inf for name, each in tried.items()}
+        saved = {name: hope(chain, first, n, self.terms)[0] if chain else -math.inf for name, chain in tried.items()}
         return sorted(arms, key=lambda arm: -saved[arm.name])
 
     def test(self, chains: Sequence[Sequence[str]]) -> None:
@@ -316,14 +316,14 @@ class Search:
             (arm.name, at): name for name, (arm, at) in places.items()
         }  # also what a command before has run
         left = [[places[name] for name in chain if name in places] for chain in chains]
-        most = promise.most_beyond(len(self.promising), self.asked.share, self.asked.error)
-        for part in range(EIGHTHS // 2, EIGHTHS):
+        most = promise.most_beyond(len(self.promising), self.terms.share, self.terms.error)
+        for eighth in range(EIGHTHS // 2, EIGHTHS):
             wanted = [key for chain in left for key in chain]
             if not wanted:
                 break
-            ends = (len(self.examples) * each // EIGHTHS for each in (part, part + 1))
+            ends = (len(self.examples) * end // EIGHTHS for end in (eighth, eighth + 1))
             say(f"testing {len(wanted)} budget{'s' * (len(wanted) != 1)} with prompts {next(ends) + 1} to {next(ends)}")
-            self.run(wanted, f"{part}/{EIGHTHS}")
+            self.run(wanted, f"{eighth}/{EIGHTHS}")
             losses = self.candidates()
             lost = {key for key in wanted if self._beyond(losses.get((key[0].name, key[1]))) > most}
             # Behind the first that cannot hold any more nothing is tested.
@@ -333,7 +333,7 @@ class Search:
         """How many promising prompts are beyond the limit so far; all of them of a run that failed."""
         if candidate is None:
             return len(self.promising)
-        return int(self.asked.is_beyond(candidate.of(self.promising)).sum())
+        return int(self.terms.is_beyond(candidate.of(self.promising)).sum())
 
     def seconds(self) -> list[tuple[str, float | None]]:
         """(stage, seconds) of the whole search at most, but for rows that are there: by the plan of `kvexp run`."""
@@ -342,24 +342,24 @@ class Search:
         stages, seen = [], 0
         for parts, methods in self.rungs:  # after the first: the budget that seemed fine, and one dearer
             count = n // parts
-            each = (count, steps) if not seen else (2 * count - seen, 1)
-            stages.append((f"{methods} methods by {count} prompts", methods, *each))
+            prompts_and_steps = (count, steps) if not seen else (2 * count - seen, 1)
+            stages.append((f"{methods} methods by {count} prompts", methods, *prompts_and_steps))
             seen = count
         (_, many), left = self.rungs[-1], n - n // 2
         stages.append((f"{many} methods tested with {left} prompts", many * (BEFORE + BEHIND + 1), left, 1))
         known: dict[Any, Workload] = {}
-        found: list[tuple[str, float | None]] = []
+        stage_seconds: list[tuple[str, float | None]] = []
         for name, runs, prompts, times in stages:
             planned = []
             for place in range(runs):
                 arm = self.arms[place % first]
                 settings = self.settings(arm, len(arm.budgets) // 2)
-                scored = self.asked.loss == "score_loss"
+                scored = self.terms.loss == "score_loss"
                 lacks = (prompts, {}) if scored else (0, {OWN: prompts})
                 planned.append(Planned(settings, workload_of(settings, known), *lacks))
             seconds, _ = seconds_of(PlannedGroup(planned))
-            found.append((name, None if seconds is None else seconds * times))
-        return found
+            stage_seconds.append((name, None if seconds is None else seconds * times))
+        return stage_seconds
 
 
 def _next(arms: Sequence[Arm], brackets: Mapping[str, Bracket], *, latest: bool) -> list[tuple[Arm, int]]:
@@ -372,40 +372,40 @@ def _next(arms: Sequence[Arm], brackets: Mapping[str, Bracket], *, latest: bool)
     return wanted
 
 
-def _words_of_data(asked: Asked, words: Sequence[str]) -> list[str]:
+def _words_of_data(terms: Terms, words: Sequence[str]) -> list[str]:
     """The words that `data=FILE` stands for: the task that reads such rows, all in an order drawn by a seed."""
-    if asked.data is None:
+    if terms.data is None:
         return []
     keys = {word.lstrip("+").partition("=")[0] for word in words}
-    made = [] if "task" in keys else [f"task={task_of_rows(asked.data, 'data', TASKS)}"]
-    made += [] if "limit" in keys else [f"limit={sum(1 for _ in json_rows(path_of(asked.data, 'data')))}"]
-    return [*made, f"task.data_files={quoted(asked.data)}", "task.sample=shuffled"]
+    task_words = [] if "task" in keys else [f"task={task_of_rows(terms.data, 'data', TASKS)}"]
+    task_words += [] if "limit" in keys else [f"limit={sum(1 for _ in json_rows(path_of(terms.data, 'data')))}"]
+    return [*task_words, f"task.data_files={quoted(terms.data)}", "task.sample=shuffled"]
 
 
-def search(asked: Asked, *, dry_run: bool) -> Recorded | None:
+def search(terms: Terms, *, dry_run: bool) -> Recorded | None:
     """Run what the question takes and return the runs; None for a dry run, which says how long it takes at most."""
-    session = Session(typed_keys=keys_of(asked.words))
+    session = Session(typed_keys=keys_of(terms.words))
     with active(session), interruptible(session):
-        one = Search(asked, session)
-        n = len(one.examples)
-        asked.check(n)
-        say(f"{n} prompts: {n // 2} choose; {asked.carries(n - n // 2)}")
-        stages = one.seconds()
+        runner = Search(terms, session)
+        n = len(runner.examples)
+        terms.check(n)
+        say(f"{n} prompts: {n // 2} choose; {terms.carries(n - n // 2)}")
+        stages = runner.seconds()
         known = [seconds for _, seconds in stages if seconds is not None]
         say(f"at most about {duration(sum(known))} from nothing; rows that are there are not made again")
         if dry_run:
             for name, seconds in stages:
                 say(f"  {name}: {'not known' if seconds is None else duration(seconds)}")
             return None
-        question = {name: getattr(asked, name) for name in ("loss", "limit", "share", "confidence", "finalists")}
-        keep_plan(one.plan, {"choosing": one.choosing, "promising": one.promising, "asked": question})
+        by_name = {name: getattr(terms, name) for name in ("loss", "limit", "share", "confidence", "finalists")}
+        keep_plan(runner.plan, {"choosing": runner.choosing, "promising": runner.promising, "asked": by_name})
         session.begun = True
-        chains = kept_plan(one.plan).get("chains", {}).get(question_key(asked))
+        chains = kept_plan(runner.plan).get("chains", {}).get(terms_key(terms))
         if chains is None:  # else they are fixed, whatever has been seen since
-            chains = one.choose()
-            keep_plan(one.plan, {"chains": {question_key(asked): chains}})
-        one.test(chains)
-        keep_plan(one.plan, {"done": {question_key(asked): True}})
-        for (name, at), why in one.failed.items():
-            say(f"not tried: {name} {one.budgets[name][at]}: {why}")
-        return one.found()
+            chains = runner.choose()
+            keep_plan(runner.plan, {"chains": {terms_key(terms): chains}})
+        runner.test(chains)
+        keep_plan(runner.plan, {"done": {terms_key(terms): True}})
+        for (name, at), why in runner.failed.items():
+            say(f"not tried: {name} {runner.budgets[name][at]}: {why}")
+        return runner.found()

@@ -185,6 +185,17 @@ def print_blocks(blocks: Iterable[Block], below: Iterable[str], console: Console
     print_lines(below, console, "dim")
 
 
+def folded(phrases: Iterable[str], width: int) -> list[str]:
+    """Lines of phrases with dots between them; only between phrases does a line end, where they are wider than this."""
+    lines: list[str] = []
+    for phrase in phrases:
+        if lines and len(lines[-1]) + len(phrase) + 3 <= width:
+            lines[-1] += f" · {phrase}"
+        else:
+            lines.append(phrase)
+    return lines
+
+
 def print_lines(lines: Iterable[str], console: Console, style: str = "") -> None:
     """Lines that fold on a terminal alone."""
     for line in lines:

@@ -23,7 +23,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.core import Method
-from kvexp.results.plots import NO_KL, draw_runs, without_shared
+from kvexp.results.blocks import records
+from kvexp.results.divergence import conclusion
+from kvexp.results.plots import NO_KL, draw_divergence, draw_runs, without_shared
 from kvexp.results.read import Runs, read_runs
 from kvexp.results.screen import with_distances
 from kvexp.results.table import parts, quality_table
@@ -75,7 +77,7 @@ class Curves(pd.DataFrame):
     def of(cls, runs: Runs) -> Curves:
         """The frame of these runs."""
         frame = runs.frame(quality_table)
-        whole = runs.frame(with_distances)[[*frame, *DISTANCE]]
+        whole = runs.frame(with_distances)[[*frame, *DISTANCE, "epsilon"]]
         first = [f"{metric}{ending}" for metric in dict.fromkeys(frame["headline"].dropna()) for ending in ENDINGS]
         metrics = (name for folder in runs.shown for name in folder.metrics)
         kept = dict.fromkeys([*RUN, *DISTANCE, *first, *metrics, *LAST])
@@ -107,20 +109,23 @@ class Curves(pd.DataFrame):
 
     def _shown(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """Yield (title, columns to print) for each model and task."""
-        for title, _, part in parts(self.whole):
-            metrics = part["headline"].dropna().unique()[:1]
+        for title, _, block in parts(self.whole):
+            metrics = block["headline"].dropna().unique()[:1]
             quality = [f"{metric}{ending}" for metric in metrics for ending in ENDINGS]
-            rows, shared = without_shared(part)
+            rows, shared = without_shared(block)
             telling = [name for name in ("question", "setting") if rows[name].nunique() > 1]
             columns = ["method", *telling, "kv_ratio", "n", *DISTANCE[:3], *quality]
             rows = rows[[name for name in columns if name in rows]].dropna(axis="columns", how="all")
+            measured = records(block[block["kl_low"].notna()]) if "kl" in rows else []
             why = "" if "kl" in rows or len(rows) < 2 else f"\nno KL, which {NO_KL}"
-            yield f"{title} {shared}".rstrip() + why, rows
+            yield "\n".join(filter(None, [f"{title} {shared}".rstrip() + why, conclusion(measured)])), rows
 
     def _picture(self) -> str:
+        """KL against kv_ratio where it was measured, else the first metric; empty where neither can be drawn."""
         try:
-            figure = self.figure()
-        except ConfigError:  # neither percentages nor a divergence: the table has the means
+            far = "kl" in self.whole and self.whole["kl"].notna().any()
+            figure = draw_divergence(self.runs, "kv_ratio") if far else self.figure()
+        except ConfigError:
             return ""
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=100)
@@ -227,15 +232,15 @@ def _words_of(group: str, item: Any) -> list[str]:
     if not issubclass(cls, base_of(group)):
         raise ConfigError(f"{group}s holds a {cls.__name__}; a {group} is a name, or an object of {BASES[group]}")
     if cls.__module__.partition(".")[0] == "kvexp":
-        name, found = cls.name, option(group, cls.name)
-        if found.get("_target_", "").rpartition(".")[2] != cls.__name__:
+        name, fields = cls.name, option(group, cls.name)
+        if fields.get("_target_", "").rpartition(".")[2] != cls.__name__:
             raise ConfigError(f"{cls.__name__} is no option of {group}; give its name instead")
-        known = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+        known = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     else:
         # The class as it was loaded from its file; else as its file is now.
         loaded_ones = (users for users in admitted(group).values() if users.cls is cls and users.reference is not None)
-        own = next(loaded_ones, None) or in_its_file(cls)
-        name, known = make_option(own), settings_of_class(own.cls)
+        user_class = next(loaded_ones, None) or in_its_file(cls)
+        name, known = make_option(user_class), settings_of_class(user_class.cls)
     item = item() if isinstance(item, type) else item
     values = {key: getattr(item, key) for key in settings_of_class(cls)}
     changed = {key: value for key, value in values.items() if known.get(key, MISSING) != value}

@@ -47,7 +47,7 @@ QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # nominal rate.
 TAIL = 5
 
-EQUIVALENT, WORSE, UNDECIDED = "equivalent", "worse", "undecided"
+EQUIVALENT, UNDECIDED, WORSE = VERDICTS = "equivalent", "undecided", "worse"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PerExample:
     @classmethod
     def of(cls, lines: Iterable[Line]) -> PerExample | None:
         """Read the lines of divergence.jsonl; None where no line has a token predicted after the eviction."""
-        names, columns, each, first = [], [], [], []
+        names, columns, tokens_of, first = [], [], [], []
         for line in sorted(lines, key=lambda line: line["index"]):
             skip = int(line["first_by_prefill"])
             kl, same = np.array(line["kl"]), np.array(line["same_top1"], dtype=np.float64)
@@ -83,21 +83,21 @@ class PerExample:
             place = np.arange(skip + 1, len(kl) + 1)
             kl, same, change = np.maximum(kl[skip:], 0), same[skip:], change[skip:]
             names.append(line["example"])
-            each.append([kl, same, place])
+            tokens_of.append([kl, same, place])
             columns.append([len(kl), kl.sum(), (1 - same).sum(), change.sum(), (change * change).sum()])
         if not names:
             return None
         tokens, sums, differs, changes, squares = np.array(columns, dtype=np.float64).T
-        each_kl, each_same, places = np.concatenate(each, axis=1)
+        each_kl, each_same, places = np.concatenate(tokens_of, axis=1)
         return cls(names, tokens, sums, differs, changes, squares, each_kl, each_same, places, np.array(first))
 
     def by_position(self) -> pd.DataFrame:
         """Mean KL and share of equal top tokens at each place of the text, from 1: columns position, n, kl, top1."""
         rows = []
         for place in np.unique(self.each_place):
-            there = self.each_place == place
-            means = (float(each[there].mean()) for each in (self.each_kl, self.each_same))
-            rows.append((int(place), int(there.sum()), *means))
+            here = self.each_place == place
+            means = (float(values[here].mean()) for values in (self.each_kl, self.each_same))
+            rows.append((int(place), int(here.sum()), *means))
         return pd.DataFrame(rows, columns=["position", "n", "kl", "top1"])
 
 
@@ -110,8 +110,8 @@ def _per_text(run: Run, texts: Sequence[str], first: int | None) -> dict[str, Pe
     """`per_example` of those kinds of text that a run has, which is read once."""
     lines = run.divergence().values() if run.baseline is not None else ()
     shown = [line for line in lines if first is None or line["index"] < first]
-    each = {text: PerExample.of(line for line in shown if line["text"] == text) for text in texts}
-    return {text: found for text, found in each.items() if found is not None}
+    by_text = {text: PerExample.of(line for line in shown if line["text"] == text) for text in texts}
+    return {text: measured for text, measured in by_text.items() if measured is not None}
 
 
 def frame_of(runs: Runs, epsilon_kl: float | None = None, epsilon_top1: float | None = None) -> pd.DataFrame:
@@ -119,8 +119,8 @@ def frame_of(runs: Runs, epsilon_kl: float | None = None, epsilon_top1: float | 
     frame = divergence_table(runs.ran, epsilon_kl, epsilon_top1, runs.first)
     if frame.empty:
         return frame
-    found = {each.run.hash: answer_changes(each, baseline_of(each, runs.known)) for each in runs.ran}
-    return frame.assign(**{name: [found[key][name] for key in frame["hash"]] for name in NO_ANSWERS})
+    changes = {folder.run.hash: answer_changes(folder, baseline_of(folder, runs.known)) for folder in runs.ran}
+    return frame.assign(**{name: [changes[key][name] for key in frame["hash"]] for name in NO_ANSWERS})
 
 
 def divergence_table(
@@ -136,44 +136,67 @@ def divergence_table(
     """
     families: dict[tuple[str, str], list[tuple[Folder, PerExample]]] = defaultdict(list)
     for folder in folders:
-        for text, found in _per_text(folder.run, TEXTS, first).items():
-            families[folder.family, text].append((folder, found))
+        for text, measured in _per_text(folder.run, TEXTS, first).items():
+            families[folder.family, text].append((folder, measured))
     rows = []
     for (_, text), family in families.items():
         level = stats.corrected_level(len(family))
-        for folder, found in family:
-            asked = (folder.run.command or {}).get("config") or {}
-            kl = epsilon_kl or float(asked.get("epsilon_kl") or EPSILON_KL)
-            top1 = epsilon_top1 or float(asked.get("epsilon_top1") or EPSILON_TOP1)
-            rows.append(_row(folder, found, text, level, kl, top1))
+        for folder, measured in family:
+            config = (folder.run.command or {}).get("config") or {}
+            kl = epsilon_kl or float(config.get("epsilon_kl") or EPSILON_KL)
+            top1 = epsilon_top1 or float(config.get("epsilon_top1") or EPSILON_TOP1)
+            rows.append(_row(folder, measured, text, level, kl, top1))
     return pd.DataFrame(rows)
 
 
 def _row(
-    folder: Folder, found: PerExample, text: str, level: float, epsilon_kl: float, epsilon_top1: float
+    folder: Folder, measured: PerExample, text: str, level: float, epsilon_kl: float, epsilon_top1: float
 ) -> dict[str, Any]:
-    total = found.tokens.sum()
-    shares = share_intervals((found.kl, found.differs), found.tokens, (stats.LEVEL, level))
+    total = measured.tokens.sum()
+    shares = share_intervals((measured.kl, measured.differs), measured.tokens, (stats.LEVEL, level))
     (kl, kl_corrected), (top1, top1_corrected) = shares
     same_top1 = np.clip((1 - top1[1], 1 - top1[0]), 0, 1)  # a share; NaN stays
-    change = float(found.change.sum() / total)
+    change = float(measured.change.sum() / total)
     row: dict[str, Any] = {**folder.labels, "question": folder.question, "text": text}
-    row |= {"n": len(found.names), "tokens": int(total)}
-    row |= {"kl": float(found.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
-    row |= {name: float(np.quantile(found.each_kl, q)) for name, q in QUANTILES.items()}
-    row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}
-    few, share = rests_on(found.kl)
-    row |= {"rests_on": " ".join(found.names[place] for place in few), "rests_on_share": share}
-    row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": same_top1[0], "top1_high": same_top1[1]}
-    row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(found.change_squared.sum() / total)}
+    row |= {"n": len(measured.names), "tokens": int(total)}
+    row |= {"kl": float(measured.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
+    row |= {name: float(np.quantile(measured.each_kl, q)) for name, q in QUANTILES.items()}
+    row |= {"kl_max": float(measured.each_kl.max()), "first_kl": _mean(measured.first_kl)}
+    few, share = rests_on(measured.kl)
+    row |= {"rests_on": " ".join(measured.names[place] for place in few), "rests_on_share": share}
+    row |= {"top1": 1 - float(measured.differs.sum() / total), "top1_low": same_top1[0], "top1_high": same_top1[1]}
+    row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(measured.change_squared.sum() / total)}
     row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
     row["verdict_kl"] = decide(kl_corrected, epsilon_kl)
     row["verdict_top1"] = decide(top1_corrected, epsilon_top1)
-    receipts = [each["receipt"] for each in folder.scored.values() if each.get("receipt")]  # none: divergence=only
+    receipts = [row["receipt"] for row in folder.scored.values() if row.get("receipt")]  # none: divergence=only
     for name in ("slots", "kv_bytes"):
         values = np.array([number(receipt.get(name)) for receipt in receipts])
         row[name] = _mean(values[np.isfinite(values)])
     return row | {"few_slots": bool(row["slots"] < FEW_SLOTS), "hash": folder.run.hash}
+
+
+NAMED = 4  # runs that a sentence names; of more it says how many
+
+
+def some(names: Sequence[str]) -> str:
+    """The first NAMED, and how many more there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence on one panel of `divergence_table`: which runs are within epsilon of the full cache, which may be.
+
+    Empty where no row has an interval.
+    """
+    judged = [row for row in rows if not math.isnan(row["kl_low"])]
+    runs = {verdict: [run_name(row) for row in judged if row["verdict_kl"] == verdict] for verdict in VERDICTS}
+    limits = " or ".join(f"{limit:g}" for limit in sorted({row["epsilon"] for row in judged}))
+    near, undecided, worse = (runs[verdict] for verdict in VERDICTS)
+    words = [f"{some(near)} {'is' if len(near) == 1 else 'are'} within {limits} nats of the full cache"] if near else []
+    words += [f"{some(undecided)} may be within {limits} nats of the full cache"] if undecided else []
+    others = "all others are" if words and len(worse) > 1 else "all are" if len(worse) > 1 else f"{some(worse)} is"
+    return "; ".join([*words, *([f"{others} farther{'' if words else f' than {limits} nats'}"] if worse else [])])
 
 
 def _mean(values: Floats) -> float:
@@ -198,15 +221,15 @@ def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, f
     return share_intervals((sums,), tokens, (level,))[0][0]
 
 
-def share_intervals(each: Sequence[Floats], tokens: Floats, levels: Sequence[float]) -> list[list[stats.Interval]]:
+def share_intervals(sums: Sequence[Floats], tokens: Floats, levels: Sequence[float]) -> list[list[stats.Interval]]:
     """`share_interval` of several sums of the same examples, at every level."""
     if len(tokens) < stats.MIN_PAIRS:
-        return [[stats.NONE for _ in levels] for _ in each]
+        return [[stats.NONE for _ in levels] for _ in sums]
     finer = [1 - (1 - level) / TAIL for level in levels]
     counts = [stats.resamples_for(level) for level in finer]
-    blocks = stats.resampled_blocks([stats.ratio_moments(sums, tokens) for sums in each], max(counts))
+    blocks = stats.resampled_blocks([stats.ratio_moments(sums, tokens) for sums in sums], max(counts))
     made_of = list(zip(finer, counts, strict=True))
-    return [stats.ratio_intervals(sums, tokens, means, made_of) for sums, means in zip(each, blocks, strict=True)]
+    return [stats.ratio_intervals(sums, tokens, means, made_of) for sums, means in zip(sums, blocks, strict=True)]
 
 
 def decide(interval: tuple[float, float], epsilon: float) -> str:
@@ -223,40 +246,40 @@ def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()
     folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`. ConfigError where two such runs
     were sent different tokens.
     """
-    found = {name: means for name, folder in folders.items() if (means := example_means(folder, text))}
-    labels = {name: (one.family, *(one.labels.get(label) for label in alike)) for name, one in folders.items()}
+    means_by_name = {name: means for name, folder in folders.items() if (means := example_means(folder, text))}
+    labels = {name: (folder.family, *(folder.labels.get(label) for label in alike)) for name, folder in folders.items()}
 
-    def comparable(one: str, other: str) -> bool:
-        first, second = folders[one], folders[other]
-        if labels[one] != labels[other] or first.run.baseline != second.run.baseline:
+    def comparable(first_name: str, second_name: str) -> bool:
+        first, second = folders[first_name], folders[second_name]
+        if labels[first_name] != labels[second_name] or first.run.baseline != second.run.baseline:
             return False
         check_pair(first, second)
         return True
 
-    return compared_means(found, comparable)
+    return compared_means(means_by_name, comparable)
 
 
 def example_means(folder: Folder, text: str) -> dict[str, float]:
     """Example -> mean KL per token of a run's forced text; empty where it has none."""
-    one = per_example(folder.run, text)
-    return {} if one is None else dict(zip(one.names, one.kl / one.tokens, strict=True))
+    measured = per_example(folder.run, text)
+    return {} if measured is None else dict(zip(measured.names, measured.kl / measured.tokens, strict=True))
 
 
 def compared_means(
-    found: Mapping[str, Mapping[str, float]], comparable: Callable[[str, str], bool] = lambda one, other: True
+    means: Mapping[str, Mapping[str, float]], comparable: Callable[[str, str], bool] = lambda first, other: True
 ) -> pd.DataFrame:
     """Every two comparable runs: mean KL of the first less the second over the examples both have.
 
-    found: run -> example -> mean KL per token. p is two-sided, from Student's t of the per-example means; `holm` is p
+    means: run -> example -> mean KL per token. p is two-sided, from Student's t of the per-example means; `holm` is p
     after Holm's correction over all pairs of the table, and `better` names the run with less divergence where that is
     below 0.05.
     """
     rows = []
-    for one, other in itertools.combinations(found, 2):
-        if comparable(one, other):
-            shared = [example for example in found[one] if example in found[other]]
-            gaps = np.array([found[one][example] - found[other][example] for example in shared])
-            rows.append({"one": one, "other": other, "n": len(shared), **_difference(gaps)})
+    for first, other in itertools.combinations(means, 2):
+        if comparable(first, other):
+            shared = [example for example in means[first] if example in means[other]]
+            gaps = np.array([means[first][example] - means[other][example] for example in shared])
+            rows.append({"one": first, "other": other, "n": len(shared), **_difference(gaps)})
     frame = pd.DataFrame(rows, columns=["one", "other", "n", "difference", "low", "high", "p"])
     frame = frame.assign(holm=holm_corrected(frame["p"].to_numpy(dtype=np.float64)))
     ahead = np.where(frame["difference"] < 0, frame["one"], frame["other"])
@@ -293,13 +316,13 @@ def answer_changes(folder: Folder, baseline: Folder | None) -> dict[str, float]:
     (or that only one answer has), over the answers that do. NaN where rows hold no `output_tokens` (recorded before) or
     nothing differs.
     """
-    pairs = [(one["output_tokens"], full["output_tokens"]) for one, full in _pairs(folder, baseline, "output_tokens")]
+    pairs = [(row["output_tokens"], full["output_tokens"]) for row, full in _pairs(folder, baseline, "output_tokens")]
     if not pairs:
         return dict(NO_ANSWERS)
     same = [list(map(int.__eq__, *pair)) for pair in pairs]
-    parted = [len(each) if all(each) else each.index(False) for each in same]
-    parted = [at + 1 for at, (one, full) in zip(parted, pairs, strict=True) if at < max(len(one), len(full))]
-    shares = [sum(each) / max(map(len, pair)) for each, pair in zip(same, pairs, strict=True)]
+    parted = [len(matches) if all(matches) else matches.index(False) for matches in same]
+    parted = [at + 1 for at, (answer, full) in zip(parted, pairs, strict=True) if at < max(len(answer), len(full))]
+    shares = [sum(matches) / max(map(len, pair)) for matches, pair in zip(same, pairs, strict=True)]
     return {
         "same_answers": 1 - len(parted) / len(pairs),
         "same_tokens": float(np.mean(shares)),
@@ -319,22 +342,22 @@ def choice_changes(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     if not pairs:
         return {}
     name = next(iter(pairs[0][1]["metrics"]), "")
-    one, full = (np.array([number(pair[side]["metrics"].get(name)) for pair in pairs]) for side in (0, 1))
-    found: dict[str, Any] = {"n": len(pairs), "metric": name, "lost": None, "won": None}
-    if is_all_or_nothing(one, full):
-        found |= {"lost": int((full > one).sum()), "won": int((one > full).sum())}
+    scores, full = (np.array([number(pair[side]["metrics"].get(name)) for pair in pairs]) for side in (0, 1))
+    changes: dict[str, Any] = {"n": len(pairs), "metric": name, "lost": None, "won": None}
+    if is_all_or_nothing(scores, full):
+        changes |= {"lost": int((full > scores).sum()), "won": int((scores > full).sum())}
     kl = np.array([value for pair in pairs if (value := choice_kl(*(side["choices"] for side in pair))) is not None])
     low, high = share_interval(kl, np.ones(len(kl)), LEVEL) if len(kl) else (math.nan, math.nan)
-    return found | {"choice_kl": float(kl.mean()) if len(kl) else math.nan, "kl_low": low, "kl_high": high}
+    return changes | {"choice_kl": float(kl.mean()) if len(kl) else math.nan, "kl_low": low, "kl_high": high}
 
 
-def choice_kl(one: Mapping[str, Any], full: Mapping[str, Any]) -> float | None:
+def choice_kl(choices: Mapping[str, Any], full: Mapping[str, Any]) -> float | None:
     """KL(full || one) in nats over the same choices; None where they are not the same, or a single one."""
-    logs = [np.array([number(value) for value in side.get("logprobs", [])]) for side in (full, one)]
-    if len(logs[0]) != len(logs[1]) or len(logs[0]) < 2 or not all(np.isfinite(each).all() for each in logs):
+    logs = [np.array([number(value) for value in side.get("logprobs", [])]) for side in (full, choices)]
+    if len(logs[0]) != len(logs[1]) or len(logs[0]) < 2 or not all(np.isfinite(logprobs).all() for logprobs in logs):
         return None
-    shifted = [each - each.max() for each in logs]
-    p, q = (each - math.log(np.exp(each).sum()) for each in shifted)  # log_softmax
+    shifted = [logprobs - logprobs.max() for logprobs in logs]
+    p, q = (logprobs - math.log(np.exp(logprobs).sum()) for logprobs in shifted)  # log_softmax
     return max(0.0, float((np.exp(p) * (p - q)).sum()))
 
 
@@ -342,9 +365,9 @@ def choice_table(runs: Runs) -> pd.DataFrame:
     """A row per run of a task that chooses: labels, question, the numbers of `choice_changes`, hash."""
     rows = []
     for folder in runs.ran:
-        found = choice_changes(folder, baseline_of(folder, runs.known))
-        if found:
-            rows.append({**folder.labels, "question": folder.question, **found, "hash": folder.run.hash})
+        changes = choice_changes(folder, baseline_of(folder, runs.known))
+        if changes:
+            rows.append({**folder.labels, "question": folder.question, **changes, "hash": folder.run.hash})
     return pd.DataFrame(rows)
 
 
@@ -374,12 +397,12 @@ def choice_columns(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]
     ]
 
 
-def ordered(part: pd.DataFrame, order: str | None) -> pd.DataFrame:
+def ordered(frame: pd.DataFrame, order: str | None) -> pd.DataFrame:
     """Rows by kv_ratio, the largest first; of one kv_ratio and n (there is no rank across n) by one of DIVERGENCES."""
     metric = order or DIVERGENCES[0]
     if metric not in DIVERGENCES:
         raise ConfigError(f"a divergence is ordered by one of {', '.join(DIVERGENCES)}, got {metric}")
-    return part.sort_values(["kv_ratio", "n", metric], ascending=[False, False, metric == "kl"])
+    return frame.sort_values(["kv_ratio", "n", metric], ascending=[False, False, metric == "kl"])
 
 
 def heading(rows: Sequence[TableRow]) -> str:
@@ -400,12 +423,12 @@ def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
     percent = " or ".join(f"{100 * value:g} %" for value in sorted(set(frame["epsilon_top1"])))
     few = {f"{run_name(row)} ({row['slots']:.1f})": None for row in records(frame) if row["few_slots"]}
     return [
-        *([DIFFERENT_N] if any(part["n"].nunique() > 1 for _, _, part in parts(frame, "text")) else []),
+        *([DIFFERENT_N] if any(block["n"].nunique() > 1 for _, _, block in parts(frame, "text")) else []),
         *([f"{FEW_SLOTS_WORDS}: {', '.join(few)}"] if few else []),
         f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
         f"top-1: share of tokens with the same likeliest token, equivalent: no more than {percent} differ; a first "
         "token that the prefill predicts, the same for every run, is left out; equal tokens, parts at: of the answers "
-        "a run writes itself, median of the first token that differs (docs/divergence.md)",
+        "a run writes itself, median of the first token that differs (docs/divergence_details.md)",
     ]
 
 
@@ -448,8 +471,8 @@ def print_compared(
     for block in blocks:
         print_blocks([block], [], console)
         text, hashes = str(block.rows[0]["text"]), {row["hash"] for row in block.rows}
-        part = frame[frame["hash"].isin(hashes) & frame["text"].eq(text)]
-        names = {row["hash"]: run_name(row) for row in shared_settings(records(part))[1]}
+        block_frame = frame[frame["hash"].isin(hashes) & frame["text"].eq(text)]
+        names = {row["hash"]: run_name(row) for row in shared_settings(records(block_frame))[1]}
         by_hash = {key: folder for key, folder in runs.known.items() if key in hashes}
         pairs = compared(by_hash, text, alike)
         print_columns(records(pairs), _columns_of_pairs(names), 2, console)
@@ -506,5 +529,5 @@ def read_scale(run: Run) -> list[dict[str, Any]]:
 
 def scale_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
     """The largest scale that one of the runs has, by number of examples; none where none has one."""
-    found = [rows for run in runs if (rows := read_scale(run))]
-    return max(found, key=lambda rows: rows[0].get("n") or 0, default=[])
+    scales = [rows for run in runs if (rows := read_scale(run))]
+    return max(scales, key=lambda rows: rows[0].get("n") or 0, default=[])

@@ -42,9 +42,9 @@ class Point:
     values: list[Value]
 
 
-def share(head: str, part: str, whole: str, digits: int) -> Column:
+def share(head: str, numerator: str, whole: str, digits: int) -> Column:
     """Column of one value in percent of another."""
-    return Column(head, lambda row: _share(row, part, whole)[0], lambda value: fixed(value, digits))
+    return Column(head, lambda row: _share(row, numerator, whole)[0], lambda value: fixed(value, digits))
 
 
 def metric_of(row: Row) -> str:
@@ -97,8 +97,8 @@ def questions_table(runs: Runs) -> pd.DataFrame:
     for folder, baseline in runs.compared():
         contexts, metric = _contexts(folder, baseline), folder.metrics[0]
         common = {**folder.labels, "question": folder.question, "hash": folder.run.hash, "metric": metric}
-        for asked in range(1, max((questions for questions, _ in contexts), default=0) + 1):
-            rows += [common | made for made in [_asked(contexts, asked, metric)] if made]
+        for n in range(1, max((questions for questions, _ in contexts), default=0) + 1):
+            rows += [common | numbers for numbers in [_asked(contexts, n, metric)] if numbers]
     return pd.DataFrame(rows)
 
 
@@ -111,41 +111,41 @@ def _contexts(folder: Folder, baseline: Folder) -> list[tuple[int, Floats]]:
     def digest(row: Row) -> Any:
         return (row.get("context") or {}).get("digest")
 
-    asked, found = Counter(map(digest, folder.rows)), defaultdict[str, list[tuple[float, ...]]](list)
+    counts, answers = Counter(map(digest, folder.rows)), defaultdict[str, list[tuple[float, ...]]](list)
     for row, score, full in score_pairs(folder, baseline):
         if digest(row) and math.isfinite(score + full):
-            found[digest(row)].append((row["context"]["question"], score, full, *_spent(row)))
-    return [(asked[name], np.array(sorted(each, key=lambda answer: answer[0]))) for name, each in found.items()]
+            answers[digest(row)].append((row["context"]["question"], score, full, *_spent(row)))
+    return [(counts[name], np.array(sorted(scored, key=lambda answer: answer[0]))) for name, scored in answers.items()]
 
 
 def _spent(row: Row) -> tuple[float, float, float]:
     """Seconds of the prefill, of the copy, and of question and answer; NaN where a batch shared them."""
-    each = {name: number(value) for name, value in (row.get("seconds") or {}).items()}
-    prefill, copy = each.get("prefill", math.nan), each.get("copy", math.nan)
+    seconds_of = {name: number(value) for name, value in (row.get("seconds") or {}).items()}
+    prefill, copy = seconds_of.get("prefill", math.nan), seconds_of.get("copy", math.nan)
     if (row.get("receipt") or {}).get("batch_size") != 1:
         return math.nan, math.nan, math.nan
-    further = (row["new_tokens"] - 1) * each.get("tpot", math.nan) if row["new_tokens"] > 1 else 0.0
-    return prefill, copy, each.get("ttft", math.nan) - prefill + further
+    further = (row["new_tokens"] - 1) * seconds_of.get("tpot", math.nan) if row["new_tokens"] > 1 else 0.0
+    return prefill, copy, seconds_of.get("ttft", math.nan) - prefill + further
 
 
-def _asked(contexts: Sequence[tuple[int, Floats]], asked: int, metric: str) -> dict[str, Any]:
-    """Numbers of the first `asked` questions; empty where no context has as many, or none of them counts."""
+def _asked(contexts: Sequence[tuple[int, Floats]], n: int, metric: str) -> dict[str, Any]:
+    """Numbers of the first `n` questions; empty where no context has as many, or none of them counts."""
     sums, kept, spent = [], [], []
     for questions, answers in contexts:
-        there = answers[answers[:, 0] < asked]
-        if questions < asked or not len(there):
+        first = answers[answers[:, 0] < n]
+        if questions < n or not len(first):
             continue
-        _, scores, full, prefill, copy, rest = there.T.copy()
-        sums.append((scores.sum(), full.sum(), len(there)))
+        _, scores, full, prefill, copy, rest = first.T.copy()
+        sums.append((scores.sum(), full.sum(), len(first)))
         kept.append(not ((full > scores) if not stats.lower_is_better(metric) else (full < scores)).any())
         spent.append((prefill.mean() + copy.sum() + rest.sum(), prefill.sum() + rest.sum()))
     if not sums:
         return {}
     shared, one_by_one = np.array(spent).mean(axis=0)
-    found = _quality(np.array(sums, dtype=np.float64), metric)
-    del found["n"]  # of questions; contexts are what counts
+    numbers = _quality(np.array(sums, dtype=np.float64), metric)
+    del numbers["n"]  # of questions; contexts are what counts
     lost = {"none_lost": float(100 * np.mean(kept)), "shared_s": float(shared), "one_by_one_s": float(one_by_one)}
-    return {"asked": asked, "contexts": len(sums), **found, **lost}
+    return {"asked": n, "contexts": len(sums), **numbers, **lost}
 
 
 def questions_columns(rows: Sequence[Row]) -> Columns:
@@ -196,9 +196,9 @@ def turns_table(by: str, runs: Runs) -> pd.DataFrame:
         history = (folder.run.config.get("task") or {}).get("history") if infos else None
         common = {"history": history, "hash": folder.run.hash, "metric": folder.metrics[0]}
         for place in sorted(infos):
-            sums = np.array([(*np.sum(each, axis=0), len(each)) for each in pairs[place].values()], dtype=np.float64)
-            found = {by: place, **_quality(sums, folder.metrics[0]), **_mean_divergence(infos[place])}
-            rows.append({**folder.labels, **common, **found})
+            sums = np.array([(*np.sum(both, axis=0), len(both)) for both in pairs[place].values()], dtype=np.float64)
+            numbers = {by: place, **_quality(sums, folder.metrics[0]), **_mean_divergence(infos[place])}
+            rows.append({**folder.labels, **common, **numbers})
     return pd.DataFrame(rows)
 
 
@@ -208,8 +208,8 @@ def _mean_divergence(infos: Sequence[Row]) -> dict[str, float]:
     tokens = np.array([info["kl_tokens"] for info in known], dtype=np.float64)
     if not len(tokens):
         return {"kl": math.nan, "top1": math.nan, "kl_tokens": 0}
-    each = {name: np.array([info[name] for info in known], dtype=np.float64) for name in ("kl", "top1")}
-    means = {name: float((values * tokens).sum() / tokens.sum()) for name, values in each.items()}
+    values_by_name = {name: np.array([info[name] for info in known], dtype=np.float64) for name in ("kl", "top1")}
+    means = {name: float((values * tokens).sum() / tokens.sum()) for name, values in values_by_name.items()}
     return means | {"kl_tokens": int(tokens.sum())}
 
 
@@ -277,14 +277,14 @@ def _by_bin(folder: Folder) -> dict[str, float]:
     measured = divergence.per_example(folder.run, OWN)
     if measured is None:
         return {}
-    frame, found = measured.by_position(), dict[str, float]()
+    frame, kl_by_bin = measured.by_position(), dict[str, float]()
     begin, end = 0, FIRST_BIN
     while begin < frame["position"].max():
-        part = frame[(frame["position"] > begin) & (frame["position"] <= end)]
-        if part["n"].sum():
-            found[f"kl_{end}"] = float((part["kl"] * part["n"]).sum() / part["n"].sum())
+        inside = frame[(frame["position"] > begin) & (frame["position"] <= end)]
+        if inside["n"].sum():
+            kl_by_bin[f"kl_{end}"] = float((inside["kl"] * inside["n"]).sum() / inside["n"].sum())
         begin, end = end, 2 * end
-    return found
+    return kl_by_bin
 
 
 def _bins(row: Row) -> list[int]:
@@ -338,10 +338,10 @@ def instructions_table(runs: Runs) -> pd.DataFrame:
     rows = []
     for folder in shown[INSTRUCTIONS]:
         of = {name: known[folder.run.hash].get(column, math.nan) for name, column in _FOLLOWED.items()}
-        made = {**_labels(folder), "n": known[folder.run.hash]["n"], **of, **_leaks(folder)}
-        rows.append(made | _leaks_when_asked(leaks.get(_alike(folder))))
+        numbers = {**_labels(folder), "n": known[folder.run.hash]["n"], **of, **_leaks(folder)}
+        rows.append(numbers | _leaks_when_asked(leaks.get(_alike(folder))))
     taken = set(map(_alike, shown[INSTRUCTIONS]))
-    for folder in (each for each in shown[LEAK] if _alike(each) not in taken):
+    for folder in (folder for folder in shown[LEAK] if _alike(folder) not in taken):
         empty = dict.fromkeys((*_FOLLOWED, "answers", "told"), math.nan)
         rows.append({**_labels(folder), "n": 0, **empty, **_leaks_when_asked(folder)})
     order = ("numerics", "model", "question", "method", "kv_ratio", "tokens", "setting", "keep")
@@ -358,8 +358,8 @@ _FOLLOWED = {  # column -> that of the table of all runs
 def _labels(folder: Folder) -> dict[str, Any]:
     """Labels of a row, without the remedy among the settings."""
     keep = None if folder.is_baseline else folder.run.config.get("keep") or NO_KEEP
-    made = {**folder.labels, "task": INSTRUCTIONS, "setting": _setting(folder, "keep=")}
-    return made | {"question": folder.question, "keep": keep, "hash": folder.run.hash}
+    labels = {**folder.labels, "task": INSTRUCTIONS, "setting": _setting(folder, "keep=")}
+    return labels | {"question": folder.question, "keep": keep, "hash": folder.run.hash}
 
 
 def _alike(folder: Folder) -> str:
@@ -379,7 +379,7 @@ def _leaks(folder: Folder) -> dict[str, float]:
 
     if own_digest("assistants") not in str(folder.run.config.get("data")):
         return {"answers": math.nan, "told": math.nan}
-    codes = {one.id: one.code.lower() for one in assistants()}
+    codes = {assistant.id: assistant.code.lower() for assistant in assistants()}
     leaked = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]
     return {"answers": len(leaked), "told": sum(leaked)}
 
@@ -393,9 +393,9 @@ def _leaks_when_asked(folder: Folder | None) -> dict[str, float]:
 
 
 def instructions_columns(rows: Sequence[Row]) -> Columns:
-    def counted(head: str, part: str, whole: str) -> Column:
+    def counted(head: str, numerator: str, whole: str) -> Column:
         def value(row: Row) -> Any:
-            return None if absent(row[whole]) or not row[whole] else (int(row[part]), int(row[whole]))
+            return None if absent(row[whole]) or not row[whole] else (int(row[numerator]), int(row[whole]))
 
         return Column(head, value, lambda pair: f"{pair[0]} of {pair[1]}")
 
@@ -432,21 +432,21 @@ def chunks_table(runs: Runs) -> pd.DataFrame:
     for folder in runs.ran:
         if folder.is_baseline or not folder.metrics:
             continue
-        made, full = known[folder.run.hash], known.get(folder.run.baseline or "", {})
+        main, full = known[folder.run.hash], known.get(folder.run.baseline or "", {})
         kl, metric = far.get(folder.run.hash, {}), folder.metrics[0]
         setting = _setting(folder, "prefill=", "prefill.chunk=")
         row = {**folder.labels, "setting": setting, "question": folder.question, "hash": folder.run.hash}
-        row |= {"chunk": (folder.run.config.get("prefill") or {}).get("bounded_chunk"), "n": made["n"]}
-        row |= {"metric": metric, "score": made[metric], "full": full.get(metric), "of_full": made[f"{metric}_of_full"]}
-        row |= {"low": made[f"{metric}_low"], "high": made[f"{metric}_high"]}
-        row |= {"peak_kv_bytes": made["peak_kv_bytes"], "full_peak_kv_bytes": full.get("peak_kv_bytes")}
+        row |= {"chunk": (folder.run.config.get("prefill") or {}).get("bounded_chunk"), "n": main["n"]}
+        row |= {"metric": metric, "score": main[metric], "full": full.get(metric), "of_full": main[f"{metric}_of_full"]}
+        row |= {"low": main[f"{metric}_low"], "high": main[f"{metric}_high"]}
+        row |= {"peak_kv_bytes": main["peak_kv_bytes"], "full_peak_kv_bytes": full.get("peak_kv_bytes")}
         row |= {name: kl.get(name) for name in ("kl", "kl_low", "kl_high")} | {"kl_tokens": kl.get("tokens")}
         rows.append(row)
     names = ("numerics", "model", "task", "question", "method", "kv_ratio", "tokens", "setting")
     alike = [tuple(size_or_words(row.get(name)) for name in names) for row in rows]
     bounded = {key for row, key in zip(rows, alike, strict=True) if row["chunk"]}
-    found = [(key, row["chunk"] or 0, row) for row, key in zip(rows, alike, strict=True) if key in bounded]
-    return pd.DataFrame([row for *_, row in sorted(found, key=lambda each: each[:2])])
+    keyed = [(key, row["chunk"] or 0, row) for row, key in zip(rows, alike, strict=True) if key in bounded]
+    return pd.DataFrame([row for *_, row in sorted(keyed, key=lambda keyed_row: keyed_row[:2])])
 
 
 def chunks_columns(rows: Sequence[Row]) -> Columns:
@@ -496,7 +496,7 @@ def alone(column: str) -> Callable[[Row], Value]:
     return lambda row: (row[column], math.nan, math.nan)
 
 
-def _share(row: Row, part: str, whole: str) -> Value:
+def _share(row: Row, numerator: str, whole: str) -> Value:
     """Value of one column in percent of another."""
-    known = not (absent(row[part]) or absent(row[whole])) and row[whole]
-    return (100 * row[part] / row[whole] if known else math.nan, math.nan, math.nan)
+    known = not (absent(row[numerator]) or absent(row[whole])) and row[whole]
+    return (100 * row[numerator] / row[whole] if known else math.nan, math.nan, math.nan)

@@ -162,8 +162,8 @@ def points_of(
     line: pd.DataFrame, x: str, y: str, low: str, high: str, few: Any = None, least: float = -math.inf
 ) -> Any:
     """What `series` takes, of columns of a frame. few: None: points without an interval; least: below it nothing is."""
-    each = {"x": line[x], "y": line[y].clip(lower=least), "low": line[low].clip(lower=least), "high": line[high]}
-    return pd.DataFrame(each).assign(few=line[low].isna() if few is None else few).sort_values("x", kind="stable")
+    columns = {"x": line[x], "y": line[y].clip(lower=least), "low": line[low].clip(lower=least), "high": line[high]}
+    return pd.DataFrame(columns).assign(few=line[low].isna() if few is None else few).sort_values("x", kind="stable")
 
 
 def _grid_lines(axes: Axes) -> None:
@@ -207,10 +207,10 @@ def drawable(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 def dashes_of(runs: pd.DataFrame) -> dict[tuple[str, str], Any]:
     """A line style for each setting of a method, in the order of their words; the only one is drawn through."""
-    found: dict[tuple[str, str], Any] = {}
-    for method, part in runs.groupby("method"):
-        found |= {(str(method), setting): dash for setting, dash in zip(sorted(set(part["setting"])), cycle(DASHES))}
-    return found
+    dashes: dict[tuple[str, str], Any] = {}
+    for method, group in runs.groupby("method"):
+        dashes |= {(str(method), setting): dash for setting, dash in zip(sorted(set(group["setting"])), cycle(DASHES))}
+    return dashes
 
 
 def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
@@ -221,14 +221,14 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
         raise ConfigError("there are no runs to draw")
     frame = frame.sort_values(["model", "task"], kind="stable")
     paired = frame["verdict99"].ne("baseline") & frame["paired"].notna()
-    panels = [(title, part) for title, _, part in parts(frame) if paired[part.index].any()]
+    panels = [(title, frame_of) for title, _, frame_of in parts(frame) if paired[frame_of.index].any()]
     if not panels:
         raise ConfigError("no finished runs with a baseline and a score to draw; run methods at several kv_ratio first")
-    metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]
-    for (title, part), own in zip(panels, metrics, strict=True):
-        if f"{own}_of_full" not in part:
-            raise ConfigError(f"{title} has no metric {own!r}")
-    shown = [drawable(part, own) for (_, part), own in zip(panels, metrics, strict=True)]
+    metrics = [metric or str(frame_of["headline"].dropna().iloc[0]) for _, frame_of in panels]
+    for (title, frame_of), name in zip(panels, metrics, strict=True):
+        if f"{name}_of_full" not in frame_of:
+            raise ConfigError(f"{title} has no metric {name!r}")
+    shown = [drawable(frame_of, name) for (_, frame_of), name in zip(panels, metrics, strict=True)]
     if all(runs.empty for runs in shown):
         raise ConfigError(
             "no run has a kv_ratio and a percentage of its baseline, which has to score above 0: nothing can be drawn"
@@ -238,11 +238,11 @@ def draw_quality(frame: pd.DataFrame, metric: str | None) -> Figure:
     dashes = dashes_of(pd.concat(shown))
     columns = min(PANELS, len(panels))
     figure = Figure(layout="constrained")
-    for place, ((title, _), runs, own) in enumerate(zip(panels, shown, metrics, strict=True)):
+    for place, ((title, _), runs, name) in enumerate(zip(panels, shown, metrics, strict=True)):
         if runs.empty:
             continue
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
-        quality(runs, own, axes, dashes)
+        quality(runs, name, axes, dashes)
         title = titled(title, runs["question"]) if "question" in runs else title
         _set_title(axes, title, shared if len(panels) == 1 else "", n_words(runs, "paired"))
     if shared and len(panels) > 1:
@@ -308,11 +308,11 @@ def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) ->
     for folder in runs:
         measured, method = per_example(folder.run, text), str(folder.labels["method"])
         assert measured is not None  # it has a row
-        each, ratio = measured.by_position(), folder.labels.get("kv_ratio")
+        line, ratio = measured.by_position(), folder.labels.get("kv_ratio")
         row = frame[frame["hash"] == folder.run.hash].iloc[0]
         label = run_name({str(name): value for name, value in row.items()})
         width = 0.6 + 1.6 * (0.5 if ratio is None else ratio)
-        axes.plot(each["position"], each["kl"].clip(lower=LEAST), color=color_of(method), linewidth=width, label=label)
+        axes.plot(line["position"], line["kl"].clip(lower=LEAST), color=color_of(method), linewidth=width, label=label)
     axes.set_xlabel("place of the token in the text")
 
 
@@ -365,23 +365,23 @@ def draw_divergence(runs: Runs, x: str, text: str = OWN) -> Figure:
             f"no run here has a divergence along {text}: "
             f"kvexp results {runs.outputs} --view divergence --measure {text} measures it"
         )
-    panels = [(title, part) for title, _, part in parts(frame.sort_values(["model", "task"], kind="stable"))]
+    panels = [(title, block) for title, _, block in parts(frame.sort_values(["model", "task"], kind="stable"))]
     columns = min(PANELS, len(panels))
     size = ((PANEL[0] + 1.2) * columns, (PANEL[1] + 0.9) * ceil(len(panels) / columns))  # room for words and a legend
     figure = Figure(layout="constrained", figsize=size)
-    for place, (title, part) in enumerate(panels):
+    for place, (title, block) in enumerate(panels):
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
-        inside = [folder for folder in runs.ran if folder.run.hash in set(part["hash"])]
+        inside = [folder for folder in runs.ran if folder.run.hash in set(block["hash"])]
         inside.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
-        part, shared = without_shared(part)
-        part = with_n(part)
+        block, shared = without_shared(block)
+        block = with_n(block)
         scale = [] if x == POSITION else scale_of(folder.run for folder in inside)
         if x == POSITION:
-            along(inside, text, part, axes)
+            along(inside, text, block, axes)
         else:
-            divergence(part, axes, x, scale)
-        _name_levels(part, axes, scale)
-        _set_title(axes, titled(title, part["question"]), shared, n_words(part))
+            divergence(block, axes, x, scale)
+        _name_levels(block, axes, scale)
+        _set_title(axes, titled(title, block["question"]), shared, n_words(block))
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
     return figure
 
@@ -404,8 +404,8 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
         points = points_of(line, "bytes_share", name, f"{name}_low", f"{name}_high", least=least)
         label = f"{method}, {bits} bits {rest}".rstrip()
         if not bits:
-            each = line.sort_values("bytes_share")["bits"][::-1]
-            label = f"full, {', '.join(map(str, each))} bits {rest}".rstrip()
+            bit_widths = line.sort_values("bytes_share")["bits"][::-1]
+            label = f"full, {', '.join(map(str, bit_widths))} bits {rest}".rstrip()
         dash = BYTES_DASHES[int(str(bits)) or FULL_BITS] if len(line) > 1 else "none"
         drawn = series(axes, str(method), points, label, dash, None if bits else "black", width=1.3)
         dodge(drawn, place, lines.ngroups)
@@ -472,18 +472,18 @@ def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) 
 
 def draw_needle(runs: Runs, metric: str | None = None) -> Figure:
     """A heat-map per run, length across, depth down; metric: None: each task's first."""
-    found = [(folder, metric or folder.metrics[0]) for folder in runs.ran if views.is_needle(folder)]
-    if not found:
+    needles = [(folder, metric or folder.metrics[0]) for folder in runs.ran if views.is_needle(folder)]
+    if not needles:
         raise ConfigError(f"no run under {runs.outputs} {VIEWS['needle'].missing}")
-    cells = [views.grid(folder.rows, name) for folder, name in found]
-    wide = 2.2 + 0.6 * max(each.shape[1] for each in cells)
-    heights = [1.9 + 0.35 * each.shape[0] for each in cells]
+    cells = [views.grid(folder.rows, name) for folder, name in needles]
+    wide = 2.2 + 0.6 * max(cell.shape[1] for cell in cells)
+    heights = [1.9 + 0.35 * cell.shape[0] for cell in cells]
     figure = Figure(figsize=(wide, sum(heights)), layout="constrained")
     panels = figure.subplots(len(cells), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, each, (folder, name) in zip(panels, cells, found, strict=True):
-        each.attrs["metric"] = f"{name} (%)"
+    for axes, cell, (folder, name) in zip(panels, cells, needles, strict=True):
+        cell.attrs["metric"] = f"{name} (%)"
         title = titled(f"{run_name(folder.labels)}, {folder.labels['model']}", [folder.question])
-        heatmap(each, axes, textwrap.fill(title, int(wide / LETTER)))
+        heatmap(cell, axes, textwrap.fill(title, int(wide / LETTER)))
     return figure
 
 
@@ -495,7 +495,7 @@ def draw_life(runs: Runs, name: str) -> Figure:
     """
     view = VIEWS[name]
     if not view.sides:
-        drawn = [key for key, one in VIEWS.items() if one.sides]
+        drawn = [key for key, other in VIEWS.items() if other.sides]
         raise ConfigError(
             f"the view {name} has no figure; these have: runs, divergence, bytes, needle, {', '.join(drawn)}"
         )
@@ -524,9 +524,9 @@ def _side(axes: Axes, side: Side, number: int, lines: Sequence[Line]) -> None:
     bars = any(math.isfinite(values[number][1]) for line in lines for _, _, values in line.points)
     for place, line in enumerate(lines):
         aside = 0.3 * ((place + 0.5) / len(lines) - 0.5)
-        found = [(x + aside, *values[number]) for x, _, values in line.points if math.isfinite(values[number][0])]
-        if found:
-            frame = pd.DataFrame(found, columns=["x", "y", "low", "high"])
+        values = [(x + aside, *values[number]) for x, _, values in line.points if math.isfinite(values[number][0])]
+        if values:
+            frame = pd.DataFrame(values, columns=["x", "y", "low", "high"])
             few = frame["low"].isna() & bars
             points = points_of(frame, "x", "y", "low", "high", few, LEAST if side.log else -math.inf)
             series(axes, line.method, points, line.label, DASHES[line.before % len(DASHES)], width=1.2)

@@ -82,14 +82,14 @@ def held(chains: Sequence[Chain], error: float) -> list[int]:
     end hands its share to those that have not.
     """
     place = [0] * len(chains)
-    some = [at for at, chain in enumerate(chains) if len(chain)]
-    level = {at: error / len(some) for at in some}
+    filled = [at for at, chain in enumerate(chains) if len(chain)]
+    level = {at: error / len(filled) for at in filled}
     while ready := [at for at in level if chains[at][place[at]] <= level[at]]:
         at = ready[0]
         place[at] += 1
         if place[at] == len(chains[at]):
             freed = level.pop(at)
-            level = {other: each + freed / len(level) for other, each in level.items()}
+            level = {other: share + freed / len(level) for other, share in level.items()}
     return place
 
 
@@ -124,7 +124,7 @@ def mean_bound(losses: Floats, error: float) -> float:
     return 1 - float(brentq(short, tiny, 1.0, xtol=1e-9))
 
 
-def shift_p_value(one: Floats, other: Floats, permutations: int = PERMUTATIONS) -> float:
+def shift_p_value(first: Floats, other: Floats, permutations: int = PERMUTATIONS) -> float:
     """P-value of "both samples come from one law", by the energy distance under random relabelling.
 
     one [n, D], other [m, D]: features of each prompt. Exact at any size for exchangeable prompts, whatever the features
@@ -132,18 +132,18 @@ def shift_p_value(one: Floats, other: Floats, permutations: int = PERMUTATIONS) 
     """
     from scipy.spatial.distance import cdist
 
-    both = np.concatenate([one, other]).astype(np.float64)
+    both = np.concatenate([first, other]).astype(np.float64)
     distances = cdist(both, both)
     rng = np.random.default_rng(SEED)
-    first = np.zeros((permutations + 1, len(both)))
-    first[0, : len(one)] = 1
-    for each in first[1:]:
-        each[rng.permutation(len(both))[: len(one)]] = 1
-    second = 1 - first
-    n, m = len(one), len(other)
+    member = np.zeros((permutations + 1, len(both)))
+    member[0, : len(first)] = 1
+    for group in member[1:]:
+        group[rng.permutation(len(both))[: len(first)]] = 1
+    rest = 1 - member
+    n, m = len(first), len(other)
     across, left, right = (
         np.einsum("ri,ri->r", left @ distances, right)
-        for left, right in ((first, second), (first, first), (second,) * 2)
+        for left, right in ((member, rest), (member, member), (rest,) * 2)
     )
     energy = 2 * across / (n * m) - left / (n * n) - right / (m * m)
     return float((energy >= energy[0] - 1e-12).sum()) / (permutations + 1)
@@ -154,10 +154,10 @@ def text_features(texts: Sequence[str]) -> Floats:
 
     The distance of two texts is then Hellinger's between their words, and a factor e in length counts 0.25.
     """
-    found = np.zeros((len(texts), WORDS + 1))
-    for row, text in zip(found, texts, strict=True):
+    features = np.zeros((len(texts), WORDS + 1))
+    for row, text in zip(features, texts, strict=True):
         for word in re.findall(r"\w+|[^\w\s]", text.lower()):
             row[zlib.crc32(word.encode()) % WORDS] += 1
         row[:WORDS] = np.sqrt(row[:WORDS] / max(row[:WORDS].sum(), 1))
         row[WORDS] = math.log(max(len(text), 1)) / 4
-    return found
+    return features

@@ -46,9 +46,9 @@ def question_of(identity: Mapping[str, Any]) -> str | None:
 
 def question_words(values: Iterable[Any]) -> str:
     """What a title says of these runs: "question in prompt", "question in prompt and after eviction", or nothing."""
-    found = {value for value in values if isinstance(value, str)}
-    said = [WORDS[value] for value in WORDS if value in found]
-    return " and ".join([*said[:1], *(each.removeprefix("question ") for each in said[1:])])
+    places = {value for value in values if isinstance(value, str)}
+    said = [WORDS[value] for value in WORDS if value in places]
+    return " and ".join([*said[:1], *(words.removeprefix("question ") for words in said[1:])])
 
 
 def titled(title: str, values: Iterable[Any]) -> str:
@@ -152,9 +152,9 @@ class Folder:
     @property
     def also(self) -> str:
         """Other names of this run: the labels in which they differ from the ones shown."""
-        own = {**self.labels, "setting": str(self.labels.get("setting") or "").removesuffix(self.apart).strip()}
+        shown = {**self.labels, "setting": str(self.labels.get("setting") or "").removesuffix(self.apart).strip()}
         names = [
-            ", ".join(f"{key}={value}" for key, value in other.items() if value != own.get(key))
+            ", ".join(f"{key}={value}" for key, value in other.items() if value != shown.get(key))
             for other in ({k: v for k, v in labels.items() if k != EXPERIMENT} for labels in self.asked)
         ]
         return "; ".join(dict.fromkeys(name for name in names if name))
@@ -267,11 +267,11 @@ def read_runs(
     if (Path(outputs_dir) / "config.json").is_file():  # the folder of one run
         run = Path(outputs_dir).resolve()
         outputs_dir, where = run.parent, {**(where or {}), "hash": [run.name]}
-    found = folders(outputs_dir, _named(outputs_dir, where or {}) if alone else None)
+    everything = folders(outputs_dir, _named(outputs_dir, where or {}) if alone else None)
     if first is not None:
-        rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in found]
-        found = [replace(folder, rows=some) for folder, some in zip(found, rows, strict=True)]
-    return Runs(Path(outputs_dir), found, *chosen_and_left_out(found, where or {}), first)
+        rows = [[row for row in folder.rows if row.get("index", 0) < first] for folder in everything]
+        everything = [replace(folder, rows=kept) for folder, kept in zip(everything, rows, strict=True)]
+    return Runs(Path(outputs_dir), everything, *chosen_and_left_out(everything, where or {}), first)
 
 
 def _named(outputs_dir: str | Path, where: Mapping[str, Any]) -> Collection[str] | None:
@@ -280,17 +280,17 @@ def _named(outputs_dir: str | Path, where: Mapping[str, Any]) -> Collection[str]
     All, that is, where runs by older code or refused jobs are left out because of other runs.
     """
     if (named := where.get("hash")) is not None:
-        return [str(named)] if not isinstance(named, list | tuple | set) else [str(each) for each in named]
+        return [str(named)] if not isinstance(named, list | tuple | set) else [str(name) for name in named]
     labels = {name: value for name, value in where.items() if name not in FOUND}
     if not labels or any(True for _ in refusals(outputs_dir)):
         return None
-    each = list(runs(outputs_dir))
-    if any(map(sources_of, each)):
+    every = list(runs(outputs_dir))
+    if any(map(sources_of, every)):
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with names is said when the run is read
-        found = {run.hash for run in each if any(_has(asked, labels) for asked in run.asked)}
-    return found or None
+        hashes = {run.hash for run in every if any(_has(labels_of_run, labels) for labels_of_run in run.asked)}
+    return hashes or None
 
 
 def _has(labels: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
@@ -309,21 +309,21 @@ def folders(outputs_dir: str | Path, only: Collection[str] | None = None) -> lis
     """Every run, by hash, then every job that was refused one. only: hashes, of runs that are read with baselines."""
     if not Path(outputs_dir).is_dir():
         raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: kvexp run")
-    each = list(runs(outputs_dir, only))
+    shown = list(runs(outputs_dir, only))
     if only is not None:
-        baselines = {run.baseline for run in each if run.baseline is not None}
-        each = sorted([*each, *runs(outputs_dir, baselines.difference(only))], key=lambda run: run.path)
-    found = [_labelled(folder, folder.asked[-1]) for folder in map(_folder, each)]
-    return [*found, *map(_refused, refusals(outputs_dir))]
+        baselines = {run.baseline for run in shown if run.baseline is not None}
+        shown = sorted([*shown, *runs(outputs_dir, baselines.difference(only))], key=lambda run: run.path)
+    labelled = [_labelled(folder, folder.asked[-1]) for folder in map(_folder, shown)]
+    return [*labelled, *map(_refused, refusals(outputs_dir))]
 
 
 def _folder(run: Run) -> Folder:
-    asked = run.asked
+    labels = run.asked
     try:
         # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
         rows = sorted(map(_timed, run.rows()), key=lambda row: row.get("index", 0))
     except ConfigError as error:  # shown without a number: its other rows would give another one
-        return Folder(run, [], "failed", f"failed: {error}", asked, {})
+        return Folder(run, [], "failed", f"failed: {error}", labels, {})
     failure = run.failure()
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
     if run.finished_with(rows):
@@ -332,7 +332,7 @@ def _folder(run: Run) -> Folder:
         problem = "no answers (divergence=only): divergence=true adds them"
     elif failure is not None:
         status, problem = "failed", f"failed: {failure.get('error', 'error')}: {_first_line(failure.get('message'))}"
-    return Folder(run, rows, status, problem, asked, {})
+    return Folder(run, rows, status, problem, labels, {})
 
 
 def _timed(row: Row) -> Row:
@@ -357,7 +357,7 @@ def _first_line(message: Any) -> str:
 
 def _labelled(folder: Folder, labels: dict[str, Any]) -> Folder:
     """Run under these labels, with its NUMERICS, the code of a user's classes and all experiments that asked for it."""
-    names = dict.fromkeys(str(each[EXPERIMENT]) for each in folder.asked if each.get(EXPERIMENT) is not None)
+    names = dict.fromkeys(str(request[EXPERIMENT]) for request in folder.asked if request.get(EXPERIMENT) is not None)
     more: dict[str, Any] = {EXPERIMENT: ", ".join(names)} if names else {}
     more |= {"code": "+".join(code[:6] for code in folder.code.split("+"))} if folder.code else {}
     return replace(folder, labels=labels | {"numerics": folder.run.numerics} | more)
@@ -368,16 +368,16 @@ def baseline_of(folder: Folder, known: Mapping[str, Folder]) -> Folder | None:
 
     ConfigError where any of their examples was sent with different tokens.
     """
-    found = known.get(folder.run.baseline or "")
-    if found is not None:
-        check_pair(folder, found)
-    return found
+    baseline = known.get(folder.run.baseline or "")
+    if baseline is not None:
+        check_pair(folder, baseline)
+    return baseline
 
 
-def check_pair(one: Folder, other: Folder) -> None:
+def check_pair(first: Folder, other: Folder) -> None:
     """ConfigError where rows of two runs, which are to be paired by example, were sent with different tokens."""
-    if one.run.numerics == other.run.numerics:  # else they are not paired
-        check_same_prompts(one.run.path, one.scored, other.run.path, other.scored)
+    if first.run.numerics == other.run.numerics:  # else they are not paired
+        check_same_prompts(first.run.path, first.scored, other.run.path, other.scored)
 
 
 def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
@@ -392,13 +392,13 @@ def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
 
 def chosen_and_left_out(folders: list[Folder], where: Mapping[str, Any]) -> tuple[list[Folder], list[str]]:
     """`chosen`, and a line for each method or task of which versions were left out."""
-    found = _matching(folders, {name: value for name, value in where.items() if name != ALL_VERSIONS})
+    matching = _matching(folders, {name: value for name, value in where.items() if name != ALL_VERSIONS})
     said: list[str] = []
     if ALL_VERSIONS not in where and "hash" not in where:
-        found, said = _current(found, folders)
+        matching, said = _current(matching, folders)
         if "status" not in where:
-            found = [folder for folder in found if not (folder.refused and _made_up_for(folder, folders))]
-    return _distinguished(found), said
+            matching = [folder for folder in matching if not (folder.refused and _made_up_for(folder, folders))]
+    return _distinguished(matching), said
 
 
 def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
@@ -407,17 +407,17 @@ def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
     for name in where:
         if folders and name not in names:
             raise ConfigError(f"cannot choose runs by {name}; their labels are {', '.join(sorted(names))}")
-    found = []
+    matching = []
     for folder in folders:
-        own = folder.own | {name: folder.labels[name] for name in ("numerics", "code") if name in folder.labels}
+        own_labels = folder.own | {name: folder.labels[name] for name in ("numerics", "code") if name in folder.labels}
         for labels in reversed(folder.asked):
-            if _has(labels | own, where):
-                found.append(folder if folder.refused else _labelled(folder, labels))
+            if _has(labels | own_labels, where):
+                matching.append(folder if folder.refused else _labelled(folder, labels))
                 break
-    return found
+    return matching
 
 
-def _current(found: list[Folder], everything: list[Folder]) -> tuple[list[Folder], list[str]]:
+def _current(matching: list[Folder], everything: list[Folder]) -> tuple[list[Folder], list[str]]:
     """Runs without those by older code of a user's method or task; lines that say so.
 
     The code it has now is what its file holds; where that cannot be found, or has not run, what ran last. everything:
@@ -427,9 +427,9 @@ def _current(found: list[Folder], everything: list[Folder]) -> tuple[list[Folder
     for folder in everything:
         for group in folder.sources:
             versions[group, _class_of(folder, group)].append(folder)
-    newest = {key: _newest(each, key[0]).sources[key[0]] for key, each in versions.items()}
+    newest = {key: _newest(same_class, key[0]).sources[key[0]] for key, same_class in versions.items()}
     kept, older, said = [], defaultdict[str, set[str]](set), []
-    for folder in found:
+    for folder in matching:
         groups = [name for name, source in folder.sources.items() if source != newest[name, _class_of(folder, name)]]
         if groups:
             older[f"older code of {folder.labels.get(groups[0])}"].add(folder.run.hash)
@@ -466,7 +466,7 @@ def _newest(versions: list[Folder], group: str) -> Folder:
         files = source_files(place) if place is not None else None
     except OSError:
         return latest
-    return next((one for one in versions if files and files == one.sources[group].get("files")), latest)
+    return next((version for version in versions if files and files == version.sources[group].get("files")), latest)
 
 
 def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:
@@ -485,13 +485,13 @@ def _is_near(wrong: str, right: str) -> bool:
     return bool(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75))
 
 
-def _distinguished(found: list[Folder]) -> list[Folder]:
+def _distinguished(shown: list[Folder]) -> list[Folder]:
     """Runs with what differs between runs of equal labels, and the code of methods with several, in their settings.
 
     Where one run of a model and task needs it said (its data, say), all of them have it said.
     """
     families: dict[str, list[Folder]] = defaultdict(list)
-    for folder in found:
+    for folder in shown:
         if not folder.refused:
             families[folder.family].append(folder)
     more: dict[str, str] = {}
@@ -499,8 +499,8 @@ def _distinguished(found: list[Folder]) -> list[Folder]:
         same: dict[str, list[Folder]] = defaultdict(list)
         codes: dict[str, set[str | None]] = defaultdict(set)
         for folder in family:
-            own = {name: value for name, value in folder.labels.items() if name != EXPERIMENT}
-            same[_short([own, folder.question])].append(folder)
+            labels = {name: value for name, value in folder.labels.items() if name != EXPERIMENT}
+            same[_short([labels, folder.question])].append(folder)
             codes[str(folder.labels.get("method"))].add(folder.code)
         keys = sorted({key for alike in same.values() for key in _differing(alike)})
         for folder in family:
@@ -508,7 +508,7 @@ def _distinguished(found: list[Folder]) -> list[Folder]:
             said += [f"code={folder.labels['code']}"] if len(codes[str(folder.labels.get("method"))]) > 1 else []
             more[folder.run.hash] = " ".join(said)
     changed = []
-    for folder in found:
+    for folder in shown:
         if apart := more.get(folder.run.hash):
             setting = f"{folder.labels.get('setting') or ''} {apart}".strip()
             folder = replace(folder, labels={**folder.labels, "setting": setting}, apart=apart)
@@ -540,41 +540,41 @@ def in_order(folders: Iterable[Folder]) -> list[Folder]:
     """Runs in a table's order: by model and task, the full cache first, then method and budget; numbers by size."""
 
     def place(folder: Folder) -> list[Any]:
-        each = [size_or_words(folder.labels.get(name)) for name in ORDER]
-        return [*each[:2], not folder.is_baseline, *each[2:], str(folder.question)]
+        values = [size_or_words(folder.labels.get(name)) for name in ORDER]
+        return [*values[:2], not folder.is_baseline, *values[2:], str(folder.question)]
 
     return sorted(folders, key=place)
 
 
 def unmatched(outputs_dir: str | Path, where: Mapping[str, Any]) -> str:
     """Why no run was chosen: what there is for each label that none of them has with the value asked for."""
-    found = folders(outputs_dir)
-    if not found or not where:
+    everything = folders(outputs_dir)
+    if not everything or not where:
         return f"no run under {outputs_dir}; run: kvexp run"
     lines = []
     for name, wanted in where.items():
-        if name != ALL_VERSIONS and not chosen(found, {name: wanted}):
-            values = ((labels | folder.own).get(name) for folder in found for labels in folder.asked)
-            there = sorted({str(value) for value in values if value is not None})
-            some = ",".join(there[:LISTED]) + (",..." if len(there) > LISTED else "")
-            asked = ",".join(map(str, wanted)) if isinstance(wanted, list | tuple | set) else wanted
-            lines.append(f"no run under {outputs_dir} has {name}={asked}; there are {name}={some}")
+        if name != ALL_VERSIONS and not chosen(everything, {name: wanted}):
+            values = ((labels | folder.own).get(name) for folder in everything for labels in folder.asked)
+            known = sorted({str(value) for value in values if value is not None})
+            listed = ",".join(known[:LISTED]) + (",..." if len(known) > LISTED else "")
+            wanted_words = ",".join(map(str, wanted)) if isinstance(wanted, list | tuple | set) else wanted
+            lines.append(f"no run under {outputs_dir} has {name}={wanted_words}; there are {name}={listed}")
     return "; ".join(lines) or f"no run under {outputs_dir} has all of the labels of --where"
 
 
 def _matches(labels: Mapping[str, Any], name: str, wanted: Any) -> bool:
-    found = labels.get(name)
-    return any(_same(found, value) for value in (wanted if isinstance(wanted, list | tuple | set) else [wanted]))
+    label = labels.get(name)
+    return any(_same(label, value) for value in (wanted if isinstance(wanted, list | tuple | set) else [wanted]))
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(label: Any, wanted: Any) -> bool:
     """Whether two values are equal: as numbers if both are (0.5 is 0.50), else as text; null and none are None."""
-    if found is None or wanted is None:
-        return str(found).lower() == str(wanted).lower().replace("null", "none")
+    if label is None or wanted is None:
+        return str(label).lower() == str(wanted).lower().replace("null", "none")
     try:
-        return float(found) == float(wanted)
+        return float(label) == float(wanted)
     except (TypeError, ValueError):
-        return str(found) == str(wanted)
+        return str(label) == str(wanted)
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:

@@ -36,8 +36,8 @@ import pandas as pd
 
 import kvexp
 from kvexp.results.advise import FOLDER, LOSSES, Advice, Recorded, by_method, point, recorded, said
-from kvexp.results.blocks import Block, absent
-from kvexp.results.divergence import per_example, scale_of
+from kvexp.results.blocks import Block, absent, records
+from kvexp.results.divergence import conclusion, per_example, scale_of
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
@@ -131,14 +131,15 @@ class ReportSource:
     @cached_property
     def groups(self) -> list[RunGroup]:
         several = self.frame.loc[self.frame["status"] != "refused", "numerics"].nunique() > 1
-        found = []
+        run_groups: list[RunGroup] = []
         for block in groups(self.runs.frame(with_distances), "kv_ratio"):
             rows = block.rows
             # A job refused before its labels were known has none.
             model, task = ("-" if pd.isna(value := rows[0].get(name)) else str(value) for name in ("model", "task"))
             panel = f"{model} / {task}" + (f", NUMERICS {rows[0]['numerics']}" if several else "")
-            found.append(RunGroup(panel, model, task, block))
-        return found
+            panel = titled(panel, [row.get("question") for row in rows])
+            run_groups.append(RunGroup(panel, model, task, block))
+        return run_groups
 
 
 def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: int = 20) -> ReportSource:
@@ -165,19 +166,18 @@ def index(source: ReportSource) -> list[dict[str, Any]]:
 
 
 def _entries(source: ReportSource, group: RunGroup) -> list[dict[str, Any]]:
-    asked = [row.get("question") for row in group.block.rows]
+    places = [row.get("question") for row in group.block.rows]
     codes: dict[str, set[Any]] = defaultdict(set)
     for row in group.block.rows:
         codes[str(row.get("method"))].add(row.get("code"))
-    several = {method for method, found in codes.items() if len(found) > 1}
+    several = {method for method, versions in codes.items() if len(versions) > 1}
     most = max(row["n"] for row in group.block.rows)
-    lines = [_line(row, several, most, asked=len(set(asked)) > 1) for row in group.block.rows]
-    panel = titled(group.panel, asked)
+    lines = [_line(row, several, most, by_place=len(set(places)) > 1) for row in group.block.rows]
     dashes = dashes_of(pd.DataFrame(lines, columns=["method", "setting"]))
     return [
         {
             **{name: row[name] for name in ("hash", *SAID, *COST) if name in row},
-            **{"model": group.model, "task": group.task, "panel": panel, "method": method, "line": setting},
+            **{"model": group.model, "task": group.task, "panel": group.panel, "method": method, "line": setting},
             **{"headline": called(str(row["headline"]), row.get("task")) if row["headline"] else None},
             **{"of": _percentages(row), "full": row["verdict99"] == "baseline", "few": few(row)},
             **look(method, dashes[method, setting]),
@@ -187,15 +187,15 @@ def _entries(source: ReportSource, group: RunGroup) -> list[dict[str, Any]]:
     ]
 
 
-def _line(row: Mapping[str, Any], several: set[str], most: int, *, asked: bool) -> tuple[str, str]:
+def _line(row: Mapping[str, Any], several: set[str], most: int, *, by_place: bool) -> tuple[str, str]:
     """Method and setting: what one line of a chart may join. Two versions of a method's code are two lines.
 
     several: methods with more than one; most: examples of the run of the panel that has most: those with fewer are
-    lines of their own. asked: whether eviction has seen the question in some of these runs alone, which parts lines.
+    lines of their own. by_place: whether eviction has seen the question in some of these runs alone, which parts lines.
     """
     method = "-" if absent(row.get("method")) else str(row["method"])
     setting = "" if absent(row.get("setting")) else str(row["setting"])
-    if asked:
+    if by_place:
         setting = ", ".join(filter(None, [setting, question_words([row.get("question")])]))
     if method in several:
         setting = f"{setting} code={row['code']}".lstrip()
@@ -236,17 +236,17 @@ def about_data(source: ReportSource) -> dict[str, Any]:
     real = source.frame[source.frame["status"] != "refused"]
     envs = [folder.run.env for folder in source.shown]
     names = ("kvexp", "commit", "device", "threads", "python", "torch", "transformers")
-    made: dict[tuple[str, ...], int] = {}
+    counts: dict[tuple[str, ...], int] = {}
     for env, numerics in zip(envs, real["numerics"], strict=True):
         key = (str(numerics), *(str(env.get(name, "-")) for name in names))
-        made[key] = made.get(key, 0) + 1
+        counts[key] = counts.get(key, 0) + 1
     problems = source.frame[source.frame["status"] != "done"].to_dict("records")  # refused jobs too: here alone
     said = ("status", "model", "task", "method", "kv_ratio", "n", "note", "hash")
     return {
         "outputs": source.runs.outputs.name,
         "numerics": kvexp.NUMERICS,
         "heads": ["NUMERICS", *names, "runs"],
-        "made": [[*key, count] for key, count in made.items()],
+        "made": [[*key, count] for key, count in counts.items()],
         "problem_heads": list(said),
         "problems": [[row.get(name) for name in said] for row in problems],
     }
@@ -259,54 +259,63 @@ DIVERGENCE = (
 
 
 def divergence_data(source: ReportSource) -> dict[str, Any] | None:
-    """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model."""
+    """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model.
+
+    said: panel -> its conclusion, along the first kind of text.
+    """
     runs = {folder.run.hash: folder.run for folder in source.shown}
     frame = source.runs.frame(VIEWS[KL_VIEW].table)
     if frame.empty:
         return None
-    found: dict[str, dict[str, Any]] = {}
+    by_run: dict[str, dict[str, Any]] = {}
     for row in frame.to_dict("records"):
         measured = per_example(runs[row["hash"]], row["text"])
         assert measured is not None  # it has a row
         along = measured.by_position()
         entry = {name: row[name] for name in DIVERGENCE}
         entry |= {"position": along["position"].tolist(), "along": [float(f"{kl:.4g}") for kl in along["kl"]]}
-        found.setdefault(row["hash"], {})[row["text"]] = entry
+        by_run.setdefault(row["hash"], {})[row["text"]] = entry
     marks = [
         {"model": group.model, "task": group.task, "changes": [[row["change"], row["kl"]] for row in rows]}
         for group in source.groups
         if (rows := scale_of(runs[row["hash"]] for row in group.block.rows if row["hash"] in runs))
     ]
-    found = {key: found[key] for key in runs if key in found}  # in the order of the page
-    return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
+    by_run = {key: by_run[key] for key in runs if key in by_run}  # in the order of the page
+    texts = [text for text in TEXTS if text in set(frame["text"])]
+    judged = {row["hash"]: row for row in records(frame[frame["text"] == texts[0]])}
+    conclusions = {
+        group.panel: conclusion([judged[row["hash"]] for row in group.block.rows if row["hash"] in judged])
+        for group in source.groups
+    }
+    return {"runs": by_run, "texts": texts, "marks": marks, "said": conclusions}
 
 
 def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
     """A panel for each model and task whose prompts carry a promise: the loss of a share of them, by bytes."""
     shown = {folder.run.hash for folder in source.shown}
-    found = []
+    panels = []
     for loss in LOSSES if (source.runs.outputs / FOLDER).is_dir() else ("kl",):  # others than KL are asked for
         try:
             groups = recorded(source.runs, loss)
         except ConfigError:  # the bytes of a run are not known, which `kvexp advise` says
             continue
-        for one in groups:
-            asked = one.question()
-            if asked is not None and asked.loss == loss and shown & one.folders.keys():
-                found.append(_safe_budgets(one, one.advice(asked)))
-    return found or None
+        for record in groups:
+            terms = record.default_terms()
+            if terms is not None and terms.loss == loss and shown & record.folders.keys():
+                panels.append(_safe_budgets(record, record.advice(terms)))
+    return panels or None
 
 
-def _safe_budgets(one: Recorded, advice: Advice) -> dict[str, Any]:
+def _safe_budgets(record: Recorded, advice: Advice) -> dict[str, Any]:
     """A panel: its limit and lines, and what `kvexp advise` says of them."""
     answers = {answer.candidate.name for answer in advice.answers if answer is not None}
     lines = []
-    for method, some in by_method(advice.candidates).items():
-        points = [point(each, advice, each.name in answers) for each in some]
+    for method, candidates in by_method(advice.candidates).items():
+        points = [point(candidate, advice, candidate.name in answers) for candidate in candidates]
         lines.append({"method": method, "points": points, **look(method.partition(" ")[0], "-")})
-    asked = advice.asked
-    named = {"title": one.title, "head": LOSSES[asked.loss].head, "share": asked.share, "limit": asked.beyond}
-    return {**named, "said": said(advice, one, [str(one.baseline.run.path.parent)]), "lines": lines}
+    terms = advice.terms
+    named = {"title": record.title, "head": LOSSES[terms.loss].head, "share": terms.share, "limit": terms.beyond}
+    return {**named, "said": said(advice, record, [str(record.baseline.run.path.parent)]), "lines": lines}
 
 
 MOST = 4  # examples of a run
@@ -315,7 +324,7 @@ TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at 
 
 def kept_data(source: ReportSource) -> dict[str, Any] | None:
     """hash -> its diagnosed examples, the first in order; None where no run was made with diagnose=log or twin."""
-    found: dict[str, Any] = {}
+    by_run: dict[str, Any] = {}
     room = TOTAL
     for folder in source.shown:
         logged = [row["example"] for row in folder.rows if has(folder.run, row["example"], EVICTIONS)]
@@ -323,8 +332,8 @@ def kept_data(source: ReportSource) -> dict[str, Any] | None:
             text = _text(folder, example)
             room -= len(text["tokens"]) if text else 0
             if text and room >= 0:
-                found.setdefault(folder.run.hash, []).append(text)
-    return {"texts": found, "cut": room < 0} if found else None
+                by_run.setdefault(folder.run.hash, []).append(text)
+    return {"texts": by_run, "cut": room < 0} if by_run else None
 
 
 def _text(folder: Folder, example: str) -> dict[str, Any] | None:
@@ -372,15 +381,15 @@ def _block(view: View, block: Block) -> dict[str, Any]:
 
 def needle_data(source: ReportSource) -> dict[str, Any] | None:
     """hash -> lengths, depths and, per metric, rows of percentages; None where no run has a length and a depth."""
-    found: dict[str, Any] = {}
+    by_run: dict[str, Any] = {}
     for folder in filter(is_needle, source.shown):
         rows = [{**row, "metrics": row.get("metrics") or {}} for row in folder.rows]
         cells = {metric: grid(rows, metric) for metric in folder.metrics}
         first = next(iter(cells.values()))
         lengths = [f"{length:g}" for length in first.columns]
-        values = {metric: each.to_numpy(dtype=float).tolist() for metric, each in cells.items()}
-        found[folder.run.hash] = {"lengths": lengths, "depths": first.attrs["depths"], "cells": values}
-    return found or None
+        values = {metric: cells_of_metric.to_numpy(dtype=float).tolist() for metric, cells_of_metric in cells.items()}
+        by_run[folder.run.hash] = {"lengths": lengths, "depths": first.attrs["depths"], "cells": values}
+    return by_run or None
 
 
 LONGEST = 4_000  # letters of one text
@@ -398,7 +407,7 @@ def samples_data(source: ReportSource) -> dict[str, Any]:
     while True:
         chosen = {folder.run.hash: _choose(folder, baseline_of(folder, source.runs.known), per_run) for folder in shown}
         texts = _texts(source, shown, chosen)
-        letters = sum(len(row[part] or "") for rows in texts.values() for row in rows.values() for part in _PARTS)
+        letters = sum(len(row[text] or "") for rows in texts.values() for row in rows.values() for text in _PARTS)
         if letters <= SAMPLES_TOTAL or per_run <= 1:
             sizes = {"per_run": per_run, "longest": LONGEST, "asked": source.samples}
             return {"texts": texts, "chosen": chosen, "outputs": quote(str(source.runs.outputs)), **sizes}
@@ -416,8 +425,8 @@ def _choose(folder: Folder, baseline: Folder | None, most: int) -> dict[str, lis
         metric = folder.metrics[0]
         for name in written:
             if name in folder.scored and name in baseline.scored:
-                full, own = (number(each.scored[name]["metrics"].get(metric)) for each in (baseline, folder))
-                losses[name] = own - full if lower_is_better(metric) else full - own
+                full, score = (number(side.scored[name]["metrics"].get(metric)) for side in (baseline, folder))
+                losses[name] = score - full if lower_is_better(metric) else full - score
     lost = [name for name, loss in losses.items() if loss > 0]
     lost = sorted(lost, key=lambda name: -losses[name])[: most // 2]
     return {"first": [name for name in dict.fromkeys(written) if name not in lost][: most - len(lost)], "lost": lost}
@@ -428,26 +437,26 @@ def _texts(source: ReportSource, shown: Iterable[Folder], chosen: dict[str, dict
     wanted: dict[str, set[str]] = {}
     for folder in shown:
         names = {name for group in chosen[folder.run.hash].values() for name in group}
-        for each in filter(None, (folder, baseline_of(folder, source.runs.known))):
-            wanted.setdefault(each.run.hash, set()).update(names)
-    found = {}
+        for needed in filter(None, (folder, baseline_of(folder, source.runs.known))):
+            wanted.setdefault(needed.run.hash, set()).update(names)
+    rows_by_run = {}
     for key, names in wanted.items():
         folder = source.runs.known[key]
         alone = baseline_of(folder, source.runs.known) is None
-        found[key] = {row["example"]: _row(row, alone) for row in folder.rows if row["example"] in names}
-    return found
+        rows_by_run[key] = {row["example"]: _row(row, alone) for row in folder.rows if row["example"] in names}
+    return rows_by_run
 
 
 def _row(row: Row, with_reference: bool) -> dict[str, Any]:
     """What the page shows of a row; its texts cut to LONGEST letters and one more, by which the page sees the cut."""
-    found: dict[str, Any] = {"metrics": {name: number(value) for name, value in (row.get("metrics") or {}).items()}}
-    for part in _PARTS:
-        value = row.get(part)
+    shown_row: dict[str, Any] = {"metrics": {name: number(value) for name, value in (row.get("metrics") or {}).items()}}
+    for field in _PARTS:
+        value = row.get(field)
         text = "\n".join(map(str, value)) if isinstance(value, list | tuple) else value  # several references by line
-        shown = with_reference or part == "output"
-        found[part] = text[: LONGEST + 1] if shown and isinstance(text, str) else None
-    found |= {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
-    return found | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
+        shown = with_reference or field == "output"
+        shown_row[field] = text[: LONGEST + 1] if shown and isinstance(text, str) else None
+    shown_row |= {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
+    return shown_row | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
 
 
 def verdicts_data(source: ReportSource) -> dict[str, Any]:
@@ -470,11 +479,18 @@ def _first(block: Block, decisive: int) -> Block:
 
 SECTIONS = (
     Section(
+        "divergence",
+        "Divergence from the full cache",
+        "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
+        "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
+        "run counts as equivalent (epsilon_kl); grey: known changes of the same model (docs/divergence.md).",
+        divergence_data,
+    ),
+    Section(
         "verdicts",
         "Verdicts",
-        "First how far each run is from the full cache: the KL divergence of its next-token distributions, with a "
-        "verdict. Then whether it reaches 99 % and 99.9 % of the full cache in every metric (MLPerf's marks). Choose "
-        "a column's head to sort by it.",
+        "How far each run is from the full cache, and whether it reaches 99 % and 99.9 % of the full cache in every "
+        "metric (MLPerf's marks). Choose a column's head to sort by it.",
         verdicts_data,
     ),
     Section(
@@ -484,14 +500,6 @@ SECTIONS = (
         "full cache. Red dashes: the 99 % mark. Hollow points: runs that are not finished, or of too few examples for "
         "an interval. Points of the same budget stand side by side.",
         lambda source: {},
-    ),
-    Section(
-        "divergence",
-        "Divergence from the full cache",
-        "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
-        "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
-        "run counts as equivalent (epsilon_kl); grey: known changes of the same model (docs/divergence.md).",
-        divergence_data,
     ),
     Section(
         "advise",
@@ -552,8 +560,8 @@ AFTER = ("start",)
 
 def page(source: ReportSource) -> str:
     """The HTML, in ASCII but for the scripts; the same runs give the same text."""
-    found = [(section, section.data(source)) for section in SECTIONS]
-    shown = [(section, data) for section, data in found if data is not None]
+    contents = [(section, section.data(source)) for section in SECTIONS]
+    shown = [(section, data) for section, data in contents if data is not None]
     names = [*BEFORE, *(section.name for section, _ in shown), *AFTER]
     scripts = [plotly(), *(asset(f"{name}.js") for name in names)]
     if any(word in script.lower() for script in scripts for word in ("</script", "<!--")):

@@ -57,8 +57,8 @@ def samples_table(runs: Runs) -> pd.DataFrame:
     same, hash. Exams of several years that were run alike have a further row, named "aime24+aime25".
     """
     wanted = in_order(folder for folder in runs.ran if has_samples(folder) and folder.metrics)
-    made = [_sampled(folder, baseline_of(folder, runs.known)) for folder in wanted]
-    return pd.DataFrame([*(one.row for one in made), *map(_pooled, _exams(made))])
+    sampled = [_sampled(folder, baseline_of(folder, runs.known)) for folder in wanted]
+    return pd.DataFrame([*(run.row for run in sampled), *map(_pooled, _exams(sampled))])
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def _sampled(folder: Folder, baseline: Folder | None) -> _Sampled:
     least = int(counts.min())
     row = {**folder.labels, "items": len(avg), "samples": least, "metric": metric, "numerics": folder.run.numerics}
     row |= {**stats.mean_columns("avg", avg), **_differences(both), **_passes(avg, counts, least // 2)}
-    grades = [(each.get("info") or {}).get("graded") for each in rows]
+    grades = [(row.get("info") or {}).get("graded") for row in rows]
     if any(grades):
         row |= {column: 100 * grades.count(name) / len(grades) for name, column in GRADES.items()}
-    row |= {"new_tokens": float(np.mean([number(each.get("new_tokens")) for each in rows])), "same": same}
+    row |= {"new_tokens": float(np.mean([number(row.get("new_tokens")) for row in rows])), "same": same}
     year = (rows[0].get("info") or {}).get("year")
     return _Sampled(row | {"hash": folder.run.hash}, year, avg, both)
 
@@ -106,8 +106,8 @@ def _passes(avg: Floats, counts: Floats, most: int) -> dict[str, Any]:
         return {"k": None, **stats.mean_columns("pass", np.array([]))}
     right = np.rint(avg / 100 * counts)
     powers = [2**power for power in range(1, most.bit_length())]
-    found = {f"pass@{k}": float(100 * pass_at(k, right, counts).mean()) for k in powers}
-    return found | {"k": most, **stats.mean_columns("pass", 100 * pass_at(most, right, counts))}
+    shares = {f"pass@{k}": float(100 * pass_at(k, right, counts).mean()) for k in powers}
+    return shares | {"k": most, **stats.mean_columns("pass", 100 * pass_at(most, right, counts))}
 
 
 def _same(rows: Sequence[Row], full: Sequence[Row]) -> float:
@@ -128,32 +128,32 @@ def _differences(base: Floats | None) -> dict[str, Any]:
     return {"full": float(base[:, 1].mean()), **stats.mean_columns("difference", base[:, 0] - base[:, 1])}
 
 
-def _exams(made: Sequence[_Sampled]) -> list[list[_Sampled]]:
+def _exams(sampled: Sequence[_Sampled]) -> list[list[_Sampled]]:
     """Runs of exams of several years that are alike but for the year, each group in the order of the years."""
     groups: dict[str, list[_Sampled]] = {}
-    for one in made:
-        words = str(one.row.get("setting") or "").split()
-        alike = {**one.row, "setting": [word for word in words if not word.startswith("task.data_files=")]}
-        if one.year is not None:
+    for run in sampled:
+        words = str(run.row.get("setting") or "").split()
+        alike = {**run.row, "setting": [word for word in words if not word.startswith("task.data_files=")]}
+        if run.year is not None:
             key = repr([alike.get(name) for name in ("model", "method", "kv_ratio", "tokens", "setting", "numerics")])
-            groups.setdefault(key, []).append(one)
-    found = [sorted(group, key=lambda one: one.year or 0) for group in groups.values()]
-    return [group for group in found if len({one.year for one in group}) == len(group) > 1]
+            groups.setdefault(key, []).append(run)
+    by_year = [sorted(group, key=lambda run: run.year or 0) for group in groups.values()]
+    return [group for group in by_year if len({run.year for run in group}) == len(group) > 1]
 
 
 def _pooled(group: Sequence[_Sampled]) -> dict[str, Any]:
     """The row of several exams, each with the same weight w: variance sum w^2 s^2/n, Student's t with the degrees of
     freedom of Satterthwaite (1946).
     """
-    rows = [one.row for one in group]
-    row = {**rows[0], "task": "+".join(str(each.get("task")) for each in rows), "hash": None}
-    row |= {"items": sum(each["items"] for each in rows), "samples": min(each["samples"] for each in rows)}
-    row["k"] = rows[0]["k"] if len({each["k"] for each in rows}) == 1 else None
+    rows = [run.row for run in group]
+    row = {**rows[0], "task": "+".join(str(row.get("task")) for row in rows), "hash": None}
+    row |= {"items": sum(row["items"] for row in rows), "samples": min(row["samples"] for row in rows)}
+    row["k"] = rows[0]["k"] if len({row["k"] for row in rows}) == 1 else None
     means = ("full", "pass", "new_tokens", "same", *GRADES.values())
     means += tuple(name for name in row if name.startswith("pass@"))
-    row |= {name: float(np.mean([number(each.get(name)) for each in rows])) for name in means if name in row}
-    row |= _stratified("avg", [one.avg for one in group])
-    gaps = [one.both[:, 0] - one.both[:, 1] for one in group if one.both is not None]
+    row |= {name: float(np.mean([number(row.get(name)) for row in rows])) for name in means if name in row}
+    row |= _stratified("avg", [run.avg for run in group])
+    gaps = [run.both[:, 0] - run.both[:, 1] for run in group if run.both is not None]
     row |= _stratified("difference", gaps if len(gaps) == len(group) else [])
     return row | {"pass_low": math.nan, "pass_high": math.nan}
 
@@ -161,12 +161,12 @@ def _pooled(group: Sequence[_Sampled]) -> dict[str, Any]:
 def _stratified(name: str, strata: Sequence[Floats]) -> dict[str, Any]:
     if not strata or min(map(len, strata)) < 2:
         return {name: math.nan, f"{name}_low": math.nan, f"{name}_high": math.nan}
-    mean = float(np.mean([each.mean() for each in strata]))
-    parts = np.array([each.var(ddof=1) / len(each) for each in strata]) / len(strata) ** 2
+    mean = float(np.mean([exam.mean() for exam in strata]))
+    parts = np.array([exam.var(ddof=1) / len(exam) for exam in strata]) / len(strata) ** 2
     if sum(map(len, strata)) < stats.MIN_PAIRS:
         return {name: mean, f"{name}_low": math.nan, f"{name}_high": math.nan}
     error = math.sqrt(parts.sum())
-    free = parts.sum() ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, strata, strict=True) if part)
+    free = parts.sum() ** 2 / sum(term**2 / (len(exam) - 1) for term, exam in zip(parts, strata, strict=True) if term)
     half = stats.t_quantile(0.5 + stats.LEVEL / 2, free) * error if error else 0.0
     return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 

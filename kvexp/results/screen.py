@@ -30,6 +30,7 @@ from kvexp.results.blocks import (
     absent,
     count,
     fixed,
+    folded,
     numeric,
     plain,
     print_columns,
@@ -49,7 +50,6 @@ DISTANCE = (
 )
 COLUMNS = 100  # where the console has no width
 MORE = 5  # times as many examples are proposed where an interval holds its limit: it gets less than half as wide
-NAMED = 4  # runs that a line below the table names; of more it says how many
 ANSWER_LINES = 8  # of an answer that is shown
 LEGEND = (
     "cache: kept slots, in percent of the prompt's tokens (or tokens, where the budget counts them).",
@@ -85,10 +85,10 @@ def print_screen(
     shown = frame[frame["status"] != "refused"]
     several = len(list(parts(shown))) > 1
     below: dict[str, None] = dict.fromkeys(frame.attrs.get("left_out", ()))
-    for title, _, part in parts(shown):
-        rows = sorted(records(part), key=place)
+    for title, _, block in parts(shown):
+        rows = sorted(records(block), key=place)
         known = {folder.run.hash: folder for folder in runs.ran}
-        console.print(_title(title, rows, known, "" if several else took))
+        console.print(_title(title, rows, known, "" if several else took, console.width))
         console.print()
         _print_rows(rows, console)
         below |= dict.fromkeys(_below(rows, all(_has_one_path(known[row["hash"]]) for row in rows)))
@@ -97,9 +97,12 @@ def print_screen(
     lines = [*below, *troubles, *quality.refused_line(frame)]
     if several and took:
         lines.append(f"{len(shown)} runs in {took}")
-    more = f" · also: --view {', '.join(views)}" if views else ""
-    end = f"All columns: kvexp results {runs.outputs} --full · legend: --explain · answers: kvexp report {runs.outputs}"
-    print_lines([*lines, end + more], console)
+    end = [f"All columns: kvexp results {runs.outputs} --full", "legend: --explain"]
+    end += [
+        f"picture and answers: kvexp report {runs.outputs}",
+        *([f"also: --view {', '.join(views)}"] if views else []),
+    ]
+    print_lines([*lines, *folded(end, console.width)], console)
     if explain:
         print_lines(("", *LEGEND), console, "dim")
 
@@ -110,13 +113,13 @@ def print_screen(
 def distances(runs: Runs) -> dict[str, Row]:
     """Hash -> row of the divergence table, along the full cache's own answer where it was forced; else over choices."""
     frame = runs.frame(divergence.frame_of)
-    found: dict[str, Row] = {row["hash"]: row for row in records(frame)} if len(frame) else {}
+    rows: dict[str, Row] = {row["hash"]: row for row in records(frame)} if len(frame) else {}
     if len(frame):
-        found |= {row["hash"]: row for row in records(frame[frame["text"] == OWN])}
+        rows |= {row["hash"]: row for row in records(frame[frame["text"] == OWN])}
     for row in records(runs.frame(divergence.choice_table)):
-        if row["hash"] not in found and not absent(row["choice_kl"]):
-            found[row["hash"]] = {**row, "kl": row["choice_kl"], "text": "choices"}
-    return found
+        if row["hash"] not in rows and not absent(row["choice_kl"]):
+            rows[row["hash"]] = {**row, "kl": row["choice_kl"], "text": "choices"}
+    return rows
 
 
 def with_distances(runs: Runs) -> pd.DataFrame:
@@ -210,8 +213,8 @@ def _quality_columns(metrics: Sequence[str], headline: str, task: Any) -> list[C
 
 def _change(row: Row) -> str:
     """The peak's difference from the full cache's."""
-    full, own = row["full_peak"], row["peak_kv_bytes"]
-    return "" if absent(full) or absent(own) or not full else f"{100 * (own / full - 1):+.0f} %"
+    full, peak = row["full_peak"], row["peak_kv_bytes"]
+    return "" if absent(full) or absent(peak) or not full else f"{100 * (peak / full - 1):+.0f} %"
 
 
 def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
@@ -273,7 +276,7 @@ def _print_rows(rows: list[Record], console: Console) -> None:
 # --- what stands around the table
 
 
-def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: str) -> Text:
+def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: str, width: int) -> Text:
     """Model and task, then what is the same for all of these runs."""
     examples = sorted({row["n"] for row in rows if row["n"]} or {row["far_n"] for row in rows if row["far_n"]})
     counted = f"{examples[0]} to {examples[-1]}" if len(examples) > 1 else str(examples[0]) if examples else "no"
@@ -287,12 +290,12 @@ def _title(title: str, rows: list[Record], known: Mapping[str, Folder], took: st
     words = [
         f"{title}, {examples_words}",
         *quality.marks_of(rows).values(),
-        question_words(asked) if len(asked := {row.get("question") for row in rows}) > 1 else "",
+        question_words(places) if len(places := {row.get("question") for row in rows}) > 1 else "",
         f"at most {tokens} new tokens{', which cut all answers' if cut else ''}" if tokens else "",
         f"{len(rows)} run{'s' * (len(rows) != 1)}" + (f" in {took}" if took else ""),
         *(word for word in shared if not tokens or not word.startswith("task.max_new_tokens=")),
     ]
-    return Text(" · ".join(filter(None, words)), style="bold")
+    return Text("\n".join(folded(filter(None, words), width)), style="bold")
 
 
 def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
@@ -320,7 +323,7 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
         yield divergence.DIFFERENT_N
     if few_hold := [row for row in ran if row["rests_on"]]:
         said = [f"{_name(row)} ({100 * row['rests_on_share']:.0f} % by {row['rests_on']})" for row in few_hold]
-        yield f"KL rests on one or two examples, its upper end says little: {_some(said)}."
+        yield f"KL rests on one or two examples, its upper end says little: {divergence.some(said)}."
     if len({quality.batch_of(row) for row in rows if row["n"]}) > 1:
         yield "Batch sizes differ between runs (--full): compare bytes and times only where they are equal."
     untimed = [row for row in rows if row["n"] and row["text"] != "choices"]
@@ -343,10 +346,10 @@ def _has_one_path(folder: Folder) -> bool:
 
 def _needed(rows: Sequence[Row]) -> str:
     """How many examples would probably decide the 99 % of these rows."""
-    each = [row["needed"] for row in rows if not absent(row["needed"])]
-    if not each:
+    needed = [row["needed"] for row in rows if not absent(row["needed"])]
+    if not needed:
         return ""
-    low, high = count(min(each)), count(max(each))
+    low, high = count(min(needed)), count(max(needed))
     metric = _long(str(rows[0]["headline"]), rows[0].get("task"))
     return f"; {metric} here needs about {low if low == high else f'{low} to {high}'}"
 
@@ -355,19 +358,14 @@ def _name(row: Row) -> str:
     return run_name(row, "method", "kv_ratio", "tokens")
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first NAMED, and how many more there are."""
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
 def _troubles(frame: pd.DataFrame, several: bool) -> list[str]:
     """A line for each thing that is wrong with runs, and the runs."""
     lines = []
     rows = (row for row in records(frame) if row["status"] != "refused")
-    found = quality.by_note(rows, _name)
-    for (title, note), runs in found.items():
+    notes = quality.by_note(rows, _name)
+    for (title, note), runs in notes.items():
         if quality.TOO_FEW_PAIRS not in note and not note.startswith("also asked for as"):
-            lines.append(": ".join([*([title] if several else []), _some(list(dict.fromkeys(runs))), note]))
+            lines.append(": ".join([*([title] if several else []), divergence.some(list(dict.fromkeys(runs))), note]))
     return lines
 
 
@@ -381,20 +379,20 @@ def print_answers(runs: Runs, console: Console) -> None:
     if folder is None or len(ran) > 1:
         return
     baseline = None if folder.is_baseline else baseline_of(folder, runs.known)
-    sides = [each for each in (baseline, folder) if each is not None]
-    names = [name for name in folder.scored if all(name in each.scored for each in sides)]
-    names.sort(key=lambda name: not all(answer_of(each.scored[name]).strip() for each in sides))
-    if not names or any(not each.scored[names[0]].get("finish_reason") for each in sides):  # not generated
+    sides = [side for side in (baseline, folder) if side is not None]
+    names = [name for name in folder.scored if all(name in side.scored for side in sides)]
+    names.sort(key=lambda name: not all(answer_of(side.scored[name]).strip() for side in sides))
+    if not names or any(not side.scored[names[0]].get("finish_reason") for side in sides):  # not generated
         return
     width = (console.width - 2) // len(sides) - 2
     grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for each in sides:
-        setting = shared_settings([{"setting": one.labels.get("setting")} for one in sides])[1][-1]["setting"]
-        words = f"{each.labels['method']} {setting or ''}".strip()
-        ratio = number(each.labels.get("kv_ratio"))
-        words += "" if each.is_baseline or math.isnan(ratio) else f", {100 * ratio:.3g} % of the cache"
-        grid.add_column(Text("full cache" if each.is_baseline else words), width=width, overflow="fold")
-    answers = [textwrap.wrap(answer_of(each.scored[names[0]]), width) or ["(empty)"] for each in sides]
+    for side in sides:
+        setting = shared_settings([{"setting": side.labels.get("setting")} for side in sides])[1][-1]["setting"]
+        words = f"{side.labels['method']} {setting or ''}".strip()
+        ratio = number(side.labels.get("kv_ratio"))
+        words += "" if side.is_baseline or math.isnan(ratio) else f", {100 * ratio:.3g} % of the cache"
+        grid.add_column(Text("full cache" if side.is_baseline else words), width=width, overflow="fold")
+    answers = [textwrap.wrap(answer_of(side.scored[names[0]]), width) or ["(empty)"] for side in sides]
     more = [" …" if len(lines) > ANSWER_LINES else "" for lines in answers]
     grid.add_row(*(Text("\n".join(lines[:ANSWER_LINES]) + end) for lines, end in zip(answers, more, strict=True)))
     console.print(f"answers to example {names[0]}:", highlight=False, style="dim")

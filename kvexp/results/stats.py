@@ -101,14 +101,14 @@ def resampled_blocks(blocks: Sequence[Floats], resamples: int) -> list[Floats]:
     """`resampled_means` of each block (n, C), to the last digit what it is alone; all share the draws."""
     n = len(blocks[0])
     means = [np.empty((resamples, block.shape[1])) for block in blocks]
-    made = 0
+    filled = 0
     for drawn in _draws(n):
         counts = drawn.astype(np.float64)
-        rows = min(len(counts), resamples - made)
+        rows = min(len(counts), resamples - filled)
         for mean, block in zip(means, blocks, strict=True):
-            mean[made : made + rows] = (counts @ block / n)[:rows]
-        made += rows
-        if made == resamples:
+            mean[filled : filled + rows] = (counts @ block / n)[:rows]
+        filled += rows
+        if filled == resamples:
             break
     return means
 
@@ -211,8 +211,8 @@ def mean_intervals(values: Floats, resampled: Floats, levels: Sequence[Level]) -
     at, error = _mean_error(mean_moments(values).mean(axis=0), n)
     if not error > 0:
         return [(float(at), float(at)) for _ in levels]
-    each, errors = _mean_error(resampled, n)
-    t = (each - at) / np.maximum(errors, LEAST_ERROR * error)
+    centers, errors = _mean_error(resampled, n)
+    t = (centers - at) / np.maximum(errors, LEAST_ERROR * error)
     reached = _quantiles(t, n, levels)
     return [(float(at - above * error), float(at + below * error)) for below, above in reached]
 
@@ -267,15 +267,15 @@ def ratio_intervals(top: Floats, bottom: Floats, resampled: Floats, levels: Sequ
     if not spread > 0:
         return [(float(at), float(at)) for _ in levels]
     with np.errstate(divide="ignore", invalid="ignore"):
-        each, errors = _ratio_error(resampled, n)
-        t = np.log(each / at) / np.maximum(errors / each, LEAST_ERROR * spread)
-    found = []
+        ratios, errors = _ratio_error(resampled, n)
+        t = np.log(ratios / at) / np.maximum(errors / ratios, LEAST_ERROR * spread)
+    intervals = []
     for (_, count), most, (below, above) in zip(levels, at_most, _quantiles(t, n, levels), strict=True):
         high = _times_exp(at, below * spread)
         if math.isinf(high) and resampled[:count, 1].min() > 0:
             high = most
-        found.append((_times_exp(at, -above * spread), high))
-    return found
+        intervals.append((_times_exp(at, -above * spread), high))
+    return intervals
 
 
 def _ratio_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
@@ -292,15 +292,15 @@ def _quantiles(t: Floats, n: int, levels: Sequence[Level]) -> list[tuple[float, 
     """
     unknown = np.isnan(t)
     lowest, highest = (np.where(unknown, end, t) for end in (-np.inf, np.inf)) if unknown.any() else (t, t)
-    found: dict[Level, tuple[float, float]] = {}
+    reached: dict[Level, tuple[float, float]] = {}
     for count in {count for _, count in levels}:
         tails = {(level, count): (1 - level) / 2 for level, of in levels if of == count}
         low = np.quantile(lowest[:count], list(tails.values()), method="lower")
         high = np.quantile(highest[:count], [1 - tail for tail in tails.values()], method="higher")
-        for (one, tail), down, up in zip(tails.items(), low, high, strict=True):
+        for (level, tail), down, up in zip(tails.items(), low, high, strict=True):
             student = t_quantile(1 - tail, n - 1)
-            found[one] = max(float(-down), student), max(float(up), student)
-    return [found[each] for each in levels]
+            reached[level] = max(float(-down), student), max(float(up), student)
+    return [reached[level] for level in levels]
 
 
 def _times_exp(at: Floats | float, power: float) -> float:
@@ -335,8 +335,8 @@ def is_all_or_nothing(*columns: Floats) -> bool:
 
 def share_ratio_interval(top: Floats, bottom: Floats, level: float) -> Interval:
     """Interval of share(top > 0) / share(bottom > 0), paired [n] (Bonett and Price 2006, hybrid, equation 7)."""
-    one, other = top > 0, bottom > 0
-    both, n_one, n_other = int((one & other).sum()), int(one.sum()), int(other.sum())
+    first, other = top > 0, bottom > 0
+    both, n_one, n_other = int((first & other).sum()), int(first.sum()), int(other.sum())
     seen = n_one + n_other - both  # examples that either has right
     if not n_other:
         return NONE
@@ -392,7 +392,7 @@ def compare(folder: Folder, baseline: Folder | None) -> Comparison | None:
         return None
     new, of = (np.array([number(row.get("new_tokens")) for row in rows])[whole].sum() for rows in sides)
     items = [item_of(sides[0][place]) for place in np.flatnonzero(whole)]
-    scores, base = (by_item(items, each[whole]) for each in (scores, base))
+    scores, base = (by_item(items, values[whole]) for values in (scores, base))
     return Comparison(metrics, scores, base, float(100.0 * new / of) if of else math.nan)
 
 
@@ -436,13 +436,13 @@ def resample(comparisons: Sequence[Comparison], level: float) -> None:
             )
     for alike in sizes.values():
         for start in range(0, len(alike), TOGETHER):
-            some = alike[start : start + TOGETHER]
-            levels = [sorted({LEVEL, level, fail_level(each, level)}) for each, _ in some]
-            blocks = resampled_blocks([_moments(*one) for one in some], resamples_for(max(map(max, levels))))
-            for (comparison, index), wanted, means in zip(some, levels, blocks, strict=True):
-                made_of = [(each, resamples_for(each)) for each in wanted]
-                found = _percent_intervals(comparison, index, means, made_of)
-                comparison.intervals[index] = dict(zip(wanted, found, strict=True))
+            together = alike[start : start + TOGETHER]
+            levels = [sorted({LEVEL, level, fail_level(comparison, level)}) for comparison, _ in together]
+            blocks = resampled_blocks([_moments(*item) for item in together], resamples_for(max(map(max, levels))))
+            for (comparison, index), wanted, means in zip(together, levels, blocks, strict=True):
+                made_of = [(wanted_level, resamples_for(wanted_level)) for wanted_level in wanted]
+                intervals = _percent_intervals(comparison, index, means, made_of)
+                comparison.intervals[index] = dict(zip(wanted, intervals, strict=True))
 
 
 def _moments(comparison: Comparison, index: int) -> Floats:
@@ -457,8 +457,8 @@ def _percent_intervals(comparison: Comparison, index: int, means: Floats, levels
     """Intervals of a metric's percentage of the baseline; means: of its `_moments`, resampled."""
     scores, base = comparison.scores[:, index], comparison.base[:, index]
     if lower_is_better(comparison.metrics[index]):
-        each = mean_intervals(base - scores, means, levels)
-        return [(100.0 * math.exp(low), 100.0 * math.exp(high)) for low, high in each]
+        intervals = mean_intervals(base - scores, means, levels)
+        return [(100.0 * math.exp(low), 100.0 * math.exp(high)) for low, high in intervals]
     return [(100.0 * low, 100.0 * high) for low, high in _score_ratios(scores, base, means, levels)]
 
 

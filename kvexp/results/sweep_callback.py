@@ -42,12 +42,12 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
             console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
     if session.failures and jobs:
         words = [failure.job.split(" ") for failure in session.failures]
-        shared = [word for word in words[0] if len(words) > 1 and all(word in each for each in words)]
+        shared = [word for word in words[0] if len(words) > 1 and all(word in job_words for job_words in words)]
         console.print(f"\n{len(words)} run(s) failed: {' '.join(shared)}".rstrip(), highlight=False, soft_wrap=True)
         jobs_by_reason: dict[str, list[str]] = {}  # reasons printed before are empty
         for failure in session.failures:
-            own = " ".join(word for word in failure.job.split(" ") if word not in shared)
-            jobs_by_reason.setdefault("" if failure.reported else failure.why, []).append(own)
+            job = " ".join(word for word in failure.job.split(" ") if word not in shared)
+            jobs_by_reason.setdefault("" if failure.reported else failure.why, []).append(job)
         for why, own_words in jobs_by_reason.items():
             for line in (*filter(None, own_words), *([f"  {why}"] if why else [])):
                 console.print(f"  {line}", highlight=False, soft_wrap=True)
@@ -71,7 +71,7 @@ class SweepTable(Callback):
     def _end(self, config: Any, *, jobs: bool) -> None:
         session = current()
         try:
-            swept = any(each.startswith("limit=") for job in session.overrides_of_jobs for each in job)
+            swept = any(override.startswith("limit=") for job in session.overrides_of_jobs for override in job)
             limit = None if swept else config.get("limit")
             print_summary(config.outputs_dir, session, jobs=jobs, limit=limit if isinstance(limit, int) else None)
             self._publish(config, session)
@@ -123,7 +123,7 @@ def _check_sweep(config: Any) -> None:
     check_writable(Path(config.hydra.sweep.dir).expanduser())
     overrides = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items())]
     overrides += list(config.hydra.overrides.task)
-    swept = [each.partition("=")[0].partition(".")[0] for each in overrides if SEVERAL.search(each.partition("=")[2])]
+    swept = [word.partition("=")[0].partition(".")[0] for word in overrides if SEVERAL.search(word.partition("=")[2])]
     if config.get("objective") is None or {"task", "experiment", "protocol"} & set(swept):
         return
     try:

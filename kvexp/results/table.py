@@ -123,7 +123,7 @@ def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Record]:
     rows = [_row(*side, pair, level) for side, pair in zip(sides, pairs, strict=True)]
     for row, folder in zip(rows, family, strict=True):
         # Of all answers: those that count may be few because the full cache's were cut.
-        cut = sum(bool(each.get("thinking_cut")) for each in folder.scored.values())
+        cut = sum(bool(row.get("thinking_cut")) for row in folder.scored.values())
         row |= {"comparisons": number_compared, "confidence": level, "thinking_cut": cut}
     return rows
 
@@ -132,7 +132,7 @@ def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
     scored = folder.scored.values()
     row: Record = {**folder.labels, "question": folder.question, **_counts(folder)}
-    row |= {name: _over(np.mean, (each["metrics"].get(name) for each in scored)) for name in folder.metrics}
+    row |= {name: _over(np.mean, (row["metrics"].get(name) for row in scored)) for name in folder.metrics}
     row |= _cost(folder, folder if folder.is_baseline else baseline)
     fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
@@ -209,7 +209,7 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     rows = folder.scored.values()
     receipts, seconds = ([row.get(name) or {} for row in rows] for name in ("receipt", "seconds"))
     retrieval = [receipt.get("retrieval") or {} for receipt in receipts]
-    fallen = Counter(note for each in retrieval for note in each.get("notes", []))
+    fallen = Counter(note for counts in retrieval for note in counts.get("notes", []))
     prompts = (number(row.get("prompt_tokens")) for row in rows)
     reached = (number(of.get("slots")) / n if n > 0 else None for of, n in zip(receipts, prompts, strict=True))
     new = np.array([number(row.get("new_tokens")) for row in rows])
@@ -234,7 +234,7 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
         "busy": sum(map(is_busy, rows)),
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
         "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
-        **{name: _over(lambda found: sum(found) / len(found), (of.get(name) for of in retrieval)) for name in MEANS},
+        **{name: _over(lambda values: sum(values) / len(values), (of.get(name) for of in retrieval)) for name in MEANS},
         "fell_back": "; ".join(
             [f"{count} of {len(rows)} rows: {note}" for note, count in fallen.items()] + graph_note(rows)
         ),
@@ -338,10 +338,10 @@ def _over(reduce: Callable[[Any], Any], values: Iterable[Any]) -> float:
 
 def _tidy(rows: list[Record], labels: set[str], metrics: list[str]) -> pd.DataFrame:
     """Columns in reading order, one type each; rows by model, task, baseline first, method, kv_ratio."""
-    own = {*COUNTS, *VERDICTS, *COST, *LAST}
-    names = [name for name in FIRST if name in labels] + sorted(labels - own - set(FIRST) - set(metrics))
-    each = ("", "_of_full", "_low", "_high", "_low_corrected", "_high_corrected", "_verdict99", "_verdict999")
-    quality = [f"{metric}{ending}" for metric in metrics for ending in each]
+    fixed = {*COUNTS, *VERDICTS, *COST, *LAST}
+    names = [name for name in FIRST if name in labels] + sorted(labels - fixed - set(FIRST) - set(metrics))
+    endings = ("", "_of_full", "_low", "_high", "_low_corrected", "_high_corrected", "_verdict99", "_verdict999")
+    quality = [f"{metric}{ending}" for metric in metrics for ending in endings]
     cost = [name for name in COST if name != "layers" or any(row.get(name) for row in rows)]
     frame = pd.DataFrame(rows, columns=[*names, *COUNTS, *quality, *VERDICTS, *cost, *LAST])
     for name in names:
@@ -408,9 +408,9 @@ def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], 
     several = "numerics" in frame and frame["numerics"].nunique() > 1
     if several:
         frame = frame.sort_values("numerics", ascending=False, kind="stable")
-    for values, part in frame.groupby(keys, sort=False, dropna=False):
+    for values, frame_part in frame.groupby(keys, sort=False, dropna=False):
         named = dict(zip(keys, values, strict=True))
-        yield title_of(named) + (f", NUMERICS {named['numerics']}" if several else ""), named, part
+        yield title_of(named) + (f", NUMERICS {named['numerics']}" if several else ""), named, frame_part
 
 
 def title_of(row: Row, between: str = " / ") -> str:
@@ -437,11 +437,11 @@ def n_words(runs: pd.DataFrame, name: str = "n") -> str:
 def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
     """(overrides that every row has, the rows with their other ones): what is the same everywhere needs no column."""
     # A value may hold spaces: a setting is parted only where a new key begins.
-    each = [_KEY.split(str(row.get("setting") or "")) for row in rows]
-    shared = [override for override in each[0] if override and all(override in other for other in each)]
+    overrides = [_KEY.split(str(row.get("setting") or "")) for row in rows]
+    shared = [override for override in overrides[0] if override and all(override in other for other in overrides)]
     if not shared:
         return [], rows
-    left = [" ".join(override for override in other if override not in shared) for other in each]
+    left = [" ".join(override for override in other if override not in shared) for other in overrides]
     return shared, [{**row, "setting": setting} for row, setting in zip(rows, left, strict=True)]
 
 
@@ -451,7 +451,7 @@ def without_question(rows: Sequence[Record]) -> list[Record]:
 
 
 def without(row: Row, *keys: str) -> Record:
-    """The row with what begins with one of `keys` (such as "code=") taken out of its setting."""
+    """Copy of the row whose setting lacks the overrides that begin with one of `keys`, such as "code="."""
     if not any(key in str(row.get("setting")) for key in keys):
         return dict(row)
     return {**row, "setting": " ".join(word for word in _KEY.split(str(row["setting"])) if not word.startswith(keys))}
@@ -462,17 +462,17 @@ def marks_of(rows: Sequence[Row]) -> dict[str, str]:
     whether eviction has seen the question, which part of the model's layers is evicted from.
     """
     ran = [row for row in rows if row["status"] != "refused"]
-    found: dict[str, str] = {}
+    marks: dict[str, str] = {}
     for name, end in (("weights", "{} weights"), ("chat", "chat template")):
         values = {None if absent(row.get(name)) else str(row[name]) for row in ran}
         if len(values) == 1 and (value := values.pop()) not in (None, "False"):
-            found[name] = end.format(value)
+            marks[name] = end.format(value)
     evicting = [row for row in ran if row["verdict99"] != "baseline" and not absent(row.get("layers"))]
     layers = {str(row["layers"]): None for row in evicting}
     if layers:
-        found["layers"] = f"{' or '.join(layers)} layers evicted"
-    asked = {row.get("question") for row in ran}
-    return found | ({"question": question_words(asked)} if len(asked) == 1 and question_words(asked) else {})
+        marks["layers"] = f"{' or '.join(layers)} layers evicted"
+    places = {row.get("question") for row in ran}
+    return marks | ({"question": question_words(places)} if len(places) == 1 and question_words(places) else {})
 
 
 def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
@@ -482,7 +482,7 @@ def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
     names = list(rows[0])[: list(rows[0]).index("n")]
     values = {name: {str(row[name]) for row in rows} for name in names if name not in fixed}
     # A label is worth a column where it is not the same in all rows, or says that a revision moves.
-    varied = [name for name, found in values.items() if len(found) > 1 or (name == "revision" and MOVING in min(found))]
+    varied = [name for name, shown in values.items() if len(shown) > 1 or (name == "revision" and MOVING in min(shown))]
     if len({row.get("question") for row in rows}) > 1:
         varied = ["question", *varied]
     if len({str(row.get("code")) for row in rows}) > 1:
@@ -618,8 +618,8 @@ def needed_column(head: str) -> Column:
         return tuple((row[f"{name}_low"], row[f"{name}_high"]) for name in ("needed", "needed999")) if known else None
 
     def show(value: tuple[tuple[float, float], ...]) -> str:
-        each = [tuple(map(count, pair)) for pair in value]
-        return " / ".join(low if low == high else f"{low}-{high}" for low, high in each)
+        counts = [tuple(map(count, pair)) for pair in value]
+        return " / ".join(low if low == high else f"{low}-{high}" for low, high in counts)
 
     return Column(head, ends, show)
 
@@ -641,14 +641,14 @@ def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
     if "question" not in df or not {IN_PROMPT, AFTER_EVICTION} <= set(df["question"]):
         return
     ran = df[df["status"].ne("refused") & df["verdict99"].ne("baseline") & df["question"].isin(HEADS)]
-    for title, _, part in parts(ran):
-        found: dict[str, dict[str, list[Record]]] = {}
-        for run in without_question(records(part)):
+    for title, _, block in parts(ran):
+        by_settings: dict[str, dict[str, list[Record]]] = {}
+        for run in without_question(records(block)):
             alike = repr([None if absent(run.get(name)) else run[name] for name in ALIKE])
-            found.setdefault(alike, {name: [] for name in HEADS})[run["question"]].append(run)
-        once = [sides for sides in found.values() if all(len(side) == 1 for side in sides.values())]
+            by_settings.setdefault(alike, {name: [] for name in HEADS})[run["question"]].append(run)
+        once = [sides for sides in by_settings.values() if all(len(side) == 1 for side in sides.values())]
         if once:
-            rows = [{**each[IN_PROMPT][0], "sides": {name: side[0] for name, side in each.items()}} for each in once]
+            rows = [{**sides[IN_PROMPT][0], "sides": {name: side[0] for name, side in sides.items()}} for sides in once]
             shared, rows = shared_settings(rows)
             metric = str(rows[0]["headline"])
             words = f"{title}: {short(metric, rows[0].get('task'))} in percent of full by place of the question"
@@ -718,8 +718,8 @@ def legend(df: pd.DataFrame) -> list[str]:
     shares: dict[str, str] = {}
     for row in records(df):
         if row["verdict99"] == "baseline" and not absent(row["questions"]):
-            n, asked = int(row["n"]), int(row["questions"])
-            shares.setdefault(title_of(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
+            n, questions = int(row["n"]), int(row["questions"])
+            shares.setdefault(title_of(row), f"{n} of {questions}, {100 * n / questions:.0f} %")
     lines += [
         f"{title}: n of the questions asked count, those that the full cache answers: the reference stands in its "
         f"answer ({share})."
@@ -746,7 +746,7 @@ def legend(df: pd.DataFrame) -> list[str]:
             "are not timed (hydra/launcher=basic takes them one at a time)."
         ]
     lines += [NOTE] if any(True for _ in seen_and_hidden(df)) else []
-    if any(len(set(part["n"]) - {0}) > 1 for _, _, part in parts(df[df["status"] != "refused"])):
+    if any(len(set(block["n"]) - {0}) > 1 for _, _, block in parts(df[df["status"] != "refused"])):
         lines += [
             "n differs between runs of one table, which are of other examples: compare % of full (paired), or run them "
             "with one limit."
@@ -763,11 +763,11 @@ def missing(df: pd.DataFrame) -> list[str]:
 
 def by_note(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[tuple[str, str], list[str]]:
     """Model and task, and what is missing or to be known -> names of the runs it is true of."""
-    found: dict[tuple[str, str], list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for note in own_notes(row):
-            found.setdefault((title_of(row), note), []).append(name(row))
-    return found
+            names.setdefault((title_of(row), note), []).append(name(row))
+    return names
 
 
 def only_refused(df: pd.DataFrame) -> bool:
@@ -794,8 +794,8 @@ def own_notes(row: Row) -> Iterator[str]:
     if row["verdict99"] != "baseline" and row["slots"] < FEW_SLOTS:
         yield FEW_SLOTS_WORDS
     if row["busy"]:
-        some = "" if row["busy"] == row["n"] else f" of {row['busy']} of {row['n']} examples"
-        yield f"busy machine: times{some} are not comparable"
+        share = "" if row["busy"] == row["n"] else f" of {row['busy']} of {row['n']} examples"
+        yield f"busy machine: times{share} are not comparable"
     if row["fell_back"]:
         yield row["fell_back"]
     if MOVING in str(row.get("revision") or ""):
@@ -814,17 +814,17 @@ def place(row: Row) -> tuple[Any, ...]:
     """
     of_full = f"{row['headline']}_of_full"
     ratio, tokens, kl, score = (number(row.get(name)) for name in ("kv_ratio", "tokens", "kl", of_full))
-    each = (-ratio, -tokens, kl, -score)
-    return (row["verdict99"] != "baseline", *(math.inf if math.isnan(value) else value for value in each))
+    sizes = (-ratio, -tokens, kl, -score)
+    return (row["verdict99"] != "baseline", *(math.inf if math.isnan(value) else value for value in sizes))
 
 
 def groups(df: pd.DataFrame, x: str) -> Iterator[Block]:
     """A table for each NUMERICS, model and task; without refused jobs."""
     if x not in X_AXES:
         raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")
-    for title, _, part in parts(df if only_refused(df) else df[df["status"] != "refused"]):
+    for title, _, block in parts(df if only_refused(df) else df[df["status"] != "refused"]):
         rows = (
-            records(part.sort_values("kv_bytes", kind="stable")) if x == "bytes" else sorted(records(part), key=place)
+            records(block.sort_values("kv_bytes", kind="stable")) if x == "bytes" else sorted(records(block), key=place)
         )
         shared, inside = shared_settings(without_question([without(row, "code=") for row in rows]))
         keys = keys_of(inside, x)

@@ -98,7 +98,7 @@ class View:
     missing: str = ""
     below: Callable[[Runs, pd.DataFrame], list[str]] | None = None
     by: tuple[str, ...] = ()
-    ordered: Callable[[pd.DataFrame, str | None], pd.DataFrame] = lambda part, order: part
+    ordered: Callable[[pd.DataFrame, str | None], pd.DataFrame] = lambda block, order: block
     said: tuple[str, ...] = ()
     blocks_of: Callable[[pd.DataFrame, str | None], Iterable[Block]] | None = None
     also: str = ""
@@ -121,8 +121,8 @@ class View:
         if self.blocks_of is not None:
             yield from self.blocks_of(frame, order)
             return
-        for title, _, part in parts(frame, *self.by):
-            rows = without_question(records(self.ordered(part, order)))
+        for title, _, block in parts(frame, *self.by):
+            rows = without_question(records(self.ordered(block, order)))
             shared, rows = shared_settings([without(row, *self.said) for row in rows])
             names, others = self.columns(rows)
             others = [column for column in others if any(column.cell(row) != "-" for row in rows)]
@@ -197,7 +197,7 @@ def _of_one_setting(done: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def _averaged(row: dict[str, Any], group: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
     scores, full = (dict(zip(group["name"], group[column], strict=True)) for column in ("score", "full"))
     missing = [name for name in names if pd.isna(scores.get(name))]
-    average, of = (float(np.mean([each.get(name, np.nan) for name in names])) for each in (scores, full))
+    average, of = (float(np.mean([values.get(name, np.nan) for name in names])) for values in (scores, full))
     row |= {**scores, "average": average, "of_full": 100 * average / of if of else np.nan}
     n = quality.n_words(group).removeprefix("n = ") if "n" in group else ""
     return row | {"missing": ", ".join(missing), "n": n}
@@ -214,8 +214,8 @@ def _longbench_columns(rows: Sequence[Row]) -> Columns:
 
 def ruler_averages(frame: pd.DataFrame) -> pd.DataFrame:
     """As `averages`, over RULER's thirteen tasks where one of the two that need files was run, else over the eleven."""
-    asked = set(frame["task"]) if "task" in frame else set()
-    return averages(frame, THIRTEEN if asked & {f"{RULER}{name}" for name in ("qa_1", "qa_2")} else ELEVEN, RULER)
+    tasks = set(frame["task"]) if "task" in frame else set()
+    return averages(frame, THIRTEEN if tasks & {f"{RULER}{name}" for name in ("qa_1", "qa_2")} else ELEVEN, RULER)
 
 
 def _ruler_heading(rows: Sequence[Row]) -> str:
@@ -248,7 +248,7 @@ def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
     if frame.empty:
         return frame
     settings = frame["setting"].fillna("").astype(str)
-    bits = [min([16, *(int(found[2]) for found in BITS.finditer(words))]) for words in settings]
+    bits = [min([16, *(int(match[2]) for match in BITS.finditer(words))]) for words in settings]
     left = [" ".join(BUDGETS.sub("", CODEC.sub("", BITS.sub("", words))).split()) for words in settings]
     codecs = [CODEC.search(words) for words in settings]
     names = [
@@ -256,14 +256,14 @@ def bytes_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
         for method, n, codec in zip(frame["method"], bits, codecs, strict=True)
     ]
     metric = None if metric == "kl" else metric
-    own = [metric or headline for headline in frame["headline"]]
-    each = {
-        name: [number(row.get(f"{of}{ending}")) for of, row in zip(own, records(frame), strict=True)]
+    metrics = [metric or headline for headline in frame["headline"]]
+    quality_columns = {
+        name: [number(row.get(f"{of}{ending}")) for of, row in zip(metrics, records(frame), strict=True)]
         for name, ending in (("quality", "_of_full"), ("quality_low", "_low"), ("quality_high", "_high"))
     }
     shared, rows = shared_settings([{"setting": words} for words in left])
     rest = [str(row["setting"]) for row in rows]
-    frame = frame.assign(bits=bits, line=names, rest=rest, shared=" ".join(shared), metric=own, **each)
+    frame = frame.assign(bits=bits, line=names, rest=rest, shared=" ".join(shared), metric=metrics, **quality_columns)
     far, ends = runs.frame(divergence.frame_of), ["kl", "kl_low", "kl_high"]
     if far.empty:
         return frame.assign(**dict.fromkeys(ends, math.nan))
@@ -301,30 +301,30 @@ def grid(rows: Iterable[Mapping[str, Any]], metric: str = "word_recall") -> pd.D
     frame = pd.DataFrame(cells).astype({metric: float})
     if frame[metric].isna().all():
         raise ConfigError(f"no row has the metric {metric!r}: either all were skipped, or it is word_recall or exact")
-    made = frame.pivot_table(metric, "depth", "length", aggfunc="mean", dropna=False)
-    made.attrs["depths"] = [_depth(depth, rows) for depth in made.index]
-    return made
+    cells_of_metric = frame.pivot_table(metric, "depth", "length", aggfunc="mean", dropna=False)
+    cells_of_metric.attrs["depths"] = [_depth(depth, rows) for depth in cells_of_metric.index]
+    return cells_of_metric
 
 
 def _depth(depth: float, rows: Iterable[Mapping[str, Any]]) -> str:
     """A depth as it was asked for, and from where to where needles really stand, where that is another place."""
     infos = [row["info"] for row in rows if (row.get("info") or {}).get("depth") == depth]
-    found = [info["depth_measured"] for info in infos if info.get("depth_measured") is not None]
-    if not found or max(abs(each - depth) for each in found) < 0.5:
+    measured = [info["depth_measured"] for info in infos if info.get("depth_measured") is not None]
+    if not measured or max(abs(place - depth) for place in measured) < 0.5:
         return f"{depth:g}"
-    low, high = f"{min(found):.0f}", f"{max(found):.0f}"
+    low, high = f"{min(measured):.0f}", f"{max(measured):.0f}"
     return f"{depth:g} ({low if low == high else f'{low}-{high}'})"
 
 
 def needle_table(runs: Runs, metric: str | None = None) -> pd.DataFrame:
     """A row per run and depth: labels, question, metric, depth, one column per length (percent), hash."""
     rows = []
-    for folder in in_order(each for each in runs.ran if is_needle(each)):
+    for folder in in_order(folder for folder in runs.ran if is_needle(folder)):
         cells = grid(folder.rows, metric or folder.metrics[0])
         common = {**folder.labels, "question": folder.question, "metric": metric or folder.metrics[0]}
         for depth, (_, line) in zip(cells.attrs["depths"], cells.iterrows(), strict=True):
-            found = {f"{length:g}": value for length, value in line.items()}
-            rows.append({**common, "depth": depth, **found, "hash": folder.run.hash})
+            values = {f"{length:g}": value for length, value in line.items()}
+            rows.append({**common, "depth": depth, **values, "hash": folder.run.hash})
     return pd.DataFrame(rows)
 
 
@@ -357,20 +357,20 @@ class Line:
 def chart_of(view: View, rows: Sequence[Row]) -> tuple[list[str], list[Line]]:
     """(places in order, lines) of the rows of one block of the view's table."""
     several = len({row.get("question") for row in rows}) > 1
-    each = [(row, point) for row in rows for point in view.points(row)]
-    order = {point.place: point.order for _, point in each}
+    points = [(row, point) for row in rows for point in view.points(row)]
+    order = {point.place: point.order for _, point in points}
     places = sorted(order, key=lambda place: order[place])
-    found: dict[tuple[str, ...], Line] = {}
-    for row, point in each:
-        asked = f"({WORDS[row['question']]})" if several and row.get("question") in WORDS else ""
-        label = f"{run_name(row)} {asked}".strip()
-        before = sum(line.method == row["method"] for line in found.values())
+    lines: dict[tuple[str, ...], Line] = {}
+    for row, point in points:
+        place_words = f"({WORDS[row['question']]})" if several and row.get("question") in WORDS else ""
+        label = f"{run_name(row)} {place_words}".strip()
+        before = sum(line.method == row["method"] for line in lines.values())
         key = (label, *([] if view.one_line else [row["hash"]]))
-        line = found.setdefault(key, Line(label, row["method"], before, []))
+        line = lines.setdefault(key, Line(label, row["method"], before, []))
         line.points.append((places.index(point.place), point.hash, point.values))
-    for line in found.values():
+    for line in lines.values():
         line.points.sort(key=lambda point: point[0])
-    return places, list(found.values())
+    return places, list(lines.values())
 
 
 def _hidden_points(row: Row) -> Iterator[Point]:
@@ -425,8 +425,8 @@ def further_views(runs: Runs) -> list[str]:
 
 def more_views(runs: Runs) -> list[str]:
     """A line that names the further views of the runs shown; none where there are none."""
-    found = further_views(runs)
-    return [f"more of these runs: kvexp results {runs.outputs} --view {' or '.join(found)}"] if found else []
+    names = further_views(runs)
+    return [f"more of these runs: kvexp results {runs.outputs} --view {' or '.join(names)}"] if names else []
 
 
 VIEWS: dict[str, View] = {
@@ -663,8 +663,8 @@ def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
     runs = read_runs(args.outputs, chosen_by(args), alone=view in (RUNS, DIVERGENCE))  # others look at further runs
     console = Console(markup=False)
     unmeasured = measured(runs, methods, TEXTS if args.text == "both" else (args.text,)) if args.measure else {}
-    asked = {"epsilon_kl": args.epsilon, "epsilon_top1": args.epsilon_top1, "metric": args.metric}
-    given = {name: value for name in VIEWS[view].options if (value := asked[name]) is not None}
+    options = {"epsilon_kl": args.epsilon, "epsilon_top1": args.epsilon_top1, "metric": args.metric}
+    given = {name: value for name in VIEWS[view].options if (value := options[name]) is not None}
     order = args.metric if far else args.x
     frame, blocks, below = shown(runs, view, order, given)
     if not blocks:

@@ -41,8 +41,8 @@ def check(project: object, mode: object) -> str:
     if not isinstance(project, str) or not project.strip():
         raise ConfigError(f"log.project must be a name, got {project!r}")
     if len(project) > 128 or (wrong := [letter for letter in NOT_IN_NAMES if letter in project]):
-        found = f"{len(project)} characters" if len(project) > 128 else " ".join(wrong)
-        raise ConfigError(f"log.project may have 128 characters and none of {' '.join(NOT_IN_NAMES)}, got {found}")
+        problem = f"{len(project)} characters" if len(project) > 128 else " ".join(wrong)
+        raise ConfigError(f"log.project may have 128 characters and none of {' '.join(NOT_IN_NAMES)}, got {problem}")
     if mode is not None and mode not in MODES:
         raise ConfigError(f"log.mode must be one of auto, {', '.join(MODES)}, got {mode!r}")
     mode = mode or os.environ.get("WANDB_MODE") or ("online" if has_account() else "offline")
@@ -94,16 +94,16 @@ def publish(
             row |= summary_of(divergence, row["hash"])
             written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode))
         for name in dict.fromkeys(name for names in groups for name in names):
-            part = df[[name in names for names in groups]]
-            inside = [folder for folder in runs.shown if folder.run.hash in set(part["hash"])]
-            written.append(_publish_sweep(name, part, Runs(outputs, runs.everything, inside, []), project, mode))
+            group = df[[name in names for names in groups]]
+            inside = [folder for folder in runs.shown if folder.run.hash in set(group["hash"])]
+            written.append(_publish_sweep(name, group, Runs(outputs, runs.everything, inside, []), project, mode))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
 
 def _groups(row: Mapping[str, Any]) -> list[str]:
     """The experiments that asked for this run, or else its model and task."""
-    asked = row.get("experiment")
-    return [title_of(row, "/")] if _missing(asked) or not asked else str(asked).split(", ")
+    experiments = row.get("experiment")
+    return [title_of(row, "/")] if _missing(experiments) or not experiments else str(experiments).split(", ")
 
 
 def _publish_run(run: Run, row: Mapping[str, Any], group: str, project: str, mode: str) -> Path:
@@ -114,7 +114,7 @@ def _publish_run(run: Run, row: Mapping[str, Any], group: str, project: str, mod
         **{"project": project, "mode": mode, "dir": run.path.parent, "id": run.hash, "group": group},
         config={**run.config, "kvexp": record},
         job_type=str(labels.get("method", "run")),
-        name=" ".join(str(part) for part in named if part is not None),
+        name=" ".join(str(label) for label in named if label is not None),
         tags=[f"{row['status']}", f"verdict99: {row['verdict99']}"],
     ) as published:
         published.log({"examples": _samples(run.rows()[:SAMPLES])})
@@ -124,10 +124,10 @@ def _publish_run(run: Run, row: Mapping[str, Any], group: str, project: str, mod
 
 def summary_of(divergence: pd.DataFrame, key: str) -> dict[str, Any]:
     """What a run's summary says of its divergence: `divergence.own.kl` and the like, nothing where none is measured."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for row in records(divergence[divergence["hash"] == key]) if len(divergence) else ():
-        found |= {f"divergence.{row['text']}.{name}": row[name] for name in DIVERGENCE}
-    return found
+        columns |= {f"divergence.{row['text']}.{name}": row[name] for name in DIVERGENCE}
+    return columns
 
 
 def _publish_sweep(group: str, df: pd.DataFrame, runs: Runs, project: str, mode: str) -> Path:
@@ -148,7 +148,7 @@ def _publish_sweep(group: str, df: pd.DataFrame, runs: Runs, project: str, mode:
             canvas.draw()
             published.log({name: wandb.Image(np.asarray(canvas.buffer_rgba()))})
         counts = {name: df[name].value_counts().items() for name in ("verdict99", "verdict999")}
-        verdicts = {f"{name}.{verdict}": int(n) for name, found in counts.items() for verdict, n in found}
+        verdicts = {f"{name}.{verdict}": int(n) for name, values in counts.items() for verdict, n in values}
         published.summary.update({"n_runs": len(df), **verdicts})
         return Path(published.dir).parent
 

@@ -28,9 +28,9 @@ from kvexp.run.prompts import (
     ItemPrompt,
     Items,
     TokenizedExample,
-    bench_of,
     continuation,
     later_turns,
+    scorer_of,
     token_ids,
     tokens_to_come,
     turn_ids,
@@ -44,7 +44,7 @@ from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
-    from kvexp.lm_eval import Bench
+    from kvexp.lm_eval import Scorer
 
 NO_TIMES: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
 
@@ -126,8 +126,8 @@ def outputs_of_batches(
         if False in groups:
             straight.append((place, dataclasses.replace(batch, prompts=groups[False])))
         if True in groups:
-            some = dataclasses.replace(batch, prompts=groups[True])
-            yield from _outputs_from_contexts(model, tokenizer, place, some, most)
+            question_batch = dataclasses.replace(batch, prompts=groups[True])
+            yield from _outputs_from_contexts(model, tokenizer, place, question_batch, most)
     yield from _outputs_decoded_together(model, tokenizer, straight, most)
 
 
@@ -166,10 +166,10 @@ def _answers_alone(
         )
         yield _by_index(straight, outputs_of(result, tokenizer))
     if others := [(index, prompt) for index, prompt in batch if _has_more(prompt)]:
-        made: dict[int, ModelOutput] = {}  # by question length, and rows keep the order of the prompts
-        for part in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), None):
-            made |= part.answers
-        yield made
+        answers: dict[int, ModelOutput] = {}  # by question length, and rows keep the order of the prompts
+        for outputs in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), None):
+            answers |= outputs.answers
+        yield answers
 
 
 def _by_index(batch: Items, outputs: Sequence[ModelOutput]) -> dict[int, ModelOutput]:
@@ -185,9 +185,9 @@ def _sampling_seeds(settings: Settings, batch: Items) -> list[int]:
     return [sampling_seed(settings, prompt.example) for _, prompt in batch]
 
 
-def noise_seed(settings: Settings, example: Example, *, asked: bool) -> int:
-    """Random seed of noise inside methods. asked: a question follows the context, whose questions share the noise."""
-    return settings.seed + zlib.crc32(example.prompt.encode()) if asked else sampling_seed(settings, example)
+def noise_seed(settings: Settings, example: Example, *, has_question: bool) -> int:
+    """Random seed of methods' noise. has_question: a question follows the context, whose questions share the noise."""
+    return settings.seed + zlib.crc32(example.prompt.encode()) if has_question else sampling_seed(settings, example)
 
 
 def _prefilled(
@@ -245,17 +245,17 @@ class _Prefilled:
 def _outputs_decoded_together(
     model: Model, tokenizer: Tokenizer, batches: Sequence[tuple[int, PromptBatch]], most: int | None
 ) -> Iterator[Outputs]:
-    some = [_Prefilled.of(model, tokenizer, *batch) for batch in batches]
+    ready = [_Prefilled.of(model, tokenizer, *batch) for batch in batches]
     full: dict[int, dict[int, ModelOutput]] = {}
-    for made in _decoded(model, tokenizer, some, most):
-        if made.run == next(one.batch.full for one in some if one.place == made.batch):
-            full[made.batch] = made.answers
-        yield made
+    for outputs in _decoded(model, tokenizer, ready, most):
+        if outputs.run == next(item.batch.full for item in ready if item.place == outputs.batch):
+            full[outputs.batch] = outputs.answers
+        yield outputs
     texts: list[_Text] = []
-    for one in some:
-        texts += _texts(model, tokenizer, one.place, one.batch, one.copies, full.get(one.place, {}))
+    for item in ready:
+        texts += _texts(model, tokenizer, item.place, item.batch, item.copies, full.get(item.place, {}))
     if texts:
-        del some, one  # the texts hold what of the contexts they need
+        del ready, item  # the texts hold what of the contexts they need
         yield from _forced(batches[0][1].runs[0], model, texts, most)
 
 
@@ -264,31 +264,31 @@ def _even_parts(sizes: Sequence[int], most: int | None) -> list[list[int]]:
     total, before = sum(sizes), list(itertools.accumulate(sizes, initial=0))
     count = 1 if most is None else -(-total // most)
     return [
-        list(part) for _, part in itertools.groupby(range(len(sizes)), lambda place: before[place] * count // total)
+        list(places) for _, places in itertools.groupby(range(len(sizes)), lambda place: before[place] * count // total)
     ]
 
 
-def _decoded(model: Model, tokenizer: Tokenizer, some: Sequence[_Prefilled], most: int | None) -> Iterator[Outputs]:
+def _decoded(model: Model, tokenizer: Tokenizer, ready: Sequence[_Prefilled], most: int | None) -> Iterator[Outputs]:
     """The answers of all runs to several batches; uses their contexts up."""
-    left = [(one, run) for one in some for run in one.contexts]
-    for part in _even_parts([len(one.batch.prompts) for one, _ in left], most):
-        now = [left[place] for place in part]
-        runs = [(one, places) for one in some if (places := [run for other, run in now if other is one])]
+    left = [(item, run) for item in ready for run in item.contexts]
+    for chunk in _even_parts([len(item.batch.prompts) for item, _ in left], most):
+        now = [left[place] for place in chunk]
+        runs = [(item, places) for item in ready if (places := [run for other, run in now if other is item])]
         results = generation.decode_batches(
             model,
-            [[one.contexts.pop(run) for run in places] for one, places in runs],
-            some[0].batch.runs[0].decoding,
-            [_sampling_seeds(one.batch.runs[0], one.batch.prompts) for one, _ in runs],
+            [[item.contexts.pop(run) for run in places] for item, places in runs],
+            ready[0].batch.runs[0].decoding,
+            [_sampling_seeds(item.batch.runs[0], item.batch.prompts) for item, _ in runs],
             tokenizer,
             start=time.perf_counter(),
         )
-        made = [
-            Outputs(one.place, run, _by_index(one.batch.prompts, outputs_of(result, tokenizer)))
-            for (one, places), generations in zip(runs, results, strict=True)
+        outputs = [
+            Outputs(item.place, run, _by_index(item.batch.prompts, outputs_of(result, tokenizer)))
+            for (item, places), generations in zip(runs, results, strict=True)
             for run, result in zip(places, generations, strict=True)
         ]
         del results
-        yield from made
+        yield from outputs
 
 
 def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
@@ -412,19 +412,19 @@ def _texts(
 def _forced(settings: Settings, model: Model, texts: Sequence[_Text], most: int | None) -> Iterator[Outputs]:
     """Force the texts, about `most` rows in the same steps. settings: any of the runs'."""
     left = [(text, place) for text in texts for place in text.contexts]
-    for part in _even_parts([len(text.prompts) for text, _ in left], most):
-        now = [left[place] for place in part]
-        some = [(text, places) for text in texts if (places := [place for other, place in now if other is text])]
-        forcings = [text.forcing(places) for text, places in some]
-        found = generation.divergence_of_batches(
+    for chunk in _even_parts([len(text.prompts) for text, _ in left], most):
+        now = [left[place] for place in chunk]
+        texts_now = [(text, places) for text in texts if (places := [place for other, place in now if other is text])]
+        forcings = [text.forcing(places) for text, places in texts_now]
+        divergences = generation.divergence_of_batches(
             model,
             forcings,
             max_new_tokens=settings.decoding.max_new_tokens,
             eos=eos_ids(model, settings.decoding.eos),
         )
-        for (text, places), forcing, of_text in zip(some, forcings, found, strict=True):
-            for each in zip(places, forcing.variants, of_text, strict=True):
-                yield text.outputs(*each)
+        for (text, places), forcing, of_text in zip(texts_now, forcings, divergences, strict=True):
+            for measured in zip(places, forcing.variants, of_text, strict=True):
+                yield text.outputs(*measured)
 
 
 def continuation_logprobs(
@@ -442,7 +442,7 @@ def continuation_logprobs(
         batch_cache(settings, [len(prompt.ids)]),
         max_new_tokens=ahead,
         tokenizer=tokenizer,
-        seeds=[noise_seed(settings, prompt.example, asked=bool(prompt.question_ids))],
+        seeds=[noise_seed(settings, prompt.example, has_question=bool(prompt.question_ids))],
         spans=[prompt.spans],
     )
     questions = [prompt.question_ids] if prompt.question_ids else None
@@ -467,10 +467,10 @@ def _outputs_from_contexts(
     nothing is forced.
     """
     lead = batch.runs[0]
-    for part in _parts(lead, batch.prompts):
-        contexts, place_of = _contexts_of(batch.runs, model, tokenizer, part)
+    for chunk in _parts(lead, batch.prompts):
+        contexts, place_of = _contexts_of(batch.runs, model, tokenizer, chunk)
         groups = defaultdict(list)
-        for index, prompt in part:
+        for index, prompt in chunk:
             if not prompt.choices:
                 groups[len(prompt.question_ids)].append((index, prompt))
                 continue
@@ -479,9 +479,9 @@ def _outputs_from_contexts(
                 yield Outputs(place, run, {index: chosen})
         for group in groups.values():
             for start in range(0, len(group), lead.batch_size):
-                some = dataclasses.replace(batch, prompts=group[start : start + lead.batch_size])
-                rows = [place_of[index] for index, _ in some.prompts]
-                yield from _outputs_of_questions(model, tokenizer, place, some, contexts, rows, most)
+                together = dataclasses.replace(batch, prompts=group[start : start + lead.batch_size])
+                rows = [place_of[index] for index, _ in together.prompts]
+                yield from _outputs_of_questions(model, tokenizer, place, together, contexts, rows, most)
         del contexts  # before the next part's are made
 
 
@@ -549,24 +549,24 @@ def _counts_ahead(settings: Settings) -> bool:
 
 
 def _contexts_of(
-    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, part: Items
+    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, items: Items
 ) -> tuple[list[PrefilledContext], dict[int, int]]:
     """Every context of the part once, for each run; and the place of each index among them."""
     settings = runs[0]
     places: dict[Any, int] = {}
     place_of = {}
-    for index, prompt in part:
-        seed = noise_seed(settings, prompt.example, asked=bool(prompt.question_ids))
+    for index, prompt in items:
+        seed = noise_seed(settings, prompt.example, has_question=bool(prompt.question_ids))
         # Where scores are added up over a batch, prompts are prefilled one by one: batch_size is 1, and all
         # prompts of the part are one context's.
         alone = shares_score_across_batch(settings) and not prompt.example.questions
         key = (seed, tuple(prompt.ids), tuple(prompt.spans), index if alone else None)
         place_of[index] = places.setdefault(key, len(places))
-    choosing, decoding = bool(part[0][1].choices), settings.decoding
+    choosing, decoding = bool(items[0][1].choices), settings.decoding
     # Not of the longest question: what is allocated shall not depend on the company.
-    ahead = tokens_to_come(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
+    ahead = tokens_to_come(settings, items[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
     prompts = [list(ids) for _, ids, _, _ in places]
-    seeds, spans = [seed for seed, _, _, _ in places], [list(each) for _, _, each, _ in places]
+    seeds, spans = [seed for seed, _, _, _ in places], [list(row_spans) for _, _, row_spans, _ in places]
     beams = 1 if choosing else decoding.num_beams
     return _prefilled(runs, model, tokenizer, prompts, seeds, spans, ahead, beams), place_of
 
@@ -580,10 +580,10 @@ def _pick_choice(
     logprobs: list[float] = []
     kept = []
     for start in range(0, len(choices), at_once):
-        some = choices[start : start + at_once]
-        forks = contexts.fork([place] * len(some))
+        chunk = choices[start : start + at_once]
+        forks = contexts.fork([place] * len(chunk))
         judged = generation.score_continuations(
-            model, forks, some, [prompt.question_ids] * len(some), max_new_tokens=ahead
+            model, forks, chunk, [prompt.question_ids] * len(chunk), max_new_tokens=ahead
         )
         logprobs += [sum(steps) for steps in judged]
         kept += generation.receipts(forks.cache)
@@ -636,14 +636,14 @@ class _Conversation:
     ) -> _Conversation:
         """Prefill the first message. ConfigError where all turns and answers are more than the model holds."""
         turns, new = prompt.example.turns[: last + 1], settings.decoding.max_new_tokens
-        asked = later_turns(prompt, tokenizer, last, chat=settings.model.chat)
+        later = later_turns(prompt, tokenizer, last, chat=settings.model.chat)
         given = [len(token_ids(turn.reference, tokenizer)) for turn in turns]  # where these stay
-        ahead = sum(map(len, asked)) + sum(max(new, count) + 1 for count in given)
+        ahead = sum(map(len, later)) + sum(max(new, count) + 1 for count in given)
         check_length(model, len(prompt.ids), ahead, settings.cache.beyond_context)
-        seed = noise_seed(settings, prompt.example, asked=True)
+        seed = noise_seed(settings, prompt.example, has_question=True)
 
-        def context(each: Settings) -> PrefilledContext:
-            return _prefilled([each], model, tokenizer, [prompt.ids], [seed], [prompt.spans], ahead)[0]
+        def context(run_settings: Settings) -> PrefilledContext:
+            return _prefilled([run_settings], model, tokenizer, [prompt.ids], [seed], [prompt.spans], ahead)[0]
 
         full = None if settings.is_baseline else context(settings.baseline())
         return cls(settings, model, tokenizer, prompt, last, context(settings), full)
@@ -658,23 +658,23 @@ class _Conversation:
         answers = []
         for number, turn in enumerate(self.prompt.example.turns[: self.last + 1]):
             if number:
-                asked = turn_ids(self.prompt, self.tokenizer, turn.message, chat=self.settings.model.chat)
+                question = turn_ids(self.prompt, self.tokenizer, turn.message, chat=self.settings.model.chat)
                 # An end token that was chosen is the one that the next turn begins with.
                 ended = bool(self.pending) and self.pending[0] in eos_ids(self.model, self.settings.decoding.eos)
-                read_questions(self.model, self.both, [asked if ended else [*self.pending, *asked]])
+                read_questions(self.model, self.both, [question if ended else [*self.pending, *question]])
             fed = self.own.ids.shape[1]
             answer = self._answer(self.own)
             text = self._stays(answer, turn.reference)
-            found = self._feed(text, counts_first=number > 0 or self.settings.cache.bounded_chunk is not None)
-            answers.append(dataclasses.replace(answer, info={"fed": fed, **found}))
+            divergence = self._feed(text, counts_first=number > 0 or self.settings.cache.bounded_chunk is not None)
+            answers.append(dataclasses.replace(answer, info={"fed": fed, **divergence}))
         return answers
 
     def _answer(self, context: PrefilledContext) -> ModelOutput:
         """The answer to the turn that was read last; the context stays as it is."""
         seeds = [sampling_seed(self.settings, self.prompt.example)]
         fork, start = context.fork([0]), time.perf_counter()
-        made = generation.decode(self.model, [fork], self.settings.decoding, seeds, self.tokenizer, start=start)[0]
-        (answer,) = outputs_of(made, self.tokenizer)
+        result = generation.decode(self.model, [fork], self.settings.decoding, seeds, self.tokenizer, start=start)[0]
+        (answer,) = outputs_of(result, self.tokenizer)
         # The turn was read together with the full cache: the time of its first token says nothing about the run alone.
         return dataclasses.replace(answer, seconds={**answer.seconds, "ttft": None, "tt2t": None})
 
@@ -701,11 +701,11 @@ class _Conversation:
             if text[:-1]:
                 read_questions(self.model, [self.own], [text[:-1]])
             return {}
-        ((found,),) = generation.divergence_from_full(self.model, self.full, [self.own], [text])
+        ((divergence,),) = generation.divergence_from_full(self.model, self.full, [self.own], [text])
         for context, (ids, mask) in zip(self.both, before, strict=True):
             more = ids.new_tensor([text[:-1]])
             context.ids, context.mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
-        return found.mean(skip=0 if counts_first else 1)
+        return divergence.mean(skip=0 if counts_first else 1)
 
 
 def turns_fed(
@@ -737,23 +737,23 @@ def item_answers(
     settings: Settings, model: Model, tokenizer: Tokenizer, batch: Sequence[tuple[int, TokenizedExample]]
 ) -> Iterator[dict[int, ModelOutput]]:
     """Index -> answer. Items are measured together, which changes no answer; texts come one by one."""
-    bench = bench_of(settings, model, tokenizer)
+    scorer = scorer_of(settings, model, tokenizer)
     measured = {index: prompt for index, prompt in batch if isinstance(prompt, ItemPrompt) and prompt.asks}
     if measured:
-        judged = iter(bench.measure([ask for prompt in measured.values() for ask in prompt.asks]))
-        yield {index: _judged(bench, prompt, [next(judged) for _ in prompt.asks]) for index, prompt in measured.items()}
+        judged = iter(scorer.measure([ask for prompt in measured.values() for ask in prompt.asks]))
+        yield {i: _judged(scorer, prompt, [next(judged) for _ in prompt.asks]) for i, prompt in measured.items()}
     for index, prompt in batch:
         if index not in measured:
-            yield {index: _generated(settings, bench, tokenizer, prompt)}
+            yield {index: _generated(settings, scorer, tokenizer, prompt)}
 
 
-def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> ModelOutput:
+def _judged(scorer: Scorer, prompt: ItemPrompt, judged: Sequence[Any]) -> ModelOutput:
     """The likeliest request gives the receipt and the output; a text in windows is one request."""
     item = prompt.example
     assert isinstance(item, Item)
     best = max(range(len(judged)), key=lambda i: judged[i].total)
-    logprobs, counts = [each.total for each in judged], [len(each.tokens) for each in judged]
-    results: list[Any] = [bench.result(each) for each in judged]
+    logprobs, counts = [scored.total for scored in judged], [len(scored.tokens) for scored in judged]
+    results: list[Any] = [scorer.result(scored) for scored in judged]
     output = item.requests[min(best, len(item.requests) - 1)].continuation
     if item.kind == "loglikelihood_rolling":
         results, output = [sum(logprobs)], ""
@@ -763,11 +763,11 @@ def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> ModelOut
     return ItemAnswer(output, sum(counts), receipt, seconds, logprobs, counts, results=results)
 
 
-def _generated(settings: Settings, bench: Bench, tokenizer: Tokenizer, prompt: TokenizedExample) -> ModelOutput:
+def _generated(settings: Settings, scorer: Scorer, tokenizer: Tokenizer, prompt: TokenizedExample) -> ModelOutput:
     item = prompt.example
     assert isinstance(item, Item)
     seed = settings.seed + item.number
-    (text,), result = bench.generate([prompt.ids], [prompt.question_ids], item.generation, [seed])
+    (text,), result = scorer.generate([prompt.ids], [prompt.question_ids], item.generation, [seed])
     answer = outputs_of(result, tokenizer)[0]
     output = text if settings.thinking is None else answer.output  # the text with its thinking stays in the row
     return ItemAnswer(**{**vars(answer), "output": output}, results=[text])

@@ -1,7 +1,7 @@
 """Recorded runs: make the rows and divergences they lack, batch by batch, and write them as they come.
 
 A run is a group of one. `evaluate_run` gives one run its rows by itself, timed, its baseline's first; `run_group` does
-what several runs of the same prompts lack, ahead of their own turns, from one prefill per prompt; `measure_rest` and
+what several runs of the same prompts lack, before each is run alone, from one prefill per prompt; `measure_rest` and
 `measure_claimed` force the texts that are missing of a divergence. All of them are `fill`.
 """
 
@@ -145,27 +145,27 @@ def _own_turn(settings: Settings, prompts: Prompts, session: Session) -> Run:
 def run_group(settings: Sequence[Settings], session: Session, *, wait: bool = True) -> bool:
     """Write the rows and divergences that these runs lack, as far as that goes together.
 
-    What goes wrong is left to a run's own turn. False where another process works on one of them, and wait is not set:
-    then nothing was done.
+    A run that fails here is retried alone, by `run_job`. False where another process works on one of them, and wait is
+    not set: then nothing was done.
     """
     settings[0].task.check()
     pairs = opened(settings)
     with ExitStack() as claims:
         try:
             # In one order: no process waits for one that waits for it.
-            for one, run in sorted(pairs, key=lambda pair: pair[1].hash):
-                notice, part = waiting_notice(run), one.shard.name
-                claims.enter_context(run.claim(timeout=None if wait else 0, waiting=notice, part=part))
+            for wanted, run in sorted(pairs, key=lambda pair: pair[1].hash):
+                notice, shard = waiting_notice(run), wanted.shard.name
+                claims.enter_context(run.claim(timeout=None if wait else 0, waiting=notice, part=shard))
         except TimeoutError:
             return False
         prompts = Prompts(settings[0], _examples(settings[0], session))
         members = []
         for pair in pairs:
-            with contextlib.suppress(ConfigError):  # a damaged file: the run's own turn says so
+            with contextlib.suppress(ConfigError):  # a damaged file: `run_job` reports it
                 members.append(Member(*pair, prompts.examples))
         if members:
             fill(members, prompts, session)
-        whole = [run.hash for one, run in pairs if not Member(one, run, prompts.examples).lacking]
+        whole = [run.hash for wanted, run in pairs if not Member(wanted, run, prompts.examples).lacking]
     session.filled_ahead.update(run.hash for _, run in pairs)
     session.complete_ahead.update(whole)
     return True
@@ -197,8 +197,8 @@ def prefill_groups(wanted: Iterable[Settings]) -> list[list[Settings]]:
     for settings in wanted:
         if why_alone(settings) is None:
             base = settings if settings.is_baseline else settings.baseline()
-            for one in (base, settings):
-                alike[group_key(one)].setdefault(str(one.identity), one)
+            for member in (base, settings):
+                alike[group_key(member)].setdefault(str(member.identity), member)
     return [list(group.values()) for group in alike.values() if len(group) > 1]
 
 
@@ -216,10 +216,10 @@ def group_key(settings: Settings) -> str:
     return repr((sorted(same.items()), extra, getattr(settings.task, "size", None)))
 
 
-def opened(each: Sequence[Settings]) -> list[tuple[Settings, Run]]:
+def opened(wanted: Sequence[Settings]) -> list[tuple[Settings, Run]]:
     """The runs with their folders, each once."""
     by_name = {}
-    for settings in each:
+    for settings in wanted:
         baseline = None if settings.is_baseline else run_hash(settings.baseline().identity)
         known = (settings.outputs_dir, settings.identity, settings.labels, environment())
         run = Run.open(*known, baseline=baseline, command=settings.command)
@@ -246,7 +246,7 @@ class Member:
     """A run while it is filled: its settings, its folder, and what it lacks, as (example, kind of work).
 
     wanted: kinds of work that are to be done, ANSWER and TEXTS; None: those the settings ask for. within: the examples
-    that may be forced a text; None: all. commit: of the model. error: why it is left to its own turn, which will tell
+    that may be forced a text; None: all. commit: of the model. error: why it will be retried alone, which will tell
     more; skipped: why examples were left out, each reason once.
     """
 
@@ -271,9 +271,9 @@ class Member:
         texts = [text for text in settings.divergence.texts if text in wanted and refusal(settings) is None]
         if texts:
             mine -= {row["example"] for row in rows if row.get("skipped")}
-            some = [e for e in examples if e.id in mine and (within is None or e.id in within)]
+            forced = [e for e in examples if e.id in mine and (within is None or e.id in within)]
             for text in texts:
-                self.lacking |= {(e.id, text) for e in some if text != REFERENCE or e.reference.strip()}
+                self.lacking |= {(e.id, text) for e in forced if text != REFERENCE or e.reference.strip()}
             self.lacking -= run.divergence().keys()
 
     @property
@@ -282,11 +282,11 @@ class Member:
         return run_name(self.settings.labels)
 
     def fail(self, error: BaseException) -> None:
-        """Leave it to its own turn."""
+        """Leave the rest of this run to `run_job`, which retries it alone."""
         self.error = f"{type(error).__name__}: {error}".rstrip(": ")
 
     def kinds(self, names: Collection[str]) -> list[str]:
-        """The kinds of work that any of these examples lacks; none of a run that is left to its own turn."""
+        """The kinds of work that any of these examples lacks; none of a run that will be retried alone."""
         kinds = () if self.error is not None else (ANSWER, *TEXTS)
         return [kind for kind in kinds if any((name, kind) in self.lacking for name in names)]
 
@@ -305,7 +305,7 @@ class Member:
 
     def skip(self, prompts: Items) -> Iterator[bool]:
         """Write rows that say why these prompts are skipped; they are forced no text either."""
-        yield from self.write([skipped_row(self.settings, *one) for one in prompts], [])
+        yield from self.write([skipped_row(self.settings, *item) for item in prompts], [])
         self.skipped |= {str(prompt.skipped): None for _, prompt in prompts}
         self.lacking -= {(prompt.example.id, text) for _, prompt in prompts for text in TEXTS}
 
@@ -314,7 +314,7 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
     """Do what claimed runs of the same prompts lack, and write it as it comes.
 
     The answers of a run alone are timed, batch by batch in one process, and what goes wrong is raised. Several runs
-    share each prefill, and one that fails is left to its own turn; where only one of them lacks anything, all is.
+    share each prefill, and one that fails is retried alone; where only one of them lacks anything, all is.
     """
     lead = members[0].settings
     shared = 1 if shares_score_across_batch(lead) else MAX_QUESTIONS_PER_CONTEXT
@@ -347,7 +347,7 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
     title += f", in {size} processes" if size > 1 else ""
     filler = Filler(members, prompts, model, tokenizer, title, size, timed)
     if timed:
-        runnable = (some for batch in work if (some := prompts.for_run(lead, batch)[0]))
+        runnable = (items for batch in work if (items := prompts.for_run(lead, batch)[0]))
         warm_up(members[0].settings, model, tokenizer, next(runnable, []), filler.time_limit)
     groups = [[batch] for batch in work]
     if not timed:
@@ -367,8 +367,8 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
 def _title(members: Sequence[Member], names: Collection[str]) -> str:
     """What is being done, for a line of progress."""
     kinds = [member.kinds(names) for member in members]
-    answers = any(ANSWER in each for each in kinds)
-    forced = sum(any(kind in TEXTS for kind in each) for each in kinds)
+    answers = any(ANSWER in lacking for lacking in kinds)
+    forced = sum(any(kind in TEXTS for kind in lacking) for lacking in kinds)
     labels = members[0].settings.labels
     if forced and not answers:
         return f"divergence of {forced} run{'s' * (forced != 1)}, {labels['model']}, {labels['task']}"
@@ -465,7 +465,7 @@ class Piece:
         for place, member in enumerate(self.members):
             for kind in member.kinds(self.names):
                 (answering if kind == ANSWER else texts.setdefault(kind, [])).append(place)
-        full = next((place for place, one in enumerate(runs) if one.is_baseline), len(runs))
+        full = next((place for place, settings in enumerate(runs) if settings.is_baseline), len(runs))
         if texts and full == len(runs):
             runs.append(runs[0].baseline())
         return PromptBatch(runs, self.prompts, answering, texts, full)
@@ -483,7 +483,7 @@ Part = tuple[Member, list[Row], list[Line]]  # what a run made of some prompts, 
 
 
 class Filler:
-    """Makes what members lack of batches and writes it; what does not fit into memory or time is tried in halves."""
+    """Fills missing rows and KL texts of several runs; halves a batch that runs out of memory or time."""
 
     def __init__(
         self,
@@ -521,7 +521,7 @@ class Filler:
 
     def _parts(self, pieces: list[Piece], halved: int = 0) -> Iterator[Part]:
         """What members make of the pieces, together or in halves; to be written before the next is asked for."""
-        pieces = [piece for each in pieces if (piece := each.pending()).members]
+        pieces = [piece for before in pieces if (piece := before.pending()).members]
         if not pieces:
             return
         members, items, limited = pieces[0].members, pieces[0].prompts, self.time_limit.timeout_s is not None
@@ -546,7 +546,7 @@ class Filler:
                 if self.timed:
                     raise
                 members[0].fail(error)
-                # Its own turn, which says more, comes when the group is done, and that can be hours from now.
+                # It is retried alone, with a longer message, when the group is done, and that can be hours from now.
                 say(f"{members[0].title} failed, the other runs go on: {members[0].error}", file=sys.stderr)
         if not failure:
             yield from parts
@@ -556,7 +556,7 @@ class Filler:
         if alone and self.timed and len(items) == 1:
             rows = [{**failed_row(members[0].settings, *items[0], failure), "halved": halved}]
             yield members[0], rows, []
-        elif not alone or self.timed:  # one of a group is left to its own turn
+        elif not alone or self.timed:  # one of a group is retried alone
             if failure == MEMORY:
                 self._tell_halved()
             for half in self._halves(pieces):
@@ -587,18 +587,18 @@ class Filler:
 
     def _computed(self, pieces: Sequence[Piece], batches: Sequence[PromptBatch], halved: int) -> Iterator[Part]:
         meter = LoadMeter() if self.timed and self.model.device.type == "cpu" else None
-        for one in outputs_of_batches(self.model, self.tokenizer, batches, self.most):
-            piece = pieces[one.batch]
-            if one.run == len(piece.members):  # the full cache's, which was added for the texts
+        for outputs in outputs_of_batches(self.model, self.tokenizer, batches, self.most):
+            piece = pieces[outputs.batch]
+            if outputs.run == len(piece.members):  # the full cache's, which was added for the texts
                 continue
-            member, rows = piece.members[one.run], []
+            member, rows = piece.members[outputs.run], []
             for index, prompt in piece.prompts:
-                if index in one.answers and (prompt.example.id, ANSWER) in member.lacking:
-                    answer = one.answers[index] if self.timed else one.answers[index].untimed
+                if index in outputs.answers and (prompt.example.id, ANSWER) in member.lacking:
+                    answer = outputs.answers[index] if self.timed else outputs.answers[index].untimed
                     row = row_of(member.settings, self.model, self.tokenizer, index, prompt, answer)
                     load = None if meter is None else machine_load(meter)
                     rows.append({**row, "halved": halved} | ({} if load is None else {"load": load}))
-            yield member, rows, one.lines
+            yield member, rows, outputs.lines
 
     def _located(self, error: NotFinite, pieces: Sequence[Piece], batches: Sequence[PromptBatch]) -> NotFinite:
         """The error, which also says the layer and the examples."""
@@ -622,17 +622,17 @@ def _first_not_finite(model: Model, make: Callable[[], Any]) -> str:
     """Name the place where the first number that is not finite comes from, when `make` is called again."""
     from kvexp.hf.load import first_not_finite
 
-    with first_not_finite(model) as found:
+    with first_not_finite(model) as modules:
         try:
             make()
         except NotFinite:
             pass
         else:
             return "but not when the same batch was run again: is this machine's memory sound?"
-    if not found:
+    if not modules:
         return "in no module's output, so in an attention score or in the cache"
-    number = re.search(r"\.(\d+)(?:\.|$)", found[0])
-    return f"first in layer {number[1]}, module {found[0]}" if number else f"first in module {found[0]}"
+    number = re.search(r"\.(\d+)(?:\.|$)", modules[0])
+    return f"first in layer {number[1]}, module {modules[0]}" if number else f"first in module {modules[0]}"
 
 
 def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items, time_limit: TimeLimit) -> None:
@@ -645,14 +645,14 @@ def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
     wrong will go wrong again with the batch itself, which tells.
     """
     # Choices, but lm-eval's, are judged from forks of one prefill: their rows hold no times.
-    each = [prompt for _, prompt in batch if isinstance(prompt.example, Item) or not prompt.example.choices]
-    if not each:
+    answerable = [prompt for _, prompt in batch if isinstance(prompt.example, Item) or not prompt.example.choices]
+    if not answerable:
         return
     if settings.engine is not None:  # which compiles its kernels here, and loads the model
         few = replace(settings.decoding, max_new_tokens=NEW, min_new_tokens=0)
         engine_answers(replace(settings, decoding=few), model, tokenizer, batch)
         return
-    prompts = [prompt.ids[:PROMPT] for prompt in each]
+    prompts = [prompt.ids[:PROMPT] for prompt in answerable]
     failed = True
     with contextlib.suppress(CacheError, MemoryError, RuntimeError, TimeLimitExceeded), time_limit.of(batch):
         try:
@@ -719,11 +719,11 @@ def measure(
     if not lacking:
         return None
     fill(lacking, prompts, session)
-    found = {member.run.hash: member for member in lacking}
+    by_hash = {member.run.hash: member for member in lacking}
     lines = []
     for after in members():  # read again: other processes may have written
         if after.lacking:
-            before = found.get(after.run.hash, after)
+            before = by_hash.get(after.run.hash, after)
             why = before.error or "; ".join(before.skipped) or UNKNOWN
             lines.append(f"divergence of {after.title}: {len(after.lacking)} KL passes were not made ({why})")
     return lines
@@ -761,8 +761,8 @@ def measure_claimed(runs: Iterable[Run], texts: Sequence[str]) -> dict[str, str]
             lines = measure(pairs, Session(), within)
             if lines is None:
                 labels = pairs[0][0].labels
-                what = f"divergence of {len(pairs)} runs, {labels['model']}, {labels['task']}"
-                say(f"{what}: all KL passes are made already")
+                title = f"divergence of {len(pairs)} runs, {labels['model']}, {labels['task']}"
+                say(f"{title}: all KL passes are made already")
             for line in lines or []:
                 say(line)
     return refused
@@ -776,11 +776,11 @@ def settings_at(run: Run) -> Settings:
 
     ConfigError where code or files have changed since.
     """
-    asked, again = run.command, "run the same command again (its rows stay as they are)"
-    if asked is None:
+    command, again = run.command, "run the same command again (its rows stay as they are)"
+    if command is None:
         raise ConfigError(f"{run.path} does not know how it was asked for: {again}")
     try:
-        config, choices, overrides = (asked[name] for name in ("config", "choices", "overrides"))
+        config, choices, overrides = (command[name] for name in ("config", "choices", "overrides"))
         if not (isinstance(config, dict) and isinstance(choices, dict)):
             raise ValueError("config and choices must be groups")
         if not (isinstance(overrides, list) and all(isinstance(word, str) for word in overrides)):
@@ -789,8 +789,8 @@ def settings_at(run: Run) -> Settings:
         raise ConfigError(f"{run.path / 'command.json'}: {type(error).__name__}: {error}; {again}") from error
     check_stored(config)
     given = ({**config, "outputs_dir": str(run.path.parent)}, choices, overrides)
-    for part in settings_of(*given).parts():
-        for settings in (part, part.baseline()):
+    for variant in settings_of(*given).parts():
+        for settings in (variant, variant.baseline()):
             if run_hash(settings.identity) == run.hash:
                 return settings
     raise ConfigError(

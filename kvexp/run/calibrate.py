@@ -119,11 +119,11 @@ def take_triattention(words: Sequence[str], taken: str) -> None:
         raise ConfigError(
             f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits.title} does not"
         )
-    made = read_triattention(path_of(taken, "--from"), shape[1])
-    made.check_shape(*shape)
+    queries = read_triattention(path_of(taken, "--from"), shape[1])
+    queries.check_shape(*shape)
     about = {"data": f"TriAttention's file {Path(taken).name}", "numerics": kvexp.NUMERICS}
-    file = QUERIES.write(made, model_digest(spec), about)
-    say(f"statistics of {name}'s queries were taken from {taken}; digest {made.digest}, kept in {file}")
+    file = QUERIES.write(queries, model_digest(spec), about)
+    say(f"statistics of {name}'s queries were taken from {taken}; digest {queries.digest}, kept in {file}")
 
 
 @tells_errors(ConfigError, CacheError)
@@ -132,12 +132,12 @@ def _command(
     doc: str,
     words: list[str],
     make: Callable[[Sequence[str], str, int, int], None],
-    made: str,
+    product: str,
     **sizes: int,
 ) -> int:
     """Carry out one of the commands: `make` takes the words that choose a model, data, and the two sizes.
 
-    made: what is made, in a word; sizes: the settings that are whole numbers, with their defaults.
+    product: what is made, in a word; sizes: the settings that are whole numbers, with their defaults.
     """
     parser = argparse.ArgumentParser(
         prog=name,
@@ -149,15 +149,15 @@ def _command(
     _, words = parser.parse_known_args(words)
     defaults = {"data": "", **{size: str(default) for size, default in sizes.items()}}
     try:
-        model_words, own = split_model_words(words, defaults, f"{name} takes")
+        model_words, values = split_model_words(words, defaults, f"{name} takes")
         for size in sizes:
-            if not own[size].isdecimal() or int(own[size]) < 1:
-                raise ConfigError(f"{size} must be a whole number of at least 1, got {own[size]!r}")
+            if not values[size].isdecimal() or int(values[size]) < 1:
+                raise ConfigError(f"{size} must be a whole number of at least 1, got {values[size]!r}")
         with hydra_errors_shown(model_words):
-            tokens, count = (int(own[size]) for size in sizes)
-            make(model_words, own["data"], tokens, count)
+            tokens, count = (int(values[size]) for size in sizes)
+            make(model_words, values["data"], tokens, count)
     except KeyboardInterrupt:
-        say(f"\ninterrupted: nothing was kept of this {made}, an older one stays as it was", file=sys.stderr)
+        say(f"\ninterrupted: nothing was kept of this {product}, an older one stays as it was", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -171,12 +171,12 @@ class CalibrationTexts:
     texts: tuple[str, ...]
 
 
-def calibration_texts(data: str, made: str = "calibration") -> CalibrationTexts:
-    """The texts of a file, else of kvexp's articles kept for what is `made`; ConfigError for a file without texts."""
+def calibration_texts(data: str, purpose: str = "calibration") -> CalibrationTexts:
+    """The texts of a file, else of kvexp's articles kept for this purpose; ConfigError for a file without texts."""
     if not data:
-        found = training_articles() if made == "training" else articles()
-        name = f"{len(found)} of kvexp's articles" if made == "training" else f"kvexp's {len(found)} articles"
-        return CalibrationTexts(name, articles_digest(), tuple(f"{one.title}\n\n{one.text}" for one in found))
+        chosen = training_articles() if purpose == "training" else articles()
+        name = f"{len(chosen)} of kvexp's articles" if purpose == "training" else f"kvexp's {len(chosen)} articles"
+        return CalibrationTexts(name, articles_digest(), tuple(f"{a.title}\n\n{a.text}" for a in chosen))
     file = path_of(data, "data")
     try:
         content = file.read_bytes()
@@ -186,7 +186,7 @@ def calibration_texts(data: str, made: str = "calibration") -> CalibrationTexts:
     except UnicodeDecodeError as error:
         raise ConfigError(f"data={data} is not UTF-8 text ({error}); save it in that encoding") from error
     texts = _rows(data, text) if file.suffix == ".jsonl" else [text]
-    texts = [one for one in texts if one.strip()]
+    texts = [text for text in texts if text.strip()]
     if not texts:
         raise ConfigError(f"data={data} has no text in it")
     return CalibrationTexts(Path(file).name, hashlib.sha256(content).hexdigest()[:16], tuple(texts))
@@ -194,7 +194,7 @@ def calibration_texts(data: str, made: str = "calibration") -> CalibrationTexts:
 
 def _rows(data: str, content: str) -> list[str]:
     """The field `text` of each line that is not empty."""
-    found = []
+    texts = []
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
@@ -204,8 +204,8 @@ def _rows(data: str, content: str) -> list[str]:
             raise ConfigError(f"line {number} of data={data} is no JSON object with a field text") from error
         if not isinstance(text, str):
             raise ConfigError(f"line {number} of data={data}: text must be a text, got {text!r:.60}")
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def sequences_of(texts: Sequence[str], tokenizer: Any, length: int, count: int) -> list[list[int]]:
@@ -242,32 +242,32 @@ def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> Non
     model, _ = load(spec)
     method = KVzipPlus(n_sinks=SINKS, chunk=length)
     with Progress(f"training kvzap of {name}", len(prompts), 0, "prompts") as progress:
-        made = train_surrogate(model, method, fitted, held_out, tokenizer, progress.advance)
+        result = train_surrogate(model, method, fitted, held_out, tokenizer, progress.advance)
     about = {
         **_about(texts, spec),
-        "articles": [] if data else [one.id for one in training_articles()],
+        "articles": [] if data else [article.id for article in training_articles()],
         "prompts": len(fitted),
-        "tokens": made.fitted_tokens,
-        "held_out_tokens": made.held_out_tokens,
-        "r2": made.r2,
+        "tokens": result.fitted_tokens,
+        "held_out_tokens": result.held_out_tokens,
+        "r2": result.r2,
     }
-    file = SURROGATES.write(made.surrogate, model_digest(spec), about)
+    file = SURROGATES.write(result.surrogate, model_digest(spec), about)
     quality = f"nothing was held out ({EVERY} prompts are needed)"
-    if made.r2 is not None:
+    if result.r2 is not None:
         quality = (
-            f"R2 on {made.held_out_tokens} held-out tokens {fmean(made.r2):.3f} (mean of {len(made.r2)} layers, "
-            f"{min(made.r2):.3f} to {max(made.r2):.3f})"
+            f"R2 on {result.held_out_tokens} held-out tokens {fmean(result.r2):.3f} (mean of {len(result.r2)} layers, "
+            f"{min(result.r2):.3f} to {max(result.r2):.3f})"
         )
     say(
-        f"{name} was trained on {made.fitted_tokens} tokens of {texts.name} in {time.monotonic() - start:.0f} s; "
-        f"{quality}; digest {made.surrogate.digest}, kept in {file}"
+        f"{name} was trained on {result.fitted_tokens} tokens of {texts.name} in {time.monotonic() - start:.0f} s; "
+        f"{quality}; digest {result.surrogate.digest}, kept in {file}"
     )
 
 
 def _about(texts: CalibrationTexts, spec: ModelSpec) -> dict[str, Any]:
     """Facts that a file keeps of the texts and the machine that it was made with."""
-    made = {"dtype": spec.dtype, "device": spec.resolved_device().split(":")[0], "numerics": kvexp.NUMERICS}
-    return {"data": texts.name, "data_digest": texts.digest, **made}
+    machine = {"dtype": spec.dtype, "device": spec.resolved_device().split(":")[0], "numerics": kvexp.NUMERICS}
+    return {"data": texts.name, "data_digest": texts.digest, **machine}
 
 
 def prompts_of(texts: CalibrationTexts, tokenizer: object, length: int, count: int) -> list[list[int]]:
@@ -275,8 +275,8 @@ def prompts_of(texts: CalibrationTexts, tokenizer: object, length: int, count: i
 
     ConfigError where no text has more tokens than the sinks and two.
     """
-    each = [tokenizer(text, verbose=False).input_ids[:length] for text in texts.texts]  # type: ignore[operator]
-    prompts = [ids for ids in each if len(ids) > SINKS + 2][:count]
+    token_ids = [tokenizer(text, verbose=False).input_ids[:length] for text in texts.texts]  # type: ignore[operator]
+    prompts = [ids for ids in token_ids if len(ids) > SINKS + 2][:count]
     if not prompts:
         raise ConfigError(
             f"no text of {texts.name} has more than {SINKS + 2} tokens: give longer texts, or raise tokens"
@@ -304,18 +304,18 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int, ou
     start = time.monotonic()
     model, _ = load(spec)
     with Progress(f"calibrating {name}", len(sequences), 0, "sequences") as progress:
-        made, heads = calibrate_queries_and_heads(model, sequences, progress.advance)
+        queries, heads = calibrate_queries_and_heads(model, sequences, progress.advance)
     read = sum(len(ids) for ids in sequences)
     about = {**_about(texts, spec), "sequences": len(sequences), "tokens": read}
-    file = QUERIES.write(made, model_digest(spec), about)
+    file = QUERIES.write(queries, model_digest(spec), about)
     if heads is not None:
         HEADS.write(heads, model_digest(spec), about)
     if out is not None:
         written = Path(out or f"{name}_triattention.pt").expanduser()
-        write_triattention(written, made)
+        write_triattention(written, queries)
         say(f"wrote {written}, as TriAttention's release and TensorRT-LLM read it")
     of_heads = ", none of heads, which have no RoPE" if heads is None else f", of heads {heads.digest}"
     say(
-        f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {made.digest}"
+        f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {queries.digest}"
         f"{of_heads}, kept in {file}"
     )

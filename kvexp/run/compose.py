@@ -87,9 +87,9 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
         return {name: defaults_of(node["_target_"]) | node for name, node in _read(CONF / "tasks.yaml").items()}
     if group == "model":
-        found = _read(CONF / "models.yaml")
-        pretrained = found.pop("_pretrained")
-        return {name: node if "kind" in node else pretrained | node for name, node in found.items()}
+        models = _read(CONF / "models.yaml")
+        pretrained = models.pop("_pretrained")
+        return {name: node if "kind" in node else pretrained | node for name, node in models.items()}
     if group == "method":  # made of the classes
         return _read(CONF / "methods.yaml")
     if group == "experiment":  # made of the exhibits, which are no part of this package
@@ -99,7 +99,7 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
 
 class _Unmade(dict[str, Any]):
-    """Settings of an option, made a configuration when Hydra copies it to compose: to make all takes half a second."""
+    """Settings of an option as a dict, an OmegaConf node only when Hydra copies it: to make all takes half a second."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return OmegaConf.create(dict(self))
@@ -126,13 +126,13 @@ def _store_listed() -> None:
 
 def settings() -> dict[str, tuple[str, ...]]:
     """Dotted key -> the options of its group that have it, none for a key of conf/config.yaml."""
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(_leaves(root_values()), ())
+    options_by_key: dict[str, tuple[str, ...]] = dict.fromkeys(_leaves(root_values()), ())
     nodes = [(group, name, option(group, name)) for group in defaults() for name in options(group)]
     nodes += [(users.group, users.option, settings_of_class(users.cls)) for users in admitted().values()]
     for group, name, node in nodes:
         for key in _leaves(node, f"{group}."):
-            found[key] = (*found.get(key, ()), name)
-    return found
+            options_by_key[key] = (*options_by_key.get(key, ()), name)
+    return options_by_key
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -189,16 +189,16 @@ def split_model_words(words: Sequence[str], known: Mapping[str, str], takes: str
     known: the own settings with their defaults. ConfigError for any other word, which lists what there is; takes: how
     that sentence begins.
     """
-    own, model_words = dict(known), list[str]()
+    values, model_words = dict(known), list[str]()
     for word in words:
         key, equals, value = word.partition("=")
-        if key in own and equals:
-            own[key] = value
+        if key in values and equals:
+            values[key] = value
         elif key.lstrip("+").partition(".")[0] == "model" and equals:
             model_words.append(word)
         else:
-            raise ConfigError(f"{word}: {takes} model=NAME, model.SETTING=…, {', '.join(own)}")
-    return model_words, own
+            raise ConfigError(f"{word}: {takes} model=NAME, model.SETTING=…, {', '.join(values)}")
+    return model_words, values
 
 
 @contextlib.contextmanager
@@ -220,26 +220,26 @@ def explained(error: Exception, words: Sequence[str]) -> str:
         if f"{group}={name}" in RETIRED:
             return RETIRED[f"{group}={name}"]
         if group:
-            there = [each for each in error.options if not each.endswith("/")]
-            there += sorted(installed(group)) if group in BASES else []
+            known = [entry for entry in error.options if not entry.endswith("/")]
+            known += sorted(installed(group)) if group in BASES else []
             wrong = f"there is no {group}={name}" if name else f"{group}= names no option"
-            return f"{wrong}{meant(name, there)}\n{group} may be {', '.join(there)}"
+            return f"{wrong}{meant(name, known)}\n{group} may be {', '.join(known)}"
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
-    if found := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
+    if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         given = {**defaults(), **dict(word.lstrip("+").partition("=")[::2] for word in words)}
-        return unknown(found[1], given)
-    if found := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
-        key, values = found[1], found[2]
+        return unknown(match[1], given)
+    if match := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
+        key, values = match[1], match[2]
         first, _, rest = values.partition(",")
         if first.isdigit() and rest.isdigit():
             return f"{key}={values} is two values: write {key}={first}.{rest} for a fraction, or -m for a run of each"
         return f"{key}={values} is several values: add -m for a run of each, or write {key}=[{values}] for one list"
-    if found := re.match(r"Could not append to config\. An item is already at '([^']+)'|(\S+) appears more than", text):
-        key = found[1] or found[2]
+    if match := re.match(r"Could not append to config\. An item is already at '([^']+)'|(\S+) appears more than", text):
+        key = match[1] or match[2]
         return f"{key} is there already: {key}=VALUE sets it, without + in front"
-    each = [str(one).strip().split("\n")[0] for one in (error, error.__cause__) if one is not None]
-    return "; ".join(dict.fromkeys(filter(None, each)))
+    texts = [str(reason).strip().split("\n")[0] for reason in (error, error.__cause__) if reason is not None]
+    return "; ".join(dict.fromkeys(filter(None, texts)))
 
 
 P = ParamSpec("P")
@@ -296,9 +296,9 @@ def unknown(key: str, chosen: Mapping[str, Any]) -> str:
     if not name or group not in defaults():
         near = meant(key, [*dict.fromkeys([*sorted(roots()), *known])])
         return f"there is no setting {key}{near or '; kvexp run --help lists the settings'}"
-    own = [each for each, having in known.items() if each.startswith(f"{group}.") and taken in (None, *having)]
-    has = f"; {group}={taken} has {', '.join(each.partition('.')[2] for each in own)}" if taken else ""
-    return f"there is no setting {key}{meant(key, own) or has}"
+    keys = [dotted for dotted, having in known.items() if dotted.startswith(f"{group}.") and taken in (None, *having)]
+    has = f"; {group}={taken} has {', '.join(dotted.partition('.')[2] for dotted in keys)}" if taken else ""
+    return f"there is no setting {key}{meant(key, keys) or has}"
 
 
 def meant(word: str, candidates: Collection[str]) -> str:
@@ -309,10 +309,10 @@ def meant(word: str, candidates: Collection[str]) -> str:
     name = word.rpartition(".")[2]
     # A word that begins a name says more than letters in common do: keyformer_fig for keyformer_fig8.
     near = [name] if name in last else nearest(name, last, 3, cutoff=0.66)
-    near = near or [each for each in last if name and each.startswith(name.lower())]
-    found = [each for one in near for each in last[one]]
-    at_root = [each for each in found if "." not in each and "." not in word]
-    *first, final = (at_root or found)[:SUGGESTIONS] or [""]
+    near = near or [candidate for candidate in last if name and candidate.startswith(name.lower())]
+    matches = [candidate for tail in near for candidate in last[tail]]
+    at_root = [candidate for candidate in matches if "." not in candidate and "." not in word]
+    *first, final = (at_root or matches)[:SUGGESTIONS] or [""]
     remark = REMARKS.get(word, "")
     return f"; did you mean {', '.join(first)}{' or ' if first else ''}{final}?{remark}" if final else ""
 
@@ -330,7 +330,7 @@ def _unreadable(override: str) -> str:
     """Explain a word that is no KEY=VALUE, or whose value Hydra's grammar does not take."""
     key, equals, value = override.partition("=")
     if not equals:
-        known = [f"{key}=VALUE"] if key in roots() else [f"{each}={key}" for each in defaults() if key in options(each)]
+        known = [f"{key}=VALUE"] if key in roots() else [f"{name}={key}" for name in defaults() if key in options(name)]
         hint = f"; did you mean {' or '.join(known)}?" if known else meant(key, roots())
         return f"expected KEY=VALUE without spaces, got {override}{hint}"
     quoted = value.replace("'", "\\'")
@@ -378,20 +378,20 @@ def with_places(words: Sequence[str]) -> list[str]:
 
     FOLDER: a folder, GGUF file or hub id. ConfigError for names and places in one word.
     """
-    found = []
+    translated = []
     for word in words:
         key, _, value = word.partition("=")
         is_place = {"model": is_model_place, "task": is_data_file}.get(key)
         values = [] if is_place is None or value.startswith("[") else value.split(",")
-        places = [each for each in values if is_place is not None and is_place(each)]
+        places = [choice for choice in values if is_place is not None and is_place(choice)]
         if places and len(places) < len(values):
             place = "FOLDER" if key == "model" else "FILE"
             raise ConfigError(f"{word} names {key}s and places: sweep {key}=A,B and {key}={place} in two commands")
         if places:
-            found += ["model=local", f"model.path={value}"] if key == "model" else task_words(places)
+            translated += ["model=local", f"model.path={value}"] if key == "model" else task_words(places)
         else:
-            found.append(word)
-    return found
+            translated.append(word)
+    return translated
 
 
 ROWS = {  # field of a row -> the task that reads it
@@ -480,8 +480,8 @@ def _translated(word: str, known: dict[str, AdmittedClass]) -> str:
     for name in _typed_names(word):
         if name in options(group):
             installed(group, options(group))  # refuses a package that offers one of this name too
-        elif not is_data_file(name) and (made := _option(group, name, known)) != name:
-            value = value.replace(name, made)
+        elif not is_data_file(name) and (replacement := _option(group, name, known)) != name:
+            value = value.replace(name, replacement)
     return f"{key}={value}"
 
 
@@ -504,8 +504,8 @@ def _typed_names(word: str) -> Iterator[str]:
         value: Any = OverridesParser.create().parse_override(word).value()
     except HydraException:  # Hydra's turn comes, and says what is wrong with it
         return
-    for each in value.list if isinstance(value, ChoiceSweep) else [value]:
-        name = each.text if isinstance(each, QuotedString) else each
+    for entry in value.list if isinstance(value, ChoiceSweep) else [value]:
+        name = entry.text if isinstance(entry, QuotedString) else entry
         if isinstance(name, str) and name:
             yield name
 

@@ -48,13 +48,13 @@ class CheckedLoader(ConfigLoaderImpl):
         composed = super().load_configuration(*given, **named)
         plain: Any = OmegaConf.to_container(composed, resolve=False)
         node = plain.pop("hydra")
-        for part in ("callbacks", "launcher", "sweeper"):  # what Hydra makes of them, it makes of resolved values
-            inner = composed.hydra[part]
-            node[part] = OmegaConf.to_container(inner, resolve=True) if OmegaConf.is_config(inner) else inner
+        for plugin in ("callbacks", "launcher", "sweeper"):  # what Hydra makes of them, it makes of resolved values
+            inner = composed.hydra[plugin]
+            node[plugin] = OmegaConf.to_container(inner, resolve=True) if OmegaConf.is_config(inner) else inner
         known = {
             kind: Plugins.instance().discover(base) for kind, base in (("launcher", Launcher), ("sweeper", Sweeper))
         }
-        names = {kind: {f"{one.__module__}.{one.__qualname__}" for one in each} for kind, each in known.items()}
+        names = {kind: {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} for kind, classes in known.items()}
         check_hydra(node, names, self.session.typed_keys or ())
         check_targets(plain)
         return composed
@@ -127,15 +127,15 @@ def check_hydra(node: Mapping[str, Any], plugins: Mapping[str, Collection[str]],
 def check_job(config: Mapping[str, Any], typed: Collection[str]) -> None:
     """ConfigError for a job that names code which only a person can trust, by typing it. config: resolved."""
     model, task = config.get("model"), config.get("task")
-    for name, what in TRUST.items():
+    for name, reason in TRUST.items():
         value = model.get(name) if isinstance(model, Mapping) else None
         if value not in (None, False) and f"model.{name}" not in typed:
-            raise ConfigError(_untyped(f"model.{name}={str(value).lower()}", f"model.{name}", what, "true"))
+            raise ConfigError(_untyped(f"model.{name}={str(value).lower()}", f"model.{name}", reason, "true"))
     tasks = task.get("tasks") if isinstance(task, Mapping) else None
-    for each in tasks if isinstance(tasks, list | tuple) else [tasks]:
-        if str(each).endswith((".yaml", ".yml")) and "task.tasks" not in typed:
+    for task_file in tasks if isinstance(tasks, list | tuple) else [tasks]:
+        if str(task_file).endswith((".yaml", ".yml")) and "task.tasks" not in typed:
             why = "is a task file of lm-eval's, which can name code to run"
-            raise ConfigError(_untyped(f"{each} of task.tasks", "task.tasks", why, f"[{each}]"))
+            raise ConfigError(_untyped(f"{task_file} of task.tasks", "task.tasks", why, f"[{task_file}]"))
 
 
 def check_targets(config: Mapping[str, Any]) -> None:
@@ -160,9 +160,9 @@ def check_source(path: str) -> None:
         )
 
 
-def _untyped(what: str, key: str, why: str, value: Any) -> str:
+def _untyped(words: str, key: str, why: str, value: Any) -> str:
     return (
-        f"{what} stands in a configuration file and {why}; if you trust it, say so on the command line: {key}={value}"
+        f"{words} stands in a configuration file and {why}; if you trust it, say so on the command line: {key}={value}"
     )
 
 

@@ -70,7 +70,7 @@ RUN_FOLDER = re.compile(r"\b[0-9a-f]{16}\b")  # in an error: the same one in two
 
 
 class Diagnosis(Protocol):
-    """What a job does once its rows are there, known by the configuration alone: `kvexp.diagnose` stands above.
+    """Protocol of a diagnosis after a run, named by the configuration alone: this room may not import kvexp.diagnose.
 
     A diagnosis may not change a row, so it is no part of a run's identity.
     """
@@ -92,8 +92,8 @@ def diagnosis_of(config: DictConfig) -> Diagnosis | None:
         if extra := sorted(node.keys() - {"_target_"}):
             raise ConfigError(f"diagnose=none has no {', '.join(map(str, extra))}; choose diagnose=log or twin")
         return None
-    made: Diagnosis = build(node, "diagnose", within="kvexp.diagnose")
-    return made
+    diagnosis: Diagnosis = build(node, "diagnose", within="kvexp.diagnose")
+    return diagnosis
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def runs_of(job: HydraJob, session: Session) -> list[Settings]:
 
 
 def built(job: HydraJob, session: Session) -> HydraJob:
-    """The job with its settings and runs; as it was where they are wrong, which its turn will say."""
+    """The job with its settings and runs; unchanged where they are wrong, an error that `run_job` reports."""
     try:
         settings = settings_of_job(job, session)
         return dataclasses.replace(job, settings=settings, runs=settings.parts())
@@ -170,14 +170,14 @@ def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: 
 
 def is_unclaimed(wanted: Sequence[Settings]) -> bool:
     """Whether nobody works on these runs or their baselines now; a moment later somebody may."""
-    each = (one for asked in wanted for one in (asked, asked if asked.is_baseline else asked.baseline()))
-    for path, part in {(one.outputs_dir / run_hash(one.identity), one.shard.name) for one in each}:
+    runs = (run for settings in wanted for run in (settings, settings if settings.is_baseline else settings.baseline()))
+    for path, shard in {(run.outputs_dir / run_hash(run.identity), run.shard.name) for run in runs}:
         try:
-            with Run.load(path).claim(timeout=0, part=part):
+            with Run.load(path).claim(timeout=0, part=shard):
                 pass
         except TimeoutError:
             return False
-        except (ConfigError, OSError):  # not there yet, or not to be used: its own turn will say so
+        except (ConfigError, OSError):  # not there yet, or not to be used: `run_job` will report it
             pass
     return True
 
@@ -200,7 +200,7 @@ def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
     jobs, seconds = session.overrides_of_jobs, session.job_seconds
     known = number < len(jobs)
     place = f"[{number + 1}/{len(jobs)}]" if known else f"[{number + 1}]"
-    line = " ".join([place, *(each.removeprefix("method=") for each in (jobs[number] if known else overrides))])
+    line = " ".join([place, *(word.removeprefix("method=") for word in (jobs[number] if known else overrides))])
     if not known or not seconds:
         return line
     left = (len(jobs) - number) * statistics.median(seconds)
@@ -220,9 +220,9 @@ def main_job(config: DictConfig, session: Session) -> float | None:
     key = key_of_command(config, hydra, [overrides], session) if number is None else None
     if recall(key, session):
         return None
-    found = run_job(job, session)
+    value = run_job(job, session)
     remember(key, session, 1)
-    return found
+    return value
 
 
 def _take_turns(jobs: Sequence[HydraJob], session: Session) -> list[float | None]:
@@ -239,7 +239,7 @@ def _take_turns(jobs: Sequence[HydraJob], session: Session) -> list[float | None
 
 def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
     """Whether a shared prefill of this command has made all of these runs: their turns have nothing to do."""
-    return bool(wanted) and {run_hash(each.identity) for each in wanted} <= session.complete_ahead
+    return bool(wanted) and {run_hash(settings.identity) for settings in wanted} <= session.complete_ahead
 
 
 def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> list[float | None]:
@@ -251,7 +251,7 @@ def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> l
     def filled(group: list[Settings]) -> bool:
         try:
             return session.disk_error is not None or run_group(group, session, wait=False)
-        except Exception as error:  # a run's own turn comes, and tells what is wrong with it
+        except Exception as error:  # each run is retried alone, which reports the error
             if is_disk_full(error):
                 session.disk_error = error
             elif not is_user_error(error):
@@ -274,32 +274,32 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
     """
     if announced and job.number is not None:
         say(job_line(session, job.number, job.overrides), flush=True)
-    start, rows, found = time.monotonic(), session.rows_written, None
+    start, rows, value = time.monotonic(), session.rows_written, None
     settings: Settings | None = None
     try:
         if session.disk_error is not None:  # what is computed now could not be kept either
             raise session.disk_error
         settings = job.settings or settings_of_job(job, session)
         diagnosis = diagnosis_of(job.config)
-        made, wrong, parts = [], [], job.runs or settings.parts()
+        records, wrong, parts = [], [], job.runs or settings.parts()
         if len(parts) > 1:  # all are checked before the first one loads a model
             settings.task.check()
-        for part in parts:
-            settings = part  # what a failure is of
+        for task_settings in parts:
+            settings = task_settings  # what a failure is of
             try:
-                record = _run(part, session)
+                record = _run(task_settings, session)
             except ConfigError as error:  # of this benchmark's examples: the others may be long enough
-                wrong.append((part, error))
+                wrong.append((task_settings, error))
                 continue
-            made.append(record)
+            records.append(record)
             if diagnosis is not None:
-                _diagnose(diagnosis, part, record)
+                _diagnose(diagnosis, task_settings, record)
         if wrong:
             settings = wrong[0][0]
             raise _error_of(wrong, len(parts))
         accept(settings.outputs_dir, request_key(job.overrides))
         session.made.append((job, parts))
-        found = objective(made, job.config.get("objective"))
+        value = objective(records, job.config.get("objective"))
     except Exception as error:
         if is_disk_full(error):
             session.disk_error = error
@@ -309,7 +309,7 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
     session.jobs_done += 1  # well or with an error that was recorded
     if session.rows_written > rows:
         session.job_seconds.append(time.monotonic() - start)
-    return found
+    return value
 
 
 def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
@@ -350,9 +350,9 @@ def _error_of(wrong: Sequence[tuple[Settings, ConfigError]], parts: int) -> Conf
     if parts == 1:
         return wrong[0][1]
     names: dict[str, list[str]] = {}
-    for part, error in wrong:
-        names.setdefault(str(error), []).append(str(part.labels["task"]))
-    return ConfigError("; ".join(f"{', '.join(each)}: {text}" for text, each in names.items()))
+    for settings, error in wrong:
+        names.setdefault(str(error), []).append(str(settings.labels["task"]))
+    return ConfigError("; ".join(f"{', '.join(tasks)}: {text}" for text, tasks in names.items()))
 
 
 def _run(settings: Settings, session: Session) -> Run:
@@ -448,7 +448,7 @@ def interruptible(session: Session) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        number = error.args[0] if error.args in {(each,) for each in WORDS} else signal.SIGINT
+        number = error.args[0] if error.args in {(key,) for key in WORDS} else signal.SIGINT
         say(f"\n{WORDS[number]}: {summary(session)}{KEPT}", file=sys.stderr, flush=True)
         sys.exit(128 + number)
     finally:
@@ -510,13 +510,13 @@ class Stamped:
     def settled(self, session: Session) -> bool:
         """Whether no file has changed since the command began, nor just before: its times would not show it."""
         begun = time.time_ns() - int(session.seconds * 1e9)
-        changed = max((found[-1] for found in self.stamps.values() if found is not None), default=0)
+        changed = max((stamp[-1] for stamp in self.stamps.values() if stamp is not None), default=0)
         return len(self.stamps) <= MAX_FILES and changed < begun - SETTLED_NS
 
 
 def _files_in(folder: str) -> Iterator[str]:
     for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [each for each in folders if each != "__pycache__"]
+        folders[:] = [folder for folder in folders if folder != "__pycache__"]
         yield from (os.path.join(root, file) for file in files)
 
 
@@ -532,9 +532,9 @@ def key_of_command(config: DictConfig, hydra: Any, overrides: Sequence[Sequence[
 
     config, hydra: as composed before the jobs.
     """
-    sources = [str(each.path) for each in hydra.runtime.config_sources if each.schema == "file"]
-    own = Stamped([*OWN_FOLDERS, *sources])
-    if config.get("objective") is not None or not own.settled(session):
+    sources = [str(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    files = Stamped([*OWN_FOLDERS, *sources])
+    if config.get("objective") is not None or not files.settled(session):
         return None
     folders = [folder for folder in sys.path if os.path.isdir(folder)]
     packages = [
@@ -548,9 +548,9 @@ def key_of_command(config: DictConfig, hydra: Any, overrides: Sequence[Sequence[
         devices.append(Path("/proc/driver/nvidia/version").read_text())
     shell = sorted(item for item in os.environ.items() if item[0] not in NEUTRAL)
     composed = [OmegaConf.to_container(node, resolve=False) for node in (config, hydra)]
-    found: list[Any] = [composed, list(map(list, overrides)), own.stamps, sorted(packages), sorted(devices), shell]
-    found += [os.getcwd(), sys.path, sys.version]
-    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    facts: list[Any] = [composed, list(map(list, overrides)), files.stamps, sorted(packages), sorted(devices), shell]
+    facts += [os.getcwd(), sys.path, sys.version]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def recall(key: str | None, session: Session) -> bool:
@@ -562,11 +562,11 @@ def recall(key: str | None, session: Session) -> bool:
         if Stamped(known["places"]).stamps != known["stamps"]:
             return False
         hashes, unmeasured, overrides = (known[name] for name in ("hashes", "unmeasured", "overrides_of_jobs"))
-        for folder, asked in known["asked"].items():  # other commands may have asked for it since, under other names
+        for folder, request in known["asked"].items():  # other commands may have asked for it since, under other names
             run = Run.load(folder)
-            labels = asked["labels"] if run.asked[-len(asked["labels"]) :] != asked["labels"] else ()
-            for each in labels or asked["labels"][-1:]:
-                run.ask(each, known["commands"][asked["command"]])
+            labels = request["labels"] if run.asked[-len(request["labels"]) :] != request["labels"] else ()
+            for names in labels or request["labels"][-1:]:
+                run.ask(names, known["commands"][request["command"]])
     except (OSError, ValueError, KeyError, TypeError):  # none there, or damaged
         return False
     session.begun = True
@@ -583,29 +583,29 @@ def remember(key: str | None, session: Session, jobs: int) -> None:
         return
     read = set[str]()
     runs: dict[tuple[Path, Any, Any], Settings] = {}
-    asked: dict[str, dict[str, Any]] = {}
+    requests: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(ConfigError, OSError):  # what cannot be looked at or written is not kept
         for place, (job, parts) in enumerate(session.made):
-            for one in parts:
-                if (named := _files_named(job, one)) is None:
+            for settings in parts:
+                if (named := _files_named(job, settings)) is None:
                     return
                 read |= named
-                for each in [one] if one.is_baseline else [one.baseline(), one]:
-                    folder = each.outputs_dir / run_hash(each.identity)
-                    runs.setdefault((folder, each.limit, each.shard), each)
-                    before = asked.get(str(folder.absolute()), {"labels": []})["labels"]
-                    labels = [*(other for other in before if other != each.labels), each.labels]
-                    asked[str(folder.absolute())] = {"labels": labels, "command": place}
+                for run in [settings] if settings.is_baseline else [settings.baseline(), settings]:
+                    folder = run.outputs_dir / run_hash(run.identity)
+                    runs.setdefault((folder, run.limit, run.shard), run)
+                    before = requests.get(str(folder.absolute()), {"labels": []})["labels"]
+                    labels = [*(other for other in before if other != run.labels), run.labels]
+                    requests[str(folder.absolute())] = {"labels": labels, "command": place}
             read.add(str(refusal_file(parts[0].outputs_dir, request_key(job.overrides))))
         inputs, outputs = Stamped(read), Stamped(folder / name for folder, *_ in runs for name in RUN_FILES)
-        if not inputs.settled(session) or _lack_something((folder, one) for (folder, *_), one in runs.items()):
+        if not inputs.settled(session) or _lack_something((folder, run) for (folder, *_), run in runs.items()):
             return
         file = _kept(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         about = {name: getattr(session, name) for name in ("hashes", "unmeasured", "overrides_of_jobs")}
         stamps = {"places": inputs.places + outputs.places, "stamps": inputs.stamps | outputs.stamps}
         commands = [parts[0].command for _, parts in session.made]
-        replace(file, canonical(about | stamps | {"asked": asked, "commands": commands}))
+        replace(file, canonical(about | stamps | {"asked": requests, "commands": commands}))
         for old in sorted(file.parent.glob("*.json"), key=os.path.getmtime)[:-MAX_KEPT]:
             old.unlink()
 
@@ -628,14 +628,14 @@ def _files_named(job: HydraJob, settings: Settings) -> set[str] | None:
     rows = task.data_files
     if not (task.generated if rows is None else os.path.exists(os.path.expanduser(rows))):
         return None
-    found = {*_texts(config["model"]), *_texts(config["task"]), *_texts(dataclasses.asdict(task))}
+    places = {*_texts(config["model"]), *_texts(config["task"]), *_texts(dataclasses.asdict(task))}
     for path, contents in zip((model.path, model.tokenizer), model.contents, strict=True):
         if path is not None:
             place = located(path)[0]
             if contents is None or os.path.exists(os.path.join(place, "adapter_config.json")):
                 return None
-            found |= {path, place}
-    return found | {str(files.path(model_digest(model))) for files in (HEADS, QUERIES, SURROGATES)}
+            places |= {path, place}
+    return places | {str(files.path(model_digest(model))) for files in (HEADS, QUERIES, SURROGATES)}
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -662,11 +662,11 @@ def _lack_something(runs: Iterable[tuple[Path, Settings]]) -> bool:
 
 def composed_model(words: Sequence[str]) -> tuple[str, ModelSpec]:
     """(Name, model) that the words of a command line choose; ConfigError for settings that cannot be."""
-    session, own = Session(typed_keys=keys_of(words)), ["method=full"]
+    session, full = Session(typed_keys=keys_of(words)), ["method=full"]
     guard()
     with active(session), initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", [*words, *own], return_hydra_config=True)
+        config = compose("config", [*words, *full], return_hydra_config=True)
     choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option is not None}
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    (run,) = runs_of(HydraJob(plain, [*words, *own], choices, None), session)
+    (run,) = runs_of(HydraJob(plain, [*words, *full], choices, None), session)
     return model_label(choices.get("model", ""), run.model.path), run.model

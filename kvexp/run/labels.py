@@ -80,18 +80,18 @@ def labels_of(settings: Settings, choices: Mapping[str, str], overrides: Sequenc
     }
     source = task.source
     moves = source.data_files is None and source.hub_id and source.revision is None
-    some = {
+    marks = {
         "revision": ", ".join(filter(None, [model.shown_revision(), f"data {MOVING}" if moves else None])),
         "weights": model.gguf[1] if model.gguf else model.scheme,
         "chat": model.chat and task.uses_chat_template,
     }
-    return labels | _experiment(choices) | {name: value for name, value in some.items() if value}
+    return labels | _experiment(choices) | {name: value for name, value in marks.items() if value}
 
 
 def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
     """Labels of a run's baseline, which knows no method, budget, cache options or (unless it samples) seed."""
-    own = [w for w in labels["setting"].split() if not w.startswith(OF_EVICTION)]
-    return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
+    words = [w for w in labels["setting"].split() if not w.startswith(OF_EVICTION)]
+    return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(words)}
 
 
 def labels_from_overrides(
@@ -109,8 +109,8 @@ def labels_from_overrides(
 
 def request_key(overrides: Sequence[str]) -> list[str]:
     """The overrides that identify what is asked for: those that change no number are left out, the others sorted."""
-    asked = (word for word in overrides if not word.startswith(("log.", "diagnose.")))
-    return sorted(word for word in asked if word.partition("=")[0] not in EXECUTION_KEYS)
+    words = (word for word in overrides if not word.startswith(("log.", "diagnose.")))
+    return sorted(word for word in words if word.partition("=")[0] not in EXECUTION_KEYS)
 
 
 def _experiment(choices: Mapping[str, str]) -> dict[str, str]:
@@ -264,10 +264,10 @@ class Shard:
         """The configuration's `shard`; null is all examples."""
         if value is None:
             return cls()
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", value) if isinstance(value, str) else None
-        if found is None or not int(found[1]) < int(found[2]):
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", value) if isinstance(value, str) else None
+        if match is None or not int(match[1]) < int(match[2]):
             raise ConfigError(f"shard must be null or i/n with i from 0 to n - 1, as in shard=0/4, got {value!r}")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     @property
     def whole(self) -> bool:
@@ -275,7 +275,7 @@ class Shard:
 
     @property
     def name(self) -> str | None:
-        """The name of its claim; None for all examples."""
+        """Suffix of this shard's lock, such as "2-of-8"; None for a run of all examples."""
         return None if self.whole else f"{self.index}-of-{self.of}"
 
     def takes(self, total: int) -> range:
@@ -283,10 +283,10 @@ class Shard:
         return range(total * self.index // self.of, total * (self.index + 1) // self.of)
 
 
-def objective(made: Sequence[Run], metric: str | None) -> float | None:
+def objective(runs: Sequence[Run], metric: str | None) -> float | None:
     """Mean score of a job's runs, each counting once; None without scores. metric: None is the first one of rows."""
     means = []
-    for run in made:
+    for run in runs:
         scores = [row["metrics"] for row in _counting(run) if row.get("metrics") and not row.get("skipped")]
         name = metric or next(iter(scores[0]), None) if scores else None
         if values := [score[name] for score in scores if name in score]:
@@ -300,10 +300,10 @@ def check_objective(task: Task, metric: Any) -> None:
         return
     from kvexp.tasks import LMEval  # late: a command without an objective does not wait for it
 
-    for part in task.parts() if isinstance(task, LMEval) else [task]:
-        if metric not in (known := part.metric_names()):
+    for unit in task.parts() if isinstance(task, LMEval) else [task]:
+        if metric not in (known := unit.metric_names()):
             raise ConfigError(
-                f"objective must be one of {', '.join(known)} (the metrics of task={part.name}) or null for the first, "
+                f"objective must be one of {', '.join(known)} (the metrics of task={unit.name}) or null for the first, "
                 f"got {metric!r}"
             )
 
@@ -341,11 +341,11 @@ class DivergenceOptions:
 
         "auto" is true here: whoever knows that a run is no part of a sweep has put `decided` in its place.
         """
-        asked = typed(config.get("divergence", False), bool | Literal["auto", "only"], "divergence")
+        value = typed(config.get("divergence", False), bool | Literal["auto", "only"], "divergence")
         text = typed(config.get("divergence_text", OWN), Literal[(*TEXTS, BOTH)], "divergence_text")
         for name, default in (("epsilon_kl", EPSILON_KL), ("epsilon_top1", EPSILON_TOP1)):
             typed(config.get(name, default), Annotated[float, Range(0, above=True)], name)
-        return cls((TEXTS if text == BOTH else (text,)) if asked else (), only=asked == ONLY)
+        return cls((TEXTS if text == BOTH else (text,)) if value else (), only=value == ONLY)
 
 
 def decided(config: Mapping[str, Any], overrides: Sequence[str], *, sweep: bool) -> Any:
@@ -353,9 +353,9 @@ def decided(config: Mapping[str, Any], overrides: Sequence[str], *, sweep: bool)
 
     overrides: as typed; ConfigError where they name a text that no run would be forced.
     """
-    asked = config.get("divergence", False)
-    if asked != AUTO:
-        return asked
+    value = config.get("divergence", False)
+    if value != AUTO:
+        return value
     if not sweep and any(word.lstrip("+").partition("=")[0] == "divergence_text" for word in overrides):
         raise ConfigError(
             f"divergence_text={config.get('divergence_text')} has no effect: divergence=auto measures nothing of a "

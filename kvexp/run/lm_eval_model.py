@@ -37,7 +37,7 @@ from kvexp.hf import chat_template, cpu_linear, load_model, load_tokenizer
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.lm_eval import Ask, Bench, NothingToJudge, check_row_mask, padded
+from kvexp.lm_eval import Ask, NothingToJudge, Scorer, check_row_mask, padded
 from kvexp.run.build import build_budget, build_cache, build_method
 from kvexp.run.compose import option, options
 from kvexp.run.user_code import admitted
@@ -110,20 +110,20 @@ class ModelArguments:
     def of(cls, method: Any, kv_ratio: Any, protocol: Any, settings: Mapping[str, Any]) -> ModelArguments:
         """settings: as `parted` takes them. ConfigError for any that is wrong."""
         groups = parted(settings)
-        made = method_of(method, groups["method"])
-        missing = [name for name in FILES if getattr(made.needs, name, False)]  # what declares none: see CacheConfig
+        chosen = method_of(method, groups["method"])
+        missing = [name for name in FILES if getattr(chosen.needs, name, False)]  # what declares none: see CacheConfig
         if missing:
             raise ConfigError(
-                f"method={made.name} needs {FILES[missing[0]]}, which --model_args cannot give: use "
-                f"kvexp run task=lm_eval method={made.name}, or another method"
+                f"method={chosen.name} needs {FILES[missing[0]]}, which --model_args cannot give: use "
+                f"kvexp run task=lm_eval method={chosen.name}, or another method"
             )
         if groups["budget"].get("heads") == "duo":
             raise ConfigError(
                 "budget.heads=duo needs scores of the model's heads, which --model_args cannot give: use kvexp run "
                 "task=lm_eval budget.heads=duo, or another way to share slots out"
             )
-        budget = budget_of(made, kv_ratio, groups["budget"])
-        cache = build_cache(made, budget, groups["cache"], select=groups["select"], score=groups["score"])
+        budget = budget_of(chosen, kv_ratio, groups["budget"])
+        cache = build_cache(chosen, budget, groups["cache"], select=groups["select"], score=groups["score"])
         how = protocol_of(typed(protocol, str, "protocol"), **groups["protocol"])
         if how.mode == "row_mask":
             check_row_mask(cache, how.mask)
@@ -135,8 +135,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     settings = {key: value for key, value in given.items() if key not in LOADING}
     if not isinstance(given.get("pretrained"), str):
         raise ConfigError("model_args: pretrained=FOLDER (or a hub id) is missing")
-    asked = {key: settings.pop(key, default) for key, default in OWN.items()}
-    ModelArguments.of(asked["method"], asked["kv_ratio"], asked["protocol"], settings)
+    values = {key: settings.pop(key, default) for key, default in OWN.items()}
+    ModelArguments.of(values["method"], values["kv_ratio"], values["protocol"], settings)
     trusted = (bool(given.get(key, False)) for key in ("allow_pickle", "trust_remote_code"))
     check_source(given["pretrained"], *trusted)
 
@@ -200,7 +200,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         super().__init__()
-        asked = ModelArguments.of(method, kv_ratio, protocol, settings)
+        parsed = ModelArguments.of(method, kv_ratio, protocol, settings)
         if not str(batch_size or 1).isdigit() or int(batch_size or 1) < 1:
             raise ConfigError(f"batch_size must be a number of rows, at least 1, got {batch_size!r}")
         if isinstance(pretrained, str):
@@ -221,9 +221,9 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         weight = pretrained.get_input_embeddings().weight
         by_itself = one_row_per_forward(str(weight.dtype).removeprefix("torch."), weight.device.type)
         by_itself |= MovingRope.of(pretrained.config) is not None
-        how, rows = asked.protocol, 1 if by_itself else int(batch_size or 1)
+        how, rows = parsed.protocol, 1 if by_itself else int(batch_size or 1)
         thinking = None if self.think_end is None else Thinking.ending(self.think_end)
-        self.bench = Bench(pretrained, tokenizer, asked.cache, how, rows, thinking)
+        self.scorer = Scorer(pretrained, tokenizer, parsed.cache, how, rows, thinking)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Always a ConfigError: an lm-eval cache came by another way than the command line, which refuses it before."""
@@ -231,16 +231,16 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        found: int = self.tokenizer.eos_token_id
-        return found
+        token: int = self.tokenizer.eos_token_id
+        return token
 
     @property
     def prefix_token_id(self) -> int:
-        return self.bench.encoder.start()
+        return self.scorer.encoder.start()
 
     @property
     def max_length(self) -> int:
-        return self.bench.holds
+        return self.scorer.holds
 
     @property
     def tokenizer_name(self) -> str:
@@ -248,14 +248,14 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         return name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.bench.encoder.text(string, add_special_tokens)
+        return self.scorer.encoder.text(string, add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """lm-eval's messages through the tokenizer's template."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("--apply_chat_template, but this tokenizer has no chat template")
         if self.think_end is None:
-            self.bench = replace(self.bench, thinking=self._thinking)
+            self.scorer = replace(self.scorer, thinking=self._thinking)
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         if any(turn["role"] == "system" for turn in chat_history):
             chat_template.check_heard(self.tokenizer, chat_history, "leave out --system_instruction", **ends)
@@ -280,22 +280,22 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         tasks: dict[Any, list[int]] = defaultdict(list)
         for index, place in enumerate(places):
             tasks[requests[place].task_name].append(index)
-        how = self.bench.protocol
+        how = self.scorer.protocol
         if how.budget_length == "padded":
             for indices in tasks.values():
-                some = padded([asks[index] for index in indices], how.padded_batch, how.whole_text)
-                for index, ask in zip(indices, some, strict=True):
+                padded_asks = padded([asks[index] for index in indices], how.padded_batch, how.whole_text)
+                for index, ask in zip(indices, padded_asks, strict=True):
                     asks[index] = ask
         left = iter(places)
-        for part in _items(asks, self.bench.batch_size):
-            for place, judged in zip(itertools.islice(left, len(part)), self.bench.measure(part), strict=True):
-                results[place] = self.bench.result(judged)
+        for chunk in _items(asks, self.scorer.batch_size):
+            for place, judged in zip(itertools.islice(left, len(chunk)), self.scorer.measure(chunk), strict=True):
+                results[place] = self.scorer.result(judged)
         return results
 
     def _ask(self, request: Instance, place: int) -> Ask:
         context, continuation = request.args[:2]
         group = place if request.doc_id is None else (request.task_name, request.doc_id)
-        ask = self.bench.ask(context, "", continuation, group=group, seed=self._seed(request))
+        ask = self.scorer.ask(context, "", continuation, group=group, seed=self._seed(request))
         if ask is None:
             raise NothingToJudge(f"the model holds {self.max_length} tokens, too few for {continuation[:40]!r}")
         return ask
@@ -306,32 +306,32 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Results for callers that bring token ids themselves: [(texts, context ids, continuation ids)]."""
         asks = [Ask(tuple(context), tuple(continuation), seed=self.seed) for _, context, continuation in requests]
-        return [self.bench.result(judged) for judged in self.bench.measure(asks)]
+        return [self.scorer.result(judged) for judged in self.scorer.measure(asks)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in windows of the model's length."""
         totals = []
         for request in requests:
-            windows = self.bench.windows(request.args[0], seed=self._seed(request))
-            totals.append(sum(judged.total for judged in self.bench.measure(windows)))
+            windows = self.scorer.windows(request.args[0], seed=self._seed(request))
+            totals.append(sum(judged.total for judged in self.scorer.measure(windows)))
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts. A request that comes again (lm-eval's repeats) samples anew."""
         texts, again = [], Counter[Any]()
-        for start in range(0, len(requests), self.bench.batch_size):
-            for _, some in groupby(requests[start : start + self.bench.batch_size], key=lambda one: one.args[1]):
-                part, seeds = list(some), []  # of equal generation_kwargs
-                for request in part:
+        for start in range(0, len(requests), self.scorer.batch_size):
+            for _, alike in groupby(requests[start : start + self.scorer.batch_size], key=lambda r: r.args[1]):
+                group, seeds = list(alike), []  # of equal generation_kwargs
+                for request in group:
                     key = (request.task_name, request.doc_id, request.idx)
                     seeds.append(self._seed(request) + again[key] * AGAIN)
                     again[key] += 1
-                contexts = [self._prompt(request) for request in part]
-                texts += self.bench.generate(contexts, [[]] * len(part), part[0].args[1], seeds)[0]
+                contexts = [self._prompt(request) for request in group]
+                texts += self.scorer.generate(contexts, [[]] * len(group), group[0].args[1], seeds)[0]
         return texts
 
     def _prompt(self, request: Instance) -> list[int]:
-        ids, _, _ = self.bench.prompt(request.args[0], "", request.args[1])
+        ids, _, _ = self.scorer.prompt(request.args[0], "", request.args[1])
         if not ids:
             raise ConfigError(f"max_gen_toks leaves no room for a prompt: the model holds {self.max_length} tokens")
         return ids
@@ -344,7 +344,7 @@ def _end_of(token: str | int, tokenizer: Any) -> str:
 
 def _items(asks: list[Ask], size: int) -> list[list[Ask]]:
     """Neighbouring asks of `size` items at a time."""
-    items = [list(some) for _, some in groupby(asks, key=lambda ask: ask.group)]
+    items = [list(members) for _, members in groupby(asks, key=lambda ask: ask.group)]
     return [list(chain(*items[start : start + size])) for start in range(0, len(items), size)]
 
 
@@ -367,10 +367,10 @@ def run_lm_eval(arguments: list[str]) -> None:
 
     import kvexp.run.lm_eval_model  # noqa: F401  # registers the model
 
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--data_dir")
-    own.add_argument("--fewshot_split")
-    mine, rest = own.parse_known_args(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--data_dir")
+    parser.add_argument("--fewshot_split")
+    mine, rest = parser.parse_known_args(arguments)
     theirs = _read(rest)
     with contextlib.ExitStack() as stack:
         _check_caches(theirs, rest)
@@ -434,21 +434,21 @@ def _merged(words: Sequence[str], option: str) -> dict[str, Any]:
     from lm_eval.utils import simple_parse_args_string
 
     given: dict[str, Any] = {}
-    for each in words:
-        key, equals, value = each.partition("=")
+    for word in words:
+        key, equals, value = word.partition("=")
         try:
-            if each.startswith("{"):
-                given |= json.loads(each)
+            if word.startswith("{"):
+                given |= json.loads(word)
             elif option == "--model_args":
-                given |= simple_parse_args_string(each)
+                given |= simple_parse_args_string(word)
             else:
                 given[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError) as error:
-            if equals and not each.startswith("{"):
+            if equals and not word.startswith("{"):
                 given[key] = value  # a word, such as a tokenizer's name
                 continue
             raise ConfigError(
-                f"{option}: cannot read {each!r} ({error}): give key=value, or one JSON object"
+                f"{option}: cannot read {word!r} ({error}): give key=value, or one JSON object"
             ) from error
     return given
 
@@ -465,7 +465,7 @@ def _check_model(given: dict[str, Any], arguments: Sequence[str], rest: list[str
     if method is not None:
         given["method"] = admit(method).option
         named = re.compile(rf"(\bmethod(?:=|\"\s*:\s*\")){re.escape(str(typed))}(?![\w.:])")
-        rest = [named.sub(rf"\g<1>{method.option}", each) if each in arguments else each for each in rest]
+        rest = [named.sub(rf"\g<1>{method.option}", word) if word in arguments else word for word in rest]
     check_arguments(given)
     return rest
 
@@ -481,38 +481,38 @@ def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: P
         if local:
             raise ConfigError("--data_dir and --fewshot_split cannot be combined with --include_path")
         return False
-    asked = ",".join(theirs.tasks).split(",")
-    made: dict[str, bool] = {}
+    task_names = ",".join(theirs.tasks).split(",")
+    written: dict[str, bool] = {}
     making = functools.cache(lambda: _making(theirs, given, folder))
-    for each in asked:
-        pattern = bool(set("*?[") & set(each))
-        names = definition.matching(each) if pattern else definition.names_of(each)
+    for wanted in task_names:
+        pattern = bool(set("*?[") & set(wanted))
+        names = definition.matching(wanted) if pattern else definition.names_of(wanted)
         for name in names:
             if theirs.model == "kvexp":
                 definition.check_feels_eviction(name, given.get("protocol", OWN["protocol"]))
             makes = definition.makes_rows(definition.config_of(name))
-            if name in made or not (makes or local or names == [each]) or (pattern and not makes):
+            if name in written or not (makes or local or names == [wanted]) or (pattern and not makes):
                 continue
             where = {"data_dir": mine.data_dir, "fewshot_split": mine.fewshot_split}
             task = definition.load(name, shots=theirs.num_fewshot, making=making() if makes else None, **where)
-            made[name] = makes or local
+            written[name] = makes or local
             shots = definition.config_of(name).get("num_fewshot") if theirs.num_fewshot is None else theirs.num_fewshot
             if makes:
                 definition.rows_file(folder, name, task)
             elif local:
                 definition.task_file(folder, name, shots=shots or 0, **where)
-    return any(made.values())
+    return any(written.values())
 
 
 def _making(theirs: argparse.Namespace, given: Mapping[str, Any], folder: Path) -> Making:
     """How tasks make their rows under these arguments: by the tokenizer of kvexp's model, seeded by `--seed`."""
     metadata = _merged(theirs.metadata, "--metadata")
-    own = metadata.pop("tokenizer", None) or given.get("tokenizer") or given.get("pretrained")
-    if theirs.model == "kvexp" and own is not None:
+    tokenizer = metadata.pop("tokenizer", None) or given.get("tokenizer") or given.get("pretrained")
+    if theirs.model == "kvexp" and tokenizer is not None:
         hub = {name: given[name] for name in ("revision", "trust_remote_code") if name in given}
-        load_tokenizer(str(own), **hub).save_pretrained(folder / "tokenizer")
-        own = str(folder / "tokenizer")
+        load_tokenizer(str(tokenizer), **hub).save_pretrained(folder / "tokenizer")
+        tokenizer = str(folder / "tokenizer")
     seed = theirs.seed.partition(",")[0]
     if not seed.isdigit() and seed != "None":
         raise ConfigError(f"--seed must begin with a whole number, got {theirs.seed!r}")
-    return Making(json.dumps(metadata, sort_keys=True), own, int(seed) if seed.isdigit() else 0)
+    return Making(json.dumps(metadata, sort_keys=True), tokenizer, int(seed) if seed.isdigit() else 0)

@@ -119,8 +119,8 @@ class ModelSpec:
             check_device_map(spec.device_map, spec.device)
             if spec.path:
                 check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
-                _, made = located(spec.path)
-                spec = replace(spec, gguf=(made.sha256, made.quantisation) if made else None)
+                _, gguf = located(spec.path)
+                spec = replace(spec, gguf=(gguf.sha256, gguf.quantisation) if gguf else None)
                 spec = replace(spec, scheme=spec._scheme())
         same = spec.weights == spec.dtype  # what is loaded in a dtype is in it
         spec = replace(spec, contents=spec.contents_now(), weights=None if same else spec.weights)
@@ -169,18 +169,18 @@ class ModelSpec:
 
         if not words:
             return None
-        place, made = located(words, option)
-        if made is not None:
-            return made.digest
+        place, gguf = located(words, option)
+        if gguf is not None:
+            return gguf.digest
         folder = path_of(place, option)
         if not folder.is_dir():
             return None
-        own = folder_digest(folder, code=self.trust_remote_code)
+        digest = folder_digest(folder, code=self.trust_remote_code)
         base = base_of(place) if option == "model.path" else place
         if base == place:
-            return own
+            return digest
         under = self._digest(base, option) or base  # of an adapter that has no weights in its folder
-        return hashlib.sha256(f"{own} {under}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{digest} {under}".encode()).hexdigest()[:16]
 
     def _templated(self) -> bool:
         """Whether the tokenizer has a chat template. Loading it may fail here: making prompts then says why."""
@@ -338,14 +338,14 @@ def _tokenizer(spec: ModelSpec) -> Tokenizer:
     if spec.kind == "random":
         return byte_tokenizer()
     assert spec.path is not None
-    own = spec.tokenizer is None  # else it is of another repository, which does not know this revision
+    same_place = spec.tokenizer is None  # else it is of another repository, which does not know this revision
     tokenizer = load_tokenizer(
         spec.tokenizer or spec.path,
-        revision=spec.revision if own else None,
+        revision=spec.revision if same_place else None,
         trust_remote_code=spec.trust_remote_code,
     )
-    made: Tokenizer = with_arguments(tokenizer, json.loads(spec.template_args))
-    return made
+    templated: Tokenizer = with_arguments(tokenizer, json.loads(spec.template_args))
+    return templated
 
 
 @functools.cache
@@ -501,10 +501,10 @@ def folder_digest(folder: Path, *, code: bool) -> str:
 
 def _files(folder: Path, code: bool) -> set[str]:
     patterns = READ + CODE if code else READ
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
     for index in folder.glob("*.index.json"):  # weights in parts may lie deeper
-        found |= {folder / name for name in _parts(index)}
-    return {os.path.relpath(path, folder) for path in found if path.is_file()}
+        paths |= {folder / name for name in _parts(index)}
+    return {os.path.relpath(path, folder) for path in paths if path.is_file()}
 
 
 def _parts(index: Path) -> set[str]:
@@ -537,12 +537,12 @@ def calibrated(
     words = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
     if "model" in choices and not any(word.startswith("model=") for word in words):
         words = [f"model={choices['model']}", *words]
-    found = dict[str, Any]()
+    fields = dict[str, Any]()
     # Needs that are no declaration are refused by CacheConfig.
     if getattr(method.needs, "calibration", False):
         shape = query_shape(config_of_spec(model))  # first, for a hub may have a newer commit, and this asks it
         lacks = f"method={method.name} needs statistics of the model's queries from a calibration pass"
-        found["calibration"] = _kept(QUERIES, model, lacks, f"kvexp calibrate {shlex.join(words)}", shape)
+        fields["calibration"] = _kept(QUERIES, model, lacks, f"kvexp calibrate {shlex.join(words)}", shape)
     if budget is not None and budget.heads == "duo":
         config = config_of_spec(model)
         if (traits := traits_of(config)).position != "rope":
@@ -552,30 +552,30 @@ def calibrated(
             )
         layers, heads, _, _ = query_shape(config)
         lacks = "budget.heads=duo needs scores of the model's heads from a calibration pass"
-        found["head_scores"] = _kept(HEADS, model, lacks, f"kvexp calibrate {shlex.join(words)}", (layers, heads))
+        fields["head_scores"] = _kept(HEADS, model, lacks, f"kvexp calibrate {shlex.join(words)}", (layers, heads))
     if getattr(method.needs, "surrogate", False):
         command = f"kvexp calibrate kvzap {shlex.join(words)}"
         lacks = f"method={method.name} needs a trained surrogate of its scores"
-        found["surrogate"] = _kept(SURROGATES, model, lacks, command)
+        fields["surrogate"] = _kept(SURROGATES, model, lacks, command)
         trained = set(SURROGATES.about(model_digest(model)).get("articles", ()))
-        asked = task.articles_read() if trained else set()
-        if both := sorted(trained & asked):
+        read = task.articles_read() if trained else set()
+        if both := sorted(trained & read):
             raise ConfigError(
-                f"method={method.name} was trained on {len(both)} of the {len(asked)} articles that task={task.name} "
+                f"method={method.name} was trained on {len(both)} of the {len(read)} articles that task={task.name} "
                 f"reads, {both[0]} among them: leave those out (limit=N takes the first N examples), or train on other "
                 f"text: {command} data=FILE"
             )
-    return found
+    return fields
 
 
 def _kept(files: StatisticsFile[Made], model: ModelSpec, lacks: str, command: str, shape: Sequence[int] = ()) -> Made:
     """Read the model's file, of this shape (none: any); ConfigError: `lacks`, why there is none, and `command`."""
     try:
-        found = files.read(model_digest(model))
-        if found is not None:
+        statistics = files.read(model_digest(model))
+        if statistics is not None:
             if shape:
-                cast(Any, found).check_shape(*shape)
-            return found
+                cast(Any, statistics).check_shape(*shape)
+            return statistics
         why = "this model has none yet"
     except ConfigError as error:
         why = str(error)

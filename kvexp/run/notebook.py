@@ -82,8 +82,8 @@ def generate(
     model, method, kv_ratio, tokens = map(as_python, (model, method, kv_ratio, tokens))
     options = {name: as_python(value) for name, value in options.items()}
     if isinstance(model, str):
-        loaded, own = load(model)
-        model, tokenizer = loaded, tokenizer or own
+        loaded, model_tokenizer = load(model)
+        model, tokenizer = loaded, tokenizer or model_tokenizer
     elif not callable(getattr(model, "get_input_embeddings", None)):
         raise ConfigError(f"model must be a model's name or what kvexp.load returns first, got {model!r:.80}")
     if isinstance(method, str):

@@ -118,15 +118,15 @@ def _sampled(settings: Settings) -> Workload:
     task.check()
     examples = list(task.examples())
     step = max(1, len(examples) // SAMPLED)
-    some = examples[::step][:SAMPLED]
+    sample = examples[::step][:SAMPLED]
     try:
         tokenizer: Tokenizer | None = tokenizer_of(settings.model)
-        how = "tokenised" if step == 1 else f"{len(some)} of {len(examples)} prompts tokenised"
+        how = "tokenised" if step == 1 else f"{len(sample)} of {len(examples)} prompts tokenised"
     except ConfigError:
         tokenizer, how = None, f"letters / {LETTERS}"
     if tokenizer is not None:
-        some = [example for _, example in fit_examples(settings, tokenizer, list(enumerate(some)))]
-    sizes = [_size(settings, example, tokenizer) for example in some]
+        sample = [example for _, example in fit_examples(settings, tokenizer, list(enumerate(sample)))]
+    sizes = [_size(settings, example, tokenizer) for example in sample]
     prompt, new = fmean(size[0] for size in sizes), fmean(size[1] for size in sizes)
     return Workload(tuple(example.id for example in examples), prompt, new, how, tuple(examples))
 
@@ -144,9 +144,9 @@ def _size(settings: Settings, example: Example, tokenizer: Tokenizer | None) -> 
     if tokenizer is None:
         prompt = len(example.prompt + example.question) / LETTERS
         return min(prompt, room), new + sum(map(len, given)) / LETTERS
-    asked = tokenize(example, settings.task, tokenizer, 1 << 40, chat=settings.model.chat)
+    tokenized = tokenize(example, settings.task, tokenizer, 1 << 40, chat=settings.model.chat)
     fed = sum(len(tokenizer(text, add_special_tokens=False).input_ids) for text in given)
-    return min(asked.size, room), new + fed
+    return min(tokenized.size, room), new + fed
 
 
 def _room(settings: Settings, new: int) -> float:
@@ -299,8 +299,8 @@ def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *
                 if config is not None and not settings.is_baseline:
                     check_cache_fits_model(settings.model, settings.cache, config)
                 check_workload(settings, workload_of(settings, workloads))
-                for one in (settings if settings.is_baseline else settings.baseline(), settings):
-                    wanted.setdefault(run_hash(one.identity), one)
+                for run in (settings if settings.is_baseline else settings.baseline(), settings):
+                    wanted.setdefault(run_hash(run.identity), run)
         except Exception as error:
             if len(jobs) > 1:
                 say(" ".join(job.overrides), end=": ", file=sys.stderr)
@@ -311,9 +311,9 @@ def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *
     planned, known = [], functools.cache(pace_of)  # of all groups, the rows of a model are read once
     for group in [*together, *alone]:
         try:
-            made = PlannedGroup([_planned(settings, workload_of(settings, workloads)) for settings in group])
-            seconds, basis = seconds_of(made, machine, known)
-            planned.append(replace(made, seconds=seconds, basis=basis))
+            group_plan = PlannedGroup([_planned(settings, workload_of(settings, workloads)) for settings in group])
+            seconds, basis = seconds_of(group_plan, machine, known)
+            planned.append(replace(group_plan, seconds=seconds, basis=basis))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
             session.add_failure(run_name(group[0].labels, *TABLE, *IN_ITS_TABLE), str(error), reported=True)
@@ -352,7 +352,7 @@ class Planned:
         return sum(self.forced.values())
 
     def prefills(self, shared: bool) -> int:
-        """Prompts that it reads; one that shares its prefill with no other run reads them once more for the texts."""
+        """Prefills needed; a run that shares none needs one more per prompt for the KL passes."""
         again = max(self.forced.values(), default=0)
         examples = max(self.left, again) if shared else self.left + again
         return -(-examples * self.work.prefills // max(1, self.total))
@@ -388,8 +388,8 @@ class PlannedGroup:
         """How often a run's cache is held, at most: to answer, to be forced each kind of text, and to be asked more."""
         kinds = {kind for run in self.runs for kind, texts in run.forced.items() if texts}
         answers = any(run.left for run in self.runs)
-        asked = getattr(self.lead.task, "question", None) == AFTER_EVICTION
-        return max(1, answers + len(kinds)) + asked
+        asks_more = getattr(self.lead.task, "question", None) == AFTER_EVICTION
+        return max(1, answers + len(kinds)) + asks_more
 
 
 def _planned(settings: Settings, work: Workload) -> Planned:
@@ -457,7 +457,7 @@ def pace_of(outputs_dir: Path, device: str, model: bytes) -> Pace | None:
     if not first:
         return None
     per_token = sum(seconds for seconds, _ in first) / max(1, sum(tokens for _, tokens in first))
-    return Pace(len(first), per_token, {method: fmean(each) for method, each in new.items()})
+    return Pace(len(first), per_token, {method: fmean(times) for method, times in new.items()})
 
 
 def seconds_of(
@@ -501,7 +501,7 @@ def _estimated(group: PlannedGroup, shape: ModelSize, machine: Machine) -> float
 
 def second_passes(settings: Sequence[Settings]) -> int:
     """How often a prompt is fed once more before its evictions: runs that declare the same pass share it."""
-    return len({each.method.needs.second_pass for each in settings} - {None})
+    return len({run.method.needs.second_pass for run in settings} - {None})
 
 
 def slots_of(settings: Settings, prompt: float, *, cached: bool = False) -> int:
@@ -519,7 +519,7 @@ def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float, copi
     """Bytes of a batch, at most: the prompts as they are read, and copies of what every run keeps of them."""
     lead = settings[0]
     batch = lead.batch_size * lead.decoding.num_beams
-    kept = sum(slots_bytes(shape, each, slots_of(each, prompt, cached=True)) for each in settings)
+    kept = sum(slots_bytes(shape, run, slots_of(run, prompt, cached=True)) for run in settings)
     return batch * (int(prompt) * shape.token_bytes(lead.model.dtype) + copies * kept)
 
 
@@ -533,8 +533,8 @@ def machine_here(device: str) -> Machine:
     """The one of `MACHINES` that this device's name fits; a CUDA device of another name counts as an A100."""
     if not torch.cuda.is_available():
         threads = torch.get_num_threads()
-        one = MACHINES["cpu"]
-        return Machine(f"{threads} CPU thread(s)", one.flops * threads, one.bandwidth, one.layer_s)
+        core = MACHINES["cpu"]
+        return Machine(f"{threads} CPU thread(s)", core.flops * threads, core.bandwidth, core.layer_s)
     fitting = [machine for name, machine in MACHINES.items() if name in device.lower()]
     return fitting[0] if fitting else MACHINES["a100"]
 
@@ -557,8 +557,8 @@ def print_plan(planned: list[PlannedGroup], jobs: int) -> None:
     parts: dict[str, list[PlannedGroup]] = {}
     for group in planned:
         parts.setdefault(run_name(group.lead.labels, *TABLE), []).append(group)
-    for part in parts.values():
-        _print_part(part)
+    for block in parts.values():
+        _print_part(block)
     for lead in {group.lead.model: group.lead for group in reversed(planned)}.values():
         shape, (_, source) = model_shape(lead.model), model_config(lead.model)
         say(f"model {lead.labels['model']}: {f'{shape.parameters:,} parameters, ' if shape else ''}{source}")
@@ -618,12 +618,12 @@ def _variance_of_answers(settings: Settings) -> tuple[float, str]:
     """(variance of one answer to an item, how it is known): of the full cache's rows, where they have several samples
     of an item, else assumed.
     """
-    path, found = settings.outputs_dir / run_hash(settings.baseline().identity), dict[str, list[float]]()
+    path, scores_by_item = settings.outputs_dir / run_hash(settings.baseline().identity), dict[str, list[float]]()
     if (path / "config.json").exists():
         for row in Run.load(path).rows():
             if row.get("metrics") and "item" in (row.get("info") or {}):
-                found.setdefault(row["info"]["item"], []).append(next(iter(row["metrics"].values())))
-    several = [scores for scores in found.values() if len(scores) > 1]
+                scores_by_item.setdefault(row["info"]["item"], []).append(next(iter(row["metrics"].values())))
+    several = [scores for scores in scores_by_item.values() if len(scores) > 1]
     if len(several) < 10:
         return CHANCE, "items of any chance of being right are alike many"
     measured = fmean(variance(scores) for scores in several)
@@ -633,7 +633,7 @@ def _variance_of_answers(settings: Settings) -> tuple[float, str]:
 def _print_power(settings: Settings, examples: int) -> None:
     samples = getattr(settings.task, "samples", 1)
     of_answers, how = _variance_of_answers(settings)
-    needed = ", ".join(f"{items_needed(POINTS, each, of_answers):,} x {each}" for each in SIZES)
+    needed = ", ".join(f"{items_needed(POINTS, size, of_answers):,} x {size}" for size in SIZES)
     items = max(1, examples // samples)
     say(
         f"  items x samples for a difference of {POINTS:g} points in accuracy: {needed}; these {items} x {samples} see "

@@ -27,7 +27,7 @@ from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model, Tokenizer
-    from kvexp.lm_eval import Bench
+    from kvexp.lm_eval import Scorer
 
 
 # Examples to token ids: chat template, cutting to what the model holds, or the reason for not running one.
@@ -98,12 +98,12 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
     example = example.for_chat_template() if templated else example
 
     def of(words: str) -> TokenizedExample:
-        text, asked = _apply_template(example, words, tokenizer, task.frame if wrapped else "{prompt}")
+        text, question_text = _apply_template(example, words, tokenizer, task.frame if wrapped else "{prompt}")
         # A chat template brings its own start token.
         ids = tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
-        question = _after(text, ids, asked, tokenizer, templated)
+        question = _after(text, ids, question_text, tokenizer, templated)
         return TokenizedExample(
-            example, text, ids, question_text=asked, question_ids=question, chat_templated=templated
+            example, text, ids, question_text=question_text, question_ids=question, chat_templated=templated
         )
 
     def made(kept: int) -> TokenizedExample:
@@ -142,23 +142,23 @@ def _truncate_middle(
     words = whole.example.prompt
     ids = tokenizer(words, verbose=False).input_ids
     keep = min(len(ids), most or len(ids))
-    made = whole
+    cut = whole
     while keep >= 2:
         if keep < len(ids):
             ends = (ids[: keep // 2], ids[-(keep // 2) :])
-            made = replace(of("".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)), truncated=True)
-        if made.size <= room:
-            return made
-        keep -= made.size - room
+            cut = replace(of("".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)), truncated=True)
+        if cut.size <= room:
+            return cut
+        keep -= cut.size - room
     return TokenizedExample(whole.example, "", [], skipped="too long")
 
 
 def _longest_question(example: Example, tokenizer: Tokenizer, frame: str | None) -> int:
     """Tokens that the longest of an example's `questions` may have, what follows it in the template included."""
-    each = [replace(example, question=asked, questions=(), number=0) for asked in dict.fromkeys(example.questions)]
-    asked = [_apply_template(other, "A text.", tokenizer, frame)[1] for other in each]
+    variants = [replace(example, question=text, questions=(), number=0) for text in dict.fromkeys(example.questions)]
+    questions = [_apply_template(other, "A text.", tokenizer, frame)[1] for other in variants]
     # Behind a context a question may have other tokens than alone: one or two more, at its beginning.
-    return SLACK + max(len(token_ids(words, tokenizer)) for words in asked)
+    return SLACK + max(len(token_ids(words, tokenizer)) for words in questions)
 
 
 def turn_ids(prompt: TokenizedExample, tokenizer: Tokenizer, message: str, *, chat: bool) -> list[int]:
@@ -214,8 +214,8 @@ def _apply_template(example: Example, words: str, tokenizer: Tokenizer, frame: s
 
     frame: the text around {prompt}; None: the tokenizer's chat template. The answer's opening is behind all of it.
     """
-    text, asked = _without_opening(example, words, tokenizer, frame)
-    return (text, asked + example.opening) if example.question else (text + example.opening, asked)
+    text, question = _without_opening(example, words, tokenizer, frame)
+    return (text, question + example.opening) if example.question else (text + example.opening, question)
 
 
 def _without_opening(example: Example, words: str, tokenizer: Tokenizer, frame: str | None) -> tuple[str, str]:
@@ -317,8 +317,8 @@ def fit_examples(
     room = 1 << 40 if settings.cache.beyond_context else max_positions(settings.model)
 
     def fitted(example: Example) -> Example:
-        made = task.fit(example, count, room)
-        return dataclasses.replace(made, questions=example.questions, number=example.number)
+        fit = task.fit(example, count, room)
+        return dataclasses.replace(fit, questions=example.questions, number=example.number)
 
     return [(index, fitted(example)) for index, example in todo]
 
@@ -332,8 +332,8 @@ def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> 
     from kvexp.generate.inputs import eos_ids
 
     task = settings.task
-    each = [tokenizer(text, add_special_tokens=False).input_ids for text in task.extra_end_texts]
-    more = [ids[-1] for ids in each if ids]
+    endings = [tokenizer(text, add_special_tokens=False).input_ids for text in task.extra_end_texts]
+    more = [ids[-1] for ids in endings if ids]
     if settings.templated and settings.decoding.eos == "model":
         more += end_of_turn(tokenizer)
     decoding = dataclasses.replace(settings.decoding, thinking=settings.thinking)
@@ -348,7 +348,7 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
     Also why a second pass over the prompt does not fit the model.
     """
     if settings.budget is None or isinstance(settings.task, LMEval):
-        return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
+        return None  # lm-eval's items are looked at as they are made (Scorer.obstacle)
     try:
         size, fed = len(prompt.ids), [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
         if settings.task.needs_nll:
@@ -359,9 +359,9 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
         if chunk is not None and moving is not None:
             moving.check_prompts([size], 0, chunk=chunk)
         coming = [prompt_sizes(config, cache, size, new) for new in fed]
-        for each in coming:
-            check_spans(cache, each, [prompt.spans] if prompt.spans else None)
-        if not cache.beyond_context and any(may_evict(cache, each) for each in coming):
+        for sizes in coming:
+            check_spans(cache, sizes, [prompt.spans] if prompt.spans else None)
+        if not cache.beyond_context and any(may_evict(cache, sizes) for sizes in coming):
             check_second_pass(cache, tokenizer, size, positions_of(config), moving)
     except ConfigError as error:
         return str(error)
@@ -386,56 +386,56 @@ class ItemPrompt(TokenizedExample):
     asks: tuple[Any, ...] = ()
 
 
-def bench_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> Bench:
-    from kvexp.lm_eval import Bench
+def scorer_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> Scorer:
+    from kvexp.lm_eval import Scorer
 
     assert isinstance(settings.task, LMEval)
-    return Bench(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size, settings.thinking)
+    return Scorer(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size, settings.thinking)
 
 
 def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: Item) -> TokenizedExample:
     """The item in tokens, or why it is skipped."""
     from kvexp.lm_eval import NothingToJudge
 
-    bench = bench_of(settings, model, tokenizer)
+    scorer = scorer_of(settings, model, tokenizer)
     if item.kind == "generate_until":
-        return _generation_prompt(settings, bench, item)
+        return _generation_prompt(settings, scorer, item)
     seed = settings.seed + item.number
     if item.kind == "loglikelihood_rolling":
-        asks = bench.windows(item.requests[0].continuation, seed=seed)
+        asks = scorer.windows(item.requests[0].continuation, seed=seed)
     else:
         how = {"group": item.number, "seed": seed}
         try:
-            asked = [bench.ask(r.context, r.question, r.continuation, **how) for r in item.requests]
+            all_asks = [scorer.ask(r.context, r.question, r.continuation, **how) for r in item.requests]
         except NothingToJudge as error:
             return TokenizedExample(item, "", [], skipped=str(error))
-        asks = [ask for ask in asked if ask is not None]
-        if len(asks) < len(asked):
+        asks = [ask for ask in all_asks if ask is not None]
+        if len(asks) < len(all_asks):
             return TokenizedExample(item, "", [], skipped="too long")
     if not asks:
         return TokenizedExample(item, "", [], skipped="there is nothing to judge in a text without tokens")
     assert isinstance(settings.task, LMEval)
-    if bench.protocol.budget_length == "padded":
-        bases = _bases(settings.task, settings.task.pinned, tokenizer, bench.holds)
+    if scorer.protocol.budget_length == "padded":
+        bases = _bases(settings.task, settings.task.pinned, tokenizer, scorer.holds)
         asks = [dataclasses.replace(ask, base=bases[item.number, place]) for place, ask in enumerate(asks)]
     cut = max(ask.cut for ask in asks)
     tokens = len(asks[0].context) + len(asks[0].question) + asks[0].cut
     if cut and settings.task.truncate == "skip":
         return TokenizedExample(item, "", [], skipped="too long", tokens=tokens)
-    if obstacle := bench.obstacle(asks):
+    if obstacle := scorer.obstacle(asks):
         return TokenizedExample(item, "", [], skipped=obstacle, tokens=tokens)
     ids, question = list(asks[0].context), list(asks[0].question)
     return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=tokens, question_ids=question, asks=tuple(asks))
 
 
-def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> TokenizedExample:
+def _generation_prompt(settings: Settings, scorer: Scorer, item: Item) -> TokenizedExample:
     from kvexp.lm_eval import Ask
 
-    ids, question, cut = bench.prompt(item.prompt, item.question, item.generation)
+    ids, question, cut = scorer.prompt(item.prompt, item.question, item.generation)
     count = len(ids) + len(question) + cut
     if not ids or (cut and settings.task.truncate == "skip"):
         return TokenizedExample(item, "", [], skipped="too long", tokens=count)
-    if obstacle := bench.obstacle([Ask(tuple(ids), tuple(question) or (0,))]):
+    if obstacle := scorer.obstacle([Ask(tuple(ids), tuple(question) or (0,))]):
         return TokenizedExample(item, "", [], skipped=obstacle, tokens=count)
     return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=count, question_ids=question)
 
@@ -453,7 +453,7 @@ def _bases(task: LMEval, data: str, tokenizer: Tokenizer, holds: int) -> dict[tu
     for item in task.everything():
         for place, request in enumerate(item.requests):
             ask = None
-            with contextlib.suppress(NothingToJudge):  # the item's own turn says so
+            with contextlib.suppress(NothingToJudge):  # reported when the item is answered
                 ask = encoder.ask(request.context, "", request.continuation, holds)
             if ask is not None:
                 keys.append((item.number, place))
@@ -483,7 +483,7 @@ def token_spans(
         ).offset_mapping
     except NotImplementedError:  # a tokenizer in Python knows no offsets
         return []
-    found, at, last = [], 0, 0
+    spans, at, last = [], 0, 0
     for place, mark in enumerate(marks):
         at = text.rfind(mark) if place and mark is marks[-1] else text.find(mark, at)
         if at < 0:
@@ -496,9 +496,9 @@ def token_spans(
         if inside[-1] < first:
             return []
         last = inside[-1] + 1
-        found.append((first, last))
+        spans.append((first, last))
         at += len(mark)
-    return found
+    return spans
 
 
 # Examples as batches of prompts, or the reason why one is skipped; and whether any of them can be run at all.

@@ -50,11 +50,11 @@ def validated_row(row: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
     wrong = [f"metric {name} is {value}" for name, value in metrics.items() if not _finite(value)]
     chances = (row.get("choices") or {}).get("logprobs", [])
     wrong += [f"log-probability of choice {i} is {value}" for i, value in enumerate(chances) if not _finite(value)]
-    made: dict[str, Any] = {**_writable(row), "revision": commit}
+    written: dict[str, Any] = {**_writable(row), "revision": commit}
     if wrong:
-        made["metrics"] = {name: value for name, value in metrics.items() if _finite(value)}
-        made["skipped"] = ", ".join(wrong)
-    return made
+        written["metrics"] = {name: value for name, value in metrics.items() if _finite(value)}
+        written["skipped"] = ", ".join(wrong)
+    return written
 
 
 def check_commit(record: Run, commit: str | None) -> None:
@@ -75,11 +75,11 @@ def check_prompts(settings: Settings, record: Run, prompts: Prompts) -> None:
     baseline = record.path.parent / str(record.baseline)
     for run in [record] + ([Run.load(baseline)] if (baseline / "config.json").exists() else []):
         rows = {row["example"]: row for row in run.rows() if row.get("prompt_digest") is not None}
-        there = [index for index, example in enumerate(prompts.examples) if example.id in rows]
-        if there and isinstance(settings.task, LMEval):  # whose items ask for the model itself
+        recorded = [index for index, example in enumerate(prompts.examples) if example.id in rows]
+        if recorded and isinstance(settings.task, LMEval):  # whose items ask for the model itself
             prompts.use(*load(settings.model))
-        for place in range(min(SAMPLE, len(there))):
-            prompt = prompts[there[place * len(there) // min(SAMPLE, len(there))]]
+        for place in range(min(SAMPLE, len(recorded))):
+            prompt = prompts[recorded[place * len(recorded) // min(SAMPLE, len(recorded))]]
             now = {"prompt_digest": prompt.digest, **continuation_digest(settings, prompts.tokenizer, prompt)}
             if why := sent_otherwise(rows[prompt.example.id], now):
                 raise ConfigError(
@@ -209,7 +209,7 @@ def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: Tokeni
     example, chat = prompt.example, settings.model.chat
     fed: list[Any] = [*prompt.choices]
     if isinstance(prompt, ItemPrompt):
-        fed += [[each.context, each.question, each.continuation] for each in prompt.asks]
+        fed += [[ask.context, ask.question, ask.continuation] for ask in prompt.asks]
     if prompt.ids and settings.task.needs_nll:
         fed.append(prompt.following)
     if prompt.ids:
@@ -226,7 +226,7 @@ def skipped_row(settings: Settings, index: int, prompt: TokenizedExample) -> dic
 
 
 def failed_row(settings: Settings, index: int, prompt: TokenizedExample, why: str, more: str = "") -> dict[str, Any]:
-    """The row of an example that was tried and failed, skipped for this reason. why: MEMORY or TIME of `limits`."""
+    """The row of an example that was tried and failed, skipped for this reason. why: MEMORY or TIME."""
     words = f"no answer within timeout_s={settings.timeout_s:g}{more}" if why == TIME else "out of memory, alone"
     row = skipped_row(settings, index, dataclasses.replace(prompt, skipped=f"{words}; retry=true tries again"))
     return {**row, "failed": why}
@@ -348,8 +348,8 @@ def fit_together(batches: Sequence[PromptBatch], model: Model, processes: int = 
     """
     needed, several = 0, len(batches) > 1
     for batch in batches:
-        prompts, each = kv_bytes_needed(batch.runs, model, batch.prompts)
-        needed += prompts + (batch.copies + (several and bool(batch.answering))) * sum(each)
+        prompts, sizes = kv_bytes_needed(batch.runs, model, batch.prompts)
+        needed += prompts + (batch.copies + (several and bool(batch.answering))) * sum(sizes)
     return needed <= free_bytes(model) * SHARE / processes
 
 

@@ -234,10 +234,10 @@ def check_item_settings(settings: Settings) -> None:
 
     task, plain = settings.task, GenerationParams(max_new_tokens=settings.task.max_new_tokens)
     assert isinstance(task, LMEval)
-    for each in dataclasses.fields(GenerationParams):
-        if getattr(settings.decoding, each.name) != getattr(plain, each.name):
+    for param in dataclasses.fields(GenerationParams):
+        if getattr(settings.decoding, param.name) != getattr(plain, param.name):
             raise ConfigError(
-                f"generation.{each.name} does not reach lm-eval's tasks, which say themselves how they are answered: "
+                f"generation.{param.name} does not reach lm-eval's tasks, which say themselves how they are answered: "
                 "leave the group generation at greedy"
             )
     if task.measured.mode == "row_mask":
@@ -340,11 +340,11 @@ class Settings:
     @property
     def thinking(self) -> Thinking | None:
         """Tags of the thinking that is no part of a scored answer; None where answers are scored as they are."""
-        asked = self.model.strip_thinking
-        if asked is False or self.task.only_nll or not (self.templated or asked is True):
+        strips = self.model.strip_thinking
+        if strips is False or self.task.only_nll or not (self.templated or strips is True):
             return None
-        found = thinking_of_model(self.model)
-        return found if found is None or self.templated else dataclasses.replace(found, opened=False)
+        tags = thinking_of_model(self.model)
+        return tags if tags is None or self.templated else dataclasses.replace(tags, opened=False)
 
     @property
     def is_baseline(self) -> bool:
@@ -439,7 +439,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     task = task_of(config)
     # Where a user's classes were found, for a reader of the run's folder; nothing is ever loaded by it.
     classes = (type(method), type(task))
-    found = {f"{users.group}_found_as": users.reference for users in admitted().values() if users.cls in classes}
+    places = {f"{users.group}_found_as": users.reference for users in admitted().values() if users.cls in classes}
     _check_targets_of_options(config, choices)
     if config.get("questions") == "all":
         task = with_shared_context(task, choices.get("task", task.name))
@@ -453,8 +453,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)
     else:  # that of a method without a budget is checked as well: a word may be misspelt
-        asked = build_budget(config["budget"])
-        budget = asked if method.evicts else None
+        checked = build_budget(config["budget"])
+        budget = checked if method.evicts else None
     cache = build_cache(
         method,
         budget,
@@ -479,7 +479,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
-        command={"config": config, "choices": choices, "overrides": list(overrides), **found},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **places},
         divergence=DivergenceOptions.read(config),
         engine=engine_of(config),
     )

@@ -43,7 +43,7 @@ NUMBER, WHOLE, TEXT, TRUTH, GROUP = "a number", "a whole number", "a text", "tru
 EACH = "*"  # every field of a group
 OWN, REFERENCE = "own", "reference"  # texts that are forced: the full cache's greedy answer; the reference answer
 TEXTS = (OWN, REFERENCE)
-EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
+EPSILON_KL = 0.05  # nats per token; docs/divergence_details.md: what else moves a model so far
 EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
 NUMBERS = ("kl", "full_logprob", "logprob")  # of a line of divergence.jsonl: lists, one entry per token
 
@@ -120,8 +120,8 @@ def _plainly_fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, dict):
         if type(value) is not dict:
             return False
-        each = kind.get(EACH)
-        return all(_plainly_fits(item, each or kind[name]) for name, item in value.items() if each or name in kind)
+        every = kind.get(EACH)
+        return all(_plainly_fits(item, every or kind[name]) for name, item in value.items() if every or name in kind)
     items = value if isinstance(kind, list) else [value]
     allowed = TYPES[kind[0] if isinstance(kind, list) else kind]
     if type(items) is not list or not allowed.issuperset(map(type, items)):
@@ -145,7 +145,7 @@ def _wrong(value: Any, kind: Any, where: str) -> str | None:
         parts = [(item, kind[0], f"{where}[{number}]") for number, item in enumerate(value)]
     else:
         return None if _fits(value, kind) else _must(where, kind, value)
-    return next((why for part in parts if (why := _wrong(*part))), None)
+    return next((why for value_kind_place in parts if (why := _wrong(*value_kind_place))), None)
 
 
 def _must(where: str, kind: str, value: Any) -> str:
@@ -306,8 +306,8 @@ class Run:
         if canonical(run.config) != canonical(config):
             raise ConfigError(f"{path} holds another configuration of the same hash; choose another outputs_dir")
         if baseline is not None and run.baseline != baseline:
-            found = f"{path} is measured against the baseline {run.baseline}, not {baseline}"
-            raise ConfigError(f"{found}; remove the folder or choose another outputs_dir")
+            problem = f"{path} is measured against the baseline {run.baseline}, not {baseline}"
+            raise ConfigError(f"{problem}; remove the folder or choose another outputs_dir")
         return run
 
     @classmethod
@@ -316,9 +316,9 @@ class Run:
         path = Path(path)
         file, advice = path / "config.json", "restore or remove the folder"
         try:
-            found = load(file)
-            _check(found)
-            run = cls(path, *(found[key] for key in ("hash", "numerics", "config", "labels", "baseline")))
+            record = load(file)
+            _check(record)
+            run = cls(path, *(record[key] for key in ("hash", "numerics", "config", "labels", "baseline")))
         except OSError as error:
             raise ConfigError(trouble(error, "read", file)) from error
         except (ValueError, KeyError) as error:
@@ -369,16 +369,16 @@ class Run:
                 replace(self.path / "asked.json", pretty({"labels": known}))
 
     def rows(self) -> list[Json]:
-        """The rows as written, in that order: the first of each example, or the first after those that failed.
+        """First row of each example that did not fail, else its last one, in the order of writing.
 
         ConfigError names the first line that is damaged; a last line without its end is left out.
         """
-        found: dict[str, Json] = {}
+        rows: dict[str, Json] = {}
         for row in _lines(self.path / EXAMPLES, wrong_row):
-            before = found.get(row["example"])
+            before = rows.get(row["example"])
             if before is None or before.get("failed"):
-                found[row["example"]] = row
-        return list(found.values())
+                rows[row["example"]] = row
+        return list(rows.values())
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Write one row or several at once, durably: all wholly or none, and after a kill those that are whole.
@@ -393,10 +393,10 @@ class Run:
 
     def divergence(self) -> dict[tuple[str, str], Line]:
         """(example, kind of text) -> its line of divergence.jsonl, the first of each. Errors as of `rows`."""
-        found: dict[tuple[str, str], Line] = {}
+        lines: dict[tuple[str, str], Line] = {}
         for line in _lines(self.path / DIVERGENCE, wrong_divergence):
-            found.setdefault((line["example"], line["text"]), line)
-        return found
+            lines.setdefault((line["example"], line["text"]), line)
+        return lines
 
     def append_divergence(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write lines as `append` does, numbers to seven digits: about what float32 holds, in half the space."""
@@ -509,13 +509,13 @@ def _file_name(content: Any) -> str:
     return f"{hashlib.sha256(canonical(content)).hexdigest()[:16]}.json"
 
 
-def _check(found: Json) -> None:
+def _check(record: Json) -> None:
     """ValueError for a field of config.json that no run writes; KeyError where one is missing."""
-    whole = isinstance(found["numerics"], int)
-    baseline = found["baseline"] is None or isinstance(found["baseline"], str)
-    if not (whole and baseline and isinstance(found["config"], dict)):
+    whole = isinstance(record["numerics"], int)
+    baseline = record["baseline"] is None or isinstance(record["baseline"], str)
+    if not (whole and baseline and isinstance(record["config"], dict)):
         raise ValueError("numerics must be a whole number, config a group, baseline a hash or null")
-    if why := wrong_labels(found["labels"]):
+    if why := wrong_labels(record["labels"]):
         raise ValueError(why)
 
 
@@ -563,10 +563,10 @@ def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
     """Every readable refusal, by file name."""
     for file in sorted((Path(outputs_dir) / REFUSED_JOBS_FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):  # a notice, not a number: an unreadable one is no loss
-            found = load(file)
-            if wrong_labels(found["labels"]):
+            refusal = load(file)
+            if wrong_labels(refusal["labels"]):
                 continue
-            yield Refusal(file, *(found[name] for name in ("overrides", "labels", "error", "message")))
+            yield Refusal(file, *(refusal[name] for name in ("overrides", "labels", "error", "message")))
 
 
 def refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
@@ -592,11 +592,11 @@ def check_of(outputs_dir: str | Path, model: Any, numerics: int) -> str:
     if not isinstance(model, Mapping):
         return "unchecked"
     try:
-        found: Json = load(_check_file(outputs_dir, model))
+        check: Json = load(_check_file(outputs_dir, model))
     except (OSError, ValueError, ConfigError):
         return "unchecked"
-    verdict = found.get("verdict")
-    return verdict if isinstance(verdict, str) and found.get("numerics") == numerics else "unchecked"
+    verdict = check.get("verdict")
+    return verdict if isinstance(verdict, str) and check.get("numerics") == numerics else "unchecked"
 
 
 def _check_file(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
@@ -626,17 +626,17 @@ def run_name(labels: Mapping[str, Any], *names: str, between: str = " ") -> str:
 DIGESTS = ("prompt_digest", "continuation_digest")  # fields of a row; one that lacks either is taken as it is
 
 
-def sent_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def sent_otherwise(row: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """The first digest in which two rows differ, of those that both have, with both values; None if they agree."""
     for name in DIGESTS:
-        mine, theirs = one.get(name), other.get(name)
+        mine, theirs = row.get(name), other.get(name)
         if mine is not None and theirs is not None and mine != theirs:
             return f"{name} {mine} and {theirs}"
     return None
 
 
 def check_same_prompts(
-    one: Path | str, rows: Mapping[str, Mapping[str, Any]], other: Path | str, others: Mapping[str, Mapping[str, Any]]
+    run: Path | str, rows: Mapping[str, Mapping[str, Any]], other: Path | str, others: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """ConfigError where an example of both runs, which are to be compared, was sent with different tokens.
 
@@ -645,7 +645,7 @@ def check_same_prompts(
     for name, row in rows.items():
         if name in others and (why := sent_otherwise(row, others[name])):
             raise ConfigError(
-                f"example {name} was asked with other tokens in {one} than in {other} ({why}): their answers cannot be "
+                f"example {name} was asked with other tokens in {run} than in {other} ({why}): their answers cannot be "
                 "compared. Chat template, tokenizer or a library changed between these runs: remove the folder that is "
                 "out of date and run the same command again, or leave it out (--where)"
             )

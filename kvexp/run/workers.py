@@ -102,19 +102,19 @@ class ForkPool(Generic[Item]):
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
                 try:
-                    kind, what = pipe.recv()
+                    kind, content = pipe.recv()
                 except (EOFError, OSError):
                     busy.remove(pipe)
                     self._lost(pipe)
                     continue
                 if kind == "made":
-                    yield what
+                    yield content
                     continue
                 if kind == "worked":
-                    worked(*what)
+                    worked(*content)
                     continue
                 if kind == "failed":
-                    failure = failure or _unpack_error(*what)
+                    failure = failure or _unpack_error(*content)
                     left.clear()
                 if not _send_next(pipe, left):
                     busy.remove(pipe)
@@ -164,8 +164,8 @@ def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -
             except EOFError:
                 return
             try:
-                for made in task(item):
-                    pipe.send(("made", made))
+                for result in task(item):
+                    pipe.send(("made", result))
                 pipe.send(("done", None))
             except Exception as error:
                 pipe.send(("failed", _pack_error(error)))

@@ -112,7 +112,7 @@ def items(task: Any, limit: int | None, after_eviction: bool) -> Iterator[Item]:
     for number, doc in task.doc_iterator(limit=limit):
         try:
             with quiet():
-                made = _item(task, number, doc, after_eviction)
+                item = _item(task, number, doc, after_eviction)
         except ConfigError:
             raise
         except Exception as error:  # jinja's, a missing key, the assertions of lm-eval: no common base
@@ -121,7 +121,7 @@ def items(task: Any, limit: int | None, after_eviction: bool) -> Iterator[Item]:
                 f"row {number + 1} of the data of lm-eval's task {task.config.task} cannot be asked ({reason}); it "
                 f"has the columns {', '.join(doc)}"
             ) from error
-        yield made
+        yield item
 
 
 def _item(task: Any, number: int, doc: Any, after_eviction: bool) -> Item:
@@ -133,8 +133,8 @@ def _item(task: Any, number: int, doc: Any, after_eviction: bool) -> Item:
         if any(re.search(rf"\b{re.escape(column)}\b", template) for template in templates):
             raise ConfigError(f"row {number + 1} of the data of lm-eval's task {name} has no {column!r}")
     context = task.fewshot_context(doc, num_fewshot=config.num_fewshot or 0, gen_prefix=prefix)
-    made = task.construct_requests(doc=doc, ctx=context, metadata=(name, number, config.repeats))
-    instances = tuple(made) if isinstance(made, list) else (made,)
+    built = task.construct_requests(doc=doc, ctx=context, metadata=(name, number, config.repeats))
+    instances = tuple(built) if isinstance(built, list) else (built,)
     shape = {"kind": instances[0].request_type, "number": number, "instances": instances}
     target = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     if isinstance(target, int) and config.doc_to_choice is not None:
@@ -173,12 +173,12 @@ def _question(task: Any, doc: Any, prompt: str, prefix: str | None) -> str:
     alone = task.fewshot_context(doc, num_fewshot=0, gen_prefix=prefix)
     described = len(task.resolve_field(doc, task.config.description) or "")
     ends = [text[described:] for text in ([alone] if isinstance(alone, str) else alone)]
-    own = max((end for end in ends if prompt.endswith(end)), key=len, default="")
-    if len(own) in (0, len(prompt)):
+    question = max((end for end in ends if prompt.endswith(end)), key=len, default="")
+    if len(question) in (0, len(prompt)):
         raise ConfigError(
             f"task.question=after_eviction: an item of {task.config.task} cannot be parted from the examples before it"
         )
-    before = prompt.removesuffix(own)
+    before = prompt.removesuffix(question)
     return prompt[len(before.rstrip()) :]
 
 
@@ -198,7 +198,7 @@ def outcome(task: Any, item: Item, results: Sequence[Any]) -> tuple[dict[str, fl
     task._instances = list(item.instances)
     with quiet():
         task.apply_filters()
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         lists: Lists = {}
         names = list(item.instances[0].filtered_resps)
         for name in names:
@@ -207,12 +207,12 @@ def outcome(task: Any, item: Item, results: Sequence[Any]) -> tuple[dict[str, fl
                 values = task.process_results(doc, [i.filtered_resps[name] for i in item.instances])
             ending = "" if len(names) == 1 else f",{name}"
             for metric, value in values.items():
-                if isinstance(value, list) and value and all(isinstance(each, bool) for each in value):
+                if isinstance(value, list) and value and all(isinstance(element, bool) for element in value):
                     lists[f"{metric}{ending}"] = value
                     value = sum(value) / len(value)
                 less = task.higher_is_better().get(metric) is False
-                found |= {f"{key}{ending}": number for key, number in _numbers(metric, value, less).items()}
-    return found, lists
+                metrics |= {f"{key}{ending}": number for key, number in _numbers(metric, value, less).items()}
+    return metrics, lists
 
 
 def _numbers(metric: str, value: Any, less_is_better: bool) -> dict[str, float]:
@@ -281,10 +281,10 @@ class Protocol:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.mode == "prefill_then_step":
-            for each in fields(self):
-                if each.name in ONLY_MASKED and getattr(self, each.name) != each.default:
+            for field in fields(self):
+                if field.name in ONLY_MASKED and getattr(self, field.name) != field.default:
                     raise ConfigError(
-                        f"{each.name}={getattr(self, each.name)} belongs to protocol=row_mask; leave it out"
+                        f"{field.name}={getattr(self, field.name)} belongs to protocol=row_mask; leave it out"
                     )
 
 
@@ -292,8 +292,8 @@ def protocol_of(name: str, **switches: Any) -> Protocol:
     """The protocol of this name, a mode or a paper, with the switches that are not None in place of its own."""
     if name not in PROTOCOLS:
         raise ConfigError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {name!r}")
-    own = {"mode": "row_mask", **PAPERS[name]} if name in PAPERS else {"mode": name}
-    return Protocol(**{**own, **{k: v for k, v in switches.items() if v is not None}})
+    switches_of = {"mode": "row_mask", **PAPERS[name]} if name in PAPERS else {"mode": name}
+    return Protocol(**{**switches_of, **{k: v for k, v in switches.items() if v is not None}})
 
 
 SPLITS = ("train", "validation", "test")
@@ -303,9 +303,9 @@ Files = dict[str, Path]
 
 def splits_of(config: Mapping[str, Any]) -> list[str]:
     """The splits that a task's files may hold: the usual ones, and those that its definition names."""
-    own = [config.get(f"{name}_split") for name in ("training", "validation", "test", "fewshot")]
-    own.append((config.get("fewshot_config") or {}).get("split"))
-    return list(dict.fromkeys([*filter(None, own), *SPLITS]))
+    names = [config.get(f"{name}_split") for name in ("training", "validation", "test", "fewshot")]
+    names.append((config.get("fewshot_config") or {}).get("split"))
+    return list(dict.fromkeys([*filter(None, names), *SPLITS]))
 
 
 def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
@@ -322,30 +322,30 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     folder = path_of(data_dir, "task.data_dir")
     if not folder.is_dir():
         raise ConfigError(f"task.data_dir={data_dir} is no folder (seen from {Path.cwd()})")
-    base, part = str(config.get("dataset_path") or "").rpartition("/")[2], config.get("dataset_name")
-    own = [f"{base}_{part}", *([part] if part.startswith(base) else [])] if part else [base] if base else []
-    names, splits = list(dict.fromkeys([config["task"], *own])), splits_of(config)
-    found: Files = {}
+    base, subset = str(config.get("dataset_path") or "").rpartition("/")[2], config.get("dataset_name")
+    stems = [f"{base}_{subset}", *([subset] if subset.startswith(base) else [])] if subset else [base] if base else []
+    names, splits = list(dict.fromkeys([config["task"], *stems])), splits_of(config)
+    files: Files = {}
     for path in sorted(folder.iterdir()):
         name, split, *rest = [*path.name.split("."), "", ""]
         if path.suffix not in KINDS or name not in names or split not in splits:
             continue
         if "dataset_info" in rest:  # what `datasets` writes next to its data
             continue
-        other = found.setdefault(split, path)
+        other = files.setdefault(split, path)
         if other != path:
             raise ConfigError(
                 f"task.data_dir: {other.name} and {path.name} both hold the split {split} of {config['task']}; "
                 "move one of them elsewhere"
             )
-    if not found:
+    if not files:
         raise ConfigError(
             f"task.data_dir={data_dir} holds no data of {config['task']}: expected {names[0]}.SPLIT.jsonl with SPLIT "
             f"one of {', '.join(splits)}" + (f" ({' or '.join(names[1:])} will do for the name)" if names[1:] else "")
         )
-    if len({KINDS[path.suffix] for path in found.values()}) > 1:
+    if len({KINDS[path.suffix] for path in files.values()}) > 1:
         raise ConfigError(f"task.data_dir: the files of {config['task']} must be all JSON or all parquet")
-    return found
+    return files
 
 
 def overrides(
@@ -371,8 +371,8 @@ def overrides(
         raise ConfigError(
             f"{task} is evaluated on its split {evaluated}, task.data_dir holds {held}; add {task}.{evaluated}.jsonl"
         )
-    own = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
-    pool = fewshot_split or own or config.get("training_split") or config.get("validation_split") or evaluated
+    pool_named = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
+    pool = fewshot_split or pool_named or config.get("training_split") or config.get("validation_split") or evaluated
     if shots and pool not in files:
         raise ConfigError(
             f"task.num_fewshot={shots}: {task} draws its examples from its split {pool}, task.data_dir holds {held}; "
@@ -424,8 +424,8 @@ def _read(folder: Path | None, files: tuple[Stamp, ...]) -> Mapping[str, Any]:
 
     with quiet():
         manager = TaskManager() if folder is None else TaskManager(include_path=folder, include_defaults=False)
-    found: Mapping[str, Any] = manager.task_index
-    return found
+    index: Mapping[str, Any] = manager.task_index
+    return index
 
 
 def _entry(name: str) -> Any:
@@ -531,10 +531,10 @@ def digest(name: str, data_dir: str | None, making: Making | None = None) -> str
     """Name of a task's data and definition: lm-eval's version for its own, the text of the file for another's."""
     config = config_of(name)
     version = f"lm_eval {require()} {config['task']}"
-    if any(_later_share(each.get("metric")) for each in config.get("metric_list") or ()):
+    if any(_later_share(metric.get("metric")) for metric in config.get("metric_list") or ()):
         version += " in percent"
-    if own := _own_files(name):
-        version += f" {local_digest(own)}"
+    if files := _own_files(name):
+        version += f" {local_digest(files)}"
     if makes_rows(config):
         return f"{version} made:{(making or Making()).digest()}"
     if data_dir is not None or _reads_files(config):
@@ -565,8 +565,8 @@ def _data_files(name: str, data_dir: str | None) -> Files:
     if not _reads_files(config):
         return {}
     named = (config.get("dataset_kwargs") or {}).get("data_files") or {}  # what the definition names itself
-    each = named if isinstance(named, dict) else {"data": named}
-    lists = {split: paths if isinstance(paths, list) else [paths] for split, paths in each.items()}
+    by_split = named if isinstance(named, dict) else {"data": named}
+    lists = {split: paths if isinstance(paths, list) else [paths] for split, paths in by_split.items()}
     return {f"{split} {i}": Path(path).expanduser() for split, paths in lists.items() for i, path in enumerate(paths)}
 
 
@@ -596,8 +596,8 @@ def task_file(
         given = changes.get("dataset_kwargs") or config.get("dataset_kwargs") or {}
         changes["dataset_kwargs"] = {**given, "cache_dir": cache_dir, "keep_in_memory": True}
     path = folder / f"{config['task']}.yaml"
-    made = {"include": str(_entry(name).yaml_path), "task": config["task"], **changes}
-    path.write_text(json.dumps(made, indent=1), encoding="utf-8")  # JSON is YAML
+    definition = {"include": str(_entry(name).yaml_path), "task": config["task"], **changes}
+    path.write_text(json.dumps(definition, indent=1), encoding="utf-8")  # JSON is YAML
     return path
 
 
@@ -607,10 +607,10 @@ def rows_file(folder: Path, name: str, task: Any) -> Path:
     for split, rows in task.dataset.items():
         data[split] = str((folder / f"{name}.{split}.jsonl").resolve())
         Path(data[split]).write_text("".join(json.dumps(dict(row)) + "\n" for row in rows), encoding="utf-8")
-    made: dict[str, Any] = {"include": str(source), "task": name, "custom_dataset": None}
-    made |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": data}}
+    definition: dict[str, Any] = {"include": str(source), "task": name, "custom_dataset": None}
+    definition |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": data}}
     path = folder / f"{name}.yaml"
-    path.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(definition, indent=1), encoding="utf-8")
     return path
 
 
@@ -634,9 +634,9 @@ def load(
     making: of a task that makes its rows. Two loads give the same rows, whatever drew random numbers before.
     """
     config = config_of(name)
-    own = config.get("num_fewshot")
-    wanted = (own or 0) if shots is None else shots
-    if own == 0 and wanted:
+    shots_named = config.get("num_fewshot")
+    wanted = (shots_named or 0) if shots is None else shots
+    if shots_named == 0 and wanted:
         raise ConfigError(f"task.num_fewshot={wanted}, but lm-eval's task {name} takes no examples: set it to 0")
     with TemporaryDirectory() as scratch, quiet():
         path = task_file(
@@ -701,15 +701,15 @@ def mend(error: BaseException) -> str:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    words = " ".join(str(each) for each in chain)
+    words = " ".join(str(link) for link in chain)
     if "antlr4" in words:
         return "It needs another antlr4 than Hydra does, and cannot be loaded together with it: take task=math500"
-    for each in chain:
-        if isinstance(each, ModuleNotFoundError) and each.name:
-            package = each.name.partition(".")[0]
+    for link in chain:
+        if isinstance(link, ModuleNotFoundError) and link.name:
+            package = link.name.partition(".")[0]
             return f"Install what it needs: pip install {'kvexp[benchmarks]' if package in BENCHMARKS else package}"
-    if found := re.search(r"nltk\.download\('(\w+)'\)|Resource .{0,20}?(punkt\w*)", words):
-        return f"Fetch what it needs once, with a network: python -m nltk.downloader {found[1] or found[2]}"
+    if match := re.search(r"nltk\.download\('(\w+)'\)|Resource .{0,20}?(punkt\w*)", words):
+        return f"Fetch what it needs once, with a network: python -m nltk.downloader {match[1] or match[2]}"
     return ""
 
 
@@ -902,7 +902,7 @@ class LMEval(Task):
             raise ConfigError(f"task.tasks holds {len(self.tasks)} tasks; one at a time is asked: LMEval.parts()")
         how = self.measured
         with self.unchanged() as files:
-            made = load_once(
+            task = load_once(
                 tuple(files),
                 self.tasks[0],
                 data_dir=self.data_dir,
@@ -912,8 +912,8 @@ class LMEval(Task):
                 seed=self.fewshot_seed,
                 **({"making": self.making} if makes_rows(config_of(self.tasks[0])) else {}),
             )
-        check_rows(made)
-        return made
+        check_rows(task)
+        return task
 
     def examples(self) -> Iterator[Item]:
         """The items, the first `limit` of the task."""
@@ -938,11 +938,11 @@ class LMEval(Task):
     def check(self) -> None:
         """Options, names, data, prompts of all items used, and whether an item has metrics of its own."""
         self.check_options()
-        for part in self.parts():
-            check_feels_eviction(part.tasks[0], self.protocol if self.question == "in_prompt" else "")
-            if not part.metric_names():
+        for task in self.parts():
+            check_feels_eviction(task.tasks[0], self.protocol if self.question == "in_prompt" else "")
+            if not task.metric_names():
                 raise ConfigError(
-                    f"task.tasks: all metrics of lm-eval's task {part.tasks[0]} are of the whole corpus, an item has "
+                    f"task.tasks: all metrics of lm-eval's task {task.tasks[0]} are of the whole corpus, an item has "
                     "none: use kvexp lm-eval"
                 )
 
@@ -958,12 +958,12 @@ class LMEval(Task):
 
     def fingerprint(self) -> str:
         """Name of the definitions and the data, local files by their bytes."""
-        return "; ".join(digest(name, self.data_dir, self.making) for part in self.parts() for name in part.tasks)
+        return "; ".join(digest(name, self.data_dir, self.making) for task in self.parts() for name in task.tasks)
 
     def places(self) -> list[Path]:
-        names = [name for part in self.parts() for name in part.tasks]
-        found = [files for name in names for files in (_own_files(name), _data_files(name, self.data_dir))]
-        return [path for files in found for path in files.values()]
+        names = [name for task in self.parts() for name in task.tasks]
+        file_groups = [files for name in names for files in (_own_files(name), _data_files(name, self.data_dir))]
+        return [path for files in file_groups for path in files.values()]
 
     def score_item(self, item: Item, results: Sequence[Any]) -> dict[str, float]:
         """lm-eval's metrics of one item; results as its models return them: (log-probability, greedy), or a text."""

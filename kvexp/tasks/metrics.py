@@ -314,7 +314,7 @@ def scorer(tokenizer: str = "default") -> Any:
         from rouge_score import rouge_scorer, tokenize, tokenizers
 
     class Words(tokenizers.Tokenizer):  # type: ignore[misc]
-        """Either tokenizer, but that a word is stemmed once: that is most of the time a score takes."""
+        """Tokenizer that keeps the stem of each word: stemming is most of the time a score takes."""
 
         stem = staticmethod(lru_cache(1 << 16)(PorterStemmer().stem))
 

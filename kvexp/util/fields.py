@@ -72,8 +72,8 @@ def check_fields(item: Any) -> None:
     """ConfigError where a field of a dataclass's object holds what its type or constraint does not allow."""
     cls: Any = type(item)
     hints = field_types(cls)
-    for each in fields(item):
-        typed(getattr(item, each.name), hints.get(each.name, Any), each.name)
+    for field in fields(item):
+        typed(getattr(item, field.name), hints.get(field.name, Any), field.name)
 
 
 def typed(value: Any, hint: Any, where: str) -> Any:
@@ -84,10 +84,10 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     _check_size(value, where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        made = typed(value, arguments[0], where)
-        if any(isinstance(each, Range) and made not in each for each in arguments[1:]):
+        checked = typed(value, arguments[0], where)
+        if any(isinstance(limit, Range) and checked not in limit for limit in arguments[1:]):
             raise ConfigError(f"{where} must be {_allowed(hint, value)}, got {value!r}")
-        return made
+        return checked
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
             with suppress(ConfigError):
@@ -153,14 +153,14 @@ def _allowed(hint: Any, value: Any) -> str:
     if hint in WORDS:
         return WORDS[hint]
     if origin is typing.Annotated:
-        limits = " and ".join(str(each) for each in arguments[1:] if isinstance(each, Range))
+        limits = " and ".join(str(limit) for limit in arguments[1:] if isinstance(limit, Range))
         try:
             typed(value, arguments[0], "")
         except ConfigError:
             return _allowed(arguments[0], value)
         return limits
     if origin is typing.Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(each) for each in arguments)
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(option) for option in arguments)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_allowed(each, value) for each in arguments)
+        return " or ".join(_allowed(option, value) for option in arguments)
     return "a list" if tuple in (hint, origin) or list in (hint, origin) else f"a {getattr(hint, '__name__', hint)}"

@@ -26,7 +26,7 @@ def path_of(words: str, option: str) -> Path:
     """The path with ~ filled in; ConfigError, naming the option, for one that no file system can hold."""
     try:
         path = Path(words).expanduser()
-        if any(len(os.fsencode(part)) > NAME_MAX for part in path.parts):  # also below a folder that is not there
+        if any(len(os.fsencode(name)) > NAME_MAX for name in path.parts):  # also below a folder that is not there
             raise OSError(errno.ENAMETOOLONG, "")
         os.lstat(path)
     except RuntimeError as error:
@@ -65,9 +65,9 @@ def cache_folder() -> Path:
 
     The folder need not exist.
     """
-    own = os.environ.get("KVEXP_CACHE")
-    if own:
-        return Path(os.path.expanduser(own))
+    folder = os.environ.get("KVEXP_CACHE")
+    if folder:
+        return Path(os.path.expanduser(folder))
     import platformdirs  # late: a GPU machine with torch and transformers alone reads models without it
 
     return Path(platformdirs.user_cache_dir("kvexp", appauthor=False))
@@ -91,8 +91,8 @@ class Stamp(NamedTuple):
 
 def stamp(path: str | os.PathLike[str] | int) -> Stamp:
     """The stamp of a path, or of an open file's descriptor."""
-    found = os.stat(path)
-    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    status = os.stat(path)
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def file_digest(path: Path) -> str:
@@ -121,20 +121,20 @@ def _place(path: Path) -> Path:
     return cache_folder() / "digests" / f"{name}.json"
 
 
-def _recalled(place: Path, found: Stamp) -> str | None:
+def _recalled(place: Path, current: Stamp) -> str | None:
     try:
         known = json.loads(place.read_bytes())
-        digest = known["sha256"] if known["stamp"] == list(found) else ""
+        digest = known["sha256"] if known["stamp"] == list(current) else ""
         return digest if len(bytes.fromhex(digest)) == 32 else None
     except (OSError, ValueError, KeyError, TypeError):  # none there, or damaged: read the file itself
         return None
 
 
-def _remember(place: Path, found: Stamp, digest: str) -> None:
+def _remember(place: Path, current: Stamp, digest: str) -> None:
     """Keep a file's digest. Where nothing can be written, every look reads the file again."""
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        replace(place, canonical({"stamp": found, "sha256": digest}))
+        replace(place, canonical({"stamp": current, "sha256": digest}))
 
 
 _ADVICE = (

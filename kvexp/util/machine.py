@@ -83,7 +83,8 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-# Threads of torch: at most the free cores, waiting so that they take none from others; decided as torch is imported.
+# Threads of torch: at most as many as cores are idle; on a busy machine they sleep instead of spin. Decided as torch
+# is imported.
 #
 # OpenMP's threads spin where they wait for each other. Where another process wants one of their cores, they all wait
 # until the scheduler gives it back, at every product; threads that sleep instead are slower on an idle machine. No
@@ -108,24 +109,24 @@ class Threads:
 
 
 def decide_threads(
-    cores: int, quota: float, others: float | None, environ: Mapping[str, str], asked: int | None = None
+    cores: int, quota: float, others: float | None, environ: Mapping[str, str], requested: int | None = None
 ) -> Threads:
     """Threads of a process that may run on so many cores, and only for quota seconds per second (inf: no limit).
 
     cores: 0 where the system does not tell; others: cores that other processes take, None where it does not tell that.
-    asked: `threads=N`. Where the user has set one of `USERS`, nothing but that is decided.
+    requested: `threads=N`. Where the user has set one of `USERS`, nothing but that is decided.
     """
     if not cores:
-        return Threads(asked)
+        return Threads(requested)
     whole = max(1, int(min(cores, quota)))
     given = environ.get("OMP_NUM_THREADS", "")
-    wanted = asked or (min(int(given), cores) if given.isdecimal() else 0) or whole
+    wanted = requested or (min(int(given), cores) if given.isdecimal() else 0) or whole
     load = max(0.0, wanted + (others or 0.0) - cores)
-    busy, own = load >= BUSY, any(name in environ for name in USERS)
-    count = asked
-    if count is None and not own and (busy or whole < cores):
+    busy, user_sets = load >= BUSY, any(name in environ for name in USERS)
+    count = requested
+    if count is None and not user_sets and (busy or whole < cores):
         count = max(1, math.ceil(whole - load - 0.5)) if busy else whole
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if busy and not own else {}
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if busy and not user_sets else {}
     return Threads(count, waiting, wanted, None if others is None else load)
 
 
@@ -141,10 +142,10 @@ class LoadMeter:
 
     def others(self) -> float | None:
         """Cores on average so far, of those that this process may run on; None where the system does not tell."""
-        taken, own, seconds = _seconds_of_cores(), time.process_time(), self.seconds
+        taken, process, seconds = _seconds_of_cores(), time.process_time(), self.seconds
         if taken is None or self.taken is None or seconds < SAMPLE_S:
             return None
-        return max(0.0, (taken - self.taken - (own - self.own)) / seconds)
+        return max(0.0, (taken - self.taken - (process - self.own)) / seconds)
 
 
 def _cores() -> set[int]:
@@ -166,13 +167,13 @@ def _seconds_of_cores() -> float | None:
 
 def _quota() -> float:
     """Cores' worth of time under the limits of the control groups around this process; inf without a limit."""
-    found = [math.inf]
+    limits = [math.inf]
     for folder, unified in _groups("cpu"):
         with suppress(OSError, ValueError, ZeroDivisionError):  # not there, or "max": without a limit
             names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             most, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-            found += [most / period] if most > 0 else []
-    return min(found)
+            limits += [most / period] if most > 0 else []
+    return min(limits)
 
 
 threads: Threads | None = None  # as decided; None where torch was there before, or is not there yet
@@ -202,21 +203,21 @@ class _BeforeTorch(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
         time.sleep(max(0.0, SAMPLE_S - self.meter.seconds))
         cores = len(_cores())
-        made = decide_threads(cores, _quota(), self.meter.others(), os.environ, _threads_asked)
-        os.environ.update(made.variables)
+        decided = decide_threads(cores, _quota(), self.meter.others(), os.environ, _threads_asked)
+        os.environ.update(decided.variables)
         try:
             execute(torch)
         finally:
-            for name in made.variables:
+            for name in decided.variables:
                 del os.environ[name]
-        if made.count is not None:
-            torch.set_num_threads(_threads_asked or min(made.count, torch.get_num_threads()))
-        threads = made
+        if decided.count is not None:
+            torch.set_num_threads(_threads_asked or min(decided.count, torch.get_num_threads()))
+        threads = decided
 
 
 def watch_torch() -> None:
     """From now on the import of torch decides about its threads; nothing where it has been imported already."""
-    if "torch" not in sys.modules and not any(isinstance(each, _BeforeTorch) for each in sys.meta_path):
+    if "torch" not in sys.modules and not any(isinstance(finder, _BeforeTorch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorch())
 
 

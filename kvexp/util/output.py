@@ -42,7 +42,7 @@ def visible(text: str) -> str:
     A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to
     write over lines that are there, to send keys. Whatever a command prints goes through `say` or `Console`.
     """
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def say(*words: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:

@@ -86,21 +86,21 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """Seconds that the rest takes; None until that is known."""
-        made, each = self.made, dict[str, float]()
+        done, pace = self.made, dict[str, float]()
         for kind, (seconds, count) in self.first.items():
-            if made[kind] >= max(2 * count, KNOWN * self.work[kind]):
-                each[kind] = (self.spent[kind] - seconds) / (made[kind] - count)
+            if done[kind] >= max(2 * count, KNOWN * self.work[kind]):
+                pace[kind] = (self.spent[kind] - seconds) / (done[kind] - count)
             elif count >= LARGE * self.work[kind]:
-                each[kind] = self.spent[kind] / made[kind]
-        if TEXTS in self.work and TEXTS not in each and ANSWERS in each:
-            each[TEXTS] = each[ANSWERS]
-        left = {kind: max(0.0, self.work[kind] - made[kind]) for kind in self.work}
-        later = [1 - made[kind] / self.work[kind] for kind in (ANSWERS, TEXTS) if self.work.get(kind)]
+                pace[kind] = self.spent[kind] / done[kind]
+        if TEXTS in self.work and TEXTS not in pace and ANSWERS in pace:
+            pace[TEXTS] = pace[ANSWERS]
+        left = {kind: max(0.0, self.work[kind] - done[kind]) for kind in self.work}
+        later = [1 - done[kind] / self.work[kind] for kind in (ANSWERS, TEXTS) if self.work.get(kind)]
         if PROMPTS in left and later and min(later) < 1:  # prompts are read before; some kinds of task tell of none
-            left[PROMPTS] = min(left[PROMPTS], max(later) * self.work[PROMPTS]) if made[PROMPTS] else 0.0
-        if any(left[kind] and kind not in each for kind in left):
+            left[PROMPTS] = min(left[PROMPTS], max(later) * self.work[PROMPTS]) if done[PROMPTS] else 0.0
+        if any(left[kind] and kind not in pace for kind in left):
             return None
-        return sum(count * each[kind] for kind, count in left.items() if count)
+        return sum(count * pace[kind] for kind, count in left.items() if count)
 
     def _worked(self, kind: str, count: float) -> None:
         """Listener of `worked`; the time since the last call was this kind's."""
@@ -130,8 +130,8 @@ class Progress:
         """ "12/20 prompts, 30/76 answers"; without what is done, "20 prompts, 76 answers"."""
         if list(self.work) == [self.what]:
             return f"{self.done}/{self.total} {self.what}" if done else f"{self.total - self.done} {self.what}"
-        each = ((kind, count, f"{int(self.made[kind])}/" if done else "") for kind, count in self.work.items())
-        return ", ".join(f"{before}{count} {kind}" for kind, count, before in each)
+        counts = ((kind, count, f"{int(self.made[kind])}/" if done else "") for kind, count in self.work.items())
+        return ", ".join(f"{before}{count} {kind}" for kind, count, before in counts)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

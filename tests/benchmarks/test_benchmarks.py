@@ -343,7 +343,12 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("run", KINDS, ids=lambda run: f"{run.module}-{run.name}")
+@pytest.mark.parametrize(
+    "run",
+    # real_growth runs sweeps in processes of their own, and waits until their files are settled
+    [pytest.param(run, marks=[pytest.mark.slow] if run.name == "real_growth" else []) for run in KINDS],
+    ids=lambda run: f"{run.module}-{run.name}",
+)
 def test_a_command_of_the_suites_runs(run, tmp_path, capsys) -> None:
     module = importlib.import_module(f"benchmarks.{run.module}")
     line = [*run.words(tiny=True), "--out", str(tmp_path), "--device", "cpu", "--threads", "1"]

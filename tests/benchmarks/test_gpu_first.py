@@ -36,7 +36,7 @@ def test_the_report_says_where_it_ran_and_shows_every_output():
 
 
 def test_every_check_is_there_and_the_page_tells_what_to_do():
-    page = (ROOT / "docs" / "gpu.md").read_text("utf-8").partition("## The first hour")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "gpu_details.md").read_text("utf-8").partition("## The first hour")[2].partition("\n## ")[0]
     for check in CHECKS:
         assert importlib.util.find_spec(check.module), check
         assert all((ROOT / word).exists() for word in check.words.split() if word.startswith("tests/"))

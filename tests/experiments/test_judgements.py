@@ -11,7 +11,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import keyformer, pqcache
-from experiments.findings import INTERVAL
 from experiments.lib.exhibits import load
 from experiments.lib.tables import (
     ahead,
@@ -28,6 +27,7 @@ from experiments.lib.tables import (
     spelled,
 )
 from experiments.lib.verdicts import above, all_hold, better, positive
+from experiments.pages.findings import INTERVAL
 from kvexp.results.plots import MARK_COLOR
 from tests.exhibits import frame_of, whole
 from tests.exhibits import run as exhibit_run

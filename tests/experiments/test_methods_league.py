@@ -1,4 +1,4 @@
-"""The league of methods: its pieces cover every method once and fit into memory, and its page says what rows say."""
+"""The league of methods: its pieces cover every method once and fit into memory, its tables say what rows say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from experiments.lib import floors, league, real_scale
 from experiments.lib.exhibits import declared, params
 from experiments.lib.floors import CHANCE, FREQUENT, LEAD, RANDOM, judged, of_examples
 from experiments.lib.league import GROUPS, LEFT_OUT, LONGEST, MOST_BYTES, QUESTIONS, RATIOS, pieces
-from experiments.lib.tables import between
 from kvexp.results.read import folders
 from kvexp.results.stats import MIN_PAIRS
 from kvexp.run.compose import options
@@ -66,8 +65,8 @@ def test_methods_run_with_words_of_their_own_have_a_name_of_their_own():
     assert league.how_of("budget.stream_recent=28 budget.heads=duo seed=1 budget.stream_sinks=4") == "duo"
     assert league.how_of("budget.heads=adaptive") == "adaptive"
     assert league.how_of("method.chunk=128") == "chunk128" and league.how_of("method.chunk=1280") == ""
-    assert {"kvzip+chunk128", "kvzip_plus+chunk128"} == set(league._names_of("needle")) - set(league._names_of("news"))
-    assert {"kvzip", "kvzip_plus"} == set(league._names_of("news")) - set(league._names_of("needle"))
+    frame = pd.DataFrame([row("kvzip", 0.1, "chunk128"), row("snapkv", 0.1, "adaptive")])
+    assert league.entries(frame) == ["kvzip", "snapkv+adaptive"], "one with another chunk keeps its plain name"
 
 
 def test_what_cannot_be_asked_for_is_told(capsys, monkeypatch, tmp_path):
@@ -118,67 +117,46 @@ def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", each=No
     return made | {"ahead_of": ahead, "behind": behind, "order": order} | more
 
 
-def test_the_page_says_what_the_rows_say():
+def test_a_cell_is_the_nearest_method_and_how_many_are_not_told_from_it():
     frame = pd.DataFrame(
         [
-            row("keydiff", 0.1, ahead="h2o knorm snapkv", order="+snapkv"),
-            row("expected_attention", 0.11, "adaptive", ahead="knorm", order="?snapkv"),
-            row("snapkv", 0.2, ahead="", behind="keydiff h2o", order="-h2o ?knorm"),
+            row("keydiff", 0.1, ahead="h2o knorm snapkv"),
+            row("expected_attention", 0.11, "adaptive"),
+            row("snapkv", 0.2, behind="keydiff h2o"),
             row("h2o", 0.15, ahead="snapkv", behind="keydiff"),
-            row("knorm", 3.0, behind="keydiff expected_attention+adaptive"),
+            row("knorm", 3.0, behind="keydiff"),
             row("ideal", 0.01),
         ]
     )
-    text = league.text_of(frame)
-    assert text.startswith("### news, hidden (n=20)")
-    assert "| 0.5 | keydiff | 0.100 (0.095..0.106) | expected_attention+adaptive | - |" in text, (
-        "not told from the first"
-    )
-    missing = text.partition("Not run, or not finished: ")[2].removesuffix(".").split(", ")
-    assert {"h2o+duo", "snapkv+adaptive", "random"} < set(missing) and not {"h2o", "keydiff"} & set(missing)
-    few = league.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
-    assert "| keydiff | 0.100 (too few) | - | - |" in few
-    near = league.text_of(pd.DataFrame([row("keydiff", 0.01), row("quest", 0.3), row("pqcache", 0.2)]))
-    assert "| 0.5 | keydiff | **0.010 (0.010..0.010)** | - | pqcache 0.200 |" in near, "near the full cache"
-    many = league.text_of(pd.DataFrame([row(name, 0.1 * place) for place, name in enumerate(league.OLD[:6], 1)]))
-    assert "| random | 0.100 (0.095..0.106) | window, dilated_window, +3 |" in many
-    assert "### news" in league.text_of(frame[frame["method"].eq("ideal")]), "nobody evicts: no row"
+    assert "| news, hidden | - | - | keydiff, +1<br>0.100 (0.095..0.106) | - |" in league.leaders(frame)
+    assert "| keydiff<br>0.100 (too few) |" in league.leaders(frame.assign(kl_low=np.nan, kl_high=np.nan))
+    near = pd.DataFrame([row("keydiff", 0.01, ahead="quest"), row("quest", 0.3), row("pqcache", 0.2)])
+    assert "| keydiff<br>**0.010 (0.010..0.010)** |" in league.leaders(near), "near the full cache"
+    assert "| news, hidden | - | - | - | - |" in league.leaders(frame[frame["method"].eq("ideal")]), "nobody evicts"
 
 
 def test_the_interval_of_the_smallest_is_corrected_for_the_choice():
     """One method's interval is under 0.05; as the smallest of 25 it is not: the least of many is often so by chance."""
     kl = np.random.default_rng(0).lognormal(np.log(0.035), 0.5, 20)
     best = row("keydiff", 0.04, each=league._joined({str(place): each for place, each in enumerate(kl)}))
-    assert "| keydiff | **0.040 (0.027..0.047)** |" in league.text_of(pd.DataFrame([best]))
+    assert "| keydiff<br>**0.040 (0.027..0.047)** |" in league.leaders(pd.DataFrame([best]))
     others = [row(name, 1.0) for name in [*league.OLD, *league.NEW, "rkv", "vase"] if name != "keydiff"]
     assert len(others) == 25
-    assert "| keydiff | 0.040 (0.023..0.05" in league.text_of(pd.DataFrame([best, *others]))
+    assert "| keydiff, +25<br>0.040 (0.023..0.05" in league.leaders(pd.DataFrame([best, *others]))
 
 
-def test_several_blocks_are_shown_at_a_glance():
-    seen = {"question": "in_prompt"}
+def test_the_published_order_is_shown_by_block():
     frame = pd.DataFrame(
         [
             row("snapkv", 0.3, ratio=0.25, order="?knorm"),
             row("snapkv", 0.2, ratio=0.75, order="-knorm"),
-            row("knorm", 0.4, ratio=0.25),
-            row("knorm", 0.1, ratio=0.75),
-            row("window", 0.0, ratio=0.75),
-            row("ideal", 0.0, ratio=0.75),
-            row("knorm", 1.0, **seen),
-            row("snapkv", 0.5, order="+knorm", **seen),
+            row("snapkv", 0.5, order="+knorm", question="in_prompt"),
         ]
     )
     text = league.text_of(frame)
-    glance, _, blocks = text.partition("### news, hidden")
-    assert blocks and "| method | news hidden | news seen |" in glance and "Places (of 2 that evict" in glance
-    assert "Not run" not in glance and "\n\nNot run, or not finished: " in blocks
-    assert blocks.endswith("; window at 0.25, ideal at 0.25 (news hidden); window, ideal (news seen).")
-    assert "| snapkv | 1.5 | 1.0 |\n| knorm | 1.5 | 2.0 |" in glance
-    assert "| window |" not in glance and "ideal" not in glance
-    assert "| snapkv > knorm | `.?.-` | `..+.` |" in glance
-    assert "| h2o+duo > snapkv | `....` | `....` |" in glance
-    assert "Places" not in league.text_of(frame[frame["question"].eq("in_prompt")])
+    assert "| pair | news, hidden | news, seen |" in text
+    assert "| snapkv > knorm | `.?.-` | `..+.` |" in text
+    assert "| h2o+duo > snapkv | `....` | `....` |" in text
 
 
 def test_the_published_order_is_corrected_for_its_own_pairs_alone():
@@ -223,8 +201,8 @@ def test_methods_that_are_added_to_a_block_are_compared_with_all_of_it():
     assert frame.loc["h2o", "ahead_of"] == "cake tova" and frame.loc["cake", "behind"] == "h2o tova"
     assert frame.loc["h2o", "of_full"] == 70, "answers were not written once more"
     level = row("cake", 0.2, each=examples(0.219, -0.001))
-    page = league.text_of(league.merged(kept, pd.DataFrame([level])))
-    assert "| h2o | 0.200 (0.205..0.214) | cake | - |" in page, "tova is told from it, cake is not"
+    page = league.leaders(league.merged(kept, pd.DataFrame([level])))
+    assert "| h2o, +1<br>0.200 (0.205..0.214) |" in page, "tova is told from it, cake is not"
 
 
 def test_marks_are_those_of_paired_examples():
@@ -245,16 +223,6 @@ def test_marks_are_those_of_paired_examples():
 def test_a_run_that_was_interrupted_is_no_entry():
     frame = pd.DataFrame([row("h2o", 0.1), row("knorm", 0.2, n=4), row("tova", 0.3, question="in_prompt", n=4)])
     assert list(league.finished(frame)["method"]) == ["h2o", "tova"]
-
-
-def test_the_page_shows_what_is_recorded():
-    page = league.PAGE.read_text("utf-8")
-    assert len(page.split()) <= 1500, "the rest is in the CSV"
-    assert page == between(page, league.BEGIN, league.END, league.text_of(league.recorded()), league.PAGE), (
-        "python -m experiments.methods_league --record"
-    )
-    with pytest.raises(ConfigError, match="must have the lines"):
-        between("nothing", "BEGIN", "END", "made", "a page")
 
 
 # Floors: what an answer that read nothing gets, and when a task tells methods apart at all.

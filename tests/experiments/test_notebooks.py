@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
 import nbformat
 import pandas as pd
@@ -14,6 +13,7 @@ from nbclient import NotebookClient
 from experiments import findings, strip
 from experiments.lib import record
 from experiments.lib.exhibits import PAPERS, ROOT, load, names
+from experiments.pages import findings as page
 
 FOLDER = ROOT / "notebooks"
 FILES = sorted(FOLDER.glob("*.ipynb"))
@@ -110,17 +110,7 @@ def test_it_runs_and_shows_a_verdict_and_a_figure_of_each_exhibit(paper, exhibit
 
 
 def test_the_findings_are_current():
-    assert findings.FINDINGS.read_text("utf-8") == findings.text(), "python -m experiments.findings"
     assert findings.JUDGEMENTS.read_text("utf-8") == findings.judgements(), "python -m experiments.findings"
-
-
-def test_the_findings_are_one_page():
-    said = re.sub(r"\|[-|]*", " ", findings.text())  # the lines of a table are no words
-    assert len(said.split()) <= 1500 and len(findings.summary().split()) <= 500
-    for name in names():
-        assert len(findings.words(name)["short"].split()) <= 12, name
-        entry = record.recorded("real").get(name)
-        assert entry is None or findings._number(name, entry) != entry["words"], f"{name}: number names nothing"
 
 
 def test_every_judgement_stands_in_the_csv_with_its_sentence():
@@ -136,21 +126,23 @@ def test_every_judgement_stands_in_the_csv_with_its_sentence():
             assert (("SmolLM2-135M", "divergence") in told.index) == ("divergence" in entry)
 
 
-def test_the_number_of_an_exhibit_is_the_recorded_one(monkeypatch):
+def test_the_number_of_a_claim_is_the_recorded_one(monkeypatch):
     entry = {
         "words": "% of full: h2o at 0.9 91.5 (78.3 … 110.5)",
         "divergence": {"words": "KL: keyformer at 0.7 0.041"},
     }
-    monkeypatch.setattr(findings, "words", lambda name: {"number": "{keyformer at 0.7}; H2O {h2o at 0.9}"})
-    assert findings._number("keyformer_fig7", entry) == "0.041; H2O 91.5 (78.3..110.5)"
-    assert findings._number("keyformer_fig7", {"words": "another | sentence"}) == "another | sentence"
+    monkeypatch.setattr(page, "words", lambda name: {"number": "{keyformer at 0.7}; H2O {h2o at 0.9}"})
+    assert page.number("keyformer_fig7", entry) == "0.041; H2O 91.5 (78.3..110.5)"
+    monkeypatch.undo()
+    for name in (name for name in names() if "short" in findings.words(name)):
+        told = re.findall(r"\{(.+?)\}", findings.words(name)["number"])
+        assert told and all(page.said(record.recorded("real")[name], before) for before in told), name
 
 
 def test_every_exhibit_has_its_reason_and_no_other_has():
     told = [line.partition(":")[0] for line in findings.WORDS.read_text("utf-8").splitlines() if re.match(r"\w", line)]
     assert sorted(told) == sorted(names()) and all(findings.words(name)["why"] for name in names())
-    written = findings.text()
-    assert all(findings._short_title(name) in written and load(name).title in findings.judgements() for name in names())
+    assert all(load(name).title in findings.judgements() for name in names())
 
 
 def test_reasons_hold_no_numbers_that_were_measured():
@@ -167,8 +159,6 @@ def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys
     assert findings.main(["--check"]) == 1
     written = findings.judgements()
     assert "testbed,metric,holds,,otherwise," in written and "make reproduce-a2sf_fig5 SCALE=testbed" in written
-    shutil.copy(findings.FINDINGS, tmp_path)
-    monkeypatch.setattr(findings, "FINDINGS", tmp_path / "FINDINGS.md")
     monkeypatch.setattr(findings, "JUDGEMENTS", tmp_path / "findings.csv")
     assert findings.main([]) == 0 and findings.main(["--check"]) == 0
 

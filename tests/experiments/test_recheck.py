@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import pandas as pd
@@ -126,6 +127,16 @@ def recording(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def computed(recording, tmp_path_factory):
+    """Folder of the drawn rows, computed once more."""
+    folder = tmp_path_factory.mktemp("computed")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recheck, "RECORDINGS", (recording,))
+        assert main(["--outputs", str(folder)]) == 0
+    return folder
+
+
 def test_a_page_that_holds_says_so_and_nothing_is_computed_twice(recording, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(recheck, "RECORDINGS", (recording,))
     words = ["--outputs", str(tmp_path), "--page", "small"]
@@ -152,7 +163,7 @@ def test_a_page_that_holds_says_so_and_nothing_is_computed_twice(recording, monk
     assert main(words) == 0 and "0 of them to compute" in capsys.readouterr().out
 
 
-def test_a_wrong_row_is_found_and_its_page_says_so(recording, monkeypatch, capsys, tmp_path):
+def test_a_wrong_row_is_found_and_its_page_says_so(recording, computed, monkeypatch, capsys):
     rows = recording.rows()
     at = drawn(rows, 0).index[0]
     planted = drawn(rows, 0).iloc[at]
@@ -166,7 +177,7 @@ def test_a_wrong_row_is_found_and_its_page_says_so(recording, monkeypatch, capsy
     for by, code in ((beyond, 1), (beyond / 8, 0)):
         monkeypatch.setattr(type(recording), "rows", lambda self, by=by: moved(by))
         monkeypatch.setattr(recheck, "RECORDINGS", (recording,))
-        assert main(["--outputs", str(tmp_path), "--write"]) == code
+        assert main(["--outputs", str(computed), "--write"]) == code
         said = capsys.readouterr().out
         assert ("1 OUTSIDE: record this page again" in said) == bool(code)
         assert (f"{planted['example']} {planted['method']}" in said) == bool(code)
@@ -249,11 +260,12 @@ def test_calibrations_are_those_that_the_rows_had(monkeypatch, tmp_path):
         assert made == wanted, (name, method, how)
 
 
-def test_environments_are_compared_with_the_first(recording, monkeypatch, capsys, tmp_path):
+def test_environments_are_compared_with_the_first(recording, computed, monkeypatch, capsys, tmp_path):
     seen = []
 
     def run(words, env):
         seen.append(env.get("ATEN_CPU_CAPABILITY"))
+        shutil.copytree(computed, words[words.index("--outputs") + 1])
         main(words[3:])
 
     monkeypatch.setattr(recheck, "RECORDINGS", (recording,))

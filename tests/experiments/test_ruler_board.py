@@ -48,27 +48,21 @@ def test_budgets_of_an_example_count_once():
     assert verdict(made, Side("tova", SEEN), one) == verdict(made, Side("tova", SEEN), three)
 
 
-def test_the_tables_have_every_method_and_task():
-    made = text(rows(lambda method, question, ratio, number: ratio + (question == HIDDEN) + 0.5 * (method != "tova")))
-    assert made.startswith("2 tasks, 12 examples of each")
-    lines = made.splitlines()
-    assert sum(line.startswith("| tova | 0.50 ") for line in lines) == 1 and "tova 0.25" in made
-    assert all(any(line.startswith(f"| {method} |") for line in lines) for method in METHODS)
-    assert all(claim in made for claim, *_ in ruler_board.CONCLUSIONS)
-
-
-def test_lengths_stand_side_by_side_where_half_of_the_methods_ran_at_4k(tmp_path):
-    """Each length's own difference; the tables of all methods are of the short lengths alone."""
+def test_each_length_has_its_own_conclusions_and_means(tmp_path):
     short = rows(lambda method, question, ratio, number: (question == HIDDEN) * (1 + number % 2 + number / 100), 40)
     long = short[short["method"].isin(ruler_board.AT_LONG) & short["example"].str.contains("1024 row [0-9]$")]
     long = long.assign(example=long["example"].str.replace("1024", "4096"), kl=long["kl"] * 3)
     wide(pd.concat([short, long])).to_csv(file := tmp_path / "rows.csv", index=False)
     made = text(read_wide(file))
-    assert made.startswith(text(short))
-    assert "2 tasks, examples of each: 20 at 1,024, 20 at 2,048, 10 at 4,096; half" in made
-    (line,) = (each for each in made.splitlines() if each.startswith("| SnapKV has to see the question | holds: "))
-    assert [cell.split()[1] for cell in line.split("|")[2:5]] == ["+1.19", "+2.20", "+3.27"]
-    assert text(long).startswith("By length, 2 tasks, examples of each: 10 at 4,096")
+    lines = [line.split(" | ") for line in made.splitlines()]
+    (conclusion,) = (line for line in lines if line[0] == "| SnapKV has to see the question")
+    assert [cell.split()[1] for cell in conclusion[2:]] == ["+1.19", "+2.20", "+3.27"]
+    (at_long,) = (line[4] for line in lines if line[0] == "| question seen: TOVA is ahead of H2O")
+    assert at_long.startswith("not run")
+    assert "KL, below 4,096 tokens, 2 tasks, 40 examples of each:" in made
+    assert "KL, 4,096 tokens, 2 tasks, 10 examples of each:" in made
+    assert [sum(line[0] == f"| {method}" for line in lines) for method in ("tova", "h2o")] == [4, 3]
+    assert all(any(line[0] == f"| {claim}" for line in lines) for claim, *_ in ruler_board.CONCLUSIONS)
     replaced = added(read_wide(file), long.assign(kl=5.0))
     assert replaced["kl"].eq(5).sum() == len(long) and len(replaced) == len(short) + len(long)
 
@@ -99,8 +93,8 @@ def test_rows_of_a_file_are_joined_by_those_of_further_tasks(tmp_path):
         added(old, new[new["task"] == "cwe"].assign(numerics=12))
 
 
-def test_the_file_alone_makes_the_page(tmp_path, capsys):
+def test_the_file_alone_is_shown(tmp_path, capsys):
     wide(rows(lambda method, question, ratio, number: ratio)).to_csv(file := tmp_path / "rows.csv", index=False)
     assert ruler_board.main(["--rows", str(file)]) == 0
-    assert "2 tasks, 12 examples of each" in capsys.readouterr().out
+    assert "KL, below 4,096 tokens, 2 tasks, 12 examples of each" in capsys.readouterr().out
     assert ruler_board.main([]) == 2

@@ -17,10 +17,8 @@ from test_results import noisy, write
 from tiny import stock
 
 import kvexp.run.batches as runner
-from experiments.studies import causes
 from experiments.studies import testbed as command
 from experiments.studies import yardstick as study
-from experiments.studies.bits_and_tokens import main, possibilities
 from experiments.studies.testbed import export_tasks as export
 from experiments.studies.yardstick import FullCacheScore, PublishedNumber, mean_score, published, verdict
 from kvexp import NUMERICS
@@ -31,44 +29,6 @@ from kvexp.run.settings import settings_of
 from kvexp.run.store import Run, check_of, keep_check, runs
 from kvexp.tasks import TestbedChoice, TestbedQA
 from kvexp.util.errors import ConfigError
-
-# Which numbers of tokens and of bits fit into a share of bytes.
-
-
-def test_the_list_of_what_fits() -> None:
-    found = possibilities([0.5, 0.01], [(16, 16), (8, 8), (4, 2)], {"residual": 32, "group": 32}, 64, 1000)
-    slots = [one.slots for one in found]
-    assert slots[0] == 500 and slots[0] < slots[1] < slots[2] and slots[3] == 10
-    for one in found:
-        assert one.bytes <= one.allowed and (one.bytes_ratio, one.key_bits) != (0, 0)
-    assert found[1].prompt_share == slots[1] / 1000
-
-
-def test_the_lists_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model=tiny", "bytes_ratio=0.5,0.25", "prompt_tokens=200", "cache.bits=16,4", "cache.group=8"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "tiny: heads of 16 channels, prompts of 200 tokens; bytes of one kv head"
-    assert out[2].split()[:4] == ["0.5", "16", "16", "100"] and len(out) == 7
-    assert out[-1] == "kvexp run -m bytes_ratio=0.5,0.25 cache.bits=16,4 cache.group=8 model=tiny"
-    assert main(["model=tiny", "cache.key_bits=4", "cache.value_bits=2,4", "cache.group=8", "bytes_ratio=0.3"]) == 0
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .endswith("cache.key_bits=4 cache.value_bits=2,4 cache.group=8 model=tiny")
-    )
-    for words, told in (
-        (["bits=4"], "bits=4: the settings are model=NAME"),
-        (["model=tiny", "bytes_ratio=2"], "bytes_ratio must be in (0, 1], got '2'"),
-        (["model=tiny", "prompt_tokens=1.5"], "prompt_tokens must be a whole number of at least 1, got '1.5'"),
-        (["model=tiny", "cache.bits=3"], "must be one of 16, 8, 4, 2"),
-        (["model=tiny"], "cache.group=32 does not divide the 16 channels"),
-    ):
-        assert main(words) == 2
-        assert told in capsys.readouterr().err
-
-
-# The yardstick: a full cache beside published numbers, beside lm-eval's own model, and what tables say of it.
-
 
 ROWS = Path(__file__).parents[1] / "fixtures" / "lm_eval"
 PIQA = PublishedNumber("piqa", "acc_norm", 60.0)
@@ -271,7 +231,7 @@ def test_random_weights_have_no_yardstick(yardstick, monkeypatch, capsys):
 # The testbed through lm-eval's, LongBench's and needle's own code: high scores where nothing is evicted, and ours.
 
 
-SIZE = 12
+SIZE = 6
 OWN = (f"task.size={SIZE}", "task.marked=4")
 
 
@@ -378,19 +338,3 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         export(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"task\.size must be at least 1, got 0"):
         export(tmp_path, size=0)
-
-
-# What causes the answer: a page made of the file of its scores.
-
-
-def test_the_table_of_causes_is_the_one_its_file_makes(tmp_path: Path) -> None:
-    kept = causes.RECORDED.with_suffix(".md").read_text("utf-8")
-    begun, ended = (kept.index(mark) for mark in (causes.BEGIN, causes.END))
-    page = tmp_path / "page.md"
-    page.write_text(f"{kept[:begun]}{causes.BEGIN}\n\n{kept[ended:]}", "utf-8")
-    assert causes.main(["--page", str(page), "--figures", str(tmp_path)]) == 0
-    assert page.read_text("utf-8") == kept
-    for text in ("news", "news_qa"):
-        letters = (tmp_path / f"causes_{text}.svg").read_text("utf-8")
-        assert ">kvzip_plus<" in letters and "KL of all evicted" in letters
-    assert causes.main(["--page", str(tmp_path / "causes_news.svg")]) == 2, "a page without its marks"

@@ -14,6 +14,7 @@ from random import Random
 
 import pytest
 import torch
+from turns import in_turn
 
 from experiments.studies.testbed import (
     CURRICULUM,
@@ -61,7 +62,7 @@ def killed(*_):
     raise Killed
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_turn(NAMES, of=len(NAMES)))
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(name, tmp_path):
     whole = Trainer(name, SMALL, tmp_path / "whole")
     whole.run(quiet)
@@ -163,7 +164,8 @@ def test_what_fails_is_told_and_the_others_are_run(capsys):
 
 ASLEEP = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
 LAUNCHER = """
-import pathlib, sys
+import pathlib, signal, sys
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 from experiments.studies.testbed import several
 folder = pathlib.Path(sys.argv[1])
 several({name: [sys.executable, "-c", sys.argv[2], str(folder / name)] for name in ("a", "b", "c")}, 2)
@@ -171,18 +173,11 @@ several({name: [sys.executable, "-c", sys.argv[2], str(folder / name)] for name 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_an_interrupt_ends_those_that_run_and_begins_no_other(number, tmp_path):
-    # Both by hand: where the tests run in the background of a shell, SIGINT is ignored by all they start.
-    handled = "signal.signal(signal.SIG{}, signal.default_int_handler)"
-    prepared = "; ".join(["import signal", handled.format("TERM"), handled.format("INT")]) + LAUNCHER
-    launcher = subprocess.Popen([sys.executable, "-c", prepared, str(tmp_path), ASLEEP], cwd=ROOT, stderr=-3)
-    try:
-        wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "ab"))
-        launcher.send_signal(number)
-        assert launcher.wait(60) != 0
-    finally:
-        launcher.kill()
-        launcher.wait()
+def test_an_interrupt_ends_those_that_run_and_begins_no_other(stage, number, tmp_path):
+    launcher = stage.start([str(tmp_path), ASLEEP], tmp_path / "log", LAUNCHER)
+    wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "ab"))
+    launcher.send(number)
+    assert launcher.wait(60) != 0
     assert not (tmp_path / "c").exists()
     for name in "ab":
         with pytest.raises(ProcessLookupError):
@@ -190,7 +185,7 @@ def test_an_interrupt_ends_those_that_run_and_begins_no_other(number, tmp_path):
 
 
 def wait_for(happened):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.05)

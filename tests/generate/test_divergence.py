@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import prompts_of, stock, tiny, tokens
 from transformers import StaticCache
+from turns import in_turn
 
 import kvexp.generate.kl as kl
 from kvexp.core import Budget
@@ -144,8 +145,9 @@ def test_batches_of_other_prompts_are_forced_in_the_same_steps(own):
                     assert getattr(other, name) == pytest.approx(getattr(row, name), abs=2e-6), name
 
 
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-@pytest.mark.parametrize("method", [H2O(), Keyformer(), TOVA(), SnapKV(window=6)], ids=repr)
+@pytest.mark.parametrize(
+    ("method", "heads"), in_turn([H2O(), Keyformer(), TOVA(), SnapKV(window=6)], ["uniform", "adaptive"], of=2)
+)
 def test_one_cache_by_itself(method, heads, monkeypatch):
     """Its layers are at other tokens of a chunk, and keep no books together."""
     monkeypatch.setattr(kl, "MAX_CHUNK", 5)
@@ -158,7 +160,7 @@ def test_one_cache_by_itself(method, heads, monkeypatch):
         assert row.kl == pytest.approx(truth(full, logits, text)["kl"], abs=2e-5)
 
 
-@pytest.mark.parametrize("most", [2, 3, 5])
+@pytest.mark.parametrize("most", in_turn([5, 2, 3], of=3))
 def test_chunks_of_a_text_change_no_bit(most, monkeypatch):
     """A text passes the linear layers in chunks, and where they are cut changes no row."""
     model, runs = tiny("llama"), []

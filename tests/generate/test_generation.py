@@ -44,15 +44,14 @@ HALF = Budget(kv_ratio=0.5)
 METHODS = [H2O(), Keyformer(), A2SF(alpha=0.5), Window(), Random(), StreamingLLM(n_sinks=2)]
 
 
-@pytest.mark.parametrize(
-    "decoding",
-    [
-        GenerationParams(9),
-        GenerationParams(9, sample=True, temperature=0.8, top_k=20),
-        GenerationParams(9, num_beams=4),
-    ],
-)
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+DECODINGS = [
+    GenerationParams(9),
+    GenerationParams(9, sample=True, temperature=0.8, top_k=20),
+    GenerationParams(9, num_beams=4),
+]
+
+
+@pytest.mark.parametrize(("method", "decoding"), in_turn(METHODS, DECODINGS, of=3))
 def test_a_row_does_not_know_its_neighbours(method, decoding):
     model = tiny("llama")
     seeds = [5, 6, 7]
@@ -76,8 +75,7 @@ def test_sampling_depends_on_the_seed_and_follows_the_distribution():
     assert large.sum() > 5
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(("family", "num_beams"), in_turn(CONFIGS, [1, 4], of=2))
 def test_chunked_prefill_gives_the_same_tokens(family, num_beams):
     model, method = tiny(family), H2O()
     whole = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(9, num_beams=num_beams))
@@ -215,8 +213,7 @@ def across(text, answer):
     return [text[-n:] + answer[:m] for n in (1, 2, 3) for m in (1, 2)]
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("end", "sample"), in_turn(ENDS, [False, True], of=2))
 def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(end, sample):
     model, tokenizer = bytes_model()
     ids = tokenizer(f"Once there was {end}").input_ids
@@ -400,16 +397,16 @@ def test_a_mask_that_fits_no_prompts_is_refused(mask, message):
 
 @pytest.mark.parametrize(("family", "method"), in_turn(["llama", "gpt2"], [Full(), H2O()], of=2))
 def test_a_long_prompt_beside_a_long_continuation_is_no_row_too_long(family, method):
-    model = tiny(family)  # 211 positions
-    prompts = [[*range(3, 60)] * 3 + [5] * 30, [7, 8, 9, 10], [11] * 90, [12] * 100]
-    words = [[4, 5, 6], [*range(2, 60)] * 3, [13] * 122, [14]]
+    model = tiny(family, **{"max_position_embeddings" if family == "llama" else "n_positions": 71})
+    prompts = [[*range(3, 60)] + [5] * 10, [7, 8, 9, 10], [11] * 30, [12] * 33]
+    words = [[4, 5, 6], [*range(2, 60)], [13] * 42, [14]]
     budget = None if method.name == "full" else HALF
     together = continuation_logprobs(model, prompts, words, method, budget)
     for prompt, word, row in zip(prompts, words, together, strict=True):
         (alone,) = continuation_logprobs(model, [prompt], [word], method, budget)
         assert row == pytest.approx(alone, abs=1e-4)
-    with pytest.raises(ConfigError, match="the prompt has 201 tokens and max_new_tokens=12, the model holds 211"):
-        continuation_logprobs(model, prompts[:2], [[4] * 12, [5]], method, budget)
+    with pytest.raises(ConfigError, match="the prompt has 67 tokens and max_new_tokens=6, the model holds 71"):
+        continuation_logprobs(model, prompts[:2], [[4] * 6, [5]], method, budget)
     full, other = prefill_together(model, prompts, [CacheConfig(Full()), CacheConfig(H2O(), HALF)], max_new_tokens=3)
     (rows,) = divergence_from_full(model, full, [other], words)
     assert [row.tokens for row in rows] == words

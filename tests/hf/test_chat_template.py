@@ -483,24 +483,6 @@ def test_lm_eval_gives_a_template_its_arguments(folders):
 # ---- pairing, and going on
 
 
-def test_rows_of_other_prompts_are_never_paired(folders, scripted, tmp_path):
-    """Whatever made them differ: here the digest of one row."""
-    from kvexp.results.table import table
-
-    scripted("Paris")
-    baseline = run_with(folders(PLAIN), tmp_path, "method=full", HALF)
-    other = run_with(folders(PLAIN), tmp_path, "method=window", HALF)
-    assert list(table(tmp_path / "out")["paired"].dropna()) == [2]
-    change(other, lambda row: row.update(prompt_digest="0" * 16))
-    with pytest.raises(ConfigError) as told:
-        table(tmp_path / "out")
-    for words in (str(other.path), str(baseline.path), other.rows()[1]["example"], "0" * 16, "remove the folder"):
-        assert words in str(told.value)
-    assert len(table(tmp_path / "out", {"method": "full"})) == 1
-    change(other, lambda row: row.pop("prompt_digest"))
-    assert list(table(tmp_path / "out")["paired"].dropna()) == [2]  # older rows have none
-
-
 def test_a_run_does_not_go_on_with_other_prompts(folders, scripted, tmp_path):
     scripted("Paris")
     for method, whose in (("full", 0), ("window", 1), ("window", 0)):

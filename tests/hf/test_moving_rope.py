@@ -232,7 +232,7 @@ def test_lm_eval_asks_row_by_row(kind):
         eos_token_id, bos_token_id, pad_token_id, name_or_path = 0, 1, 0, "words"
 
     lm = KvexpLM(model, method="full", tokenizer=Words(), batch_size=4, **{"cache.beyond_context": True})
-    assert lm.bench.batch_size == 1
+    assert lm.scorer.batch_size == 1
     asked = [("", SHORT, [4, 5, 6, 7, 8]), ("", LONG, [3]), ("", LONG[:11], [2, 1])]
     together = lm._loglikelihood_tokens(asked)
     for request, found in zip(asked, together, strict=True):

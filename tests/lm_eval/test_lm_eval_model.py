@@ -182,10 +182,10 @@ def test_each_request_is_measured_as_if_alone(method, batch_size):
         requests = asked(name, limit=2)
         made = lm.loglikelihood(requests)
         for request, (logprob, _) in zip(requests, made, strict=True):
-            pairs = [lm.bench.encoder.pair(*r.args) for r in requests if r.doc_id == request.doc_id]
-            context, continuation = lm.bench.encoder.pair(*request.args)
+            pairs = [lm.scorer.encoder.pair(*r.args) for r in requests if r.doc_id == request.doc_id]
+            context, continuation = lm.scorer.encoder.pair(*request.args)
             (alone,) = continuation_logprobs(
-                *(lm.bench.model, [context], [continuation], same, Budget(kv_ratio=0.2)),
+                *(lm.scorer.model, [context], [continuation], same, Budget(kv_ratio=0.2)),
                 max_new_tokens=max(len(after) for _, after in pairs),
                 seeds=5 + request.doc_id,
             )
@@ -206,22 +206,13 @@ def test_a_context_is_prefilled_once_for_its_choices(monkeypatch):
     assert prefilled == [2], "a context for each choice"
 
 
-def test_one_token_answers_never_feel_eviction():
-    """The first token is judged by the full prefill: a fact of the protocol that a reader of its numbers must know."""
-    full, tight = ours(), ours(method="window", kv_ratio=0.1)
-    requests = text_requests("loglikelihood", ("A long enough context", "x"), ("A long enough context", "xy"))
-    (a, b), (c, d) = full.loglikelihood(requests), tight.loglikelihood(requests)
-    assert a[0] == pytest.approx(c[0], abs=1e-5)
-    assert abs(b[0] - d[0]) > 1e-3
-
-
 @pytest.fixture
 def forwards():
     """Counts the forwards of a KvexpLM while it measures requests."""
 
     def counted(lm, requests):
         seen = []
-        hook = lm.bench.model.register_forward_hook(lambda *_: seen.append(1))
+        hook = lm.scorer.model.register_forward_hook(lambda *_: seen.append(1))
         made = lm.loglikelihood(requests)
         hook.remove()
         return made, len(seen)
@@ -244,15 +235,15 @@ def test_methods_that_evict_no_more_are_fed_at_once(options, forwards):
     made, count = forwards(lm, requests)
     assert count == 2 + 4, "a prefill per item and a forward per choice"
     for request, (logprob, _) in zip(requests, made, strict=True):
-        context, continuation = lm.bench.encoder.pair(*request.args)
-        (steps,) = continuation_logprobs(lm.bench.model, [context], [continuation], lm.bench.cache, max_new_tokens=99)
+        context, continuation = lm.scorer.encoder.pair(*request.args)
+        (steps,) = continuation_logprobs(lm.scorer.model, [context], [continuation], lm.scorer.cache, max_new_tokens=99)
         assert logprob == pytest.approx(sum(steps), abs=1e-4)
 
 
 def test_methods_that_evict_while_decoding_are_fed_token_by_token(forwards):
     lm, requests = ours(method="h2o", kv_ratio=0.4), asked("piqa", limit=2)
     _, count = forwards(lm, requests[:1])
-    assert count == len(lm.bench.encoder.pair(*requests[0].args)[1])
+    assert count == len(lm.scorer.encoder.pair(*requests[0].args)[1])
 
 
 def test_generation_under_eviction_is_kvexps_own():
@@ -261,10 +252,10 @@ def test_generation_under_eviction_is_kvexps_own():
     texts = ["A river runs", "Two birds sat on a wire"]
     made = lm.generate_until(text_requests("generate_until", *((text, asked_for) for text in texts)))
     for text, answer in zip(texts, made, strict=True):
-        ids = lm.bench.encoder.text(text)
+        ids = lm.scorer.encoder.text(text)
         decoding = GenerationParams(max_new_tokens=9, eos=257, stop_strings=("\n\n",))
         alone = generate(
-            *(lm.bench.model, [ids], H2O(), Budget(kv_ratio=0.3)), decoding=decoding, tokenizer=lm.tokenizer
+            *(lm.scorer.model, [ids], H2O(), Budget(kv_ratio=0.3)), decoding=decoding, tokenizer=lm.tokenizer
         )
         assert answer == lm.tokenizer.decode(alone.tokens[0], skip_special_tokens=True).split("\n\n")[0]
     full = ours().generate_until(text_requests("generate_until", *((text, asked_for) for text in texts)))
@@ -333,9 +324,9 @@ def test_a_whole_text_has_a_budget_of_its_length():
     text = "The sea is salt and wide."
     lm = ours(method="window", kv_ratio=0.4)
     (made,) = lm.loglikelihood_rolling(text_requests("loglikelihood_rolling", (text,)))
-    start, ids = lm.bench.encoder.start(), lm.bench.encoder.text(text)
+    start, ids = lm.scorer.encoder.start(), lm.scorer.encoder.text(text)
     budget = Budget(tokens=math.floor(0.4 * (1 + len(ids))))
-    (alone,) = continuation_logprobs(lm.bench.model, [[start]], [ids], Window(), budget)
+    (alone,) = continuation_logprobs(lm.scorer.model, [[start]], [ids], Window(), budget)
     assert made == pytest.approx(sum(alone), abs=1e-4)
     assert abs(made - ours().loglikelihood_rolling(text_requests("loglikelihood_rolling", (text,)))[0]) > 0.01
 
@@ -400,19 +391,19 @@ def test_row_masks(family, case):
     (request,) = text_requests("loglikelihood", (context, continuation))
     for whole_text in (False, True):
         lm = ours(family, protocol="row_mask", kv_ratio=0.2, whole_text=whole_text, **options)
-        ids = lm.bench.encoder.text(context + continuation)
+        ids = lm.scorer.encoder.text(context + continuation)
         count = len(ids) if whole_text else len(ids) - 1
-        expected = masked_logprob(lm.bench.model, ids, len(continuation), rule_for(count), count)
+        expected = masked_logprob(lm.scorer.model, ids, len(continuation), rule_for(count), count)
         ((made, _),) = lm.loglikelihood([request])
         assert made == pytest.approx(expected, abs=1e-4)
-        full = masked_logprob(lm.bench.model, ids, len(continuation), lambda x, layer: local_mask(x, 999, 0))
+        full = masked_logprob(lm.scorer.model, ids, len(continuation), lambda x, layer: local_mask(x, 999, 0))
         assert abs(made - full) > 1e-3
 
 
 def test_a_paper_scores_the_mean_per_token():
     requests = asked("piqa", limit=1)
     lm, plain = (ours(protocol="row_mask", add_bos=False, whole_text=True, per_token=p) for p in (True, False))
-    counts = [len(lm.bench.encoder.pair(*request.args)[1]) for request in requests]
+    counts = [len(lm.scorer.encoder.pair(*request.args)[1]) for request in requests]
     sums = [p for p, _ in plain.loglikelihood(requests)]
     expected = [p / n for p, n in zip(sums, counts, strict=True)]
     assert [p for p, _ in lm.loglikelihood(requests)] == pytest.approx(expected)
@@ -430,35 +421,35 @@ def test_padded_batches_by_hand():
 def test_padded_budgets_reach_the_mask():
     requests = text_requests("loglikelihood", ("The mill", " turns"), ("The mill by the river turns", " at night"))
     lm = ours(protocol="row_mask", method="window", kv_ratio=0.3, budget_length="padded")
-    long = len(lm.bench.encoder.text("The mill by the river turns at night")) - 1
+    long = len(lm.scorer.encoder.text("The mill by the river turns at night")) - 1
     for request, (made, _) in zip(requests, lm.loglikelihood(requests), strict=True):
-        ids = lm.bench.encoder.text("".join(request.args))
+        ids = lm.scorer.encoder.text("".join(request.args))
         expected = masked_logprob(
-            *(lm.bench.model, ids, len(request.args[1])), lambda x, layer: local_mask(x, 0, floor(0.3 * long))
+            *(lm.scorer.model, ids, len(request.args[1])), lambda x, layer: local_mask(x, 0, floor(0.3 * long))
         )
         assert made == pytest.approx(expected, abs=1e-4)
 
 
 def test_half_precision_scores_are_a_switch():
     lm = ours(protocol="row_mask", method="a2sf", kv_ratio=0.2, score_dtype="float16")
-    (ask,) = [lm.bench.ask("The mill by the river", "", " turns all night")]
-    (made,) = lm.bench.measure([ask])
+    (ask,) = [lm.scorer.ask("The mill by the river", "", " turns all night")]
+    (made,) = lm.scorer.measure([ask])
     n = len(ask.ids) - 1
     rule = lambda x, layer: local_mask(x, floor(0.2 * n), 0, decay=0.1, dtype=torch.float16)  # noqa: E731
     assert made.total == pytest.approx(
-        masked_logprob(lm.bench.model, list(ask.ids), len(ask.continuation), rule), abs=1e-4
+        masked_logprob(lm.scorer.model, list(ask.ids), len(ask.continuation), rule), abs=1e-4
     )
 
 
 def test_receipts_of_a_mask():
     lm = ours(protocol="row_mask", method="window", kv_ratio=0.25)
-    (judged,) = lm.bench.measure([lm.bench.ask("The mill by the river", "", " turns")])
+    (judged,) = lm.scorer.measure([lm.scorer.ask("The mill by the river", "", " turns")])
     n = 1 + len("The mill by the river turns") - 1
     assert judged.receipt.slots == floor(0.25 * n) + 1
     assert judged.receipt.first_eviction_step == 0
-    model = lm.bench.model.config
+    model = lm.scorer.model.config
     assert judged.receipt.kv_bytes == 2 * 4 * n * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    (full,) = ours(protocol="row_mask").bench.measure([lm.bench.ask("The mill by the river", "", " turns")])
+    (full,) = ours(protocol="row_mask").scorer.measure([lm.scorer.ask("The mill by the river", "", " turns")])
     assert full.receipt.first_eviction_step is None
     assert full.receipt.slots == n
 
@@ -475,13 +466,13 @@ def test_fitting_by_hand():
 
 def test_a_context_too_short_is_told_from_what_no_context_could_have():
     lm = ours(method="h2o", kv_ratio=0.1)
-    asks = [lm.bench.ask("a context of thirty characters", "", " x"), lm.bench.ask("short", "", " x")]
-    assert lm.bench.obstacle(asks[:1]) is None
-    assert "the budget of layer 0 is 0 slots for a prompt of 6 tokens" in lm.bench.obstacle(asks)
-    whole = ours(method="h2o", kv_ratio=0.1).bench.windows("a text of thirty characters...")
-    assert lm.bench.obstacle(whole) is None, "its context is one token, its budget a share of the whole"
+    asks = [lm.scorer.ask("a context of thirty characters", "", " x"), lm.scorer.ask("short", "", " x")]
+    assert lm.scorer.obstacle(asks[:1]) is None
+    assert "the budget of layer 0 is 0 slots for a prompt of 6 tokens" in lm.scorer.obstacle(asks)
+    whole = ours(method="h2o", kv_ratio=0.1).scorer.windows("a text of thirty characters...")
+    assert lm.scorer.obstacle(whole) is None, "its context is one token, its budget a share of the whole"
     with pytest.raises(ConfigError, match="positions=renumbered cannot work on GPT-2"):
-        ours("gpt2", method="streaming_llm", kv_ratio=0.5).bench.obstacle(asks)
+        ours("gpt2", method="streaming_llm", kv_ratio=0.5).scorer.obstacle(asks)
 
 
 RATIO = {"kv_ratio": 0.5}

@@ -340,22 +340,13 @@ def test_same_scores_of_triattention() -> None:
 @pytest.mark.parametrize(
     ("name", "number", "other"),
     [
-        ("rkv", 1, RKV(importance=0.07)),
         ("rkv", 1, RKV(form="release")),
-        ("rkv", 1, RKV(form="release", importance=0.07, window=9)),
         ("rkv", 1, RKV(form="release", importance=0.07, kernel=5)),
-        ("rkv", 1, RKV(form="release", importance=0.07, similar=0.6)),
-        ("rkv", 1, SnapKV(window=8, kernel=7)),
         ("cake", 0, CAKE(window=31)),
-        ("cake", 0, CAKE(gamma=100)),
-        ("cake", 0, CAKE(kernel=3)),
         ("cake", 2, CAKE(tau2=0.9)),
-        ("cake", 2, CAKE(tau1=1.2)),
         ("vatp", 0, VATP(n_sinks=19)),
-        ("vatp", 2, VATP(n_sinks=7, recent_ratio=0.52)),
         ("vatp", 4, H2O()),
         ("triattention", 1, TriAttention(max_offset=2048, protect_recent=0)),
-        ("triattention", 0, TriAttention(protect_recent=2)),
         ("triattention", 0, TriAttention(group="mean", protect_recent=0)),
     ],
 )

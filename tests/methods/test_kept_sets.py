@@ -28,8 +28,7 @@ from turns import in_turn
 import kvexp.methods
 from kvexp.core import Budget, ChoosesSlots, Noise, QueryCalibration, Surrogate
 from kvexp.core.budget_shares import LayerBudgets
-from kvexp.generate import generate, pad_left
-from kvexp.generate.inputs import GenerationParams
+from kvexp.generate import pad_left
 from kvexp.hf import EvictionCache, calibrate_queries
 from kvexp.methods import CAKE, Compactor, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random, VaSE
 from kvexp.methods.compactor import sketch_matrix
@@ -459,28 +458,6 @@ def test_slot_order_is_scrambled_but_keys_values_and_scores_stay_with_their_posi
                     torch.testing.assert_close(cut.keys[b, h, s], everything.keys[b, h, where[p]])
                     torch.testing.assert_close(cut.values[b, h, s], everything.values[b, h, where[p]])
     assert scrambled == (mode == "overwrite")  # else this test shows nothing
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 13])
-@pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv"])
-def test_chunked_prefill_does_not_stop_evicting(name: str, chunk: int) -> None:
-    model, method = tiny("llama"), CASES[name].method
-    runs = [
-        generate(
-            model, PROMPTS, method, Budget(kv_ratio=0.5), seeds=SEEDS,
-            decoding=GenerationParams(max_new_tokens=NEW, eos=None, prefill_chunk=size),
-        )
-        for size in (None, chunk)
-    ]  # fmt: skip
-    assert runs[0].tokens == runs[1].tokens
-    for layer in range(LAYERS):
-        assert runs[0].cache.kept_positions(layer) == runs[1].cache.kept_positions(layer)
-        if name != "snapkv":
-            assert all(
-                len(h) == n // 2 - 1
-                for n, row in zip(LENGTHS, runs[1].cache.kept_positions(layer), strict=True)
-                for h in row
-            )
 
 
 def test_chunks_never_evict_before_the_last_one() -> None:

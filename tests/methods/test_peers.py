@@ -125,36 +125,23 @@ PRESSES: dict[tuple[str, str], tuple[Method, dict[str, Any]]] = {
     ),
     ("wrappers", "compactor"): (Compactor(chunk=32, sketch=6), {}),
 }  # fmt: skip
-# One parameter off, and sets differ.
+# Another method, or one parameter off, and sets differ: the comparison is sharp.
 NEAR_MISSES: list[tuple[str, str, Method, dict[str, Any]]] = [
     ("eager", "streaming_llm", StreamingLLM(n_sinks=5), {}),
     ("eager", "knorm", TOVA(protect_recent=1), {}),
     ("eager", "snapkv", SnapKV(window=7, kernel=5, pool="max"), {}),
-    ("eager", "snapkv", SnapKV(window=7, kernel=3, pool="avg"), {}),
-    ("eager", "snapkv", SnapKV(window=8, kernel=5, pool="avg"), {}),
     ("eager", "tova", TOVA(), {}),
     ("eager", "keydiff", KNorm(), {}),
     ("eager", "lagkv", LagKV(n_sinks=1, lag=15), {}),
     ("eager", "expected_attention", ExpectedAttention(n_future=31, covariance=False), {}),
-    ("eager", "expected_attention", ExpectedAttention(n_future=31, weight="none"), {}),
-    ("eager", "expected_attention", ExpectedAttention(n_future=512), {}),
-    ("eager", "cur", CUR(block=15), {}),
     ("eager", "cur", CUR(block=14, leverage="mean"), {}),
-    ("eager", "keydiff", KeyDiff(protect_recent=1), {}),
     ("eager", "qfilters", QFilters(protect_recent=2), {}),
-    ("eager", "qfilters", KNorm(), {}),
-    ("adakv", "knorm", TOVA(protect_recent=1), {}),
     ("adakv", "knorm", KNorm(), {"slip": 0.8}),
-    ("adakv", "cur", CUR(n_sinks=4, block=13), {}),
-    ("wrappers", "pyramidkv", AVG, {}),
     ("wrappers", "pyramidkv", PyramidKV(window=7, kernel=5, pool="avg"), {}),
-    ("wrappers", "knorm_chunks", KNorm(), {}),
     ("wrappers", "knorm_chunks", KNorm(), {"select": SlotSelection(by="chunk", chunk=10)}),
     ("wrappers", "snapkv_critical", AVG, {}),
     ("wrappers", "expected_attention_critical", ExpectedAttention(n_future=31), {"select": CRITICAL}),
-    ("wrappers", "compactor", Compactor(chunk=31, sketch=6), {}),
     ("wrappers", "compactor", Compactor(chunk=32, sketch=6, blending=0.0), {}),
-    ("wrappers", "compactor", Compactor(chunk=32, sketch=6, n_recent=3), {}),
 ]
 
 
@@ -297,12 +284,9 @@ def test_duo_keeps_the_same_sets(method: Any, mode: Any) -> None:
 
 KVZIP_CASES = ("whole", "chunks", "plus_whole", "plus_chunks")
 KVZIP_MISSES: list[tuple[str, str, dict[str, Any]]] = [
-    ("whole", "kvzip", {"chunk": 96}),
     ("whole", "kvzip", {"instruct": False}),
     ("whole", "kvzip_plus", {}),
-    ("chunks", "kvzip", {"chunk": 51}),
     ("chunks", "kvzip", {"end_turn": False}),
-    ("plus_whole", "kvzip", {}),
     ("plus_chunks", "kvzip_plus", {"chunk": 41}),
 ]
 KVZIPS: dict[str, type[KVzip]] = {"kvzip": KVzip, "kvzip_plus": KVzipPlus}

@@ -386,7 +386,7 @@ def test_the_attention_of_a_row_is_the_same_in_any_stack(groups, heads, width):
 
 # Same configuration, same machine, same rows: whatever the batch size, the launcher, the order and the company.
 #
-# - The same command twice: every byte but times (tests/faults holds it to that through kills).
+# - The same command twice: every byte but times (tests/faults: the same rows through kills).
 # - Another batch size or launcher: the same tokens, so the same text, metrics, counts and kept positions; sums in
 #   float32 over another shape (attention_kept, log-probabilities) within the tolerances below; bytes and batch_size say
 #   what the batch was.

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from commands import run_py
 from report_runs import write
+from turns import in_turn
 
 from kvexp.results import advise_search
-from kvexp.results.advise import Asked, Candidate, judged, main, recorded
+from kvexp.results.advise import Candidate, Terms, judged, main, recorded
 from kvexp.results.advise_search import METHODS, Arm, Bracket, Search, target_bytes
 from kvexp.results.read import read_runs
 from kvexp.run.compose import options
@@ -47,7 +48,7 @@ def candidates(losses, drawn):
     ]
 
 
-def errors(draw, truth, mean, asked, draws=DRAWS, n=80):
+def errors(draw, truth, mean, terms, draws=DRAWS, n=80):
     """Shares of draws with (a promise on a share, a bound on a mean) that is wrong, and of those with any promise.
 
     draw(rng) -> candidates of prompts 0 to n - 1; truth, mean: name -> its true share within the limit, capped mean.
@@ -55,27 +56,27 @@ def errors(draw, truth, mean, asked, draws=DRAWS, n=80):
     rng = np.random.default_rng(7)
     wrong, short, any_held = 0, 0, 0
     for _ in range(draws):
-        advice = judged(draw(rng), range(n // 2), range(n // 2, n), asked)
+        advice = judged(draw(rng), range(n // 2), range(n // 2, n), terms)
         each = [one for chain in advice.chains for one in chain]
         held = [one for one in each if one.holds]
         any_held += bool(held)
-        wrong += any(truth[one.candidate.name] < asked.share for one in held)
+        wrong += any(truth[one.candidate.name] < terms.share for one in held)
         short += any(one.mean_bound < mean[one.candidate.name] for one in each)
     return wrong / draws, short / draws, any_held / draws
 
 
 def of_rows(task, question, limit, confidence, share=0.9, **more):
     losses = recorded_losses(task, question)
-    asked = Asked(limit=limit, share=share, confidence=confidence, **more)
+    terms = Terms(limit=limit, share=share, confidence=confidence, **more)
     names = {f"{method} {ratio}": each for (method, ratio), each in losses.items()}
     truth = {name: (each <= limit).mean() for name, each in names.items()}
-    mean = {name: np.minimum(each, asked.most).mean() for name, each in names.items()}
-    found = errors(lambda rng: candidates(losses, rng.integers(0, 20, 80)), truth, mean, asked)
+    mean = {name: np.minimum(each, terms.most).mean() for name, each in names.items()}
+    found = errors(lambda rng: candidates(losses, rng.integers(0, 20, 80)), truth, mean, terms)
     print(f"{task} {question} kl={limit} share={share} confidence={confidence}: {found}")
     return found
 
 
-@pytest.mark.parametrize("confidence", [0.8, 0.9, 0.95])
+@pytest.mark.parametrize("confidence", in_turn([0.9, 0.8, 0.95], of=3))
 def test_coverage_on_recorded_rows(confidence):
     """The true share of every promise is known, since prompts are drawn with replacement from recorded rows."""
     wrong, short, any_held = of_rows("news_qa", "after_eviction", 0.02, confidence)
@@ -107,12 +108,12 @@ def test_coverage_on_losses_of_a_known_law(together, confidence):
 
     The worst case of a search: many candidates are nearly good enough, and none is.
     """
-    asked = Asked(limit=0.1, share=0.9, confidence=confidence, finalists=3)
+    terms = Terms(limit=0.1, share=0.9, confidence=confidence, finalists=3)
     scales = {
         (f"m{m}", ratio): 0.046 * (1 + (1 - ratio) * (m + 1) / 20) for m in range(6) for ratio in (0.9, 0.7, 0.5, 0.3)
     }
     truth = {f"{method} {ratio}": 1 - np.exp(-0.1 / scale) for (method, ratio), scale in scales.items()}
-    most = asked.most
+    most = terms.most
     mean = {f"{method} {ratio}": scale * (1 - np.exp(-most / scale)) for (method, ratio), scale in scales.items()}
     assert all(each < 0.9 for each in truth.values())
 
@@ -121,7 +122,7 @@ def test_coverage_on_losses_of_a_known_law(together, confidence):
         losses = {key: scale * (shared if together else rng.exponential(1, 80)) for key, scale in scales.items()}
         return candidates(losses, np.arange(80))
 
-    wrong, short, _ = errors(draw, truth, mean, asked)
+    wrong, short, _ = errors(draw, truth, mean, terms)
     print(f"known law confidence={confidence} together={together}: {wrong}, {short}")
     assert 1 - wrong >= confidence - NOISE
     assert 1 - short >= confidence - NOISE
@@ -131,24 +132,24 @@ def test_coverage_on_losses_of_a_known_law(together, confidence):
 def test_coverage_is_near_its_level_where_it_is_hardest(confidence, half):
     """One candidate just below the share, and as few prompts as carry it: the error is nearly all spent."""
     truth = 0.8999
-    asked = Asked(limit=0.1, share=0.9, confidence=confidence)
+    terms = Terms(limit=0.1, share=0.9, confidence=confidence)
 
     def draw(rng):
         losses = {("m", 0.5): 1.0 * (rng.random(2 * half) > truth)}
         return candidates(losses, np.arange(2 * half))
 
-    wrong, _, _ = errors(draw, {"m 0.5": truth}, {"m 0.5": 0.0}, asked, n=2 * half)
+    wrong, _, _ = errors(draw, {"m 0.5": truth}, {"m 0.5": 0.0}, terms, n=2 * half)
     assert wrong == pytest.approx(truth**half, abs=0.03)
     assert confidence - NOISE <= 1 - wrong <= confidence + 0.04
 
 
 def test_choosing_and_promising_on_the_same_prompts_would_be_wrong():
     """The halves are what makes it true: with one for both, the promises of the same losses are wrong too often."""
-    asked = Asked(limit=0.1, share=0.9, confidence=0.9, finalists=1)
+    terms = Terms(limit=0.1, share=0.9, confidence=0.9, finalists=1)
     rng, wrong = np.random.default_rng(3), 0
     for _ in range(300):
         losses = {(f"m{m}", 0.5): rng.exponential(0.0445, 40) for m in range(30)}
-        advice = judged(candidates(losses, np.arange(40)), range(40), range(40), asked)
+        advice = judged(candidates(losses, np.arange(40)), range(40), range(40), terms)
         wrong += any(one.holds for chain in advice.chains for one in chain)
     assert 1 - np.exp(-0.1 / 0.0445) < 0.9
     assert wrong / 300 > 0.2
@@ -159,7 +160,7 @@ def test_choosing_and_promising_on_the_same_prompts_would_be_wrong():
 def test_the_bound_of_the_budget_that_is_shown_is_right(confidence, share):
     """The prompts that choose the cheapest budget that holds make its bound: 32 % were wrong at an error of 20 %."""
     truth = {"0.9": 0.95, "0.5": 0.85, "0.3": 0.8}
-    asked, prompts = Asked(limit=0.1, share=share, confidence=confidence), [str(i) for i in range(120)]
+    terms, prompts = Terms(limit=0.1, share=share, confidence=confidence), [str(i) for i in range(120)]
     rng, above, more, draws = np.random.default_rng(11), 0, 0, 500
     for _ in range(draws):
         beyond = {name: rng.random(120) > within for name, within in truth.items()}
@@ -167,7 +168,7 @@ def test_the_bound_of_the_budget_that_is_shown_is_right(confidence, share):
             Candidate("m", name, float(name), dict(zip(prompts, 1.0 * of, strict=True)), name)
             for name, of in beyond.items()
         ]
-        advice = judged(each, [], prompts, asked, [list(truth)])
+        advice = judged(each, [], prompts, terms, [list(truth)])
         (answer,) = advice.answers
         above += answer is not None and answer.share_bound > truth[answer.candidate.name]
         more += answer is not None and answer.share_bound > share
@@ -283,7 +284,7 @@ def test_bounds_are_rounded_to_the_safe_side(tmp_path, capsys, n):
     hand(tmp_path, n=n, methods=["h2o"], ratios=[0.5], loss=lambda *_: 0.05)
     share = re.search(r"carry shares up +to ([\d.]+)", said(capsys, tmp_path, "share=0.5").replace("\n", " "))[1]
     (found,) = recorded(read_runs(tmp_path, {}), "kl")
-    ((tested,),) = found.advice(Asked(share=0.5)).chains
+    ((tested,),) = found.advice(Terms(share=0.5)).chains
     least, most = re.search(r"0 of \d+ +([\d.]+) +([\d.]+)", said(capsys, tmp_path, "share=0.5")).groups()
     assert float(share) == float(least) <= tested.share_bound and tested.mean_bound <= float(most) + 1e-9
     assert f"probability at least {float(share):g}, " in said(capsys, tmp_path, f"share={share}")
@@ -347,19 +348,19 @@ def test_several_tasks_are_not_mixed(tmp_path, capsys):
     assert base.hash and said(capsys, tmp_path, "task=xsum")
     assert "no run under" in refused(capsys, tmp_path, "task=news")
     with pytest.raises(ConfigError, match="advise takes a folder of runs or KEY=VALUE, got 'again'"):
-        Asked.of(["again"])
+        Terms.of(["again"])
 
 
 def test_what_n_prompts_carry():
-    asked = Asked()
-    asked.check(58)
+    terms = Terms()
+    terms.check(58)
     with pytest.raises(ConfigError, match="56 prompts are too few"):
-        asked.check(56)
-    assert asked.carries(40).startswith("40 make the promise: at confidence 0.95 they carry shares up to 0.927")
-    some = Asked(share=0.5).carries(40)  # 15 of 16 prompts beyond the limit carry no half
+        terms.check(56)
+    assert terms.carries(40).startswith("40 make the promise: at confidence 0.95 they carry shares up to 0.927")
+    some = Terms(share=0.5).carries(40)  # 15 of 16 prompts beyond the limit carry no half
     more = int(re.search(r"at most 14 beyond the limit \(15 would take (\d+) prompts\)", some)[1])
-    assert Asked(share=0.5).carries(more).startswith(f"{more} make the promise") and 40 < more < 50
-    assert [asked.many(n) for n in (29, 40, 46, 55, 60)] == [1, 3, 1, 2, 3], "further methods where they cost nothing"
+    assert Terms(share=0.5).carries(more).startswith(f"{more} make the promise") and 40 < more < 50
+    assert [terms.many(n) for n in (29, 40, 46, 55, 60)] == [1, 3, 1, 2, 3], "further methods where they cost nothing"
 
 
 # The search for a budget: what it finds and saves on known losses, and the command on a small trained model.
@@ -371,8 +372,8 @@ BUDGETS = (0.9, 0.7, 0.5, 0.3)
 class Known(Search):
     """A search whose runs are rows of a table: (method, place of the budget) -> losses of all prompts."""
 
-    def __init__(self, asked, losses):
-        self.asked, self.losses = asked, losses
+    def __init__(self, terms, losses):
+        self.terms, self.losses = terms, losses
         names = dict.fromkeys(name for name, _ in losses)
         self.arms = [Arm.of(name, BUDGETS) for name in names]
         self.examples = [str(i) for i in range(len(next(iter(losses.values()))))]
@@ -404,7 +405,7 @@ class Known(Search):
         seen = {int(each) for each in self.choosing}
         assert all(each <= seen for each in self.seen.values()), "what promises is not looked at while choosing"
         self.test(chains)
-        return judged(list(self.candidates().values()), self.choosing, self.promising, self.asked, chains)
+        return judged(list(self.candidates().values()), self.choosing, self.promising, self.terms, chains)
 
 
 def law(rng, scales, n=80):
@@ -420,7 +421,7 @@ def test_it_finds_what_the_whole_grid_finds_with_a_part_of_the_texts():
     same = shares = 0
     for seed in range(20):
         losses = law(np.random.default_rng(seed), scales)
-        search = Known(Asked(finalists=1), losses)
+        search = Known(Terms(finalists=1), losses)
         found = search.advice()
         whole = [
             Candidate(
@@ -428,7 +429,7 @@ def test_it_finds_what_the_whole_grid_finds_with_a_part_of_the_texts():
             )
             for (name, at), each in losses.items()
         ]
-        best = judged(whole, search.choosing, search.promising, search.asked)
+        best = judged(whole, search.choosing, search.promising, search.terms)
         same += found.answers[0] is not None and found.answers[0].candidate.name == best.answers[0].candidate.name
         shares += search.texts / (len(losses) * 80) / 20
     assert same >= 18
@@ -437,12 +438,12 @@ def test_it_finds_what_the_whole_grid_finds_with_a_part_of_the_texts():
 
 def test_its_promises_are_not_wrong_too_often():
     """Every budget of every method is just short of the share, and the search picks the luckiest."""
-    asked = Asked(confidence=0.9, share=0.8)
+    terms = Terms(confidence=0.9, share=0.8)
     wrong = 0
     for seed in range(300):
         rng = np.random.default_rng(seed)
         losses = {(f"m{i}", at): 1.0 * (rng.random(80) > 0.795) for i in range(8) for at in range(len(BUDGETS))}
-        wrong += any(each is not None for each in Known(asked, losses).advice().answers)
+        wrong += any(each is not None for each in Known(terms, losses).advice().answers)
     assert wrong / 300 <= 0.1 + 2 * np.sqrt(0.1 * 0.9 / 300)
 
 
@@ -451,7 +452,7 @@ def test_it_stops_when_the_answer_cannot_change():
     losses = {("m", at): np.zeros(80) for at in range(len(BUDGETS))}
     for each in losses.values():
         each[45] = 1.0
-    search = Known(Asked(), losses)
+    search = Known(Terms(), losses)
     advice = search.advice()
     assert advice.answers == [None]
     assert max(i for seen in search.seen.values() for i in seen) == 49, (
@@ -466,13 +467,13 @@ def test_it_stops_when_the_answer_cannot_change():
     [(16, [(4, 10), (4, 5), (2, 2)]), (36, [(8, 10), (4, 5), (2, 2)]), (80, [(16, 10), (4, 5), (2, 2)])],
 )
 def test_each_round_tries_fewer_methods_on_more_prompts(n, rungs):
-    search = Known(Asked(finalists=2), {(f"m{i}", 0): np.zeros(n) for i in range(10)})
+    search = Known(Terms(finalists=2), {(f"m{i}", 0): np.zeros(n) for i in range(10)})
     assert search.rungs == rungs
     assert n // rungs[0][0] >= 4
 
 
 def test_none_is_worth_a_test():
-    search = Known(Asked(), {("m", at): np.ones(80) for at in range(len(BUDGETS))})
+    search = Known(Terms(), {("m", at): np.ones(80) for at in range(len(BUDGETS))})
     advice = search.advice()
     assert (advice.chains, advice.answers) == ([], [])
     assert max(i for seen in search.seen.values() for i in seen) < 40
@@ -612,7 +613,7 @@ def test_a_search_that_was_interrupted_promises_nothing(prompts, capsys, monkeyp
     said = capsys.readouterr().err
     assert "is not done: 0 of the prompts that make the promise have rows" in said and "needs 4" in said
     (found,) = recorded(read_runs(outputs, {}), "kl")
-    assert found.question() is None, "the report shows no promise of it"
+    assert found.default_terms() is None, "the report shows no promise of it"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,8 +20,6 @@ from kvexp.results.table import table, to_markdown
 from kvexp.util.errors import ConfigError
 
 pytest.importorskip("plotly", reason="comes with kvexp[eval]")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Elements(HTMLParser):
@@ -193,14 +189,10 @@ def test_a_run_without_its_baseline_keeps_its_reference(tmp_path: Path) -> None:
     assert len(found["chosen"][alone.hash]["first"]) == 20 < EXAMPLES
 
 
-def test_the_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "page.html"
-    done = subprocess.run(
-        [sys.executable, "-m", "kvexp", "report", str(folder), str(file), "--where", "task=xsum"],
-        **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240},
-    )
-    assert done.returncode == 0, done.stderr
-    assert file.stat().st_size > 4e6 and f"wrote {file}: 9 runs" in done.stdout
+    assert main([str(folder), str(file), "--where", "task=xsum"]) == 0
+    assert file.stat().st_size > 4e6 and f"wrote {file}: 9 runs" in "".join(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -129,18 +129,6 @@ def test_outputs_through_a_file_are_one_clear_line(command, tmp_path, mode):
     assert err.count("error:") == 1
 
 
-@pytest.mark.parametrize("mode", [[], ["-m"]])
-def test_a_full_disk_is_one_clear_line(command, monkeypatch, mode):
-    def full(fd, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("kvexp.util.files.os.write", full)
-    code, out, err = command(*mode, "kv_ratio=0.3")
-    assert code == 1
-    assert "No space left on device; free disk space and run the same command again" in err
-    assert "Traceback" not in err + out
-
-
 def test_on_a_full_disk_a_sweep_computes_once(command, monkeypatch):
     calls, original = [], batches.outputs_of_batches
 
@@ -154,26 +142,6 @@ def test_on_a_full_disk_a_sweep_computes_once(command, monkeypatch):
         code, out, err = command("-m", f"hydra/launcher={launcher}", "method=h2o,window,tova", "kv_ratio=0.5")
         assert code == 1 and err.count("No space left on device") == 1 and "Traceback" not in err + out
     assert len(calls) == 2, "once for each command"
-
-
-def test_a_disk_that_fills_up_stops_the_run_and_keeps_its_rows(command, tmp_path, monkeypatch):
-    good = Run.append
-
-    def append(self, row):
-        if row["index"] == 1:
-            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            raise OSError(errno.ENOSPC, "cannot write rows: No space left on device; free disk space") from full
-        good(self, row)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "append", append)
-        patch.setattr(Run, "fail", lambda self, error: append(self, {"index": 1}))
-        code, out, err = command("method=full")
-    assert code == 1
-    assert "error: cannot write rows: No space left on device" in err and "Traceback" not in err + out
-    assert [len(found.rows()) for found in runs(tmp_path / "out")] == [1]
-    assert command("method=full")[0] == 0
-    assert [len(found.rows()) for found in runs(tmp_path / "out")] == [2]
 
 
 @pytest.mark.parametrize(

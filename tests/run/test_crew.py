@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,6 @@ from torch import nn
 from kvexp.run.workers import ForkPool, num_workers
 from kvexp.util.errors import CacheError
 
-ROOT = Path(__file__).resolve().parents[2]
 forks = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 
 
@@ -155,7 +153,7 @@ def test_whoever_stops_reading_stops_them(note):
 
 
 @forks
-def test_none_outlives_its_parent(tmp_path, note):
+def test_none_outlives_its_parent(stage, tmp_path, note):
     """A killed parent cannot end them; they end with it, in the middle of what they do."""
     program = f"""
 import os, time
@@ -168,11 +166,11 @@ def task(item):
 with ForkPool(2, task) as crew:
     list(crew.imap([1, 2]))
 """
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    parent = stage.start([], tmp_path / "log", program)
     end = time.monotonic() + 120
     while len(note.lines) < 2 and time.monotonic() < end:
         time.sleep(0.02)
-    parent.kill()
+    parent.send(signal.SIGKILL)
     parent.wait()
     pids = [int(line) for line in note.lines]
     while any(map(_alive, pids)) and time.monotonic() < end:

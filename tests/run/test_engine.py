@@ -60,11 +60,15 @@ def test_identity_has_the_engine_and_its_precisions_and_no_other_run_changes():
     assert "its twin" in refusal(engine)
 
 
-def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(tmp_path, monkeypatch, capsys):
-    where = f"outputs_dir={tmp_path}"
-    asked, plain = settings(*GQA, *BLOCKS, ENGINE, where), evaluate_run(settings(*GQA, *BLOCKS, where))
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    return evaluate_run(settings(*GQA, *BLOCKS, f"outputs_dir={tmp_path_factory.mktemp('twin')}"))
+
+
+def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(twin, tmp_path, monkeypatch, capsys):
+    asked = settings(*GQA, *BLOCKS, ENGINE, f"outputs_dir={tmp_path}")
     for _, run in opened([asked.baseline(), asked]):
-        run.append(*plain.rows())
+        run.append(*twin.rows())
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
     for words in (["show", "0"], ["draw"], ["replay", "0"], ["explain"], ["explain", "--kl"]):
         command, *more = words
@@ -74,11 +78,10 @@ def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(tmp_path, monkeyp
     assert "no ideal run: engine=openvino does not show" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_twins_evictions_are_not_undone_and_what_else_can_be_asked_is_said(tmp_path, monkeypatch, capsys):
-    run = evaluate_run(settings(*GQA, *BLOCKS, f"outputs_dir={tmp_path}"))
+def test_a_twins_evictions_are_not_undone_and_what_else_can_be_asked_is_said(twin, monkeypatch, capsys):
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
     for command, *more in (["replay", "0"], ["explain"], ["explain", "--kl"]):
-        assert main([command, str(run.path), *more]) == 2
+        assert main([command, str(twin.path), *more]) == 2
         assert "take kvexp diagnose show, draw or gap" in " ".join(capsys.readouterr().err.split())
 
 

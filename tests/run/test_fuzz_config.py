@@ -88,48 +88,39 @@ def refusal(job):
     return None
 
 
-def check_refusal(job):
-    why = refusal(job)
-    assert why is None or (why.strip() and "Traceback" not in why)
+def fuzzed(check, examples, **drawn):
+    """Give `check` so many drawn jobs, always the same."""
+    few = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    few(given(**drawn)(check))()
 
 
-@given(job=jobs(VALUES))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_any_value_is_taken_or_refused_in_words(job):
-    check_refusal(job)
+@pytest.mark.parametrize("examples", [10, pytest.param(500, marks=pytest.mark.slow)])
+def test_any_value_is_taken_or_refused_in_words(examples):
+    def check(job):
+        why = refusal(job)
+        assert why is None or (why.strip() and "Traceback" not in why)
+
+    fuzzed(check, examples, job=jobs(VALUES))
 
 
-@pytest.mark.slow
-@given(job=jobs(VALUES))
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_five_hundred_values_are_taken_or_refused_in_words(job):
-    check_refusal(job)
-
-
-def carry_out(job, folder, capsys):
-    with open_dict(job.config):
-        job.config.outputs_dir = str(folder)
-    run_job(job, Session())
-    err = capsys.readouterr().err
-    assert "Traceback" not in err, (job.overrides, err)
-    for run in runs(folder):
-        for row in run.rows():
+@pytest.mark.parametrize(
+    ("examples", "tasks"),
+    [(8, ("sample",)), pytest.param(500, ("sample", "testbed_qa", "testbed_choice"), marks=pytest.mark.slow)],
+)
+def test_what_is_taken_runs_or_is_refused_in_words(examples, tasks, tmp_path_factory, capsys):
+    def check(job):
+        folder = tmp_path_factory.mktemp("fuzz")
+        with open_dict(job.config):
+            job.config.outputs_dir = str(folder)
+        run_job(job, Session())
+        err = capsys.readouterr().err
+        assert "Traceback" not in err, (job.overrides, err)
+        for row in (row for run in runs(folder) for row in run.rows()):
             assert row["skipped"] or row["metrics"], job.overrides
             assert all(math.isfinite(value) for value in row["metrics"].values()), job.overrides
             assert row["skipped"] or row["prompt_tokens"] > 0
 
-
-@given(job=jobs(MILD, ("sample",)))
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_what_is_taken_runs_or_is_refused_in_words(job, tmp_path_factory, capsys):
-    carry_out(job, tmp_path_factory.mktemp("fuzz"), capsys)
-
-
-@pytest.mark.slow
-@given(job=jobs(MILD, ("sample", "testbed_qa", "testbed_choice")))
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-def test_five_hundred_overrides_carried_out(job, tmp_path_factory, capsys):
-    carry_out(job, tmp_path_factory.mktemp("fuzz"), capsys)
+    fuzzed(check, examples, job=jobs(MILD, tasks))
 
 
 # What the fuzzing found, each once a bare traceback.

@@ -15,7 +15,6 @@ from commands import settings as composed_settings
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
 from kvexp.run.store import runs
-from kvexp.tasks.lm_eval import SEVEN
 from kvexp.util.errors import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
@@ -59,32 +58,6 @@ def test_an_item_with_nothing_to_judge_is_a_skipped_row(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "pair", empty)
     rows = evaluate_run(part).rows()
     assert rows[0]["skipped"].startswith("there is nothing to judge in ''") and not rows[1]["skipped"]
-
-
-@pytest.mark.slow
-def test_a_run_per_task(tmp_path):
-    parts = settings(tmp_path, "method=h2o", "kv_ratio=0.2", "limit=1", tasks=",".join(SEVEN))
-    for part in parts:
-        evaluate_run(part)
-    made = {(r.labels["task"], r.labels["method"]): r for r in runs(tmp_path)}
-    assert set(made) == {(name, method) for name in SEVEN for method in ("full", "h2o")}
-    for (name, method), record in made.items():
-        assert record.finished
-        assert record.labels["setting"] == "task.data_dir=lm_eval"
-        rows = record.rows()
-        assert [row["example"] for row in rows] == [f"{name}/0"]
-        for row in rows:
-            assert next(iter(row["metrics"])) == "acc"
-            assert set(row["metrics"]) == {"acc"} | ({"acc_norm"} if name not in ("copa", "winogrande") else set())
-            assert set(row["metrics"].values()) <= {0.0, 100.0}
-            assert len(row["choices"]["logprobs"]) == len(row["choices"]["tokens"]) >= 2
-            assert row["new_tokens"] == sum(row["choices"]["tokens"])
-            assert row["receipt"]["first_eviction_step"] == (0 if method == "h2o" else None)
-            assert row["seconds"]["ttft"] > 0
-            assert row["seconds"]["tpot"] is row["seconds"]["tt2t"] is None  # full and h2o are fed in two ways
-            assert row["chat_template"] is False
-        if method == "h2o":
-            assert rows[0]["choices"]["logprobs"] != made[name, "full"].rows()[0]["choices"]["logprobs"]
 
 
 SAME = {
@@ -146,19 +119,6 @@ def test_lm_evals_evaluator_agrees_with_the_table(tmp_path):
     found = lm_eval.evaluate(lm, {"tasks": {"piqa": task}}, bootstrap_iters=0)["results"]["piqa"]
     for name in ("acc", "acc_norm"):
         assert 100 * found[f"{name},none"] == pytest.approx(sum(row["metrics"][name] for row in rows) / len(rows))
-
-
-def test_resuming_and_growing(tmp_path, capsys):
-    first = one(tmp_path, "kv_ratio=0.3", "limit=2", "task.num_fewshot=1")
-    before = (first.path / "examples.jsonl").read_bytes()
-    capsys.readouterr()
-    more = one(tmp_path, "kv_ratio=0.3", "limit=4", "task.num_fewshot=1")
-    assert "2 of 4 rows are there already" in capsys.readouterr().out
-    assert more.hash == first.hash
-    assert (first.path / "examples.jsonl").read_bytes().startswith(before)
-    whole = one(tmp_path / "anew", "kv_ratio=0.3", "task.num_fewshot=1")
-    timeless = [[{**row, "seconds": None} for row in record.rows()] for record in (more, whole)]
-    assert timeless[0] == timeless[1]
 
 
 def test_padded_budgets_do_not_go_by_the_limit(tmp_path):
@@ -297,16 +257,6 @@ def test_both_command_lines_give_the_same_numbers(tmp_path, stories260k):
     (path,) = out.rglob("results_*.json")
     results = json.loads(path.read_text())["results"]
     assert {name: 100 * results[name]["acc,none"] for name in names} == pytest.approx(means)
-
-
-@pytest.mark.slow
-def test_the_command_says_what_is_wrong():
-    bad = command(
-        ["-m", "kvexp", "lm-eval"], "--model", "kvexp", "--model_args", "pretrained=x,method=h2o", "--tasks", "piqa"
-    )
-    assert bad.returncode == 1
-    assert "error: method=h2o needs a budget" in bad.stderr
-    assert "Traceback" not in bad.stderr
 
 
 def test_a_benchmark_whose_prompts_are_too_short_leaves_the_others(tmp_path, monkeypatch, capsys):

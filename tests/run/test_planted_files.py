@@ -216,7 +216,7 @@ WORDS = (
 MODES = ((), ("-m",), ("--cfg", "job", "--resolve"), ("--dry-run",))
 
 
-@pytest.mark.parametrize(("mode", "word"), in_turn(MODES, WORDS, of=2))
+@pytest.mark.parametrize(("word", "mode"), in_turn(WORDS, MODES, of=4))
 def test_the_environment_reaches_no_message_and_no_file(command, place, tmp_path, monkeypatch, word, mode):
     _, conf, _ = place
     monkeypatch.setenv("PLANTED_KEY", SECRET)

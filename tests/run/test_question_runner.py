@@ -38,7 +38,7 @@ from kvexp.tasks import (
 from kvexp.util.errors import ConfigError
 
 TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
-QUESTIONS = ("Runs?", "Where to?", "Lies?", "Steals?", "Eats what?")  # a forward per letter
+QUESTIONS = ("A?", "To?", "B?", "Who?", "When?")  # a forward per letter
 EXAMPLES = [(TEXTS[i > 2] * 2, f"\n{asked}\n") for i, asked in enumerate(QUESTIONS)]
 
 
@@ -81,7 +81,7 @@ def named(monkeypatch):
 
 
 def settings(outputs, task, *overrides, **changes):
-    made = composed_settings("kv_ratio=0.3", "generation.max_new_tokens=6", f"outputs_dir={outputs}", *overrides)
+    made = composed_settings("kv_ratio=0.3", "generation.max_new_tokens=4", f"outputs_dir={outputs}", *overrides)
     cache = dataclasses.replace(made.cache, **changes)
     return dataclasses.replace(made, task=task, cache=cache).identified(made.labels)
 

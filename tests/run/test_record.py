@@ -138,9 +138,14 @@ def test_a_folder_is_tried_before_it_is_needed(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/outputs: Not a directory; a part of this path is a file: choose ano"):
         check_writable(tmp_path / "file" / "outputs")
-    monkeypatch.setattr(os, "write", lambda fd, data: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-    with pytest.raises(ConfigError, match="No space left; free disk space"):
-        check_writable(tmp_path)
+    for number, words in {
+        errno.ENOSPC: "No space left on device; free disk space",
+        errno.EROFS: "Read-only file system; make it writable or choose another outputs_dir",
+    }.items():
+        error = OSError(number, os.strerror(number))
+        monkeypatch.setattr(os, "write", lambda fd, data, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(ConfigError, match=words):
+            check_writable(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"], "nothing is left behind"
 
 

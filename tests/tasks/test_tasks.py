@@ -167,20 +167,6 @@ def test_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
     assert XSum().fingerprint() != XSum(split="test").fingerprint() != XSum(revision="0" * 40).fingerprint()
 
 
-def test_reading_sets_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys; import kvexp.tasks as t\n"
-        "heavy = {'torch', 'datasets', 'evaluate', 'rouge_score', 'pandas'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        f"task = t.CNNDailyMail(data_files={CNN.data_files!r}, sample='shuffled', limit=3); task.check()\n"
-        "example = next(task.examples()); assert task.score('a ferry', 'A ferry.', example)['rouge1'] == 100\n"
-    )
-    done = python(code, tmp_path)
-    assert done.returncode == 0, done.stderr
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert left == []
-
-
 # ---- scores
 
 PAIRS = [  # answer, reference
@@ -202,17 +188,20 @@ def test_rouge_by_hand() -> None:
 
 
 def test_what_scores_need_is_imported_with_the_first_score(tmp_path: Path) -> None:
-    """A check imports no scorer (it comes before the first token), a score neither scikit-learn nor scipy.stats."""
+    """A check imports no scorer (it comes before the first token), a score neither scikit-learn nor scipy.stats; and
+    both leave no file."""
     done = python(
         "import sys, kvexp.tasks as t\n"
-        f"task = t.CNNDailyMail(data_files={CNN.data_files!r}, limit=1); task.check()\n"
-        "early = {'nltk', 'rouge_score', 'sklearn', 'scipy', 'pandas'} & set(sys.modules); assert not early, early\n"
-        "task.score('a ferry', 'A ferry.', next(task.examples())); assert 'rouge_score' in sys.modules\n"
+        f"task = t.CNNDailyMail(data_files={CNN.data_files!r}, sample='shuffled', limit=3); task.check()\n"
+        "heavy = {'torch', 'datasets', 'evaluate', 'nltk', 'rouge_score', 'sklearn', 'scipy', 'pandas'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "assert task.score('a ferry', 'A ferry.', next(task.examples()))['rouge1'] == 100\n"
         "late = {'sklearn', 'scipy.stats', 'pandas'} & set(sys.modules); assert not late, late\n"
-        "import scipy.stats; assert scipy.stats.norm.cdf(0) == 0.5\n",
+        "import scipy.stats; assert 'rouge_score' in sys.modules and scipy.stats.norm.cdf(0) == 0.5\n",
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_module_that_is_loaded_stays_while_others_are_hidden() -> None:
@@ -329,11 +318,6 @@ def test_bad_files(tmp_path: Path, name: str, content: object, words: list[str])
         assert word in str(caught.value), str(caught.value)
 
 
-def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder; name its files"):
-        CNNDailyMail(data_files=str(tmp_path)).check()
-
-
 def test_a_bad_row_behind_the_limit_is_nobodys_business(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", GOOD, {"article": "no reference", "id": "2"})
     CNNDailyMail(data_files=path, limit=1).check()
@@ -347,15 +331,6 @@ def test_an_empty_article_is_a_prompt_and_one_word_is_no_story(tmp_path: Path) -
     assert next(empty.examples()).prompt.endswith("### Input:\n\n\n### Response:")
     first, second = Stories(data_files=write(tmp_path / "t.jsonl", {"text": "two words"}, {"text": "one"})).examples()
     assert not first.skipped and second.skipped == "a story of one word has nothing to continue" and second.prompt == ""
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_an_unreachable_hub_says_both_ways(streaming: bool) -> None:
-    task = CNNDailyMail(hub_id="kvexp/is-not-there", streaming=streaming)
-    with pytest.raises(ConfigError) as caught:
-        task.check()
-    for words in ("kvexp/is-not-there", "3.0.0", "validation", "make the hub reachable", "task.data_files=PATH"):
-        assert words in str(caught.value)
 
 
 def test_no_data_named() -> None:

@@ -73,7 +73,8 @@ kvexp.section("divergence", (root, data, page) => {
   }
 
   function panel(box, runs) {
-    box.append(el("h3", {}, runs[0].panel));
+    const conclusion = data.said[runs[0].panel];
+    box.append(el("h3", {}, runs[0].panel), ...(conclusion && chosen.text === data.texts[0] ? [el("p", {}, conclusion)] : []));
     const [title, x] = AXES[chosen.axis];
     const measured = runs.filter(own);
     const here = x === null ? measured : measured.filter((run) => !missing(x(run, own(run))));

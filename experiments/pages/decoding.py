@@ -1,0 +1,53 @@
+"""docs/decoding.md: KL of five rules for long answers over that of random slots."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.pages import ROOT, Curve, blank, curves, markdown
+from experiments.studies.decoding import FIRST, LEVEL, PROMPT, logs, paired, read_rows
+from kvexp.results.stats import t_quantile
+
+RULES = {"snapkv": "SnapKV", "rkv": "R-KV", "vase": "VaSE", "recency": "newest tokens", "triattention": "TriAttention"}
+KINDS = {"solution": "solutions, worked out step by step", "ledger": "ledgers of codes from the prompt"}
+
+
+def percents() -> dict[tuple[str, str], dict[int, tuple[float, float, float]]]:
+    """(kind, rule) -> slots -> percent of KL above random slots (redrawn), as many: mean, low, high."""
+    cells = logs(read_rows(ROOT / "experiments" / "decoding"))
+    table: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {}
+    for (kind, slots), cell in sorted(cells.items()):
+        for rule in RULES if kind in KINDS else ():
+            gaps = paired(cell[rule, PROMPT], cell["redrawn", PROMPT])
+            if len(gaps) < FIRST:
+                continue
+            half = t_quantile(1 - (1 - LEVEL) / 2, len(gaps) - 1) * float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
+            mean = float(gaps.mean())
+            ends = [100 * math.expm1(value) for value in (mean, mean - half, mean + half)]
+            table.setdefault((kind, rule), {})[slots] = (ends[0], ends[1], ends[2])
+    return table
+
+
+def draw() -> Figure:
+    figure, panels = blank(2)
+    table = percents()
+    for axes, (kind, title) in zip(panels, KINDS.items(), strict=True):
+        lines = []
+        for rule, name in RULES.items():
+            slots = sorted(table[kind, rule])
+            mean, low, high = np.array([table[kind, rule][count] for count in slots]).T
+            lines.append(Curve(name, slots, mean, low, high))
+        axes.axhline(0, color="black", linewidth=1)
+        curves(axes, lines, "slots of a kv head", "% more KL than random slots", log="x")
+        axes.set_title(title, fontsize=10.5)
+    return figure
+
+
+def table() -> str:
+    cells = percents()
+    columns = [(kind, slots) for kind in KINDS for slots in sorted(cells[kind, "rkv"])]
+    rows = [[name, *(f"{cells[kind, rule][slots][0]:+.0f}" for kind, slots in columns)] for rule, name in RULES.items()]
+    return markdown(["% more KL than random", *(f"{kind}, {slots}" for kind, slots in columns)], rows)
