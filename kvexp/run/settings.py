@@ -542,8 +542,8 @@ def _quantization_identity(quantization: AnyQuantization) -> dict[str, Any]:
 
 def _not_the_task(task: Task) -> list[str]:
     """The fields of _NOT_THE_TASK that kvexp's own class gives the task: a user's field of such a name counts."""
-    own = next(base for base in type(task).__mro__ if base.__module__.startswith("kvexp."))
-    return [field.name for field in dataclasses.fields(own) if field.name in _NOT_THE_TASK]
+    task_class = next(base for base in type(task).__mro__ if base.__module__.startswith("kvexp."))
+    return [field.name for field in dataclasses.fields(task_class) if field.name in _NOT_THE_TASK]
 
 
 def _unused(method: Method) -> tuple[str, ...]:

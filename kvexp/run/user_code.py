@@ -99,20 +99,20 @@ def source_of(cls: type[Any]) -> dict[str, Any] | None:
 
 def installed(group: str, own: Collection[str] = ()) -> dict[str, EntryPoint]:
     """Name -> entry point; nothing is imported. ConfigError for a name that two packages offer, or one of `own`."""
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     for point in entry_points(group=f"kvexp.{group}s"):
         if point.name in own:
             raise ConfigError(
                 f"{package_of(point)} offers a {group} called {point.name}, which is one of kvexp's own; its entry "
                 "point needs another name"
             )
-        if point.name in found and found[point.name].value != point.value:
+        if point.name in points and points[point.name].value != point.value:
             raise ConfigError(
-                f"{package_of(point)} and {package_of(found[point.name])} both offer a {group} called {point.name}; "
+                f"{package_of(point)} and {package_of(points[point.name])} both offer a {group} called {point.name}; "
                 "uninstall one of them"
             )
-        found[point.name] = point
-    return found
+        points[point.name] = point
+    return points
 
 
 def package_of(point: EntryPoint) -> str:
@@ -159,15 +159,15 @@ def source_files(place: ModulePlace) -> dict[str, str]:
     Import statements are read wherever they stand; what is imported by a computed name is not seen. In a folder of
     installed packages only the package itself counts.
     """
-    found: dict[Path, str] = {}
+    digests: dict[Path, str] = {}
     todo = [place.file]
     while todo:
         file = todo.pop()
-        if file not in found:
+        if file not in digests:
             text = file.read_bytes()
-            found[file] = code_digest(text)
-            todo += [each for each in _imported_files(file, text, place) if each.is_file()]
-    return {path.relative_to(place.root).as_posix(): digest for path, digest in sorted(found.items())}
+            digests[file] = code_digest(text)
+            todo += [imported for imported in _imported_files(file, text, place) if imported.is_file()]
+    return {path.relative_to(place.root).as_posix(): digest for path, digest in sorted(digests.items())}
 
 
 def _imported_files(file: Path, text: bytes, place: ModulePlace) -> Iterator[Path]:
@@ -183,11 +183,11 @@ def _imported_files(file: Path, text: bytes, place: ModulePlace) -> Iterator[Pat
         if isinstance(node, ast.ImportFrom):
             start = file.parents[node.level - 1] if node.level else root
             names += [(start, f"{node.module}.{alias.name}" if node.module else alias.name) for alias in node.names]
-    own, alone = place.name.partition(".")[0], any(part in INSTALLED for part in root.parts)
+    package, alone = place.name.partition(".")[0], any(folder in INSTALLED for folder in root.parts)
     for start, name in names:
         path = start.joinpath(*name.split("."))
         first = path.relative_to(root).parts[0] if root in path.parents else "kvexp"
-        if first == "kvexp" or (alone and first != own):
+        if first == "kvexp" or (alone and first != package):
             continue
         for module in (path, *path.parents):  # of a.b.c the last may be a name that a/b.py defines
             if root in module.parents:
@@ -229,10 +229,10 @@ def load_class(group: str, words: str) -> AdmittedClass | None:
     FILE.py:CLASS; the name of an entry point. ConfigError says what is wrong with the module, the class or its fields.
     """
     name: str | None
-    if found := FILE.fullmatch(words):
-        file, name = Path(os.path.abspath(path_of(found["file"], group))), found["name"]
+    if match := FILE.fullmatch(words):
+        file, name = Path(os.path.abspath(path_of(match["file"], group))), match["name"]
         if not file.is_file():
-            raise ConfigError(f"{group}={found['file']}: there is no such file{_near_file(file)}")
+            raise ConfigError(f"{group}={match['file']}: there is no such file{_near_file(file)}")
         place = ModulePlace(file.stem, file)
     elif "." in words:
         module, _, name = words.rpartition(".")
@@ -249,7 +249,7 @@ def load_class(group: str, words: str) -> AdmittedClass | None:
 
 
 def _place_of_module(name: str, words: str) -> ModulePlace:
-    if not all(part.isidentifier() for part in name.split(".")) or Path(words.partition("=")[2]).is_file():
+    if not all(word.isidentifier() for word in name.split(".")) or Path(words.partition("=")[2]).is_file():
         rows = ", or of rows FILE.jsonl, .json, .parquet" if words.startswith("task=") else ""
         raise ConfigError(f"{words} must be MODULE.CLASS or a file FILE.py, FILE.py:CLASS{rows}")
     spec = _found(name)
@@ -279,16 +279,20 @@ def _class_of(place: ModulePlace, group: str, name: str | None, words: str) -> t
     """The class, and the digests of the files that it was made from. name: None for the only one of the module."""
     base = base_of(group)
     module, files = _import_anew(place)
-    there, where = classes_in(module, base), f"{place.name} ({place.file})"
+    classes, where = classes_in(module, base), f"{place.name} ({place.file})"
     if name is None:
-        if len(there) != 1:
-            some = f"{len(there)} {group}s ({', '.join(there)})" if there else f"no class that extends {BASES[group]}"
-            hint = f"; say which one, as in {words}:{next(iter(there))}" if there else ""
-            raise ConfigError(f"{place.file} has {some}{hint}")
-        (name,) = there
+        if len(classes) != 1:
+            counted = (
+                f"{len(classes)} {group}s ({', '.join(classes)})"
+                if classes
+                else f"no class that extends {BASES[group]}"
+            )
+            hint = f"; say which one, as in {words}:{next(iter(classes))}" if classes else ""
+            raise ConfigError(f"{place.file} has {counted}{hint}")
+        (name,) = classes
     cls = getattr(module, name, None)
     if cls is None:
-        has = did_you_mean(name, there) or f"; its {group}s are {', '.join(there) or '(none)'}"
+        has = did_you_mean(name, classes) or f"; its {group}s are {', '.join(classes) or '(none)'}"
         raise ConfigError(f"{words}: there is no class {name} in {where}{has}")
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ConfigError(f"{words}: {name} in {where} is no class that extends {BASES[group]}")
@@ -303,33 +307,37 @@ def _class_of(place: ModulePlace, group: str, name: str | None, words: str) -> t
 
 def classes_in(module: ModuleType, base: type[Any]) -> dict[str, type[Any]]:
     """Name -> class, of those that extend `base` and that the module itself defines; no name begins with _."""
-    own = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)}
-    return {name: cls for name, cls in own.items() if cls.__module__ == module.__name__ and not name.startswith("_")}
+    classes = {
+        name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)
+    }
+    return {
+        name: cls for name, cls in classes.items() if cls.__module__ == module.__name__ and not name.startswith("_")
+    }
 
 
 def check_class(cls: type[Any]) -> None:
     """ConfigError for a class whose fields no configuration could set."""
-    for each in reversed(cls.__mro__):
-        if each.__module__.partition(".")[0] == "kvexp":
+    for base in reversed(cls.__mro__):
+        if base.__module__.partition(".")[0] == "kvexp":
             continue
-        hints = vars(each).get("__annotations__", {})
+        hints = vars(base).get("__annotations__", {})
         for name in defaults_of(cls):
-            if name in vars(each) and name not in hints:
-                value = vars(each)[name]
+            if name in vars(base) and name not in hints:
+                value = vars(base)[name]
                 raise ConfigError(
-                    f"{each.__qualname__}.{name} has no type, without which it is no setting's default: write "
+                    f"{base.__qualname__}.{name} has no type, without which it is no setting's default: write "
                     f"{name}: {type(value).__name__} = {value!r}"
                 )
         fields = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
-        if fields and "__dataclass_fields__" not in vars(each):
+        if fields and "__dataclass_fields__" not in vars(base):
             raise ConfigError(
-                f"{each.__qualname__} has the field {fields[0]} and is no dataclass; write @dataclass(frozen=True) in "
-                f"the line above class {each.__qualname__}"
+                f"{base.__qualname__} has the field {fields[0]} and is no dataclass; write @dataclass(frozen=True) in "
+                f"the line above class {base.__qualname__}"
             )
-    own = next(each for each in cls.__mro__ if "__init__" in vars(each))
-    if "__dataclass_fields__" not in vars(own):
+    maker = next(base for base in cls.__mro__ if "__init__" in vars(base))
+    if "__dataclass_fields__" not in vars(maker):
         raise ConfigError(
-            f"{own.__qualname__} has an __init__ of its own, whose arguments cannot be set: settings are fields "
+            f"{maker.__qualname__} has an __init__ of its own, whose arguments cannot be set: settings are fields "
             "of a dataclass, as in @dataclass(frozen=True), alpha: float = 0.3"
         )
     typing.get_type_hints(cls)
@@ -358,14 +366,14 @@ def _import_anew(place: ModulePlace) -> tuple[ModuleType, dict[str, str]]:
     import torch  # noqa: F401  # first: the methods' own imports of it are not the user's lines
 
     top, files = place.name.partition(".")[0], source_files(place)
-    own = {str(place.root / name) for name in files}
+    paths = {str(place.root / name) for name in files}
     loaded = getattr(sys.modules.get(top), "__file__", None)
-    theirs = loaded is not None and loaded not in own and top not in _IMPORTED
+    theirs = loaded is not None and loaded not in paths and top not in _IMPORTED
     if top in sys.stdlib_module_names or top == "kvexp" or theirs:
         owner = "kvexp itself" if top == "kvexp" else loaded or "Python's own"
         raise ConfigError(f"{place.file} is called as a module that is there already ({owner}); rename it")
     for name, module in list(sys.modules.items()):
-        if name != "__main__" and (name.partition(".")[0] == top or getattr(module, "__file__", None) in own):
+        if name != "__main__" and (name.partition(".")[0] == top or getattr(module, "__file__", None) in paths):
             del sys.modules[name]
     _IMPORTED.add(top)
     # Python takes up compiled files by second and size: an edit of the same length could run the code of before.
@@ -396,10 +404,12 @@ def user_line(error: BaseException, root: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name} line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if root in Path(frame.filename).parents and "site-packages" not in frame.filename]
-    if not own:
+    user_frames = [
+        frame for frame in frames if root in Path(frame.filename).parents and "site-packages" not in frame.filename
+    ]
+    if not user_frames:
         return words
-    return f"{Path(own[-1].filename).relative_to(root)} line {own[-1].lineno}: {words}"
+    return f"{Path(user_frames[-1].filename).relative_to(root)} line {user_frames[-1].lineno}: {words}"
 
 
 # -- a class as a Python object ---------------------------------------------------------------------------------------
