@@ -2,7 +2,6 @@
 and seconds of kvexp's commands against the runs of an outputs folder.
 
     python -m benchmarks.growth
-    python -m benchmarks.growth --figure growth.png      # draws what is there, measures what is not
 
 One axis is moved at a time from a prompt of 1,024 tokens, one variant (h2o at a fifth), one example and all layers of
 the model; further variants are other methods at a fifth that share the prompt's prefill, further examples other prompts
@@ -281,38 +280,12 @@ def shown(quantity: str, value: float) -> str:
     return f"{value:.3g} s" if quantity.endswith("_s") else f"{value / 2**20:.3g} MiB"
 
 
-def draw(cells: Sequence[Cell], file: Path) -> None:
-    """Two rows of log-log panels, one column per axis: seconds above, bytes below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.1 * len(cells), 5.6), layout="constrained")
-    panels = figure.subplots(2, len(cells), sharey="row", squeeze=False)
-    for column, cell in enumerate(cells):
-        for panel, quantities in zip(
-            panels[:, column], (("prefill_s", "step_s"), ("kv_bytes", "peak_bytes")), strict=True
-        ):
-            for quantity in quantities:
-                places, values = medians(cell, quantity)
-                slope = exponents([places[0], places[-1]], [values[0], values[-1]])[0]
-                panel.loglog(places, values, "o-", label=f"{QUANTITIES[quantity]} (exponent {slope:.2f})")
-            panel.set_xticks(places, [f"{place:g}" for place in places])
-            panel.minorticks_off()
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        panels[1, column].set_xlabel({"prompt": "tokens of the prompt"}.get(cell["key"]["axis"], cell["key"]["axis"]))
-    panels[0, 0].set_ylabel("seconds")
-    panels[1, 0].set_ylabel("bytes")
-    figure.savefig(file, dpi=150)
-
-
 def main(arguments: list[str] | None = None) -> int:
     command = Command("growth", __doc__, arguments)
     command.add("--shape", default="smollm2_135m")
     command.add("--axes", nargs="+", choices=list(AXES), default=list(AXES))
     command.add("--new", type=int, default=12)
-    command.add("--figure", type=Path, help="a PNG or PDF of what was measured")
     options = command.options()
-    cells = []
     for axis in options.axes:
         with torch.no_grad():
             key = {"axis": axis, "new": options.new}
@@ -321,10 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if axis == "runs"
                 else functools.partial(measure, options, axis)
             )
-            cells.append(command.cell(key, task, title, lines))
-    if options.figure:
-        draw([cell for cell in cells if cell["key"]["axis"] != "runs"], options.figure)
-        print(f"drawn: {options.figure}")
+            command.cell(key, task, title, lines)
     return 0
 
 

@@ -2,13 +2,14 @@
 
     python -m experiments.studies.engines plan
     python -m experiments.studies.engines record OUTPUTS --limit 6 --size 256
-    python -m experiments.studies.engines table OUTPUTS --page docs/engines.md
+    python -m experiments.studies.engines table OUTPUTS --csv docs/engines.csv
 
 `plan` says how many runs there are and, by what this machine has recorded, how long they take. `record` makes those
 that OUTPUTS lacks: the engine's own answers with its full cache and under each setting; its twin's, whose divergence
 from its own full cache is measured along that cache's answers; formats of llama.cpp and vLLM, and kvexp's methods with
 as many slots as the engine has in use. A twin stands for an engine as long as their answers are equal, token for token;
-where one is not, `table` leaves its KL out. Tables are of the examples that all recorded cells of a task have.
+where one is not, `table` leaves its KL out. It has a line for each task, setting and size, of the examples that all
+recorded cells of a task have (`COLUMNS`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from experiments.studies import carried_out, composed_runs, write_tables
+from experiments.studies import carried_out, composed_runs
 from kvexp.generate.openvino import BLOCK
 from kvexp.results import stats
 from kvexp.results.divergence import per_example, share_interval
@@ -52,31 +54,14 @@ SETTINGS = {
     "SUM, all queries (H2O)": ["method.aggregation=sum", "method.window=0"],
 }
 FULL, EIGHT = "full cache, f32", "full cache, u8 (default)"
-FORMATS = {  # of other engines, as kvexp stores them: setting -> (engine, cache.codec)
-    "full cache, q8_0": ("llama.cpp, format", "q8_0"),
-    "full cache, q4_0": ("llama.cpp, format", "q4_0"),
-    "full cache, fp8": ("vLLM, format", "fp8"),
-}
+FORMATS = {f"full cache, {codec}": codec for codec in ("q8_0", "q4_0", "fp8")}  # of other engines, as kvexp stores them
 RIVALS = {  # with as many slots in each head as the engine has in use
     "h2o": ["method=h2o"],
     "snapkv, also while decoding": ["method=snapkv", "method.decoding=true"],
     "keyformer": ["method=keyformer"],
     "ideal": ["method=ideal"],
 }
-ADVICE = {  # setting -> what the recorded numbers bear
-    FULL: "the baseline",
-    EIGHT: "leave it on, and evict only where it is not enough",
-    "full cache, q8_0": "the least KL of the three formats",
-    "full cache, q4_0": "the smallest that keeps every token, with the most KL of the three formats",
-    "full cache, fp8": "q8_0 has a few more bytes and far less KL",
-    "NORM_SUM, window 8 (default)": "with KVCrush the most needles of the four, not all; KL grows along the answer",
-    "NORM_SUM, window 8, KVCrush 2": "its blocks come on top; the size raised by as much was not run",
-    "NORM_SUM, all queries": "not on news: the most KL of the four at every size",
-    "SUM, all queries (H2O)": "the least KL of the four on news (intervals overlap); loses ruler's needle",
-}
-BEGIN = "<!-- engines: made by python -m experiments.studies.engines table OUTPUTS --page docs/engines.md -->"
 CLOSE = 1e-3  # root mean square of differences of log-probabilities, up to which a twin stands for its engine
-END = "<!-- end of engines -->"
 
 
 @dataclass(frozen=True)
@@ -121,7 +106,7 @@ def cells(
         found.append(Cell(task, FULL, None, engine("method=full"), own("method=full")))
         eight = engine("engine.cache=u8", "method=full"), own("method=full", "cache.codec=u8")
         found.append(Cell(task, EIGHT, None, *eight))
-        for name, (_, codec) in FORMATS.items():
+        for name, codec in FORMATS.items():
             found.append(Cell(task, name, None, None, own("method=full", f"cache.codec={codec}")))
         for size in sizes:
             for name, given in SETTINGS.items():
@@ -153,14 +138,16 @@ def _record(args: argparse.Namespace) -> int:
             evaluate_run(run, session)
             if run.divergence.texts:  # a run that alone lacks something is no group's
                 measure_rest(run, session)
-    say(tables(each))
+    say(table(each).to_string(index=False, na_rep=""))
     return 0
 
 
 def _table(args: argparse.Namespace) -> int:
-    write_tables(tables(_cells(args)), args.page, BEGIN, END)
-    if args.page is not None:
-        say(f"wrote {args.page}")
+    made = table(_cells(args))
+    say(made.to_string(index=False, na_rep=""))
+    if args.csv is not None:
+        made.to_csv(args.csv, index=False, float_format="%.4g")
+        say(f"wrote {args.csv}")
     return 0
 
 
@@ -209,18 +196,14 @@ class Recorded:
         return float(np.mean([row["metrics"][metric] for row in self.rows]))
 
     @property
-    def kl(self) -> str:
-        """KL with its interval; how many answers are equal where the twin's are not all the engine's."""
-        if self.engine and self.equal < len(self.engine):
-            return f"({self.equal} of {len(self.engine)} answers equal)"
+    def kl(self) -> tuple[float, float, float]:
+        """KL with its interval; NaN where an answer of the twin is not the engine's, or nothing was measured."""
         if self.cell.setting == FULL:
-            return "0"
-        if self.forced is None:
-            return ""
+            return 0.0, np.nan, np.nan
+        if self.forced is None or (self.engine and self.equal < len(self.engine)):
+            return np.nan, np.nan, np.nan
         kl, tokens, _, _ = self.forced
-        mean, (low, high) = kl.sum() / tokens.sum(), share_interval(kl, tokens, stats.LEVEL)
-        said = _digits(mean) if np.isnan(low) else f"{_digits(mean)} ({_digits(low)} to {_digits(high)})"
-        return said if self.stands else f"({said} by its format)"
+        return float(kl.sum() / tokens.sum()), *share_interval(kl, tokens, stats.LEVEL)
 
     @cached_property
     def forced(self) -> tuple[np.ndarray, ...] | None:
@@ -232,13 +215,13 @@ class Recorded:
         each = np.repeat(chosen, found.tokens.astype(int))
         return found.kl[chosen], found.tokens[chosen], found.each_kl[each], found.each_place[each]
 
-    def kl_at(self, first: int, last: int) -> str:
-        """Mean KL of the tokens at places first to last of the answer, where the twin stands for the engine."""
+    def kl_at(self, first: int, last: int) -> float:
+        """Mean KL of tokens at places first to last of an answer, where the twin stands for the engine, else NaN."""
         if self.forced is None or not self.stands:
-            return ""
+            return np.nan
         _, _, kl, place = self.forced
         there = (first <= place) & (place <= last)
-        return _digits(float(kl[there].mean())) if there.any() else ""
+        return float(kl[there].mean()) if there.any() else np.nan
 
     @property
     def own_run(self) -> Run:
@@ -267,10 +250,6 @@ class Recorded:
         return np.concatenate(found, axis=1)
 
 
-def _digits(number: float) -> str:
-    return f"{number:.{2 if number >= 0.1 else 3 if number >= 0.01 else 4 if number >= 0.0005 else 5}f}"
-
-
 def recorded(each: Sequence[Cell]) -> dict[str, list[Recorded]]:
     """Task -> its recorded cells; a task without its full cache has none."""
     found: dict[str, list[Recorded]] = {}
@@ -288,102 +267,48 @@ def recorded(each: Sequence[Cell]) -> dict[str, list[Recorded]]:
     return {task: lines for task, lines in found.items() if lines[0].rows}
 
 
-def tables(each: Sequence[Cell]) -> str:
-    """The recorded cells as Markdown: the first task by setting, and all tasks at equal bytes."""
+def table(each: Sequence[Cell]) -> pd.DataFrame:
+    """A line for each recorded cell; ConfigError where nothing is recorded.
+
+    n: examples. megabytes: in use at the end. kl: of the twin or of kvexp's own run, with its interval; kl_third: in
+    each third of the longest answer. equal: answers of the twin that are the engine's; stands: whether it stands for
+    the engine. moved: how far log-probabilities of chosen tokens are from the full cache's, root mean square.
+    same_percent: places at which the answer has its full cache's token. full_tokens_per_s: of the engine's full cache.
+    """
     found = recorded(each)
     if not found:
         raise ConfigError("nothing is recorded in this folder: record it first")
-    first = next(iter(found))
-    parts = [_opening(found[first]), _caption(first, found[first]), _of_tasks(found), _by_place(first, found[first])]
-    return "\n\n".join(parts)
+    return pd.DataFrame(_line(line, lines[0]) for lines in found.values() for line in lines)
 
 
-def _opening(lines: Sequence[Recorded]) -> str:
-    order = [FULL, EIGHT, *FORMATS, *SETTINGS]
-    full = {True: lines[0].engine, False: lines[0].own}
-    shown = sorted((one for one in lines if one.cell.setting in order), key=lambda one: order.index(one.cell.setting))
-    made, before = list[Sequence[str]](), ""
-    for one in shown:
-        setting, size = one.cell.setting, one.cell.size
-        base = full[bool(one.engine)]
-        same = np.mean([_share(a["output_tokens"], b["output_tokens"]) for a, b in zip(one.rows, base, strict=True)])
-        made.append(
-            [
-                FORMATS[setting][0] if setting in FORMATS else "OpenVINO",
-                setting,
-                "" if size is None else str(size),
-                f"{np.mean([row['receipt']['kv_bytes'] for row in one.rows]) / 1e6:.1f}",
-                one.kl,
-                f"{100 * same:.0f} %",
-                f"{one.score:.1f}",
-                f"{_speed(one.engine)} ({_speed(base)})" if one.engine else "",
-                ADVICE.get(setting, "") if setting != before else "",
-            ]
-        )
-        before = setting
-    metric = next(iter(lines[0].rows[0]["metrics"]))
-    heads = ["engine", "setting", "tokens", "cache, MB", "KL of the twin (95 %)", "same tokens", metric]
-    return _markdown([*heads, "tokens/s (full)", "advice"], made)
-
-
-def _caption(task: str, lines: Sequence[Recorded]) -> str:
-    rows = lines[0].rows
-    lengths = [row["prompt_tokens"] for row in rows]
-    twins = [one for one in lines if one.engine]
-    equal, answers = sum(one.equal for one in twins), sum(len(one.engine) for one in twins)
-    said = (
-        f"`task={task}`, n = {len(rows)}, prompts of {min(lengths)} to {max(lengths)} tokens, answers of at most "
-        f"{max(row['new_tokens'] for row in rows)}. The twin's answer is the engine's, token for token, in {equal} of "
-        f"{answers}."
+def _line(line: Recorded, full: Recorded) -> dict[str, Any]:
+    """A cell's line of the table. full: the cell of the same task's full cache."""
+    baseline = full.engine if line.engine else full.own
+    longest = max(row["new_tokens"] for row in full.rows)
+    ends = [round(longest * part / 3) for part in range(4)]
+    # Without the first token, which nothing evicted precedes.
+    thirds = [line.kl_at(max(2, first + 1), last) for first, last in pairwise(ends)]
+    engine, twin, unmoved = line.chosen
+    pairs = zip(line.rows, baseline, strict=True)
+    about = {"task": line.cell.task, "n": len(line.rows), "setting": line.cell.setting, "tokens": line.cell.size}
+    about |= {"megabytes": np.mean([row["receipt"]["kv_bytes"] for row in line.rows]) / 1e6}
+    about |= dict(
+        zip(("kl", "low", "high", "kl_third_1", "kl_third_2", "kl_third_3"), (*line.kl, *thirds), strict=True)
     )
-    return " ".join([said, *(_apart(one) for one in twins if not one.stands)])
-
-
-def _apart(one: Recorded) -> str:
-    """How far engine and twin move the log-probability of a chosen token, while the answer is the full cache's."""
-    engine, twin, full = one.chosen
-    moved = f"{_digits(_rms(engine - full))} in the engine and {_digits(_rms(twin - full))} in its twin"
-    return (
-        f"{one.cell.setting}: {one.equal} of {len(one.engine)} answers are equal; log-probabilities of chosen tokens "
-        f"are moved by {moved} (root mean square over {len(full)} tokens)."
-    )
+    about |= {"same_percent": 100 * np.mean([_share(a["output_tokens"], b["output_tokens"]) for a, b in pairs])}
+    about |= {"score": line.score, "stands": line.stands}
+    if line.engine:
+        about |= {"equal": line.equal, "moved": _rms(engine - unmoved), "moved_twin": _rms(twin - unmoved)}
+        about |= {"tokens_per_s": _speed(line.engine), "full_tokens_per_s": _speed(baseline)}
+    return about
 
 
 def _rms(gaps: np.ndarray) -> float:
     return float(np.sqrt(np.mean(gaps**2))) if len(gaps) else 0.0
 
 
-def _of_tasks(found: dict[str, list[Recorded]]) -> str:
-    """A table with a column for each task; lines of one size hold equal bytes."""
-    values = {
-        task: {(one.cell.size, one.cell.setting): f"{one.kl}; {one.score:.0f}" for one in lines}
-        for task, lines in found.items()
-    }
-    heads = [f"{task}, n = {len(lines[0].rows)}" for task, lines in found.items()]
-    known = list(dict.fromkeys(key for lines in values.values() for key in lines))
-    made = [
-        ["" if size is None else str(size), name, *(lines.get((size, name), "") for lines in values.values())]
-        for size, name in known
-    ]
-    return _markdown(["tokens", "KL, nats per token; score", *heads], made)
-
-
-def _by_place(task: str, lines: Sequence[Recorded]) -> str:
-    """A table of KL in each third of the longest answer, the first token left out, which nothing evicted precedes."""
-    longest = max(row["new_tokens"] for row in lines[0].rows)
-    ends = [round(longest * part / 3) for part in range(4)]
-    thirds = [(max(2, first + 1), last) for first, last in pairwise(ends)]
-    shown = [one for one in lines if one.cell.setting in SETTINGS]
-    made = [[str(one.cell.size), one.cell.setting, *(one.kl_at(*third) for third in thirds)] for one in shown]
-    return _markdown(["tokens", f"KL by place in the answer, {task}", *(f"{a} to {b}" for a, b in thirds)], made)
-
-
-def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
-
-
-def _speed(rows: Sequence[Row]) -> str:
-    return f"{1 / np.mean([row['seconds']['tpot'] for row in rows]):.0f}"
+def _speed(rows: Sequence[Row]) -> float:
+    return float(1 / np.mean([row["seconds"]["tpot"] for row in rows]))
 
 
 def _share(one: Sequence[int], other: Sequence[int]) -> float:
@@ -408,7 +333,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sub.add_argument("--longbench", type=Path, metavar="FILE", help="rows of LongBench-E's triviaqa, or data.zip")
         sub.add_argument("--words", nargs="*", default=[], help="further words of the command line, such as threads=2")
         if name == "table":
-            sub.add_argument("--page", type=Path, help="put the tables into this page")
+            sub.add_argument("--csv", type=Path, help="also write the table into this file")
         sub.set_defaults(command=command)
     return carried_out(parser, words)
 

@@ -1,10 +1,10 @@
 """Traces of an eviction method for engines: what it scored, kept and dropped, step by step, layer by layer.
 
-`kvexp export trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. docs/engines.md has
-the format. A profile says how an engine's memory lets tokens be dropped. per_head: every kv head drops its own tokens,
-and a new token takes the slot of a dropped one. union: the heads of a layer hold the same tokens. paged: the heads of a
-layer share a table of pages, which stay or go whole. append_only: nothing is dropped after the prompt, and new tokens
-are appended. `trace_check.chosen` says the same rules in numpy.
+`kvexp export trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. The format is in
+docs/engines_details.md. A profile says how an engine's memory lets tokens be dropped. per_head: every kv head drops its
+own tokens, and a new token takes the slot of a dropped one. union: the heads of a layer hold the same tokens. paged:
+the heads of a layer share a table of pages, which stay or go whole. append_only: nothing is dropped after the prompt,
+and new tokens are appended. `trace_check.chosen` says the same rules in numpy.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
         f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
         f"top-1: share of tokens with the same likeliest token, equivalent: no more than {percent} differ; a first "
         "token that the prefill predicts, the same for every run, is left out; equal tokens, parts at: of the answers "
-        "a run writes itself, median of the first token that differs (docs/divergence_details.md)",
+        "a run writes itself, median of the first token that differs; what a KL means: docs/kl_meaning.md",
     ]
 
 

@@ -43,7 +43,7 @@ NUMBER, WHOLE, TEXT, TRUTH, GROUP = "a number", "a whole number", "a text", "tru
 EACH = "*"  # every field of a group
 OWN, REFERENCE = "own", "reference"  # texts that are forced: the full cache's greedy answer; the reference answer
 TEXTS = (OWN, REFERENCE)
-EPSILON_KL = 0.05  # nats per token; docs/divergence_details.md: what else moves a model so far
+EPSILON_KL = 0.05  # nats per token; docs/kl_meaning.md: what answers lose there
 EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
 NUMBERS = ("kl", "full_logprob", "logprob")  # of a line of divergence.jsonl: lists, one entry per token
 

@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[str]:
 #
 # OpenMP's threads spin where they wait for each other. Where another process wants one of their cores, they all wait
 # until the scheduler gives it back, at every product; threads that sleep instead are slower on an idle machine. No
-# setting is good for both (benchmarks/README.md).
+# setting is good for both (benchmarks/README_details.md).
 
 BUSY = 0.5  # cores wanted that other processes take; measured: from there on spinning threads are no faster than fewer
 SAMPLE_S = 0.1  # seconds between two readings, at least: the system counts hundredths of a second

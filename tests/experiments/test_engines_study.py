@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from experiments.studies.engines import BEGIN, EIGHT, END, FORMATS, FULL, RIVALS, SETTINGS, cells, main, tables
+from experiments.studies.engines import EIGHT, FORMATS, FULL, RIVALS, SETTINGS, cells, main, table
 from kvexp.generate.openvino import WHEEL
 from kvexp.run.batches import evaluate_run, measure_rest, opened
 from kvexp.run.session import Session
@@ -37,16 +38,12 @@ def test_a_recording_is_made_shown_and_planned(tmp_path, capsys):
     assert main(["plan", *asked]) != 0  # nothing says how long a row takes
     capsys.readouterr()
     assert main(["record", *asked]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    own = len(SETTINGS) + len(RIVALS)
-    assert len(said) == 3 * 2 + 2 + len(FORMATS) + len(SETTINGS) + 2 + len(FORMATS) + own + len(SETTINGS)
-    twins = [line.split(" | ") for line in said if line.split(" | ")[1] in SETTINGS and line.startswith("| Open")]
-    assert len(twins) == len(SETTINGS) and all(float(cells[4]) > 0 for cells in twins)  # of twins that stand
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\n{END}\nafter")
-    assert main(["table", *asked[:-4], "--page", str(page), *asked[-4:]]) == 0
-    text = page.read_text()
-    assert [line for line in text.splitlines() if line.startswith("|")] == said and text.endswith("after")
+    assert main(["table", *asked[:-4], "--csv", str(tmp_path / "table.csv"), *asked[-4:]]) == 0
+    made = pd.read_csv(tmp_path / "table.csv").set_index("setting")
+    assert list(made.index) == [FULL, EIGHT, *FORMATS, *SETTINGS, *RIVALS]
+    twins = made.loc[list(SETTINGS)]
+    assert twins["stands"].all() and twins["equal"].eq(2).all() and twins["kl"].gt(0).all()
+    assert made["kl_third_3"].notna().sum() >= len(SETTINGS) and made.loc[list(FORMATS), "equal"].isna().all()
     capsys.readouterr()
     assert main(["plan", *asked]) == 0
     assert "19 runs, 38 rows" in capsys.readouterr().out
@@ -61,12 +58,9 @@ def test_tables_are_of_the_examples_that_all_cells_have(tmp_path):
     h2o = next(cell for cell in one if cell.setting == "h2o")
     evaluate_run(h2o.own)
     measure_rest(h2o.own, Session())
-    found = tables(two)
-    assert "`task=news`, n = 1, " in found and "in 1 of 1." in found
-    (line,) = [line for line in found.splitlines() if line.startswith(f"| OpenVINO | {FULL} |")]
-    assert line.split(" | ")[4:6] == ["0", "100 %"]
+    made = table(two).set_index("setting")
+    assert made["n"].eq(1).all() and list(made.loc[FULL, ["equal", "kl", "same_percent"]]) == [1, 0, 100]
     expected = next(iter(Run.load(tmp_path / run_hash(h2o.own.identity)).divergence().values()))
-    shown = next(line for line in found.splitlines() if line.startswith("| 256 | h2o |")).split(" | ")[2]
-    assert float(shown.partition(";")[0]) == pytest.approx(np.mean(expected["kl"][1:]), rel=0.05)
+    assert made.loc["h2o", "kl"] == pytest.approx(np.mean(expected["kl"][1:]), rel=0.05)
     with pytest.raises(ConfigError, match="record it first"):
-        tables(cells(tmp_path / "other", ["news"], (256,), 2, TESTBED))
+        table(cells(tmp_path / "other", ["news"], (256,), 2, TESTBED))

@@ -453,7 +453,7 @@ def test_a_model_of_the_cache_is_named_by_its_commit(tmp_path, monkeypatch, caps
     for part in (stock("llama", vocab_size=259), byte_tokenizer()):
         part.save_pretrained(home / "snapshots" / COMMIT)
     words = ["model=llama_7b", "model.path=kvexp/tiny", "model.dtype=float32", "model.device=cpu", "kv_ratio=0.5"]
-    words += ["limit=1", "task.max_new_tokens=2", "task.nll=false", "cache.beyond_context=true"]
+    words += ["limit=1", "task.max_new_tokens=2", "task.nll=false", "task.prompt_share=0.02"]
     words.append(f"outputs_dir={tmp_path / 'out'}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     code, out, err = run_py(monkeypatch, capsys, *small(*words))

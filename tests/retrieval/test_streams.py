@@ -173,46 +173,19 @@ def _flush_without_waiting(self):
     self._in_flight.clear()
 
 
-def _index_flush(wait):
-    """`KVIndex.flush` that does not wait for who still reads where it stores, and maybe not for what it stores."""
-
-    def flush(self):
-        for name, entries, part, event in self._pending_writes:
-            if wait:
-                event.synchronize()
-            self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
-        self._pending_writes.clear()
-
-    return flush
-
-
-def _event_before_the_copy(self, key, value, positions):
-    """`OffloadedKV._copy_out_async`, with the event recorded too early."""
-    self.copy_streams.hold("d2h", key, value)
-    event = self.copy_streams.record("d2h")
-    parts = [offload.empty_host(tuple(x.shape), x, self.keys.device, pinned=True) for x in (key, value)]
-    with self.copy_streams.copying("d2h"):
-        for part, source in zip(parts, (key, value), strict=True):
-            part.copy_(source, non_blocking=True)
-    self._in_flight.append((event, parts[0], parts[1], positions))
-
-
-def _lookup_without_waiting(self, event, *arrived):
-    """`CopyStreams.wait` that forgets events nothing arrives with: those of the block cache."""
-    if arrived:
-        torch.cuda.current_stream(self.device).wait_event(event)
-        for x in arrived:
-            x.record_stream(torch.cuda.current_stream(self.device))
+def _index_flush(self):
+    """`KVIndex.flush` that does not wait for who still reads where it stores."""
+    for name, entries, part, event in self._pending_writes:
+        event.synchronize()
+        self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
+    self._pending_writes.clear()
 
 
 PLANTED = {
-    "codes stored under a copy": (KVIndex, "flush", _index_flush(wait=True), "host overwrites what to device"),
+    "codes stored under a copy": (KVIndex, "flush", _index_flush, "host overwrites what to device"),
     "a read before its copy": (CopyStreams, "wait", _never, "compute reads what to device"),
-    "cached blocks read before their copy": (CopyStreams, "wait", _lookup_without_waiting, "what to device"),
     "a copy before its source is computed": (CopyStreams, "copying", _at_once, "to host reads what compute"),
     "the host reads before the copy": (OffloadedKV, "flush", _flush_without_waiting, "host reads what to host"),
-    "codes stored before they came": (KVIndex, "flush", _index_flush(wait=False), "host reads what to host"),
-    "an event too early": (OffloadedKV, "_copy_out_async", _event_before_the_copy, "host reads what to host"),
     "prompt given back under a copy": (CopyStreams, "hold", _holding_only("h2d"), "gives memory back that to host"),
     "fetched tokens given back": (CopyStreams, "wait", _wait_without_keeping, "gives memory back that compute"),
     "cache given back under a copy": (CopyStreams, "hold", _holding_only("d2h"), "gives memory back that to device"),
