@@ -107,13 +107,13 @@ class OptunaSweeper(Sweeper):  # type: ignore[misc]
 
         import kvexp
         from kvexp.results.stats import lower_is_better
-        from kvexp.run.user_methods import admitted
+        from kvexp.run.user_code import admitted
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         metric = str(self.config.objective)
         words = [word for word in fixed if word.lstrip("+~").partition("=")[0].split(".")[0] not in NEUTRAL]
-        named = [method for method in admitted().values() if any(method.option in word for word in words)]
-        code = [hashlib.sha256(repr(method.source).encode()).hexdigest()[:16] for method in named]
+        named = [users for users in admitted().values() if any(users.option in word for word in words)]
+        code = [hashlib.sha256(repr(users.source).encode()).hexdigest()[:16] for users in named]
         name = " ".join([f"numerics={kvexp.NUMERICS}", *sorted(words), *code, *sorted(searched), f"objective={metric}"])
         direction = self.direction or ("minimize" if lower_is_better(metric) else "maximize")
         if self.storage.startswith("sqlite:///"):

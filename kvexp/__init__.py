@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvexp.core import Method
     from kvexp.hf.load import Model, Tokenizer
     from kvexp.results.curves import Curves
+    from kvexp.tasks import Task
 
 __version__ = "0.2.0.dev0"
 
@@ -43,7 +44,7 @@ def load(name: str = "smollm2_135m", **settings: Any) -> tuple[Model, Tokenizer]
 
 def compare(
     methods: Sequence[Method | type[Method] | str],
-    task: str | None = None,
+    task: Task | type[Task] | str | None = None,
     kv_ratio: float | Sequence[float] = (0.2, 0.5),
     *,
     prompts: Sequence[Any] | None = None,
@@ -56,8 +57,8 @@ def compare(
 
     methods: names of `kvexp.list_methods()` (MODULE.CLASS and FILE.py too), and method objects or classes that stand in
         a file.
-    task, model: names of `kvexp.list_tasks()` and `kvexp.list_models()`, or a model's folder or hub id; None: what
-        `kvexp run` takes.
+    task: a name of `kvexp.list_tasks()`, or a task of your own like a method; model: a name of `kvexp.list_models()`, a
+        folder or a hub id; None: what `kvexp run` takes.
     prompts: texts of your own in place of a task, or rows {"prompt": TEXT, "answer": TEXT}.
     data: a file of such rows (.jsonl, .json or .parquet).
     settings: any other setting of `kvexp run`, as in limit=9; a dot in its name is written `__`

@@ -130,6 +130,11 @@ def models(names: list[str]) -> int:
     return _listed("model", names)
 
 
+def methods(names: list[str]) -> int:
+    """Print what each method is, or for each of `names` every setting with its default."""
+    return _listed("method", names)
+
+
 def described(group: str) -> dict[str, str]:
     """Option of `method`, `model` or `task` -> what it is, in a line; without importing a method, a task or a model."""
     if group == "method":
@@ -145,55 +150,41 @@ def described(group: str) -> dict[str, str]:
     return known
 
 
-def _is_help(group: str, names: list[str]) -> bool:
-    """Whether help was asked for in place of names; prints it."""
-    wants_help = names[:1] in (["-h"], ["--help"])
-    if wants_help:
-        print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
-    return wants_help
-
-
+@tells_errors(ConfigError)
 def _listed(group: str, names: list[str]) -> int:
-    """The options of a group that stand in conf/GROUPs.yaml, each below the comment that says what it is."""
-    if _is_help(group, names):
+    """Print the options of a group, or the settings of some.
+
+    Of a user's class (`kvexp.run.user_code`) its documentation and fields; its code is loaded for that, by being named.
+    """
+    if names[:1] in (["-h"], ["--help"]):
+        print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
         return 0
+    from kvexp.run.user_code import installed, package_of
+
     known = described(group)
-    if wrong := [name for name in names if name not in known]:
-        say(f"error: no {group} {wrong[0]!r}{_nearest(wrong[0], known)}", file=sys.stderr)
-        return 2
+    points = installed(group, known)
     if not names:
         for name, text in known.items():
             say(f"{name:<26} {text}")
-    for name in names:
-        from kvexp.run.compose import option
-
-        settings = "".join(f"{key}: {json.dumps(value)}\n" for key, value in option(group, name).items())
-        say(f"# {known[name]}\n{group}={name}\n{settings}")
+        for name, point in points.items():
+            say(f"{name:<26} {point.value}, from {package_of(point)}")
+    for text in [
+        _settings_text(group, name, known[name])
+        if name in known
+        else _settings_of_users(group, name, [*known, *points])
+        for name in names
+    ]:
+        say(text)
     return 0
 
 
-@tells_errors(ConfigError)
-def methods(names: list[str]) -> int:
-    """Print what each method is, or for each of `names` every setting with its default.
+def _settings_text(group: str, name: str, about: str) -> str:
+    if group == "method":
+        return f"method={name}\n{_method_options()[name]}"
+    from kvexp.run.compose import option
 
-    Of a user's method (`kvexp.run.user_methods`) its documentation and fields; its code is loaded for that, by being
-    named.
-    """
-    if _is_help("method", names):
-        return 0
-    from kvexp.run.user_methods import installed_methods, package_of
-
-    known = _method_options()
-    installed = installed_methods(known)
-    if not names:
-        for name, text in described("method").items():
-            say(f"{name:<20} {text}")
-        for name, point in installed.items():
-            say(f"{name:<20} {point.value}, from {package_of(point)}")
-    for name in names:
-        text = known.get(name) or _settings_of_user_method(name, [*known, *installed])
-        say(f"method={name}\n{text}")
-    return 0
+    settings = "".join(f"{key}: {json.dumps(value)}\n" for key, value in option(group, name).items())
+    return f"# {about}\n{group}={name}\n{settings}"
 
 
 def _method_options() -> dict[str, str]:
@@ -206,19 +197,19 @@ def _method_options() -> dict[str, str]:
     return dict(sorted(options.items()))
 
 
-def _settings_of_user_method(name: str, known: list[str]) -> str:
-    from kvexp.run.user_methods import load_method, settings_of_class
+def _settings_of_users(group: str, name: str, known: Collection[str]) -> str:
+    from kvexp.run.user_code import BASES, load_class, settings_of_class
 
-    method = load_method(name)
-    if method is None:
-        raise ConfigError(f"no method {name!r}{_nearest(name, known)}")
-    docstring = method.cls.__doc__ or ""
-    signature = f"{method.cls.__name__}("  # which dataclasses write where there is no docstring
+    users = load_class(group, name) if group in BASES else None
+    if users is None:
+        raise ConfigError(f"no {group} {name!r}{_nearest(name, known)}")
+    docstring = users.cls.__doc__ or ""
+    signature = f"{users.cls.__name__}("  # which dataclasses write where there is no docstring
     if not docstring or docstring.startswith(signature):
-        docstring = sys.modules[method.cls.__module__].__doc__ or method.target
+        docstring = sys.modules[users.cls.__module__].__doc__ or users.target
     title = docstring.strip().partition("\n")[0]
-    settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())
-    return f"# {title}\n{settings}"
+    settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(users.cls).items())
+    return f"{group}={name}\n# {title}\n{settings}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
 
+from kvexp.run import user_code
 from kvexp.run.compose import defaults
 from kvexp.run.settings import settings_of
 from kvexp.util.files import CONF
@@ -45,3 +46,9 @@ def composed(*words):
 def settings(*words, typed=()):
     """The settings of a run. typed: words of these that count as set by hand, for its labels."""
     return settings_of(*composed(*words), typed)
+
+
+def admit_in_test(monkeypatch, cls):
+    """Let a class that a test defines be a method or task of runs, as one that a command line has named."""
+    users = user_code.AdmittedClass(cls.__name__, cls, {"class": cls.__name__, "files": {}}, None)
+    monkeypatch.setitem(user_code._ADMITTED, users.target, users)

@@ -178,7 +178,7 @@ run/batches.py: run/test_runner.py run/test_command.py
 + answered = set[str]()
 
 another code of a method is the same run
-run/user_methods.py: run/test_user_methods.py
+run/user_code.py: run/test_user_methods.py
 - hashlib.sha256(plain.encode(errors="backslashreplace"))
 + hashlib.sha256(plain[:20].encode(errors="backslashreplace"))
 

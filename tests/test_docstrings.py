@@ -41,7 +41,7 @@ EMPTY_NAMES = frozenset(
 # Files and folders whose variables are not read yet.
 UNNAMED = re.compile(
     r"experiments/(findings|lib/league|methods_league|pages/|studies/(engines|ruler_board))"
-    r"|kvexp/run/(build|session|user_methods)"
+    r"|kvexp/run/(build|session)"
 )
 # Uses that are the plain word: add one only where no standard term says the same.
 ALLOWED: tuple[str, ...] = (

@@ -65,7 +65,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     "cli": ("util run", set()),
 }
 TOP = {  # kvexp/__init__.py: constants, and functions that import late, of types alone; kvexp/__main__.py: the command
-    "": "core hf results",
+    "": "core hf results tasks",
     "__main__": "cli results",
 }
 

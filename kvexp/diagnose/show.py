@@ -20,7 +20,7 @@ from kvexp.hf.cache import STYLE, mark, section
 from kvexp.results.read import where as parse_where
 from kvexp.run import evictions
 from kvexp.run.batches import settings_at
-from kvexp.run.compose import with_user_methods, without_method_words
+from kvexp.run.compose import with_user_classes, without_class_words
 from kvexp.run.evictions import View
 from kvexp.run.session import Session, active, keys_of
 from kvexp.run.store import Run
@@ -99,7 +99,7 @@ eviction (blue) and the answer (orange); in italics what had not been read yet.<
 DIAGNOSE_DOC = "kvexp diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask on."
 
 
-# May stand anywhere (method=MODULE.CLASS and method_file=FILE.py: before --where), for a run's own files cannot ask for
+# May stand anywhere (method=MODULE.CLASS, task=FILE.py: before --where), for a run's own files cannot ask for
 # this. See docs/scaling.md, What is trusted.
 TRUSTED = re.compile(r"model\.(trust_remote_code|allow_pickle)=true|task\.tasks=.*")
 RUN = "a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run"
@@ -112,10 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["diff"]:
         raise ConfigError("kvexp diagnose has no diff any more: run kvexp diagnose show on either run")
     trusted = [word for word in words if TRUSTED.fullmatch(word)]
-    methods, others = without_method_words([word for word in words if word not in trusted])
+    methods, others = without_class_words([word for word in words if word not in trusted])
     args = parser().parse_args(others)
     with active(Session(typed_keys=keys_of(trusted))):
-        with_user_methods(methods)
+        with_user_classes(methods)
         args.command(args, Console())
     return 0
 

@@ -32,7 +32,7 @@ from kvexp.results.advise import (
 from kvexp.results.curves import job_of
 from kvexp.results.read import read_runs
 from kvexp.run.batches import settings_at
-from kvexp.run.compose import ROWS, option, options, quoted, task_of_rows, with_places, with_user_methods
+from kvexp.run.compose import ROWS, option, options, quoted, task_of_rows, with_places, with_user_classes
 from kvexp.run.jobs import interruptible, run_jobs, runs_of
 from kvexp.run.labels import OF_EVICTION, Shard, task_of
 from kvexp.run.model_spec import ModelSpec
@@ -173,7 +173,7 @@ class Search:
 
     def __init__(self, terms: Terms, session: Session) -> None:
         self.terms, self.session = terms, session
-        words = with_user_methods(with_places(terms.words))
+        words = with_user_classes(with_places(terms.words))
         only = "divergence=false" if terms.loss == "score_loss" else "divergence=only"
         self.common = [*words, *_words_of_data(terms, words), only]
         self.arms = [Arm.of(name, terms.budgets or BUDGETS) for name in terms.methods or METHODS]
@@ -385,7 +385,7 @@ def _words_of_data(terms: Terms, words: Sequence[str]) -> list[str]:
 def search(terms: Terms, *, dry_run: bool) -> Recorded | None:
     """Run what the question takes and return the runs; None for a dry run, which says how long it takes at most."""
     session = Session(typed_keys=keys_of(terms.words))
-    with active(session), interruptible():
+    with active(session), interruptible(session):
         runner = Search(terms, session)
         n = len(runner.examples)
         terms.check(n)

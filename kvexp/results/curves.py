@@ -37,7 +37,7 @@ from kvexp.run.compose import (
     is_data_file,
     is_model_place,
     make_option,
-    named_user_method,
+    named_class,
     option,
     options,
     quoted,
@@ -47,9 +47,10 @@ from kvexp.run.compose import (
 )
 from kvexp.run.jobs import HydraJob, run_jobs
 from kvexp.run.session import Session
-from kvexp.run.user_methods import MISSING, admitted, class_method, settings_of_class
+from kvexp.run.user_code import BASES, admitted, base_of, in_its_file, settings_of_class
+from kvexp.tasks import Task
 from kvexp.util.errors import ConfigError
-from kvexp.util.fields import as_python
+from kvexp.util.fields import MISSING, as_python
 from kvexp.util.files import CONF, replace
 
 RUN = ("model", "task", "method", "setting", "kv_ratio", "n")  # columns that name a run
@@ -138,7 +139,7 @@ _PRINTED: dict[str, Any] = {"index": False, "float_format": "{:.4g}".format, "na
 @in_python("__")
 def compare(
     methods: Sequence[Method | type[Method] | str],
-    task: str | None = None,
+    task: Task | type[Task] | str | None = None,
     kv_ratio: float | Sequence[float] = (0.2, 0.5),
     *,
     prompts: Sequence[Any] | None = None,
@@ -153,7 +154,7 @@ def compare(
     settings = {name: as_python(value) for name, value in settings.items()}
     if isinstance(methods, str | Method | type) or not methods:
         raise ConfigError(f'methods must be a list with at least one method, as in methods=["h2o"], got {methods!r}')
-    if task is not None and not isinstance(task, str):
+    if task is not None and not isinstance(task, str | type | Task):
         raise ConfigError(f'task must be a name, as in task="news", got {task!r}; a budget is kv_ratio={task!r}')
     if wrong := [name for name in settings if "__" not in name and name not in roots()]:
         raise ConfigError(unknown(wrong[0], {}))
@@ -175,7 +176,7 @@ def compare(
     common = [*_words_of_task(task, data), *(_override(key.replace("__", "."), value) for key, value in given.items())]
     jobs = [
         job_of([*words, *common, _override("kv_ratio", ratio)])
-        for words, ratio in itertools.product([_words_of(method) for method in methods], ratios)
+        for words, ratio in itertools.product([_words_of("method", method) for method in methods], ratios)
     ]
     session = Session()
     run_jobs(jobs, session)
@@ -184,12 +185,12 @@ def compare(
     return Curves.of(read_runs(outputs_dir, {"hash": session.hashes}, settings.get("limit"), alone=True))
 
 
-def _words_of_task(task: str | None, data: str | None) -> list[str]:
+def _words_of_task(task: Task | type[Task] | str | None, data: str | None) -> list[str]:
     """The words of a task, a task and a file of its rows, or a file that tells its task."""
-    if task is None or is_data_file(task):
+    if task is None or (isinstance(task, str) and is_data_file(task)):
         file, named = (data, "data") if data is not None else (task, "task")
         return [] if file is None else task_words([file], named)
-    return [_override("task", task), *([] if data is None else [f"task.data_files={quoted(data)}"])]
+    return [*_words_of("task", task), *([] if data is None else [f"task.data_files={quoted(data)}"])]
 
 
 def _file_of(prompts: Any, outputs: Path) -> str:
@@ -221,28 +222,29 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-def _words_of(method: Method | type[Method] | str) -> list[str]:
-    """The overrides that stand for a method: its option, and the fields that differ from the option's."""
-    if isinstance(method, str):
-        return [f"method={method if method in options('method') else make_option(named_user_method(method))}"]
-    if isinstance(method, type):
-        method = method()
-    cls = type(method)
-    if not isinstance(method, Method):
-        raise ConfigError(f"methods holds a {cls.__name__}; a method is a name, or an object of kvexp.core.Method")
+def _words_of(group: str, item: Any) -> list[str]:
+    """The overrides that stand for a method or task, given as its name, class or object: its option, and the fields
+    that differ from the option's.
+    """
+    if isinstance(item, str):
+        return [_override(group, item if item in options(group) else make_option(named_class(group, item)))]
+    cls: Any = item if isinstance(item, type) else type(item)
+    if not issubclass(cls, base_of(group)):
+        raise ConfigError(f"{group}s holds a {cls.__name__}; a {group} is a name, or an object of {BASES[group]}")
     if cls.__module__.partition(".")[0] == "kvexp":
-        name, fields = cls.name, option("method", cls.name)
-        if not fields:
-            raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
+        name, fields = cls.name, option(group, cls.name)
+        if fields.get("_target_", "").rpartition(".")[2] != cls.__name__:
+            raise ConfigError(f"{cls.__name__} is no option of {group}; give its name instead")
         known = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     else:
         # The class as it was loaded from its file; else as its file is now.
-        loaded_ones = (entry for entry in admitted().values() if entry.cls is cls and entry.reference is not None)
-        user_method = next(loaded_ones, None) or class_method(cls)
-        name, known = make_option(user_method), settings_of_class(user_method.cls)
-    values = {key: getattr(method, key) for key in settings_of_class(cls)}
+        loaded_ones = (users for users in admitted(group).values() if users.cls is cls and users.reference is not None)
+        user_class = next(loaded_ones, None) or in_its_file(cls)
+        name, known = make_option(user_class), settings_of_class(user_class.cls)
+    item = item() if isinstance(item, type) else item
+    values = {key: getattr(item, key) for key in settings_of_class(cls)}
     changed = {key: value for key, value in values.items() if known.get(key, MISSING) != value}
-    return [f"method={name}", *(_override(f"method.{key}", value) for key, value in changed.items())]
+    return [f"{group}={name}", *(_override(f"{group}.{key}", value) for key, value in changed.items())]
 
 
 def _override(key: str, value: Any) -> str:

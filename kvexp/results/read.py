@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvexp
 from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
-from kvexp.run.user_methods import place_of, source_files
+from kvexp.run.user_code import BASES, ModulePlace, place_of, source_files
 from kvexp.util.errors import ConfigError
 from kvexp.util.machine import BUSY
 
@@ -101,16 +101,14 @@ class Folder:
         return {name: row["answered"] for name, row in self.scored.items() if row.get("answered") is not None}
 
     @cached_property
-    def source(self) -> dict[str, Any] | None:
-        """Class and digests of the files or cells of a user's method, from the run's identity; None for kvexp's own."""
-        method = self.run.config.get("method")
-        source = method.get("source") if isinstance(method, Mapping) else None
-        return source if isinstance(source, dict) else None
+    def sources(self) -> dict[str, dict[str, Any]]:
+        """Group -> class and digests of the files, of a user's method and task, as the run's identity has them."""
+        return sources_of(self.run)
 
     @cached_property
     def code(self) -> str | None:
-        """Digest of the code of a user's method; None for kvexp's own."""
-        return None if self.source is None else _short(self.source)
+        """Digests of the code of a user's method and task; None for kvexp's own."""
+        return "+".join(map(_short, self.sources.values())) or None
 
     @cached_property
     def made(self) -> float:
@@ -287,7 +285,7 @@ def _named(outputs_dir: str | Path, where: Mapping[str, Any]) -> Collection[str]
     if not labels or any(True for _ in refusals(outputs_dir)):
         return None
     every = list(runs(outputs_dir))
-    if any(isinstance(method := run.config.get("method"), Mapping) and "source" in method for run in every):
+    if any(map(sources_of, every)):
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with names is said when the run is read
@@ -358,10 +356,10 @@ def _first_line(message: Any) -> str:
 
 
 def _labelled(folder: Folder, labels: dict[str, Any]) -> Folder:
-    """Run under these labels, with its NUMERICS, the code of a user's method and all experiments that asked for it."""
+    """Run under these labels, with its NUMERICS, the code of a user's classes and all experiments that asked for it."""
     names = dict.fromkeys(str(request[EXPERIMENT]) for request in folder.asked if request.get(EXPERIMENT) is not None)
     more: dict[str, Any] = {EXPERIMENT: ", ".join(names)} if names else {}
-    more |= {"code": folder.code[:6]} if folder.code else {}
+    more |= {"code": "+".join(code[:6] for code in folder.code.split("+"))} if folder.code else {}
     return replace(folder, labels=labels | {"numerics": folder.run.numerics} | more)
 
 
@@ -385,7 +383,7 @@ def check_pair(first: Folder, other: Folder) -> None:
 def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
     """Runs whose labels, hash or status have the values asked for; a list of values means any of them.
 
-    A run that was asked for under several names is found, and shown, under each. Runs of older code of a user's method,
+    A run that was asked for under several names is found, and shown, under each. Runs of older code of a user's class,
     and refused jobs that a later run made up for, are left out unless where has ALL_VERSIONS or names hashes, of the
     latter also where it names a status. Runs with the same labels get what differs added to their setting.
     """
@@ -393,7 +391,7 @@ def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
 
 
 def chosen_and_left_out(folders: list[Folder], where: Mapping[str, Any]) -> tuple[list[Folder], list[str]]:
-    """`chosen`, and a line for each method of which versions were left out."""
+    """`chosen`, and a line for each method or task of which versions were left out."""
     matching = _matching(folders, {name: value for name, value in where.items() if name != ALL_VERSIONS})
     said: list[str] = []
     if ALL_VERSIONS not in where and "hash" not in where:
@@ -420,20 +418,21 @@ def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
 
 
 def _current(matching: list[Folder], everything: list[Folder]) -> tuple[list[Folder], list[str]]:
-    """Runs without those by older code of a user's method; lines that say so.
+    """Runs without those by older code of a user's method or task; lines that say so.
 
     The code it has now is what its file holds; where that cannot be found, or has not run, what ran last. everything:
     all runs of the folder, for whichever ran last may be hidden by a `where`.
     """
-    versions: dict[str, list[Folder]] = defaultdict(list)
+    versions: dict[tuple[str, str], list[Folder]] = defaultdict(list)
     for folder in everything:
-        if folder.source is not None:
-            versions[_method_of(folder)].append(folder)
-    newest = {name: _newest(same_method) for name, same_method in versions.items()}
+        for group in folder.sources:
+            versions[group, _class_of(folder, group)].append(folder)
+    newest = {key: _newest(same_class, key[0]).sources[key[0]] for key, same_class in versions.items()}
     kept, older, said = [], defaultdict[str, set[str]](set), []
     for folder in matching:
-        if folder.source is not None and folder.code != newest[_method_of(folder)].code:
-            older[f"older code of {folder.labels.get('method')}"].add(folder.run.hash)
+        groups = [name for name, source in folder.sources.items() if source != newest[name, _class_of(folder, name)]]
+        if groups:
+            older[f"older code of {folder.labels.get(groups[0])}"].add(folder.run.hash)
         else:
             kept.append(folder)
     for name, hashes in older.items():
@@ -441,23 +440,33 @@ def _current(matching: list[Folder], everything: list[Folder]) -> tuple[list[Fol
     return kept, said
 
 
-def _method_of(folder: Folder) -> str:
-    """What the versions of a user's method have in common: the class, and the file that it was found in."""
-    reference = (folder.run.command or {}).get("method_found_as")
-    place = place_of(reference) if isinstance(reference, str) else None
-    return f"{(folder.source or {}).get('class')} {place.file.resolve() if place is not None else None}"
+def sources_of(run: Run) -> dict[str, dict[str, Any]]:
+    """Group -> what of a run's identity stands for the code of a user's class in it; of kvexp's own there is none."""
+    nodes = {group: run.config.get(group) for group in BASES}
+    sources = {group: node.get("source") for group, node in nodes.items() if isinstance(node, Mapping)}
+    return {group: source for group, source in sources.items() if isinstance(source, dict)}
 
 
-def _newest(versions: list[Folder]) -> Folder:
-    """A run by the code that the method has now."""
+def _place_of_class(folder: Folder, group: str) -> ModulePlace | None:
+    reference = (folder.run.command or {}).get(f"{group}_found_as")
+    return place_of(reference) if isinstance(reference, str) else None
+
+
+def _class_of(folder: Folder, group: str) -> str:
+    """What the versions of a user's class have in common: its name, and the file that it was found in."""
+    place = _place_of_class(folder, group)
+    return f"{folder.sources[group].get('class')} {place.file.resolve() if place is not None else None}"
+
+
+def _newest(versions: list[Folder], group: str) -> Folder:
+    """A run by the code that the class has now."""
     latest = max(versions, key=lambda folder: folder.made)
-    reference = (latest.run.command or {}).get("method_found_as")
     try:
-        place = place_of(reference) if isinstance(reference, str) else None
+        place = _place_of_class(latest, group)
         files = source_files(place) if place is not None else None
     except OSError:
         return latest
-    return next((version for version in versions if files and files == (version.source or {}).get("files")), latest)
+    return next((version for version in versions if files and files == version.sources[group].get("files")), latest)
 
 
 def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:

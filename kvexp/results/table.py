@@ -485,7 +485,7 @@ def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
     varied = [name for name, shown in values.items() if len(shown) > 1 or (name == "revision" and MOVING in min(shown))]
     if len({row.get("question") for row in rows}) > 1:
         varied = ["question", *varied]
-    if any(not absent(row.get("code")) for row in rows):
+    if len({str(row.get("code")) for row in rows}) > 1:
         varied = ["code", *varied]
     axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", "kv_bytes", size)
     named = [METHOD, axis, *(plain(name, name, right=False) for name in varied)]

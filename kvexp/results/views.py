@@ -615,9 +615,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     methods: list[str] = []
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--measure" in arguments:  # which may need the code of a method of the user's own
-        from kvexp.run.compose import without_method_words
+        from kvexp.run.compose import without_class_words
 
-        methods, arguments = without_method_words(arguments)
+        methods, arguments = without_class_words(arguments)
     return results(parser().parse_args(arguments), methods)
 
 
@@ -705,9 +705,9 @@ def print_full(runs: Runs, console: Console, *, order: str | None = None, explai
 def measured(runs: Runs, methods: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
     """Measure the divergence that runs lack; why not, by the name of a run."""
     from kvexp.run.batches import measure_claimed
-    from kvexp.run.compose import with_user_methods
+    from kvexp.run.compose import with_user_classes
 
-    with_user_methods(methods)
+    with_user_classes(methods)
     return measure_claimed([folder.run for folder in runs.ran], texts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvexp.run.compose import RETIRED, root_values
-from kvexp.run.user_methods import admitted
+from kvexp.run.user_code import BASES, admitted
 from kvexp.util.errors import ConfigError
 from kvexp.util.fields import field_types, typed
 
@@ -50,24 +50,23 @@ def build(
     where: str,
     *,
     within: str | tuple[str, ...],
-    users: Mapping[str, type[Any]] | None = None,
     keys: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Any:
     """The dataclass named by node["_target_"] (in package `within`, or one of several), made from the other fields.
 
-    where: the node's place in the configuration, for messages. users: dotted name -> class, of classes from
-    elsewhere that may be named too. keys: field -> its dotted key, for fields that are not typed as `where.field`.
-    ConfigError names the field, what was found, what is allowed.
+    where: the node's place in the configuration; a user's class that was admitted to that group may be named too.
+    keys: field -> its dotted key, for fields that are not typed as `where.field`. ConfigError names the field, what
+    was found, what is allowed.
     """
     fields = dict(node)
     target = fields.pop("_target_", None)
-    return made((users or {}).get(str(target)) or _class(target, where, within), fields, where, keys)
+    users = admitted(where).get(str(target))
+    return made(_class(target, where, within) if users is None else users.cls, fields, where, keys)
 
 
 def build_method(node: Mapping[str, Any]) -> Method:
-    """The method of a node; a user's by the class that was admitted."""
-    users = {target: method.cls for target, method in admitted().items()}
-    method: Method = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"), users=users)
+    """The method of a node."""
+    method: Method = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"))
     return method
 
 
@@ -199,7 +198,7 @@ def quantization_of(node: Mapping[str, Any]) -> AnyQuantization | None:
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
     packages = (within,) if isinstance(within, str) else within
     if not isinstance(target, str) or not target.startswith(tuple(f"{package}." for package in packages)):
-        own = f"; if it is code of your own, say so on the command line: method={target}" if where == "method" else ""
+        own = f"; if it is code of your own, say so on the command line: {where}={target}" if where in BASES else ""
         raise ConfigError(f"{where}._target_ must name a class of {' or '.join(packages)}, got {target!r}{own}")
     module, _, name = target.rpartition(".")
     try:

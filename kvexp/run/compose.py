@@ -1,4 +1,4 @@
-"""What a command line of `kvexp run` may say: settings, what a mistake was meant to be, a user's methods."""
+"""What a command line of `kvexp run` may say: settings, what a mistake was meant to be, a user's classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvexp.run.user_methods import AdmittedMethod, admit, admitted, installed_methods, load_method, settings_of_class
+from kvexp.run.user_code import BASES, AdmittedClass, admit, admitted, installed, load_class, settings_of_class
 from kvexp.util.errors import REMARKS, ConfigError, nearest
 from kvexp.util.files import CONF
 from kvexp.util.output import say
@@ -39,6 +39,7 @@ RETIRED = dict.fromkeys(
     ("budget=pyramid", "budget.pyramid"),
     "budget=pyramid and budget.pyramid are no more: write budget.layers=pyramid, by which early layers get more slots",
 )
+RETIRED["method_file"] = "method_file is no more: write method=FILE.py or method=FILE.py:CLASS"
 
 
 @functools.cache
@@ -127,7 +128,7 @@ def settings() -> dict[str, tuple[str, ...]]:
     """Dotted key -> the options of its group that have it, none for a key of conf/config.yaml."""
     options_by_key: dict[str, tuple[str, ...]] = dict.fromkeys(_leaves(root_values()), ())
     nodes = [(group, name, option(group, name)) for group in defaults() for name in options(group)]
-    nodes += [("method", method.option, settings_of_class(method.cls)) for method in admitted().values()]
+    nodes += [(users.group, users.option, settings_of_class(users.cls)) for users in admitted().values()]
     for group, name, node in nodes:
         for key in _leaves(node, f"{group}."):
             options_by_key[key] = (*options_by_key.get(key, ()), name)
@@ -220,7 +221,7 @@ def explained(error: Exception, words: Sequence[str]) -> str:
             return RETIRED[f"{group}={name}"]
         if group:
             known = [entry for entry in error.options if not entry.endswith("/")]
-            known += sorted(installed_methods()) if group == "method" else []
+            known += sorted(installed(group)) if group in BASES else []
             wrong = f"there is no {group}={name}" if name else f"{group}= names no option"
             return f"{wrong}{meant(name, known)}\n{group} may be {', '.join(known)}"
     if isinstance(error, OverrideParseException):
@@ -342,40 +343,34 @@ def stop(message: str) -> NoReturn:
     sys.exit(1)
 
 
-# -- the user's methods that a command line names ----------------------------------------------------------------------
+# -- the user's classes that a command line names ----------------------------------------------------------------------
 #
-# Only words that were typed come here, and become options of `method`. What a composed file names without that stays
-# unknown to Hydra and to `kvexp.run.build`, so that no file can have code loaded.
-
-FILE_KEY = "method_file"
+# Only words that were typed come here, and become options of `method` and `task`. What a composed file names without
+# that stays unknown to Hydra and to `kvexp.run.build`, so that no file can have code loaded.
 
 
-def is_method_word(word: str) -> bool:
-    """Whether a word of a command line chooses a method."""
-    return word.lstrip("+").partition("=")[0] in ("method", FILE_KEY) and "=" in word
+def names_class(word: str) -> bool:
+    """Whether a word of a command line chooses a method or a task, which may be a user's."""
+    return word.lstrip("+").partition("=")[0] in BASES and "=" in word
 
 
-def without_method_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line of run folders into the words that name a user's method and the others.
+def without_class_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line of run folders into the words that name a user's class and the others.
 
     What follows --where is a label to look for, and chooses nothing.
     """
     labels = next((place for place, word in enumerate(words) if word.startswith(("--where", "-w"))), len(words))
-    named = [word for word in words[:labels] if is_method_word(word)]
+    named = [word for word in words[:labels] if names_class(word)]
     return named, [*(word for word in words[:labels] if word not in named), *words[labels:]]
 
 
-def with_user_methods(words: Sequence[str]) -> list[str]:
-    """Admit every user's method of a command line; returns the words with method files replaced by their options.
+def with_user_classes(words: Sequence[str]) -> list[str]:
+    """Admit every user's class of a command line; returns the words with files replaced by the options they became.
 
-    ConfigError where a method cannot be loaded, or where two have one name.
+    ConfigError where a class cannot be loaded, or where two have one name.
     """
-    chosen = [word for word in words if is_method_word(word)]
-    if len(chosen) > 1 and any(word.lstrip("+").startswith(FILE_KEY) for word in chosen):
-        methods = ",".join(word.partition("=")[2] for word in chosen)
-        raise ConfigError(f"{' and '.join(chosen)} each name the method; write -m method={methods} for a run of each")
-    known: dict[str, AdmittedMethod] = {}
-    return [_translated(word, known) if word in chosen else word for word in words]
+    known: dict[str, AdmittedClass] = {}
+    return [_translated(word, known) if names_class(word) else word for word in words]
 
 
 def with_places(words: Sequence[str]) -> list[str]:
@@ -462,50 +457,46 @@ def is_model_place(name: str) -> bool:
     return name not in options("model") and ("/" in name or ":" in name or Path(name).exists())
 
 
-def named_user_method(name: str) -> AdmittedMethod:
-    """A user's method by MODULE.CLASS, FILE.py or an installed package's name; ConfigError where there is none."""
-    method = load_method(name)
-    if method is None:
-        near = meant(name, options("method"))
-        raise ConfigError(f"there is no method {name!r}{near or '; `kvexp methods` lists them'}")
-    return method
+def named_class(group: str, name: str) -> AdmittedClass:
+    """A user's class by MODULE.CLASS, FILE.py or an installed package's name; ConfigError where there is none."""
+    users = load_class(group, name)
+    if users is None:
+        near = meant(name, options(group))
+        raise ConfigError(f"there is no {group} {name!r}{near or f'; `kvexp {group}s` lists them'}")
+    return users
 
 
-def make_option(method: AdmittedMethod) -> str:
-    """Admit the method and let Hydra know it; returns its option of `method`."""
-    admit(method)
-    node = {"_target_": method.target, **settings_of_class(method.cls)}
-    ConfigStore.instance().store(group="method", name=method.option, node=node, provider="kvexp user method")
-    return method.option
+def make_option(users: AdmittedClass) -> str:
+    """Admit the class and let Hydra know it; returns its option of `method` or `task`."""
+    admit(users)
+    node = {"_target_": users.target, **settings_of_class(users.cls)}
+    ConfigStore.instance().store(group=users.group, name=users.option, node=node, provider="kvexp user class")
+    return users.option
 
 
-def _translated(word: str, known: dict[str, AdmittedMethod]) -> str:
+def _translated(word: str, known: dict[str, AdmittedClass]) -> str:
     key, _, value = word.partition("=")
-    if key.lstrip("+") == FILE_KEY:
-        names = [name.strip().strip("'\"") for name in value.split(",")]
-        if wrong := [name for name in names if ".py" not in name]:
-            raise ConfigError(f"{word}: {wrong[0] or 'nothing'} is no file FILE.py or FILE.py:CLASS")
-        return f"method={','.join(_option(name, known) for name in names)}"
+    group = key.lstrip("+")
     for name in _typed_names(word):
-        if name in options("method"):
-            installed_methods(options("method"))  # refuses a package that offers a method of this name too
-        elif (replacement := _option(name, known)) != name:
+        if name in options(group):
+            installed(group, options(group))  # refuses a package that offers one of this name too
+        elif not is_data_file(name) and (replacement := _option(group, name, known)) != name:
             value = value.replace(name, replacement)
     return f"{key}={value}"
 
 
-def _option(name: str, known: dict[str, AdmittedMethod]) -> str:
-    """The option that a name stands for: its own where it is no user's method, which Hydra will judge."""
-    method = load_method(name)
-    if method is None:
+def _option(group: str, name: str, known: dict[str, AdmittedClass]) -> str:
+    """The option that a name stands for: its own where it is no user's class, which Hydra will judge."""
+    users = load_class(group, name)
+    if users is None:
         return name
-    before = known.setdefault(method.option, method)
-    if before.source != method.source:
+    before = known.setdefault(users.option, users)
+    if before.source != users.source:
         raise ConfigError(
-            f"{before.reference} and {method.reference} are both called {method.option} in a run; rename one of the "
+            f"{before.reference} and {users.reference} are both called {users.option} in a run; rename one of the "
             "files or classes"
         )
-    return make_option(method)
+    return make_option(users)
 
 
 def _typed_names(word: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from kvexp.run.compose import LISTED, listed, stop
-from kvexp.run.session import current
+from kvexp.run.session import Session, current
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import CONF
 
@@ -40,6 +40,10 @@ TRUST = {
 class CheckedLoader(ConfigLoaderImpl):
     """Hydra's loader of configurations, which checks what it composes, for a command and for each of its jobs."""
 
+    def __init__(self, path: Any, session: Session) -> None:
+        super().__init__(path)
+        self.session = session
+
     def load_configuration(self, *given: Any, **named: Any) -> Any:
         composed = super().load_configuration(*given, **named)
         plain: Any = OmegaConf.to_container(composed, resolve=False)
@@ -51,7 +55,7 @@ class CheckedLoader(ConfigLoaderImpl):
             kind: Plugins.instance().discover(base) for kind, base in (("launcher", Launcher), ("sweeper", Sweeper))
         }
         names = {kind: {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} for kind, classes in known.items()}
-        check_hydra(node, names, current().typed_keys or ())
+        check_hydra(node, names, self.session.typed_keys or ())
         check_targets(plain)
         return composed
 

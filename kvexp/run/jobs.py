@@ -49,9 +49,9 @@ from kvexp.run.labels import (
     request_key,
 )
 from kvexp.run.model_spec import ModelSpec
-from kvexp.run.session import Session, active, current, keys_of
+from kvexp.run.session import Session, active, keys_of
 from kvexp.run.store import DIVERGENCE, EXAMPLES, Run, accept, refusal_file, refuse, run_hash
-from kvexp.run.user_methods import source_of
+from kvexp.run.user_code import source_of
 from kvexp.util.errors import CacheError, ConfigError
 from kvexp.util.files import CONF, SETTLED_NS, cache_folder, replace, stamp
 from kvexp.util.machine import tell_threads, use_threads
@@ -439,7 +439,7 @@ def install_handler() -> None:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(session: Session) -> Iterator[None]:
     """The block ends at the first interrupt, with a summary; before and after it there is nothing to sum up."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
@@ -449,7 +449,7 @@ def interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args in {(key,) for key in WORDS} else signal.SIGINT
-        say(f"\n{WORDS[number]}: {summary(current())}{KEPT}", file=sys.stderr, flush=True)
+        say(f"\n{WORDS[number]}: {summary(session)}{KEPT}", file=sys.stderr, flush=True)
         sys.exit(128 + number)
     finally:
         for number, handler in before.items():
@@ -622,8 +622,8 @@ def _files_named(job: HydraJob, settings: Settings) -> set[str] | None:
     from kvexp.tasks import LMEval
 
     model, task, config = settings.model, settings.task, settings.command["config"]
-    users = source_of(type(settings.method)) is not None or model.trust_remote_code
-    if users or isinstance(task, LMEval) or diagnosis_of(job.config) is not None:
+    users = any(source_of(type(item)) is not None for item in (settings.method, task))
+    if users or model.trust_remote_code or isinstance(task, LMEval) or diagnosis_of(job.config) is not None:
         return None
     rows = task.data_files
     if not (task.generated if rows is None else os.path.exists(os.path.expanduser(rows))):

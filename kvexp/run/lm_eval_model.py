@@ -40,7 +40,7 @@ from kvexp.hf.moving_rope import MovingRope
 from kvexp.lm_eval import Ask, NothingToJudge, Scorer, check_row_mask, padded
 from kvexp.run.build import build_budget, build_cache, build_method
 from kvexp.run.compose import option, options
-from kvexp.run.user_methods import admitted
+from kvexp.run.user_code import admitted
 from kvexp.tasks.lm_eval import Making, Protocol, protocol_of
 from kvexp.util.errors import CacheError, ConfigError
 from kvexp.util.fields import typed
@@ -71,13 +71,13 @@ OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
 def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
     """The method of this name with its own defaults, but for `settings`; a Method itself, as given in Python.
 
-    A user's method has the option under which it was admitted (`kvexp.run.user_methods`): nothing is loaded here.
+    A user's method has the option under which it was admitted (`kvexp.run.user_code`): nothing is loaded here.
     """
     if isinstance(name, Method):
         if settings:
             raise ConfigError(f"method is a {type(name).__name__} already: give it its settings, not as method.NAME")
         return name
-    users = {method.option: method for method in admitted().values()}
+    users = {method.option: method for method in admitted("method").values()}
     if name not in options("method") and name not in users:
         raise ConfigError(
             f"method must be one of {', '.join(options('method'))}, or a class of yours, named in --model_args as "
@@ -458,10 +458,10 @@ def _check_model(given: dict[str, Any], arguments: Sequence[str], rest: list[str
 
     The code of a user's method is loaded for that, since somebody has typed its name.
     """
-    from kvexp.run.user_methods import admit, load_method
+    from kvexp.run.user_code import admit, load_class
 
     typed = given.get("method")
-    method = load_method(typed) if isinstance(typed, str) else None
+    method = load_class("method", typed) if isinstance(typed, str) else None
     if method is not None:
         given["method"] = admit(method).option
         named = re.compile(rf"(\bmethod(?:=|\"\s*:\s*\")){re.escape(str(typed))}(?![\w.:])")

@@ -26,17 +26,17 @@ from kvexp.run.compose import (
     mistaken_option,
     stop,
     with_places,
-    with_user_methods,
+    with_user_classes,
 )
 from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
-from kvexp.run.session import Session, active, current, keys_of
+from kvexp.run.session import Session, active, keys_of
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import CONF
 from kvexp.util.output import watch_pipes
 
 
-def compose_and_run() -> None:
+def compose_and_run(session: Session) -> None:
     """Run the job or jobs that Hydra composes of sys.argv, or show what was asked for (--help, --cfg, --info).
 
     Hydra's own main, but for the loader that checks what is composed (`kvexp.run.guard`).
@@ -53,8 +53,14 @@ def compose_and_run() -> None:
     guard()
     version.setbase("1.3")
     name, words = args.config_name or "config", args.overrides
+
+    def run_job(config: DictConfig) -> float | None:
+        from kvexp.run.jobs import main_job  # late: --help must not wait for torch
+
+        return main_job(config, session)
+
     hydra = Hydra.create_main_hydra2("kvexp", path := _search_path(args.config_path, args.config_dir))
-    hydra.config_loader = CheckedLoader(path)
+    hydra.config_loader = CheckedLoader(path, session)
     try:
         if args.help:
             hydra.format_config_groups = lambda *_: _option_lists(hydra)  # type: ignore[method-assign]
@@ -70,7 +76,7 @@ def compose_and_run() -> None:
         else:
             sweep = args.multirun or (_may_sweep(args) and hydra.get_mode(name, words) == RunMode.MULTIRUN)
             mode, perform = ("MULTIRUN", hydra.multirun) if sweep else ("RUN", hydra.run)
-            perform(config_name=name, task_function=_job, overrides=[*words, f"hydra.mode={mode}"])
+            perform(config_name=name, task_function=run_job, overrides=[*words, f"hydra.mode={mode}"])
     finally:
         GlobalHydra.instance().clear()
 
@@ -111,12 +117,6 @@ def _search_path(config_path: str | None, config_dir: str | None) -> Any:
     return path
 
 
-def _job(config: DictConfig) -> float | None:
-    from kvexp.run.jobs import main_job  # late: --help must not wait for torch
-
-    return main_job(config, current())
-
-
 def own_launchers() -> None:
     """Let conf/hydra/launcher count where Hydra's plugins of the same names are installed too; they know no groups."""
     Plugins.instance()  # registers them
@@ -134,16 +134,16 @@ def main(session: Session | None = None) -> NoReturn:
     session = session or Session()
     try:
         check_groups(sys.argv[1:])
-        sys.argv[1:] = with_places(with_user_methods(sys.argv[1:]))
+        sys.argv[1:] = with_places(with_user_classes(sys.argv[1:]))
         session.typed_keys = keys_of(sys.argv[1:])
         own_launchers()
         planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
-        with active(session), interruptible(), hydra_errors_shown(sys.argv[1:]):
+        with active(session), interruptible(session), hydra_errors_shown(sys.argv[1:]):
             if planning:
                 from kvexp.run.plan import dry_run
 
                 sys.exit(dry_run(compose_and_run, planning[-1], session))
-            compose_and_run()
+            compose_and_run(session)
     except ConfigError as error:
         stop(str(error))
     sys.exit(session.exit_code)

@@ -7,7 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from kvexp.run import model_spec
-from kvexp.run.compose import in_python, is_model_place, meant, named_user_method, option, options
+from kvexp.run.compose import in_python, is_model_place, meant, named_class, option, options
 from kvexp.run.labels import with_packaged_path
 from kvexp.util.errors import ConfigError
 from kvexp.util.fields import as_python
@@ -115,5 +115,5 @@ def method_of(name: str) -> Method:
 
     if name in options("method"):
         return build_method(option("method", name))
-    method: Method = named_user_method(name).cls()
+    method: Method = named_class("method", name).cls()
     return method

@@ -256,7 +256,7 @@ DATA: dict[str, tuple[int, int]] = {
 LISTED = 40  # runs shown one by one; more are shown in groups
 
 
-def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
+def dry_run(main: Callable[[Session], None], option: str, session: Session) -> int:
     """Let Hydra compose the jobs of sys.argv without running one and print their plan; returns the exit code.
 
     option: --dry-run, or --dry-run=NAME of another machine (`MACHINES`). Nothing is written: Hydra's own notes on a
@@ -277,7 +277,7 @@ def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
         sys.argv[1:] = [*words, "hydra/launcher=basic", f"hydra.sweep.dir={folder}"]
         session.collect_jobs()
         try:
-            main()
+            main(session)
         finally:
             jobs = session.collected_jobs()
     swept = any(job.number is not None for job in jobs)

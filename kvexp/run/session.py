@@ -95,7 +95,11 @@ _active: list[Session] = []  # the innermost last: a launcher may run a worker's
 
 
 def current() -> Session:
-    """The innermost active session; an empty one where nobody has made one active."""
+    """The innermost active session; an empty one where nobody has made one active.
+
+    For what no caller hands a session to: Hydra makes the launcher and the callback, and a run is read again from its
+    folder in the middle of a diagnosis (`kvexp.run.guard.check_stored`). Everything else takes it as an argument.
+    """
     return _active[-1] if _active else Session()
 
 

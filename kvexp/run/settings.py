@@ -54,7 +54,7 @@ from kvexp.run.model_spec import (
     thinking_of_model,
     tokenizer_folder,
 )
-from kvexp.run.user_methods import admitted, source_of
+from kvexp.run.user_code import admitted, source_of
 from kvexp.tasks import LMEval, Task
 from kvexp.tasks.base import with_samples, with_shared_context
 from kvexp.tasks.lm_eval import written_after
@@ -371,7 +371,7 @@ class Settings:
             "model": self.model.identity(),
             "task": {
                 "name": self.task.name,
-                **_plain(self.task, without=(*_NOT_THE_TASK, *self.task.not_identifying())),
+                **_plain(self.task, without=(*_not_the_task(self.task), *self.task.not_identifying())),
             },
             "data": self.task.pinned,
             "generation": _plain(self.decoding, without=("thinking",)),
@@ -381,8 +381,9 @@ class Settings:
         }
         if self.model.strip_thinking is True and self.templated:
             del identity["model"]["strip_thinking"]  # as auto does
-        if (source := source_of(type(self.method))) is not None:
-            identity["method"]["source"] = source
+        for group, item in (("method", self.method), ("task", self.task)):
+            if (source := source_of(type(item))) is not None:
+                identity[group]["source"] = source
         if corrected := self.task.corrected():
             identity["task"]["corrected"] = list(corrected)
         if self.cache.calibration is not None:
@@ -432,13 +433,13 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         if name in config["task"]:
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     method = build_method(config["method"])
-    # Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it.
-    users = [entry for entry in admitted().values() if entry.cls is type(method)]
-    place = {"method_found_as": users[0].reference} if users else {}
     for name in CACHE:
         if name not in config["cache"] and name not in ADDED_LATER:
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
     task = task_of(config)
+    # Where a user's classes were found, for a reader of the run's folder; nothing is ever loaded by it.
+    classes = (type(method), type(task))
+    places = {f"{users.group}_found_as": users.reference for users in admitted().values() if users.cls in classes}
     _check_targets_of_options(config, choices)
     if config.get("questions") == "all":
         task = with_shared_context(task, choices.get("task", task.name))
@@ -478,7 +479,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
-        command={"config": config, "choices": choices, "overrides": list(overrides), **place},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **places},
         divergence=DivergenceOptions.read(config),
         engine=engine_of(config),
     )
@@ -537,6 +538,12 @@ def _quantization_identity(quantization: AnyQuantization) -> dict[str, Any]:
     if isinstance(quantization, EngineQuantization) and quantization.in_blocks:
         plain |= {"rotate": quantization.rotate is not False, "neighbours": quantization.neighbours}
     return plain
+
+
+def _not_the_task(task: Task) -> list[str]:
+    """The fields of _NOT_THE_TASK that kvexp's own class gives the task: a user's field of such a name counts."""
+    task_class = next(base for base in type(task).__mro__ if base.__module__.startswith("kvexp."))
+    return [field.name for field in dataclasses.fields(task_class) if field.name in _NOT_THE_TASK]
 
 
 def _unused(method: Method) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from omegaconf import open_dict
 from kvexp.run.jobs import HydraJob, built, run_job, run_jobs, runs_of
 from kvexp.run.session import Failure, Session, active
 from kvexp.run.store import Run, run_hash
-from kvexp.run.user_methods import admit, admitted, load_method
+from kvexp.run.user_code import BASES, admit, admitted, load_class
 from kvexp.util.errors import CacheError, ConfigError, NotFinite
 from kvexp.util.machine import watch_torch
 from kvexp.util.output import say
@@ -213,12 +213,12 @@ def _unpack_error(kind: str, number: int, words: str, place: str) -> Exception:
 class JobBatch:
     """Jobs for one worker; words: what tells each job of the whole sweep apart (`Session.overrides_of_jobs`).
 
-    methods: reference and source of each user's method of the sweep, for the worker to load the same code.
+    classes: group, reference and source of each user's class of the sweep, for the worker to load the same code.
     """
 
     jobs: list[HydraJob]
     words: list[list[str]]
-    methods: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    classes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return ", ".join(job.name for job in self.jobs)
@@ -270,7 +270,7 @@ def run_batch(shipment: JobBatch) -> BatchResult:
     """In the worker: run the jobs in a session of their own, and tell what they were."""
     watch_torch()
     with active(Session(overrides_of_jobs=shipment.words)) as session:
-        _load_methods(shipment.methods)
+        _load_classes(shipment.classes)
         values = run_jobs(shipment.jobs, session)
     by_number = dict(zip(map(_number, shipment.jobs), values, strict=True))
     return BatchResult(session.hashes, session.failures, by_number, session.unmeasured)
@@ -291,25 +291,25 @@ def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Itera
                 f"hydra.launcher.shards={shards} splits the examples, and so does shard={job.config.shard}: drop one"
             )
         alike.setdefault(_number(job) if why_alone(settings) else group_key(settings), []).append(job)
-    named = {job.config.method.get("_target_") for job in jobs}
-    known = [method for method in admitted().values() if method.target in named]
-    methods = [(method.reference, method.source) for method in known if method.reference is not None]
+    named = {job.config[group].get("_target_") for job in jobs for group in BASES}
+    known = [users for users in admitted().values() if users.target in named]
+    classes = [(users.group, users.reference, users.source) for users in known if users.reference is not None]
     for together in alike.values():
         for index in range(shards):
-            yield JobBatch([_part(job, index, shards) for job in together], session.overrides_of_jobs, methods)
+            yield JobBatch([_part(job, index, shards) for job in together], session.overrides_of_jobs, classes)
 
 
-def _load_methods(methods: list[tuple[str, dict[str, Any]]]) -> None:
+def _load_classes(classes: list[tuple[str, str, dict[str, Any]]]) -> None:
     """ConfigError where a file has another content than where the sweep was started."""
-    for reference, source in methods:
-        if any(method.source == source for method in admitted().values()):
+    for group, reference, source in classes:
+        if any(users.source == source for users in admitted().values()):
             continue
-        method = load_method(reference)
-        if method is None or method.source != source:
+        users = load_class(group, reference)
+        if users is None or users.source != source:
             raise ConfigError(
                 f"the code of {reference} is not, in this worker, what it was where the sweep was started"
             )
-        admit(method)
+        admit(users)
 
 
 def _part(job: HydraJob, index: int, shards: int) -> HydraJob:

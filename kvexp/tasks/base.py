@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 from kvexp.tasks import data
 from kvexp.tasks.metrics import check_references, check_rouge_installed, dropped_letters, is_unspaced, lines, rouge
 from kvexp.util.errors import ConfigError, Rule, refuse
-from kvexp.util.fields import AtLeast, Range, field_types, typed
+from kvexp.util.fields import AtLeast, Range, defaults_of, field_types, typed
 from kvexp.util.files import Stamp, stamp
 
 Item = TypeVar("Item")
@@ -218,14 +219,36 @@ class Task:
     truncate: Truncation = "middle"
     pad_to: Positive | None = None
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Name the subclass after its class unless it says a `name`."""
+        super().__init_subclass__(**named)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
+    @classmethod
+    def check_class(cls) -> None:
+        """ConfigError for a class that leaves out what is asked of every task: examples, scores, their names."""
+        scored = cls.only_nll or cls.score_choices is not Task.score_choices
+        for name, arguments in {"example": "row, where", "score": "output, reference, example"}.items():
+            if getattr(cls, name) is getattr(Task, name) and not (scored and name == "score"):
+                raise ConfigError(
+                    f"{cls.__qualname__} has no {name}: write def {name}(self, {arguments}), as in docs/new_method.md"
+                )
+        names: Any = cls.metrics
+        if not names or isinstance(names, str) or (names is Task.metrics and not issubclass(cls, RougeTask)):
+            raise ConfigError(
+                f'{cls.__qualname__} says no metrics: write metrics = ("accuracy",), the names that its scores have, '
+                "the first of which tables show"
+            )
+
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Option -> default, of what a command line may set of the task.
 
         Without what the run says (`SET_BY_THE_RUN`), and without where rows come from of a task that makes them.
         """
-        plain = {option.name: option.default for option in fields(Task)}
-        defaults = {option.name: option.default for option in fields(cls) if option.name not in SET_BY_THE_RUN}
+        plain = defaults_of(Task)
+        defaults = {name: value for name, value in defaults_of(cls).items() if name not in SET_BY_THE_RUN}
         rows = [option.name for option in fields(data.DataSource) if cls.generated]
         return {name: value for name, value in defaults.items() if name not in rows or value != plain[name]}
 
@@ -359,6 +382,27 @@ class Task:
         if not examples:
             where = f"task.name={self.name}" if self.generated else str(self.source)
             raise ConfigError(f"{where}: found no rows; name a file or split that has some")
+        if type(self).__module__.partition(".")[0] != "kvexp":
+            self._rehearse(examples)
+
+    def _rehearse(self, examples: Sequence[Example]) -> None:
+        """ConfigError where a user's class makes examples of other than texts, or scores by other names or no numbers.
+
+        The first example's reference is scored as if it were an answer.
+        """
+        name, hints = type(self).__qualname__, field_types(Example)
+        for example, option in itertools.product(examples, fields(Example)):
+            typed(getattr(example, option.name), hints[option.name], f"{name}.example: {option.name}")
+        first = examples[0]
+        if self.only_nll or first.choices:
+            return
+        scores: Any = self.score(first.reference, first.reference, first)
+        if not isinstance(scores, dict) or not set(scores) <= set(self.metrics):
+            raise ConfigError(
+                f"{name}.score must return {{metric: percent}} of {', '.join(self.metrics)}, got {scores!r}"
+            )
+        for metric, value in scores.items():
+            typed(value, float, f"{name}.score: {metric}")
 
     def check_examples(self, examples: Sequence[Example]) -> None:
         """ConfigError where these texts cannot be scored as the task is set; called with all of them before any run."""

@@ -525,6 +525,7 @@ class RulerQA(Ruler):
     (rajpurkar/squad_v2; hotpotqa/hotpot_qa, distractor). Questions come in the order of the file, as in RULER.
     """
 
+    name: ClassVar[str] = "ruler"
     generated: ClassVar[bool] = False
     subsets: ClassVar[Mapping[str, Subset]] = {name: MAKERS[name] for name in FROM_FILES}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 from kvexp.util.errors import ConfigError
 
+MISSING = "???"  # OmegaConf's word for a value that has to be given
 TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
 
 
@@ -54,6 +56,16 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
         return typing.get_type_hints(cls, include_extras=True)
     except NameError:
         return {}
+
+
+def defaults_of(cls: type[Any]) -> dict[str, Any]:
+    """Field -> default, MISSING where there is none, of the fields that a constructor takes."""
+    defaults = {}
+    for field in dataclasses.fields(cls):
+        if field.init:
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            defaults[field.name] = MISSING if value is dataclasses.MISSING else value
+    return defaults
 
 
 def check_fields(item: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from commands import admit_in_test
 from test_bounded_prefill import settings
 from test_chat_template import CHATML
 
@@ -65,6 +66,11 @@ class ShortDialogue(DialogueTask):
 
     def fingerprint(self) -> str:
         return "short"
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch):
+    admit_in_test(monkeypatch, ShortDialogue)
 
 
 def talk(outputs: Any, *words: str, history: str = "own") -> Settings:

@@ -183,7 +183,7 @@ def test_what_is_not_kept(given, tmp_path, monkeypatch):
     mine = tmp_path / "mine.py"
     mine.write_text("from dataclasses import dataclass\nfrom kvexp.methods import H2O\n\n\n@dataclass(frozen=True)\n"
                     'class Mine(H2O):\n    name: str = "mine"\n')  # fmt: skip
-    for words in ([f"+method_file={mine}"], ["method=h2o", "diagnose=log"], ["method=h2o", "objective=rouge1"]):
+    for words in ([f"method={mine}"], ["method=h2o", "diagnose=log"], ["method=h2o", "objective=rouge1"]):
         given(*words)
         assert SAID not in given(*words), words
     assert not Run.load(next(iter(runs(tmp_path / "out"))).path).failure()

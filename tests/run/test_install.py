@@ -91,10 +91,9 @@ def test_kvexp_run_works_outside_the_checkout(installed, tmp_path):
 @pytest.mark.slow
 def test_an_own_method_runs_outside_the_checkout(installed, tmp_path):
     """The command's own folder is searched by Python, and not the current one: kvexp searches that."""
-    (text,) = files(ROOT / "docs" / "new_method.md").values()
-    (tmp_path / "keydiff.py").write_text(text)
+    (tmp_path / "keydiff.py").write_text(files(ROOT / "docs" / "new_method.md")["keydiff.py"])
     small = ("model=testbed_rope", "task=testbed_summary", "limit=1", "task.max_new_tokens=2")
-    for words in ("method=keydiff.KeyDiff", "+method_file=keydiff.py"):
+    for words in ("method=keydiff.KeyDiff", "method=keydiff.py"):
         done = called(installed, "kvexp", "run", *small, words, cwd=tmp_path)
         assert done.returncode == 0 and "keydiff.KeyDiff" in done.stdout, done.stderr
     assert len(list(runs(tmp_path / "outputs"))) == 2

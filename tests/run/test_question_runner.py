@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 import pytest
-from commands import composed
+from commands import admit_in_test, composed
 from commands import settings as composed_settings
 
 import kvexp.generate
@@ -73,6 +73,11 @@ class Reading(QuestionTask):
     def score_choices(self, logprobs, tokens, example):
         assert len(logprobs) == len(tokens) == len(example.choices)
         return {"hit": 100.0 * (example.choices[logprobs.index(max(logprobs))] == example.reference)}
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch):
+    admit_in_test(monkeypatch, Reading)
 
 
 def settings(outputs, task, *overrides, **changes):

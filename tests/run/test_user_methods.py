@@ -37,14 +37,14 @@ from kvexp.generate import GenerationParams, decode_batches, generate, prefill_t
 from kvexp.methods import H2O
 from kvexp.results.views import main as results
 from kvexp.retrieval.method import Retrieval
-from kvexp.run.compose import without_method_words
+from kvexp.run.compose import without_class_words
 from kvexp.run.store import runs
-from kvexp.run.user_methods import admitted, class_method, code_digest, load_method
+from kvexp.run.user_code import admitted, code_digest, in_its_file, load_class
 from kvexp.run.workers import JobBatch, run_batch
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import CONF
 
-REGISTRY = sys.modules["kvexp.run.user_methods"]
+REGISTRY = sys.modules["kvexp.run.user_code"]
 FEW = small("limit=1", "task.max_new_tokens=2", "task.nll=false")
 
 KEYDIFF = '''"""Keys unlike the mean key stay."""
@@ -119,13 +119,13 @@ def test_a_module_in_the_current_folder_is_a_method_with_its_fields(command, fol
 def test_a_file_is_the_module_of_its_name(command, folder):
     assert command("method=keydiff.KeyDiff")[0] == 0
     (first,) = of_method(folder)
-    for words in ("+method_file=keydiff.py", "method_file=./keydiff.py:KeyDiff", "method=keydiff.py"):
+    for words in ("method=keydiff.py", "method=./keydiff.py:KeyDiff"):
         code, out, err = command(words)
         assert code == 0 and "1 of 1 rows are there already" in out, err
     assert list(of_method(folder)) == [first]
     (folder / "a folder").mkdir()
     shutil.move("keydiff.py", "a folder/keydiff.py")
-    code, out, err = command("+method_file='a folder/keydiff.py'")
+    code, out, err = command("method='a folder/keydiff.py'")
     assert code == 0 and "1 of 1 rows are there already" in out, err
 
 
@@ -230,20 +230,20 @@ def test_in_a_sweep_it_shares_prefills_and_makes_the_rows_it_makes_alone(command
 
 def test_dry_run_and_two_files_in_a_sweep(command, folder):
     (folder / "other.py").write_text(KEYDIFF)
-    code, out, err = command("--dry-run", "-m", "+method_file=keydiff.py,other.py:KeyDiff", "kv_ratio=0.5")
+    code, out, err = command("--dry-run", "-m", "method=keydiff.py,other.py:KeyDiff", "kv_ratio=0.5")
     assert code == 0 and "3 runs" in out and "other.KeyDiff" in out, err
     assert not (folder / "outputs").exists()
 
 
 def test_a_worker_loads_the_same_code_or_none(folder):
-    method = load_method("keydiff.KeyDiff")
+    method = load_class("method", "keydiff.KeyDiff")
     assert not admitted()
-    assert run_batch(JobBatch([], [], [(method.reference, method.source)])).failures == []
+    assert run_batch(JobBatch([], [], [("method", method.reference, method.source)])).failures == []
     assert list(admitted()) == ["keydiff.KeyDiff"]
     (folder / "keydiff.py").write_text(KEYDIFF.replace("0.3", "0.5"))
     REGISTRY._ADMITTED.clear()
     with pytest.raises(ConfigError, match=r"code of keydiff\.KeyDiff is not, in this worker, what it was"):
-        run_batch(JobBatch([], [], [(method.reference, method.source)]))
+        run_batch(JobBatch([], [], [("method", method.reference, method.source)]))
 
 
 # -- what is wrong with it ----------------------------------------------------------------------------------------
@@ -252,12 +252,12 @@ TWO = KEYDIFF + "\n\nclass Second(KeyDiff):\n    pass\n"
 CLASS = "method=keydiff.KeyDiff"
 WRONG = {  # words; what the one line says; keydiff.py, where it is another
     "no module": ("method=keydif.KeyDiff", r"no module keydif in .*; did you mean keydiff\.py\?"),
-    "no file": ("+method_file=keydif.py", r"method_file=keydif\.py: .*; did you mean keydiff\.py\?"),
+    "no file": ("method=keydif.py", r"method=keydif\.py: .*; did you mean keydiff\.py\?"),
     "no class": ("method=keydiff.KeyDif", r"no class KeyDif in keydiff .*; did you mean KeyDiff\?"),
     "no method": ("method=keydiff.Other", "is no class that extends", KEYDIFF + "class Other: pass\n"),
     "a function": ("method=keydiff.f", "is no class that extends", KEYDIFF + "def f(): pass\n"),
-    "two in a file": ("+method_file=keydiff.py", r"has 2 methods \(KeyDiff, Second\); say which one", TWO),
-    "none in a file": ("+method_file=keydiff.py", r"keydiff\.py has no class that extends", "x = 1\n"),
+    "two in a file": ("method=keydiff.py", r"has 2 methods \(KeyDiff, Second\); say which one", TWO),
+    "none in a file": ("method=keydiff.py", r"keydiff\.py has no class that extends", "x = 1\n"),
     "import": (CLASS, r"keydiff\.py line 3: NameErr", "import torch\n\nx = torhc.zeros(1)\n"),
     "import of": (CLASS, r"keydiff\.py line 1: ModuleNotFoundError", "import nosuchthing\n"),
     "syntax": (CLASS, r"keydiff\.py line 1: SyntaxError", "def f(:\n"),
@@ -267,10 +267,9 @@ WRONG = {  # words; what the one line says; keydiff.py, where it is another
     "a tensor": (CLASS, r"KeyDiff\.alpha is a builtin", KEYDIFF.replace("float = 0.3", "object = torch.ones")),
     "kvexp's own": ("method=keydiff.H2O", "is kvexp's own H2O", "from kvexp.methods import H2O\n"),
     "kvexp itself": ("method=kvexp.methods.H2O", "is called as a module that is there already"),
-    "python's name": ("+method_file=random.py", r"random\.py is called as a module that is there already"),
+    "python's name": ("method=random.py", r"random\.py is called as a module that is there already"),
     "no class named": ("method=.KeyDiff", r"method=\.KeyDiff must be MODULE\.CLASS or a file"),
-    "both": ("method=h2o +method_file=keydiff.py", "write -m method=h2o,keydiff.py"),
-    "no python": ("+method_file=keydiff.yaml", r"keydiff\.yaml is no file"),
+    "no python": ("method=folder/keydiff.yaml", r"keydiff\.yaml must be MODULE\.CLASS or a file"),
     "typed": (f"{CLASS} method.alpha=much", "method.alpha must be a number, got 'much'"),
     "field": (f"{CLASS} method.alhpa=1", "no setting method.alhpa; did you mean method.alpha?"),
     "another's field": (f"{CLASS} method.recent_ratio=1", "setting of method=.*h2o.*, not of method=keydiff.KeyDiff"),
@@ -296,7 +295,7 @@ def test_what_is_wrong_is_one_line_before_anything_runs(command, folder, case):
 def test_two_classes_of_one_name(command, folder):
     (folder / "other").mkdir()
     (folder / "other" / "keydiff.py").write_text(KEYDIFF + "other = 1\n")
-    code, _, err = command("-m", "+method_file=keydiff.py,other/keydiff.py")
+    code, _, err = command("-m", "method=keydiff.py,other/keydiff.py")
     assert code == 1 and "are both called keydiff.KeyDiff" in err
 
 
@@ -595,9 +594,9 @@ FILES = {  # what stands in an experiment's file: words of the refusal
     "defaults: [{override /method: evil.KeyDiff}]": "there is no method=evil.KeyDiff",
     "defaults: [{override /method: mine}]": "method._target_ must name a class of kvexp",
     "defaults: [{override /method: keydiff_package}]": "there is no method=keydiff_package",
-    "method_file: evil.py": "there is no setting method_file",
+    "method_file: evil.py": "method_file is no more: write method=FILE.py",
     "hydra: {mode: MULTIRUN, sweeper: {params: {method: 'h2o,evil.KeyDiff'}}}": "there is no method=evil.KeyDiff",
-    "hydra: {mode: MULTIRUN, sweeper: {params: {+method_file: evil.py}}}": "there is no setting method_file",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {+method_file: evil.py}}}": "method_file is no more: write method=",
     "hydra: {mode: MULTIRUN, sweeper: {params: {method._target_: evil.KeyDiff}}}": "method._target_ must name a class",
     "method: {_target_: '${evil}'}\nevil: evil.KeyDiff": "there is no setting evil",
 }
@@ -651,10 +650,10 @@ def test_a_run_folder_loads_no_code(command, planted, folder, capsys):
 
 def test_what_follows_where_names_no_method():
     words = ["gap", "outputs", "method=keydiff.KeyDiff", "--where", "method=h2o", "kv_ratio=0.5"]
-    named, others = without_method_words(words)
+    named, others = without_class_words(words)
     assert named == ["method=keydiff.KeyDiff"]
     assert parser().parse_args(others).where == ["method=h2o", "kv_ratio=0.5"]
-    assert without_method_words(["outputs", "-w", "method=h2o"]) == ([], ["outputs", "-w", "method=h2o"])
+    assert without_class_words(["outputs", "-w", "method=h2o"]) == ([], ["outputs", "-w", "method=h2o"])
 
 
 # -- packages -----------------------------------------------------------------------------------------------------
@@ -685,7 +684,7 @@ def test_a_package_offers_a_method_by_name(command, folder, monkeypatch, capsys)
     assert run.config["method"]["source"]["class"] == "keydiff.KeyDiff"
     assert "did you mean keydiff_package" in command("method=keydiff_packag")[2]
     code, out, _ = listed(monkeypatch, capsys)
-    assert code == 0 and "keydiff_package      keydiff:KeyDiff, from kvexp-keydiff_package 0.1" in out
+    assert code == 0 and "keydiff_package            keydiff:KeyDiff, from kvexp-keydiff_package 0.1" in out
     code, out, _ = listed(monkeypatch, capsys, "keydiff_package", "keydiff.py")
     assert code == 0 and out.count("# Keys unlike the mean key stay.\nalpha: 0.3\nrecent_tokens: 2\n") == 2
     assert listed(monkeypatch, capsys, "keydiff.Nothing")[0] == 2
@@ -842,24 +841,24 @@ def test_an_imported_class_runs_as_its_file_is_now(folder, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     import keydiff
 
-    first = class_method(keydiff.KeyDiff)
-    assert first.source == load_method("keydiff.py").source and first.option == "keydiff.KeyDiff"
+    first = in_its_file(keydiff.KeyDiff)
+    assert first.source == load_class("method", "keydiff.py").source and first.option == "keydiff.KeyDiff"
     (folder / "keydiff.py").write_text(KEYDIFF.replace("alpha: float = 0.3", "alpha: float = 0.4"))
-    again = class_method(keydiff.KeyDiff)
-    assert again.cls().alpha == 0.4 and again.source == load_method("keydiff.py").source != first.source
+    again = in_its_file(keydiff.KeyDiff)
+    assert again.cls().alpha == 0.4 and again.source == load_class("method", "keydiff.py").source != first.source
     inner = "    class Inner(KeyDiff):\n        def recent(self, budget):\n            return 1\n\n    return Inner\n"
     (folder / "other.py").write_text(f"{KEYDIFF}\n\ndef made():\n{inner}")
     import other
 
     with pytest.raises(ConfigError, match=r"made\.<locals>\.Inner stands within something else; put it at the top"):
-        class_method(other.made())
+        in_its_file(other.made())
 
 
 def test_a_file_that_a_package_beside_it_hides_is_refused(folder):
     (folder / "keydiff").mkdir()
     (folder / "keydiff" / "__init__.py").write_text(KEYDIFF)
     with pytest.raises(ConfigError, match=r"keydiff\.py is hidden by .*__init__\.py, which comes first; rename one"):
-        load_method("keydiff.py")
+        load_class("method", "keydiff.py")
 
 
 def test_a_class_without_a_name_is_called_as_its_class():
@@ -887,7 +886,7 @@ class Mine(Method):
 
 def test_an_input_that_is_read_and_not_declared_is_named(folder):
     (folder / "mine.py").write_text(UNDECLARED)
-    mine = load_method("mine.py").cls()
+    mine = load_class("method", "mine.py").cls()
     with pytest.raises(ConfigError, match=r"Mine reads ctx.newest_attention.*needs = Needs\(newest_attention=True\)"):
         generate(tiny("llama"), prompts_of(4, (30,)), mine, Budget(tokens=9), max_new_tokens=2)
 
@@ -895,4 +894,4 @@ def test_an_input_that_is_read_and_not_declared_is_named(folder):
 def test_a_class_with_its_own_init_is_refused(folder):
     (folder / "mine.py").write_text(UNDECLARED + "    def __init__(self, alpha=0.3):\n        self.alpha = alpha\n")
     with pytest.raises(ConfigError, match=r"Mine has an __init__ of its own.*fields of a dataclass"):
-        load_method("mine.py")
+        load_class("method", "mine.py")

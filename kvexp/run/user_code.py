@@ -1,4 +1,4 @@
-"""Eviction methods that are not kvexp's own: a class in a user's module, file or package.
+"""Methods and tasks that are not kvexp's own: a class in a user's module, file or package.
 
 Nothing here decides whether code may run: callers hand over what a person has typed or written in Python.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import hashlib
 import importlib
 import importlib.machinery
@@ -25,21 +24,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvexp.tasks import Task
 from kvexp.util.errors import ConfigError, did_you_mean
+from kvexp.util.fields import defaults_of
 from kvexp.util.files import path_of
 
-MISSING = "???"  # OmegaConf's word for a value that has to be given
-PACKAGES = "kvexp.methods"  # the entry points by which installed packages offer methods
+# Group of the configuration whose option may be a user's class -> the class of kvexp's that it extends. Installed
+# packages offer theirs as entry points kvexp.methods and kvexp.tasks.
+BASES = {"method": "kvexp.core.Method", "task": "kvexp.tasks.Task"}
 FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<name>\w+))?")
 INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
-class AdmittedMethod:
-    """A user's method class with what identifies its code.
+class AdmittedClass:
+    """A user's class with what identifies its code.
 
-    option: what `method=` calls the class. source: what of a run's identity stands for the code: the class's name and
-    the `code_digest` of each file. reference: how another process finds the class, None for a running script's.
+    option: what `method=` or `task=` calls the class. source: what of a run's identity stands for the code: the
+    class's name and the `code_digest` of each file. reference: how another process finds the class, None for a running
+    script's.
     """
 
     option: str
@@ -48,57 +51,68 @@ class AdmittedMethod:
     reference: str | None
 
     @property
+    def group(self) -> str:
+        """The group of the configuration in which it is an option."""
+        return group_of(self.cls)
+
+    @property
     def target(self) -> str:
         """The class's dotted name, the `_target_` of its configuration."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}"
 
 
-_ADMITTED: dict[str, AdmittedMethod] = {}
+def group_of(cls: type[Any]) -> str:
+    """`task` for a class of tasks, `method` for any other."""
+    return "task" if issubclass(cls, Task) else "method"
 
 
-def admit(method: AdmittedMethod) -> AdmittedMethod:
+_ADMITTED: dict[str, AdmittedClass] = {}
+
+
+def admit(users: AdmittedClass) -> AdmittedClass:
     """Let configurations of this process name the class; a class of the same name and another place takes its place."""
-    _ADMITTED[method.target] = method
-    return method
+    _ADMITTED[users.target] = users
+    return users
 
 
-def admitted() -> dict[str, AdmittedMethod]:
-    """Target -> method, of all that were admitted."""
-    return dict(_ADMITTED)
+def admitted(*groups: str) -> dict[str, AdmittedClass]:
+    """Target -> class, of all that were admitted to these groups, or to any."""
+    return {target: users for target, users in _ADMITTED.items() if users.group in (groups or BASES)}
 
 
 def source_of(cls: type[Any]) -> dict[str, Any] | None:
-    """Identity of a method class's code (`AdmittedMethod.source`); None for kvexp's own, which NUMERICS covers.
+    """Identity of a class's code (`AdmittedClass.source`); None for kvexp's own, which NUMERICS covers.
 
     ConfigError for a class of somebody else's that was never admitted.
     """
     if cls.__module__.partition(".")[0] == "kvexp":
         return None
-    for method in _ADMITTED.values():
-        if method.cls is cls:
-            return method.source
+    for users in _ADMITTED.values():
+        if users.cls is cls:
+            return users.source
+    group = group_of(cls)
     raise ConfigError(
-        f"{cls.__module__}.{cls.__qualname__} is no method of kvexp's: name it on the command line, as in "
-        f"method={cls.__module__}.{cls.__qualname__}, or give it to kvexp.compare"
+        f"{cls.__module__}.{cls.__qualname__} is no {group} of kvexp's: name it on the command line, as in "
+        f"{group}={cls.__module__}.{cls.__qualname__}, or give it to kvexp.compare"
     )
 
 
-def installed_methods(own: Collection[str] = ()) -> dict[str, EntryPoint]:
+def installed(group: str, own: Collection[str] = ()) -> dict[str, EntryPoint]:
     """Name -> entry point; nothing is imported. ConfigError for a name that two packages offer, or one of `own`."""
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=PACKAGES):
+    points: dict[str, EntryPoint] = {}
+    for point in entry_points(group=f"kvexp.{group}s"):
         if point.name in own:
             raise ConfigError(
-                f"{package_of(point)} offers a method called {point.name}, which is one of kvexp's own; its entry "
+                f"{package_of(point)} offers a {group} called {point.name}, which is one of kvexp's own; its entry "
                 "point needs another name"
             )
-        if point.name in found and found[point.name].value != point.value:
+        if point.name in points and points[point.name].value != point.value:
             raise ConfigError(
-                f"{package_of(point)} and {package_of(found[point.name])} both offer a method called {point.name}; "
+                f"{package_of(point)} and {package_of(points[point.name])} both offer a {group} called {point.name}; "
                 "uninstall one of them"
             )
-        found[point.name] = point
-    return found
+        points[point.name] = point
+    return points
 
 
 def package_of(point: EntryPoint) -> str:
@@ -106,7 +120,7 @@ def package_of(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
-# -- the code of a method: the files of its module and of what that imports from its folder or package -----------------
+# -- the code of a class: the files of its module and of what that imports from its folder or package -----------------
 
 
 @dataclass(frozen=True)
@@ -145,15 +159,15 @@ def source_files(place: ModulePlace) -> dict[str, str]:
     Import statements are read wherever they stand; what is imported by a computed name is not seen. In a folder of
     installed packages only the package itself counts.
     """
-    found: dict[Path, str] = {}
+    digests: dict[Path, str] = {}
     todo = [place.file]
     while todo:
         file = todo.pop()
-        if file not in found:
+        if file not in digests:
             text = file.read_bytes()
-            found[file] = code_digest(text)
-            todo += [each for each in _imported_files(file, text, place) if each.is_file()]
-    return {path.relative_to(place.root).as_posix(): digest for path, digest in sorted(found.items())}
+            digests[file] = code_digest(text)
+            todo += [imported for imported in _imported_files(file, text, place) if imported.is_file()]
+    return {path.relative_to(place.root).as_posix(): digest for path, digest in sorted(digests.items())}
 
 
 def _imported_files(file: Path, text: bytes, place: ModulePlace) -> Iterator[Path]:
@@ -169,11 +183,11 @@ def _imported_files(file: Path, text: bytes, place: ModulePlace) -> Iterator[Pat
         if isinstance(node, ast.ImportFrom):
             start = file.parents[node.level - 1] if node.level else root
             names += [(start, f"{node.module}.{alias.name}" if node.module else alias.name) for alias in node.names]
-    own, alone = place.name.partition(".")[0], any(part in INSTALLED for part in root.parts)
+    package, alone = place.name.partition(".")[0], any(folder in INSTALLED for folder in root.parts)
     for start, name in names:
         path = start.joinpath(*name.split("."))
         first = path.relative_to(root).parts[0] if root in path.parents else "kvexp"
-        if first == "kvexp" or (alone and first != own):
+        if first == "kvexp" or (alone and first != package):
             continue
         for module in (path, *path.parents):  # of a.b.c the last may be a name that a/b.py defines
             if root in module.parents:
@@ -205,45 +219,46 @@ def _found(name: str) -> importlib.machinery.ModuleSpec | None:
     return spec
 
 
-# -- a method class found by what somebody typed: my_module.MyMethod, keydiff.py, keydiff.py:KeyDiff, or a package's ---
+# -- a class found by what somebody typed: my_module.MyMethod, keydiff.py, keydiff.py:KeyDiff, or a package's ----------
 
 
-def load_method(words: str) -> AdmittedMethod | None:
+def load_class(group: str, words: str) -> AdmittedClass | None:
     """Import the class that these words name; None for words that have no dot and that no installed package offers.
 
-    words: MODULE.CLASS, importable from the current folder or PYTHONPATH; FILE.py with one method or FILE.py:CLASS; the
-    name of an entry point. ConfigError says what is wrong with the module, the class or its fields.
+    words: MODULE.CLASS, importable from the current folder or PYTHONPATH; FILE.py with one class of the group or
+    FILE.py:CLASS; the name of an entry point. ConfigError says what is wrong with the module, the class or its fields.
     """
     name: str | None
-    if found := FILE.fullmatch(words):
-        file, name = Path(os.path.abspath(path_of(found["file"], "method_file"))), found["name"]
+    if match := FILE.fullmatch(words):
+        file, name = Path(os.path.abspath(path_of(match["file"], group))), match["name"]
         if not file.is_file():
-            raise ConfigError(f"method_file={found['file']}: there is no such file{_near_file(file)}")
+            raise ConfigError(f"{group}={match['file']}: there is no such file{_near_file(file)}")
         place = ModulePlace(file.stem, file)
     elif "." in words:
         module, _, name = words.rpartition(".")
-        place = _place_of_module(module, words)
-    elif (point := installed_methods().get(words)) is not None:
-        place, name = _place_of_module(point.module, words), point.attr
+        place = _place_of_module(module, f"{group}={words}")
+    elif (point := installed(group).get(words)) is not None:
+        place, name = _place_of_module(point.module, f"{group}={words}"), point.attr
     else:
         return None
-    cls, files = _class_of(place, name, words)
+    cls, files = _class_of(place, group, name, words)
     source = {"class": f"{cls.__module__}.{cls.__qualname__}", "files": files}
     if found:
-        return AdmittedMethod(f"{place.name}.{cls.__name__}", cls, source, f"{place.file}:{cls.__name__}")
-    return AdmittedMethod(words, cls, source, words)
+        return AdmittedClass(f"{place.name}.{cls.__name__}", cls, source, f"{place.file}:{cls.__name__}")
+    return AdmittedClass(words, cls, source, words)
 
 
 def _place_of_module(name: str, words: str) -> ModulePlace:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"method={words} must be MODULE.CLASS or a file FILE.py, FILE.py:CLASS")
+    if not all(word.isidentifier() for word in name.split(".")) or Path(words.partition("=")[2]).is_file():
+        rows = ", or of rows FILE.jsonl, .json, .parquet" if words.startswith("task=") else ""
+        raise ConfigError(f"{words} must be MODULE.CLASS or a file FILE.py, FILE.py:CLASS{rows}")
     spec = _found(name)
     if spec is None:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(name)  # packages that were installed as links to their sources
     if spec is None or not (spec.origin or "").endswith(".py"):
         near = _near_file(Path(f"{name}.py"))
-        raise ConfigError(f"method={words}: there is no module {name} in {Path.cwd()} or on PYTHONPATH{near}")
+        raise ConfigError(f"{words}: there is no module {name} in {Path.cwd()} or on PYTHONPATH{near}")
     return ModulePlace(name, Path(os.path.abspath(str(spec.origin))))
 
 
@@ -253,26 +268,36 @@ def _near_file(file: Path) -> str:
     return did_you_mean(file.name, sorted(path.name for path in folder.glob("*.py")))
 
 
-def _class_of(place: ModulePlace, name: str | None, words: str) -> tuple[type[Any], dict[str, str]]:
-    """The class, and the digests of the files that it was made from. name: None for the only method of the module."""
-    from kvexp.core import Method
+def base_of(group: str) -> type[Any]:
+    """The class of kvexp's that the options of a group extend."""
+    module, _, name = BASES[group].rpartition(".")
+    cls: type[Any] = getattr(importlib.import_module(module), name)
+    return cls
 
+
+def _class_of(place: ModulePlace, group: str, name: str | None, words: str) -> tuple[type[Any], dict[str, str]]:
+    """The class, and the digests of the files that it was made from. name: None for the only one of the module."""
+    base = base_of(group)
     module, files = _import_anew(place)
-    there, where = methods_in(module), f"{place.name} ({place.file})"
+    classes, where = classes_in(module, base), f"{place.name} ({place.file})"
     if name is None:
-        if len(there) != 1:
-            some = f"{len(there)} methods ({', '.join(there)})" if there else "no class that extends kvexp.core.Method"
-            hint = f"; say which one, as in {words}:{next(iter(there))}" if there else ""
-            raise ConfigError(f"{place.file} has {some}{hint}")
-        (name,) = there
+        if len(classes) != 1:
+            counted = (
+                f"{len(classes)} {group}s ({', '.join(classes)})"
+                if classes
+                else f"no class that extends {BASES[group]}"
+            )
+            hint = f"; say which one, as in {words}:{next(iter(classes))}" if classes else ""
+            raise ConfigError(f"{place.file} has {counted}{hint}")
+        (name,) = classes
     cls = getattr(module, name, None)
     if cls is None:
-        has = did_you_mean(name, there) or f"; its methods are {', '.join(there) or '(none)'}"
+        has = did_you_mean(name, classes) or f"; its {group}s are {', '.join(classes) or '(none)'}"
         raise ConfigError(f"{words}: there is no class {name} in {where}{has}")
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise ConfigError(f"{words}: {name} in {where} is no class that extends kvexp.core.Method")
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ConfigError(f"{words}: {name} in {where} is no class that extends {BASES[group]}")
     if cls.__module__.partition(".")[0] == "kvexp":
-        raise ConfigError(f"{words}: {name} in {where} is kvexp's own {cls.__name__}; `kvexp methods` lists those")
+        raise ConfigError(f"{words}: {name} in {where} is kvexp's own {cls.__name__}; `kvexp {group}s` lists those")
     try:
         check_class(cls)
     except NameError as error:  # an annotation that is a text
@@ -280,29 +305,39 @@ def _class_of(place: ModulePlace, name: str | None, words: str) -> tuple[type[An
     return cls, files
 
 
-def methods_in(module: ModuleType) -> dict[str, type[Any]]:
-    """Name -> class, of the methods that the module defines itself; names that begin with _ are none."""
-    from kvexp.core import Method
-
-    own = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method)}
-    return {name: cls for name, cls in own.items() if cls.__module__ == module.__name__ and not name.startswith("_")}
+def classes_in(module: ModuleType, base: type[Any]) -> dict[str, type[Any]]:
+    """Name -> class, of those that extend `base` and that the module itself defines; no name begins with _."""
+    classes = {
+        name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)
+    }
+    return {
+        name: cls for name, cls in classes.items() if cls.__module__ == module.__name__ and not name.startswith("_")
+    }
 
 
 def check_class(cls: type[Any]) -> None:
     """ConfigError for a class whose fields no configuration could set."""
-    for each in reversed(cls.__mro__):
-        if "__dataclass_fields__" in vars(each) or each.__module__.partition(".")[0] == "kvexp":
+    for base in reversed(cls.__mro__):
+        if base.__module__.partition(".")[0] == "kvexp":
             continue
-        fields = [name for name, hint in vars(each).get("__annotations__", {}).items() if "ClassVar" not in str(hint)]
-        if fields:
+        hints = vars(base).get("__annotations__", {})
+        for name in defaults_of(cls):
+            if name in vars(base) and name not in hints:
+                value = vars(base)[name]
+                raise ConfigError(
+                    f"{base.__qualname__}.{name} has no type, without which it is no setting's default: write "
+                    f"{name}: {type(value).__name__} = {value!r}"
+                )
+        fields = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
+        if fields and "__dataclass_fields__" not in vars(base):
             raise ConfigError(
-                f"{each.__qualname__} has the field {fields[0]} and is no dataclass; write @dataclass(frozen=True) in "
-                f"the line above class {each.__qualname__}"
+                f"{base.__qualname__} has the field {fields[0]} and is no dataclass; write @dataclass(frozen=True) in "
+                f"the line above class {base.__qualname__}"
             )
-    own = next(each for each in cls.__mro__ if "__init__" in vars(each))
-    if "__dataclass_fields__" not in vars(own):
+    maker = next(base for base in cls.__mro__ if "__init__" in vars(base))
+    if "__dataclass_fields__" not in vars(maker):
         raise ConfigError(
-            f"{own.__qualname__} has an __init__ of its own, whose arguments cannot be set: settings are fields "
+            f"{maker.__qualname__} has an __init__ of its own, whose arguments cannot be set: settings are fields "
             "of a dataclass, as in @dataclass(frozen=True), alpha: float = 0.3"
         )
     typing.get_type_hints(cls)
@@ -312,16 +347,13 @@ def check_class(cls: type[Any]) -> None:
                 f"{cls.__qualname__}.{name} is a {type(value).__name__}, which no configuration can hold; a field is a "
                 "number, a text, true or false, None or a list of those"
             )
+    if issubclass(cls, Task):
+        cls.check_class()
 
 
 def settings_of_class(cls: type[Any]) -> dict[str, Any]:
-    """Field -> default, "???" where there is none."""
-    found = {}
-    for field in dataclasses.fields(cls):
-        if field.init:
-            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            found[field.name] = MISSING if value is dataclasses.MISSING else value
-    return found
+    """Field -> default, of those that a command line may set; "???" where there is none."""
+    return cls.defaults() if issubclass(cls, Task) else defaults_of(cls)
 
 
 # -- importing a user's module as its files are now: nothing that was loaded or compiled before is taken up again ------
@@ -334,14 +366,14 @@ def _import_anew(place: ModulePlace) -> tuple[ModuleType, dict[str, str]]:
     import torch  # noqa: F401  # first: the methods' own imports of it are not the user's lines
 
     top, files = place.name.partition(".")[0], source_files(place)
-    own = {str(place.root / name) for name in files}
+    paths = {str(place.root / name) for name in files}
     loaded = getattr(sys.modules.get(top), "__file__", None)
-    theirs = loaded is not None and loaded not in own and top not in _IMPORTED
+    theirs = loaded is not None and loaded not in paths and top not in _IMPORTED
     if top in sys.stdlib_module_names or top == "kvexp" or theirs:
         owner = "kvexp itself" if top == "kvexp" else loaded or "Python's own"
         raise ConfigError(f"{place.file} is called as a module that is there already ({owner}); rename it")
     for name, module in list(sys.modules.items()):
-        if name != "__main__" and (name.partition(".")[0] == top or getattr(module, "__file__", None) in own):
+        if name != "__main__" and (name.partition(".")[0] == top or getattr(module, "__file__", None) in paths):
             del sys.modules[name]
     _IMPORTED.add(top)
     # Python takes up compiled files by second and size: an edit of the same length could run the code of before.
@@ -372,16 +404,18 @@ def user_line(error: BaseException, root: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name} line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if root in Path(frame.filename).parents and "site-packages" not in frame.filename]
-    if not own:
+    user_frames = [
+        frame for frame in frames if root in Path(frame.filename).parents and "site-packages" not in frame.filename
+    ]
+    if not user_frames:
         return words
-    return f"{Path(own[-1].filename).relative_to(root)} line {own[-1].lineno}: {words}"
+    return f"{Path(user_frames[-1].filename).relative_to(root)} line {user_frames[-1].lineno}: {words}"
 
 
-# -- a method class as a Python object ---------------------------------------------------------------------------------
+# -- a class as a Python object ---------------------------------------------------------------------------------------
 
 
-def class_method(cls: type[Any]) -> AdmittedMethod:
+def in_its_file(cls: type[Any]) -> AdmittedClass:
     """Find the file of a class; a class of a module is imported anew, so that its file is what will run.
 
     ConfigError for a class that stands in no file, by whose digest its rows differ from its next version's.
@@ -398,8 +432,8 @@ def class_method(cls: type[Any]) -> AdmittedMethod:
         )
     if module is not sys.modules["__main__"]:
         words = f"{cls.__module__}.{cls.__name__}" if "." in cls.__module__ else f"{place}:{cls.__name__}"
-        return typing.cast(AdmittedMethod, load_method(words))
+        return typing.cast(AdmittedClass, load_class(group_of(cls), words))
     # A script that runs: importing it would run it again. It is known by its file's name, as kvexp run would know it.
     check_class(cls)
     option = f"{place.stem}.{cls.__name__}"
-    return AdmittedMethod(option, cls, {"class": option, "files": source_files(ModulePlace(place.stem, place))}, None)
+    return AdmittedClass(option, cls, {"class": option, "files": source_files(ModulePlace(place.stem, place))}, None)
