@@ -372,7 +372,7 @@ def nearest(at: pd.DataFrame) -> Any:
 
 
 def _leader(at: pd.DataFrame) -> str:
-    """The nearest method of a block and budget, its KL, and how many others are not distinguished from it.
+    """The nearest method of a block and budget, its KL, and how many others are not significantly farther.
 
     The interval is of the mean over examples, at a level corrected for the methods that the smallest was chosen from.
     Bold: the whole interval is near the full cache. "-" where nobody evicts.

@@ -9,7 +9,7 @@ from experiments.lib import league
 from experiments.pages import blank
 
 BUDGET, BEST = 0.25, 16  # the figure's share of the cache, and how many of the methods that evict it shows
-FIRST, LAST = "pqcache", "random"  # with them: one that keeps all tokens and reads a quarter, and one without a rule
+FIRST, LAST = "pqcache", "random"  # also shown: a method that keeps all tokens and reads a quarter, and no rule
 
 
 def draw() -> Figure:

@@ -57,28 +57,28 @@ def blocks_of(rows: pd.DataFrame) -> tuple[list[str], list[str], dict[Block, lis
     if len(models) != 2:
         raise ConfigError(f"the rows are of {', '.join(models)}: the study compares two models")
     places = rows.groupby(PLACE)["method"].unique()
-    methods = sorted(set.intersection(*(set(names) for names in places)))
-    blocks: dict[Block, list[Floats]] = {}
-    for (task, question, ratio), rows_of in rows[rows["method"].isin(methods)].groupby(PLACE[1:]):
-        table = rows_of.pivot_table(index="example", columns=["model", "method"], values="kl").dropna()
+    methods = sorted(set.intersection(*(set(each) for each in places)))
+    made: dict[Block, list[Floats]] = {}
+    for (task, question, ratio), part in rows[rows["method"].isin(methods)].groupby(PLACE[1:]):
+        table = part.pivot_table(index="example", columns=["model", "method"], values="kl").dropna()
         if all(model in table.columns.get_level_values(0) for model in models) and len(table) > 1:
-            blocks[str(task), str(question), float(str(ratio))] = [table[model][methods].to_numpy() for model in models]
-    if not blocks:
+            made[str(task), str(question), float(str(ratio))] = [table[model][methods].to_numpy() for model in models]
+    if not made:
         raise ConfigError("no task, question and budget has examples of both models")
-    return models, methods, blocks
+    return models, methods, made
 
 
 def places(kl: Floats) -> Floats:
     """Places from 1 along the last axis, the least KL first."""
-    ranks: Floats = kl.argsort(axis=-1).argsort(axis=-1).astype(np.float64) + 1
-    return ranks
+    found: Floats = kl.argsort(axis=-1).argsort(axis=-1).astype(np.float64) + 1
+    return found
 
 
-def agreement(first: Floats, other: Floats) -> Floats:
+def agreement(one: Floats, other: Floats) -> Floats:
     """Spearman's correlation of two orders by KL [..., methods], along the last axis."""
-    count = first.shape[-1]
-    rho: Floats = 1 - 6 * ((places(first) - places(other)) ** 2).sum(-1) / (count * (count**2 - 1))
-    return rho
+    count = one.shape[-1]
+    found: Floats = 1 - 6 * ((places(one) - places(other)) ** 2).sum(-1) / (count * (count**2 - 1))
+    return found
 
 
 def resampled(block: Sequence[Floats]) -> list[Floats]:
@@ -100,19 +100,19 @@ def interval(values: Floats) -> str:
 def halves(kl: Floats) -> float:
     """Mean agreement of two random halves of a model's examples [n, methods]: what chance alone leaves of 1."""
     dice = np.random.default_rng(0)
-    agreements = []
+    found = []
     for _ in range(HALVES):
         order = dice.permutation(len(kl))
         cut = len(kl) // 2
-        agreements.append(agreement(kl[order[:cut]].mean(0), kl[order[cut:]].mean(0)))
-    return float(np.mean(agreements))
+        found.append(agreement(kl[order[:cut]].mean(0), kl[order[cut:]].mean(0)))
+    return float(np.mean(found))
 
 
 def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
     """Pair of methods -> the one that is nearer by more than chance (Holm over all pairs); other pairs are left out."""
     means = {name: {str(row): float(x) for row, x in enumerate(kl[:, place])} for place, name in enumerate(methods)}
     pairs = compared_means(means)
-    return {(first, other): better for first, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
+    return {(one, other): better for one, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
 
 
 def agreements(methods: Sequence[str], blocks: Mapping[Block, Sequence[Floats]], draws: Mapping[Block, Any]) -> str:
@@ -120,15 +120,22 @@ def agreements(methods: Sequence[str], blocks: Mapping[Block, Sequence[Floats]],
 
     draws: `resampled` of each block.
     """
-    for place, model in enumerate(models):
-        for which, most in (("all", None), (f"the nearest {LEADERS}", LEADERS)):
-            needed = []
-            for kl in (block[place] for block in blocks):
-                count = kl.shape[1] * (kl.shape[1] - 1) // 2
-                for first, other in itertools.combinations(kl.mean(0).argsort()[:most], 2):
-                    gaps = kl[:, first] - kl[:, other]
-                    needed.append(n_needed(abs(gaps.mean()), gaps.std(ddof=1), corrected_level(count)))
-            yield model, which, *(f"{100 * np.mean(np.array(needed) <= n):.0f} %" for n in EXAMPLES)
+    left = [place for place, name in enumerate(methods) if name not in POOR]
+    table = []
+    for key, block in blocks.items():
+        means = [kl.mean(0) for kl in block]
+        again = agreement(*(drawn[:RESAMPLES] for drawn in draws[key]))
+        of_left = agreement(*(mean[left] for mean in means))
+        nearest = (f"{methods[int(mean.argmin())]} {mean.min():.2f}" for mean in means)
+        agreed = f"{agreement(*means):.2f} {interval(again)}"
+        table.append((named(key), agreed, f"{of_left:.2f}", ", ".join(f"{halves(kl):.2f}" for kl in block), *nearest))
+    heads = ("agreement", f"of {len(left)}", f"halves of {', '.join(NAMES)}", *(f"nearest, {name}" for name in NAMES))
+    return markdown(("prompts, question, share", *heads), *table)
+
+
+def named(key: Block) -> str:
+    """A block's name in tables."""
+    return f"{key[0]}, {SHOWN[key[1]]}, {key[2]:g}"
 
 
 def text(rows: pd.DataFrame) -> str:
@@ -137,39 +144,25 @@ def text(rows: pd.DataFrame) -> str:
     draws = {key: resampled(block) for key, block in blocks.items()}
     reversed_in: dict[tuple[str, str], list[str]] = {}
     known = np.zeros(3, dtype=int)  # pairs that the first model decides, the second, both
-    for (task, question, ratio), block in blocks.items():
-        means = [kl.mean(0) for kl in block]
-        again = agreement(*(drawn[:RESAMPLES] for drawn in draws[task, question, ratio]))
-        first, other = (decided(kl, methods) for kl in block)
-        both = first.keys() & other.keys()
-        known += [len(first), len(other), len(both)]
-        turned = sorted(pair for pair in both if first[pair] != other[pair])
-        name = f"{task}, {SHOWN[question]}, {ratio:g}"
-        for pair in turned:
-            reversed_in.setdefault((first[pair], other[pair]), []).append(name)
-        nearest = (f"{methods[int(mean.argmin())]} {mean.min():.2f}" for mean in means)
-        agreed = f"{agreement(*means):.2f} {interval(again)}"
-        alike = f"{len(both) - len(turned)} : {len(turned)}"
-        table.append((name, str(len(block[0])), agreed, *(f"{halves(kl):.2f}" for kl in block), alike, *nearest))
-    count = len(methods) * (len(methods) - 1) // 2
-    head = ("block", "n", "agreement", *(f"halves of {model}" for model in models), "decided alike : reversed")
-    heads = (*head, *(f"nearest, {model}" for model in models))
-    parts = [
-        f"{len(methods)} methods, {count} pairs, by block (task, question seen by the eviction or hidden, share):",
-        markdown(heads, *table),
-        f"Of {count * len(blocks):,} pairs in {len(blocks)} blocks {models[0]} decides {known[0]}, "
-        f"{models[1]} {known[1]}, both {known[2]}.",
-        f"Mean place of {len(methods)} over the {len(blocks)} blocks:",
-        markdown(("method", *models, "moves"), *moved(methods, list(blocks.values()), list(draws.values()))),
-        "Pairs that so many examples would decide, if differences and spreads are those seen (power 80 %, corrected):",
-        markdown(("model", "pairs of", *map(str, EXAMPLES)), *power(models, list(blocks.values()))),
-    ]
-    if reversed_in:
-        pairs = sorted(reversed_in.items(), key=lambda item: (-len(item[1]), item[0]))
-        said = [(f"{a} before {b}", str(len(where)), "; ".join(where)) for (a, b), where in pairs]
-        parts += [f"Pairs of this order with {models[0]}, and of the other with {models[1]}:"]
-        parts += [markdown(("pair", "blocks", "where"), *said)]
-    return "\n\n".join(parts) + "\n"
+    for key, block in blocks.items():
+        one, other = (decided(kl, methods) for kl in block)
+        both = one.keys() & other.keys()
+        known += [len(one), len(other), len(both)]
+        for pair in sorted(pair for pair in both if one[pair] != other[pair]):
+            reversed_in.setdefault((one[pair], other[pair]), []).append(named(key))
+    count = len(methods) * (len(methods) - 1) // 2 * len(blocks)
+    alike = known[2] - sum(map(len, reversed_in.values()))
+    said = [(f"{a} before {b}", "; ".join(where)) for (a, b), where in reversed_in.items()]
+    return "\n\n".join(
+        [
+            agreements(methods, blocks, draws),
+            f"Of {count:,} pairs in {len(blocks)} blocks {models[0]} decides {known[0]}, {models[1]} {known[1]}, both "
+            f"{known[2]}, of which {alike} alike and these reversed:",
+            markdown((f"with {models[0]}", "reversed in"), *said),
+            f"Mean place of {len(methods)}; bold: moves by a place at least, corrected for the number of methods:",
+            markdown(("method", *models, "moves"), *map(_move, moved(methods, blocks, draws).to_dict("records"))),
+        ]
+    )
 
 
 def moved(methods: Sequence[str], blocks: Mapping[Block, Any], draws: Mapping[Block, Any]) -> pd.DataFrame:
@@ -178,8 +171,8 @@ def moved(methods: Sequence[str], blocks: Mapping[Block, Any], draws: Mapping[Bl
     draws: `resampled` of each block, which share the draws of examples. sure: it moves by a place at least, and an
     interval corrected for the number of methods leaves zero out.
     """
-    means = [np.mean([places(block[model].mean(0)) for block in blocks], axis=0) for model in (0, 1)]
-    again = [np.mean([places(draw[model]) for draw in draws], axis=0) for model in (0, 1)]
+    first, second = (np.mean([places(block[model].mean(0)) for block in blocks.values()], axis=0) for model in (0, 1))
+    again = [np.mean([places(each[model]) for each in draws.values()], axis=0) for model in (0, 1)]
     falls = again[1] - again[0]
     low, high = np.quantile(falls[:RESAMPLES], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     tail = (1 - corrected_level(len(methods))) / 2
@@ -204,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _write(args: argparse.Namespace) -> int:
     if args.outputs:
-        rows = pd.concat([rows_of(folder) for folder in args.outputs], ignore_index=True)
+        rows = pd.concat([rows_of(each) for each in args.outputs], ignore_index=True)
         if args.rows:
             wide(rows, ["method"]).to_csv(args.rows, index=False, float_format="%.5g")
             rows = read_wide(args.rows, KL_COLUMNS, ["method"])
