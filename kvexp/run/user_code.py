@@ -243,7 +243,7 @@ def load_class(group: str, words: str) -> AdmittedClass | None:
         return None
     cls, files = _class_of(place, group, name, words)
     source = {"class": f"{cls.__module__}.{cls.__qualname__}", "files": files}
-    if found:
+    if match:
         return AdmittedClass(f"{place.name}.{cls.__name__}", cls, source, f"{place.file}:{cls.__name__}")
     return AdmittedClass(words, cls, source, words)
 
@@ -282,13 +282,12 @@ def _class_of(place: ModulePlace, group: str, name: str | None, words: str) -> t
     classes, where = classes_in(module, base), f"{place.name} ({place.file})"
     if name is None:
         if len(classes) != 1:
-            counted = (
-                f"{len(classes)} {group}s ({', '.join(classes)})"
-                if classes
-                else f"no class that extends {BASES[group]}"
+            if not classes:
+                raise ConfigError(f"{place.file} has no class that extends {BASES[group]}")
+            first, names = next(iter(classes)), ", ".join(classes)
+            raise ConfigError(
+                f"{place.file} has {len(classes)} {group}s ({names}); say which one, as in {words}:{first}"
             )
-            hint = f"; say which one, as in {words}:{next(iter(classes))}" if classes else ""
-            raise ConfigError(f"{place.file} has {counted}{hint}")
         (name,) = classes
     cls = getattr(module, name, None)
     if cls is None:
@@ -403,13 +402,12 @@ def user_line(error: BaseException, root: Path) -> str:
     words = f"{type(error).__name__}: {error}".strip().split("\n")[0]
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name} line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [
-        frame for frame in frames if root in Path(frame.filename).parents and "site-packages" not in frame.filename
-    ]
-    if not user_frames:
+    files = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    user_lines = [(file, line) for file, line in files if root in file.parents and "site-packages" not in str(file)]
+    if not user_lines:
         return words
-    return f"{Path(user_frames[-1].filename).relative_to(root)} line {user_frames[-1].lineno}: {words}"
+    file, line = user_lines[-1]
+    return f"{file.relative_to(root)} line {line}: {words}"
 
 
 # -- a class as a Python object ---------------------------------------------------------------------------------------
