@@ -116,8 +116,8 @@ class Budget:
         return self.heads not in ("uniform", "union") or self.threshold is not None
 
     @property
-    def among_all_layers(self) -> bool:
-        """Whether something other than `layers` says what each layer holds: all layers' heads, or a threshold."""
+    def fixes_layer_budgets(self) -> bool:
+        """Whether `heads` (global, duo) or a threshold decides what each layer holds, so that `layers` cannot."""
         return self.heads in ("global", "duo") or self.threshold is not None
 
     @property

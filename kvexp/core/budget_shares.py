@@ -170,7 +170,7 @@ def layer_budgets_of(method: Method, budget: Budget) -> LayerBudgets:
     """
     of_method = method.layer_budgets
     if budget.layers is None:
-        return BY_NAME["uniform"] if budget.among_all_layers else of_method
+        return BY_NAME["uniform"] if budget.fixes_layer_budgets else of_method
     of_budget = BY_NAME[budget.layers]
     return of_method if type(of_method) is type(of_budget) else of_budget
 

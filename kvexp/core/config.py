@@ -188,7 +188,7 @@ class CacheConfig:
     def equal_layers(self) -> bool:
         """Whether every layer holds as many slots."""
         budget = self.budget
-        return budget is None or not (budget.splits_layers or budget.among_all_layers)
+        return budget is None or not (budget.splits_layers or budget.fixes_layer_budgets)
 
     @property
     def layers_setting(self) -> str:
@@ -200,7 +200,7 @@ class CacheConfig:
     def layers_shared_twice(self) -> bool:
         """Whether the method shares slots out among layers in a way of its own, and the budget in another."""
         shares_out = self.method.evicts and type(self.method.layer_budgets) is not LayerBudgets
-        return shares_out and self.budget is not None and self.budget.layers is None and self.budget.among_all_layers
+        return shares_out and self.budget is not None and self.budget.layers is None and self.budget.fixes_layer_budgets
 
     @property
     def renumbered(self) -> bool:

@@ -135,7 +135,7 @@ class AttentionScoreSpec:
     batch      whose scores are added up: each row's own, all beams' of one sample, or the whole batch's.
     sink       where heads have attention sinks: applied, with the sink's share in the denominator, as values are
                weighted; or renormalised, over tokens alone.
-    pool_ahead the prompt and each forward after it add to a slot the largest of its sum and the next pool_ahead - 1.
+    pool_ahead before a forward's sums are added, each is replaced by the largest of it and the next pool_ahead - 1.
     """
 
     tau: tuple[float, float] = (1.0, 1.0)

@@ -503,9 +503,7 @@ def recorded(runs: Runs, loss: str) -> list[Recorded]:
     for (_, _, key), folders in groups.items():
         baseline = runs.known[key]
         tried = kept_plan(baseline.run.path.parent / FOLDER / f"{key}.json").get("tried", {})
-        losses = {
-            folder.run.hash: losses_of(folder, runs.known, loss, tried.get(folder.run.hash, {})) for folder in folders
-        }
+        losses = {item.run.hash: losses_of(item, runs.known, loss, tried.get(item.run.hash, {})) for item in folders}
         lossy = [folder for folder in folders if losses[folder.run.hash]]
         if not lossy:
             continue
