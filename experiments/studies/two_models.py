@@ -57,28 +57,28 @@ def blocks_of(rows: pd.DataFrame) -> tuple[list[str], list[str], dict[Block, lis
     if len(models) != 2:
         raise ConfigError(f"the rows are of {', '.join(models)}: the study compares two models")
     places = rows.groupby(PLACE)["method"].unique()
-    methods = sorted(set.intersection(*(set(each) for each in places)))
-    made: dict[Block, list[Floats]] = {}
-    for (task, question, ratio), part in rows[rows["method"].isin(methods)].groupby(PLACE[1:]):
-        table = part.pivot_table(index="example", columns=["model", "method"], values="kl").dropna()
+    methods = sorted(set.intersection(*(set(names) for names in places)))
+    blocks: dict[Block, list[Floats]] = {}
+    for (task, question, ratio), block in rows[rows["method"].isin(methods)].groupby(PLACE[1:]):
+        table = block.pivot_table(index="example", columns=["model", "method"], values="kl").dropna()
         if all(model in table.columns.get_level_values(0) for model in models) and len(table) > 1:
-            made[str(task), str(question), float(str(ratio))] = [table[model][methods].to_numpy() for model in models]
-    if not made:
+            blocks[str(task), str(question), float(str(ratio))] = [table[model][methods].to_numpy() for model in models]
+    if not blocks:
         raise ConfigError("no task, question and budget has examples of both models")
-    return models, methods, made
+    return models, methods, blocks
 
 
 def places(kl: Floats) -> Floats:
     """Places from 1 along the last axis, the least KL first."""
-    found: Floats = kl.argsort(axis=-1).argsort(axis=-1).astype(np.float64) + 1
-    return found
+    ranks: Floats = kl.argsort(axis=-1).argsort(axis=-1).astype(np.float64) + 1
+    return ranks
 
 
-def agreement(one: Floats, other: Floats) -> Floats:
+def agreement(first: Floats, other: Floats) -> Floats:
     """Spearman's correlation of two orders by KL [..., methods], along the last axis."""
-    count = one.shape[-1]
-    found: Floats = 1 - 6 * ((places(one) - places(other)) ** 2).sum(-1) / (count * (count**2 - 1))
-    return found
+    count = first.shape[-1]
+    rho: Floats = 1 - 6 * ((places(first) - places(other)) ** 2).sum(-1) / (count * (count**2 - 1))
+    return rho
 
 
 def resampled(block: Sequence[Floats]) -> list[Floats]:
@@ -100,19 +100,19 @@ def interval(values: Floats) -> str:
 def halves(kl: Floats) -> float:
     """Mean agreement of two random halves of a model's examples [n, methods]: what chance alone leaves of 1."""
     dice = np.random.default_rng(0)
-    found = []
+    agreements = []
     for _ in range(HALVES):
         order = dice.permutation(len(kl))
         cut = len(kl) // 2
-        found.append(agreement(kl[order[:cut]].mean(0), kl[order[cut:]].mean(0)))
-    return float(np.mean(found))
+        agreements.append(agreement(kl[order[:cut]].mean(0), kl[order[cut:]].mean(0)))
+    return float(np.mean(agreements))
 
 
 def decided(kl: Floats, methods: Sequence[str]) -> dict[tuple[str, str], str]:
     """Pair of methods -> the one that is nearer by more than chance (Holm over all pairs); other pairs are left out."""
     means = {name: {str(row): float(x) for row, x in enumerate(kl[:, place])} for place, name in enumerate(methods)}
     pairs = compared_means(means)
-    return {(one, other): better for one, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
+    return {(first, other): better for first, other, better in pairs[["one", "other", "better"]].to_numpy() if better}
 
 
 def agreements(methods: Sequence[str], blocks: Mapping[Block, Sequence[Floats]], draws: Mapping[Block, Any]) -> str:
@@ -145,11 +145,11 @@ def text(rows: pd.DataFrame) -> str:
     reversed_in: dict[tuple[str, str], list[str]] = {}
     known = np.zeros(3, dtype=int)  # pairs that the first model decides, the second, both
     for key, block in blocks.items():
-        one, other = (decided(kl, methods) for kl in block)
-        both = one.keys() & other.keys()
-        known += [len(one), len(other), len(both)]
-        for pair in sorted(pair for pair in both if one[pair] != other[pair]):
-            reversed_in.setdefault((one[pair], other[pair]), []).append(named(key))
+        first, other = (decided(kl, methods) for kl in block)
+        both = first.keys() & other.keys()
+        known += [len(first), len(other), len(both)]
+        for pair in sorted(pair for pair in both if first[pair] != other[pair]):
+            reversed_in.setdefault((first[pair], other[pair]), []).append(named(key))
     count = len(methods) * (len(methods) - 1) // 2 * len(blocks)
     alike = known[2] - sum(map(len, reversed_in.values()))
     said = [(f"{a} before {b}", "; ".join(where)) for (a, b), where in reversed_in.items()]
@@ -172,14 +172,14 @@ def moved(methods: Sequence[str], blocks: Mapping[Block, Any], draws: Mapping[Bl
     interval corrected for the number of methods leaves zero out.
     """
     first, second = (np.mean([places(block[model].mean(0)) for block in blocks.values()], axis=0) for model in (0, 1))
-    again = [np.mean([places(each[model]) for each in draws.values()], axis=0) for model in (0, 1)]
+    again = [np.mean([places(drawn[model]) for drawn in draws.values()], axis=0) for model in (0, 1)]
     falls = again[1] - again[0]
     low, high = np.quantile(falls[:RESAMPLES], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     tail = (1 - corrected_level(len(methods))) / 2
     least, most = np.quantile(falls, [tail, 1 - tail], axis=0)
     sure = (np.abs(second - first) >= 1) & ((least > 0) | (most < 0))
-    made = pd.DataFrame({"method": methods, "first": first, "second": second, "low": low, "high": high, "sure": sure})
-    return made.sort_values("first", kind="stable", ignore_index=True)
+    moves = pd.DataFrame({"method": methods, "first": first, "second": second, "low": low, "high": high, "sure": sure})
+    return moves.sort_values("first", kind="stable", ignore_index=True)
 
 
 def _move(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _write(args: argparse.Namespace) -> int:
     if args.outputs:
-        rows = pd.concat([rows_of(each) for each in args.outputs], ignore_index=True)
+        rows = pd.concat([rows_of(folder) for folder in args.outputs], ignore_index=True)
         if args.rows:
             wide(rows, ["method"]).to_csv(args.rows, index=False, float_format="%.5g")
             rows = read_wide(args.rows, KL_COLUMNS, ["method"])
