@@ -483,8 +483,8 @@ SECTIONS = (
         "Divergence from the full cache",
         "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
         "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
-        "run counts as equivalent (epsilon_kl); grey: known changes of the same model. At 0.05 nats SmolLM2-135M lost a "
-        "quarter of its right answers to questions, at 0.5 four fifths (docs/kl_meaning.md).",
+        "run counts as equivalent (epsilon_kl); grey: known changes of the same model. At 0.05 nats SmolLM2-135M lost "
+        "a quarter of its right answers to questions, at 0.5 four fifths (docs/kl_meaning.md).",
         divergence_data,
     ),
     Section(
