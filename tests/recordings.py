@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from kvexp.hf.load import patch_model, random_config, without_report
+from kvexp.hf.attach import patch_model
+from kvexp.hf.load import random_config, without_report
 from kvexp.util.errors import ConfigError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvexp.core.graph import ReplayableStep, capture_obstacle, evicting
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache, MultiMethodCache
-from kvexp.hf.load import track_finite
+from kvexp.hf.attach import track_finite
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.traits import traits_of
 

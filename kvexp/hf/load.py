@@ -1,22 +1,17 @@
-"""Load models, tokenizers and LoRA adapters of Hugging Face, and put kvexp's attention into a model and out again."""
+"""Load models and tokenizers of Hugging Face."""
 
 from __future__ import annotations
 
 import errno
-import functools
 import importlib.util
-import json
 import logging
 import os
 import re
-import tempfile
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any, TypeAlias, cast
 
 import tokenizers
@@ -28,9 +23,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -39,33 +32,27 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils.peft_utils import find_adapter_config_file
 
-from kvexp.hf.fetch import check_tokenizer_of, is_gguf, located
-from kvexp.hf.moving_rope import MovingRope, check_forward, reset_frequencies
-from kvexp.hf.patch import (
-    ATTN_IMPLEMENTATION,
-    NOT_COMPILED,
-    SHIM_CLASSES,
-    KvexpMptAttention,
-    begin_forward,
-    check_mask,
-    check_not_compiled,
-    end_forward,
-    forget_layer_input,
-    kvexp_attention,
-    named_weights,
-    padding_mask,
-    tagging_layers,
+from kvexp.hf.adapters import (
+    adapter_settings,
+    base_of,
+    check_adapter,
+    check_hub,
+    merge_adapter,
+    untie_changed,
+    with_adapter,
+    without_adapter,
 )
-from kvexp.hf.quantised_weights import check_scheme, plain_parts
-from kvexp.hf.second_pass import second_pass_hook
-from kvexp.hf.self_check import MOST, MOST_IN_HALF, Check, check_model, logits_size, random_tokens
+from kvexp.hf.attach import patch_model
+from kvexp.hf.fetch import check_tokenizer_of, is_gguf, located
+from kvexp.hf.patch import (
+    named_weights,
+)
+from kvexp.hf.quantised_weights import check_scheme
+from kvexp.hf.self_check import Check
 from kvexp.hf.traits import (
-    SHIMS,
     check_activations,
     check_sizes,
     check_type,
@@ -73,229 +60,9 @@ from kvexp.hf.traits import (
     text_config,
     traits_of,
 )
-from kvexp.util.errors import CacheError, ConfigError, did_you_mean
-from kvexp.util.files import WHEEL, model_folder, path_of
+from kvexp.util.errors import ConfigError, as_config_error, did_you_mean
+from kvexp.util.files import model_folder, path_of
 from kvexp.util.hub import cached_commit, unreachable
-
-AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
-AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
-
-_SHIMS: dict[str, type[nn.Module]] = {shim.__mro__[1].__name__: shim for shim in SHIM_CLASSES}
-_RECORD = "_kvexp_patch"  # attribute of a patched model
-
-
-def patch_model(model: PreTrainedModel, *, check_weights: bool = True, check: Check | None = None) -> PreTrainedModel:
-    """Make `model` attend through kvexp; returns the same object, in evaluation mode. Doing it twice is harmless.
-
-    Without a kvexp cache the model still computes ordinary causal attention. Weights and linear layers stay as they
-    are. check_weights: look for NaN and inf in every parameter, because a score of NaN would choose slots at random.
-    check: compare kvexp's logits with the model's own (`kvexp.hf.self_check`); None: once for a type that no test of
-    kvexp holds against transformers, never for the others. `unpatch_model` undoes everything. ConfigError for a model
-    that cannot be patched, which is then as it was.
-    """
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise ConfigError(NOT_COMPILED)
-    traits = traits_of(model.config)
-    check_activations(model.config)
-    if check_weights:
-        _check_finite(model)
-    unpatch_model(model)  # so that what is remembered below is the model without kvexp
-    record = _Patch(MovingRope.of(model.config), traits.whole_prompts)
-    try:
-        if traits.type not in SHIMS:
-            configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-            for config in configs.values():
-                record.note(config, "_attn_implementation_internal")
-            model.set_attn_implementation(ATTN_IMPLEMENTATION)
-        else:
-            # GPT-J and MPT only warn in set_attn_implementation() and stay as they are: their modules change class.
-            _put_shims(model, SHIMS[traits.type], record)
-            record.set(model.config, "_attn_implementation_internal", ATTN_IMPLEMENTATION)
-        # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
-        for config in (model.config, model.generation_config):
-            if config is not None:
-                record.set(config, "use_cache", True)
-        for module in model.modules():
-            record.note(module, "training")
-        model.eval()
-        record.hooks.append(model.register_forward_pre_hook(_check_inputs_hook, with_kwargs=True))
-        record.hooks.append(model.register_forward_hook(_guard_hook, with_kwargs=True, always_call=True))
-        record.hooks.append(model.register_forward_hook(_track_finite_hook, with_kwargs=True))
-        record.hooks.append(model.register_forward_hook(second_pass_hook, with_kwargs=True))
-        setattr(model, _RECORD, record)
-        check_model(model, check or ("never" if traits.verified else "once"))
-    except BaseException:
-        vars(model).pop(_RECORD, None)
-        record.undo()
-        raise
-    return model
-
-
-def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Make `model` what it was before `patch_model`; returns the same object. Harmless for a model not patched.
-
-    Attention implementation, classes of attention modules, hooks, `use_cache` and training mode are as before, whatever
-    was set meanwhile. A kvexp cache raises a CacheError when the model is called with it after this.
-    """
-    forget_layer_input(model)
-    record: _Patch | None = vars(model).pop(_RECORD, None)
-    if record is not None:
-        record.undo()
-    return model
-
-
-@contextmanager
-def patched(model: PreTrainedModel, *, check_weights: bool = True) -> Iterator[PreTrainedModel]:
-    """`with patched(model):` attends through kvexp inside the block, and as before the block after it.
-
-    A model that is patched already stays patched after the block, so blocks can be nested.
-    """
-    before = is_patched(model)
-    if not before:
-        patch_model(model, check_weights=check_weights)
-    try:
-        yield model
-    finally:
-        if not before:
-            unpatch_model(model)
-
-
-def is_patched(model: PreTrainedModel) -> bool:
-    """Whether `patch_model` is in force on the model."""
-    return _RECORD in vars(model)
-
-
-class _Absent:
-    """Marks an attribute that an object did not have. A class, so that its deep copy is the same marker."""
-
-
-class _Patch:
-    """What `patch_model` changed of a model: former values of attributes, and the hooks it added.
-
-    Kept as data on the model, not as functions: a deep copy of a patched model has a record of its own modules.
-    moving: the model's RoPE, if its frequencies depend on the longest row of a forward; whole_prompts: as of `Traits`.
-    """
-
-    def __init__(self, moving: MovingRope | None, whole_prompts: bool) -> None:
-        self.moving, self.whole_prompts = moving, whole_prompts
-        self.former: list[tuple[Any, str, Any]] = []  # object, attribute, value before
-        self.hooks: list[RemovableHandle] = []
-
-    def note(self, owner: Any, name: str) -> None:
-        """Record the attribute's present value."""
-        value = type(owner) if name == "__class__" else vars(owner).get(name, _Absent)
-        self.former.append((owner, name, value))
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set the attribute, and record its former value for `undo`."""
-        self.note(owner, name)
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        """Take hooks away and set back all attributes, the last one first."""
-        for hook in self.hooks:
-            hook.remove()
-        for owner, name, value in reversed(self.former):
-            if value is not _Absent:
-                setattr(owner, name, value)
-            elif name in vars(owner):
-                delattr(owner, name)
-        self.hooks, self.former = [], []
-
-
-def _put_shims(model: PreTrainedModel, attention_class: str, record: _Patch) -> None:
-    """Give every attention module of GPT-J or MPT the class that attends through kvexp; ConfigError if it cannot."""
-    shim = _SHIMS[attention_class]
-    if shim is KvexpMptAttention and not model.config.attn_config.alibi:
-        raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
-    for module in model.modules():
-        name = type(module).__name__
-        if not (name.startswith(attention_class[:4]) and hasattr(module, "layer_idx")):
-            continue
-        if name != attention_class:
-            raise ConfigError(f"{name} cannot be adapted: load the model with attn_implementation='eager'")
-        record.set(module, "__class__", shim)
-        if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
-            record.set(module, "_old_forward", MethodType(shim.forward, module))
-        if shim is KvexpMptAttention:
-            record.set(module, "alibi_power", float(model.config.attn_config.alibi_bias_max) / 8)
-
-
-def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: CacheError for inputs that a kvexp cache cannot serve.
-
-    These are a prompt cut to nothing by generate(), a static cache, packed sequences, a number of beams that is not
-    the cache's, and rows that change each other (`kvexp.hf.moving_rope`).
-    """
-    check_not_compiled()
-    check_mask(kwargs.get("attention_mask"))
-    ids = args[0] if args else kwargs.get("input_ids")
-    cache = kwargs.get("past_key_values")
-    if getattr(cache, "is_compileable", False):
-        raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
-    positions: Any = kwargs.get("position_ids")
-    given = ids if ids is not None else kwargs.get("inputs_embeds")
-    several = positions is not None and positions.shape[-1] > 1
-    if several and kwargs.get("attention_mask") is None and bool((positions.diff(dim=-1) <= 0).any()):
-        raise CacheError(
-            "position_ids that start again within a row, without an attention mask, are packed sequences, which kvexp "
-            "does not keep apart: give every sequence a row of its own"
-        )
-    moving = vars(model)[_RECORD].moving
-    if moving is not None and given is not None:
-        check_forward(moving, given.shape[1], positions, kwargs.get("attention_mask"), cache)
-        reset_frequencies(model)
-    if given is not None:
-        several_now = vars(model)[_RECORD].whole_prompts and given.shape[1] > 1
-        if several_now and cache is not None and tagging_layers(cache) and cache.get_seq_length():
-            raise CacheError(
-                f"states of {model.config.model_type} are right only where a prompt is fed in one forward and later "
-                f"tokens one by one, and {given.shape[1]} came at once: leave out chunks of prompts (prefill_chunk)"
-            )
-        begin_forward(cache, given.shape[1])
-    sequence = getattr(cache, "sequence", None)
-    if sequence is None or ids is None:
-        return
-    if ids.shape[1] == 0:
-        raise sequence.occupied(0)
-    beams = sequence.num_beams
-    if beams > 1 and sequence.seq_len == 0 and ids.shape[0] % beams == 0:
-        first = ids.view(-1, beams, ids.shape[1])
-        if bool((first != first[:, :1]).any()):
-            raise CacheError(f"num_beams={beams}, but the rows of a sample hold different prompts")
-
-
-def _guard_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: `end_forward`. Called also where the forward raises, without an output."""
-    end_forward(kwargs.get("past_key_values"), failed=output is None)
-
-
-def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: `track_finite`."""
-    track_finite(kwargs.get("past_key_values"), output.logits[:, -1])
-
-
-def track_finite(cache: Any, logits: torch.Tensor) -> None:
-    """Add 0 times the logits [B, V] to the flags of the cache or caches, which are NaN from then on if one is.
-
-    Without waiting for the device. A cache that is not kvexp's has no flag.
-    """
-    caches: list[Any] = [member for member in getattr(cache, "caches", (cache,)) if hasattr(member, "logits_nan_flag")]
-    if caches:
-        doubt = 0 * logits.sum(dtype=torch.float32)  # NaN unless all of them are finite
-        for member in caches:
-            member.logits_nan_flag = member.logits_nan_flag + doubt
-
-
-def _check_finite(model: PreTrainedModel) -> None:
-    """ConfigError for a parameter that holds NaN or inf."""
-    with torch.no_grad():
-        for name, x in ((name, x) for name, weight in model.named_parameters() for x in plain_parts(weight)):
-            if x.device.type == "meta" or not x.is_floating_point() or bool(torch.isfinite(x.sum())):
-                continue  # a finite sum has finite terms, and costs a thirtieth of looking at each
-            if not bool(torch.isfinite(x).all()):
-                raise ConfigError(f"weight {name} holds NaN or inf: the checkpoint is damaged")
-
 
 # Tables that older versions of transformers saved and now make anew; what a family's own class ignores is not repeated.
 TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_emb\.inv_freq)$")
@@ -435,7 +202,7 @@ def _on_device(model: Any, device: torch.device) -> PreTrainedModel:
         for weight in model.parameters()
     ):
         return cast(PreTrainedModel, model)
-    with _as_config_error(f"the model's weights cannot be moved to {device}"):
+    with as_config_error(f"the model's weights cannot be moved to {device}"):
         return cast(PreTrainedModel, model.to(device))
 
 
@@ -533,7 +300,7 @@ def random_model(
     check: as of `patch_model`; config: fields of the family's Hugging Face configuration. Needs no network.
     """
     configuration = random_config(family, **config)
-    with torch.random.fork_rng(devices=[]), _as_config_error(f"model.config cannot be that of a {family} model"):
+    with torch.random.fork_rng(devices=[]), as_config_error(f"model.config cannot be that of a {family} model"):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
     return patch_model(model.to(device=device, dtype=parse_dtype(dtype)), check=check)
@@ -550,24 +317,11 @@ def random_config(family: str, **config: Any) -> Any:
     for name in config:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
-    with _as_config_error(f"model.config cannot be that of a {family} model"):
+    with as_config_error(f"model.config cannot be that of a {family} model"):
         family_config = AutoConfig.for_model(family, **config)
         check_sizes(family_config)
     traits_of(family_config)
     return family_config
-
-
-@contextmanager
-def _as_config_error(problem: str) -> Iterator[None]:
-    """A block whose errors, of transformers', torch's or peft's code and without a common base, become ConfigErrors.
-
-    what: the beginning of their message.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:800] or type(error).__name__
-        raise ConfigError(f"{problem}: {reason}") from error
 
 
 def check_device(device: str | None) -> None:
@@ -678,174 +432,6 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
     traits_of(config)
 
 
-# LoRA adapters (peft's files): found in a model's folder, and merged.
-ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Endings of the names of what has a row per token, of embeddings.
-BY_TOKEN = (".weight", ".base_layer.weight", ".token_adapter.base_layer.weight", ".lora_B.weight", ".lora_embedding_A")
-
-
-def adapter_settings(path: str) -> dict[str, Any] | None:
-    """The adapter_config.json of the folder at `path`; None where it holds no adapter, or is no folder.
-
-    ConfigError for half of an adapter, or a file that cannot be read.
-    """
-    folder = path_of(path, "model.path")
-    described = (folder / ADAPTER).is_file()
-    weights = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
-    if described != bool(weights):
-        held, lacking = (ADAPTER, ADAPTER_WEIGHTS[0]) if described else (weights[0], ADAPTER)
-        raise ConfigError(f"{folder} holds {held} of a LoRA adapter without {lacking}: add the one or remove the other")
-    if not described:
-        return None
-    try:
-        return dict(json.loads((folder / ADAPTER).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{folder / ADAPTER} cannot be read ({error}): fetch or copy it again") from error
-
-
-def base_of(path: str) -> str:
-    """Place of the weights that an adapter at `path` changes: the same, or the one its adapter_config.json names.
-
-    `path` comes back too where there is no adapter.
-    """
-    settings = adapter_settings(path)
-    if settings is None or _has_weights(path_of(path, "model.path")):
-        return path
-    base = settings.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ConfigError(
-            f"{path} is a LoRA adapter that names no model (base_model_name_or_path in {ADAPTER}): name its model there"
-        )
-    if adapter_settings(base) is not None:
-        raise ConfigError(f"{path} is a LoRA adapter of {base}, which has an adapter of its own: merge that one first")
-    return base
-
-
-def check_adapter(path: str, allow_pickle: bool = False) -> None:
-    """ConfigError for an adapter that cannot be merged: nothing of it is left out. Loads no weights."""
-    settings = adapter_settings(path)
-    if settings is None:
-        return
-    kind = settings.get("peft_type")
-    if kind != "LORA":
-        raise ConfigError(f"{path} holds an adapter of kind {kind!r}: only LORA can be merged into a model's weights")
-    if settings.get("layer_replication"):
-        raise ConfigError(
-            f"{path} holds an adapter with layer_replication, which repeats layers and gives those that share weights "
-            "an adapter each: it cannot be merged; give an adapter without layer_replication"
-        )
-    if not allow_pickle and not (path_of(path, "model.path") / ADAPTER_WEIGHTS[0]).is_file():
-        raise ConfigError(
-            f"{path} holds its adapter as pickled weights ({ADAPTER_WEIGHTS[1]}), which can run code when read: save "
-            f"it as {ADAPTER_WEIGHTS[0]}, or set allow_pickle=true"
-        )
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            f"{path} holds a LoRA adapter ({ADAPTER}), and peft, which merges it into the weights, is not installed; "
-            f"run: pip install peft; or move {ADAPTER} and {ADAPTER_WEIGHTS[0]} away to run the model without it"
-        )
-
-
-@functools.lru_cache(maxsize=8)
-def check_hub(path: str, revision: str | None = None) -> None:
-    """ConfigError for a repository of the hub with an adapter: it can be merged from a folder.
-
-    What is in the cache counts where the hub cannot be asked.
-    """
-    if path.startswith((WHEEL, ".", "/", "~")) or path_of(path, "model.path").exists():
-        return
-    try:
-        adapter = find_adapter_config_file(path, revision=revision, local_files_only=bool(unreachable()))
-    except Exception:  # reported when the configuration is asked for
-        adapter = None
-    if adapter is not None:
-        raise ConfigError(
-            f"{path} holds a LoRA adapter ({ADAPTER}), which is merged from a folder alone: fetch it (hf download "
-            f"{path} --local-dir FOLDER) and set model=local model.path=FOLDER"
-        )
-
-
-def merge_adapter(model: Any, path: str) -> Any:
-    """Add the weights of the adapter at `path` to the model's own; returns the model without a trace of peft.
-
-    ConfigError where the adapter's weights do not fit its configuration or this model, or where the merged model's
-    logits are not the unmerged ones.
-    """
-    with _as_config_error(f"cannot merge the adapter in {path}"), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of tied weights, which are untied, and of names that peft calls
-        wrapped = _with_adapter(model, path).eval()
-        ids, _ = random_tokens(model)
-        unmerged = wrapped(ids).logits.float()
-        if _untie(wrapped):
-            model.config.tie_word_embeddings = False
-        merged = wrapped.merge_and_unload(safe_merge=True)
-        difference = logits_size(merged(ids).logits.float() - unmerged, model.dtype)
-        allowed = (MOST if model.dtype == torch.float32 else MOST_IN_HALF) * logits_size(unmerged, model.dtype)
-        if not difference <= allowed:
-            raise ConfigError(
-                f"merged, its logits differ from the unmerged ones by {difference:.2g}, where {allowed:.2g} "
-                "is rounding: give another adapter, or dtype=float32 in place of half precision"
-            )
-        return merged
-
-
-def _with_adapter(model: Any, path: str) -> Any:
-    """peft's model of this one with the adapter at `path`, unmerged; ConfigError where it is not one of this model."""
-    import peft
-
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [f"base_model.model.{name}" for name, module in model.named_modules() if module in embeddings]
-    state = peft.utils.load_peft_weights(path, device="cpu")
-    for key, weight in state.items():
-        tokens = weight.shape["lora_embedding_A" in key] if key in {n + end for n in names for end in BY_TOKEN} else 0
-        if tokens not in (0, vocabulary):
-            raise ConfigError(
-                f"it was saved after the vocabulary was resized to {tokens} tokens, and its model has {vocabulary}: "
-                f"call resize_token_embeddings({tokens}) on the model, save it into a folder and name that as "
-                f"base_model_name_or_path in {ADAPTER}"
-            )
-    config: Any = peft.PeftConfig.from_pretrained(path)
-    if model.device.type == "meta":
-        config.init_lora_weights = False  # some first values are made of the weights
-    wrapped = peft.get_peft_model(model, config)
-    try:
-        loaded: Any = peft.set_peft_model_state_dict(wrapped, state)
-    except RuntimeError as error:
-        if len(lines := str(error).split("size mismatch for ")) < 2:
-            raise
-        raise ConfigError(
-            f"its weights have other sizes than r and its model ask for ({lines[1].strip()}); give it the model and "
-            f"the {ADAPTER} that it was trained with"
-        ) from error
-    missing = [name for name in loaded.missing_keys if "lora_" in name or "modules_to_save" in name]
-    if said := named_weights({"missing": missing, "unexpected": loaded.unexpected_keys}):
-        raise ConfigError(f"it is not one of this model ({said}); give it its own model")
-    return wrapped
-
-
-def _untie(wrapped: Any) -> bool:
-    """Copy the weights that the adapter changes for each module that shares them; returns whether any was shared.
-
-    Unmerged, an adapter of tied embeddings changes lm_head or the embeddings; added to the one weight of both it would
-    change both.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module.get_base_layer() for module in wrapped.modules() if isinstance(module, LoraLayer)]
-    changed = {id(weight) for layer in layers for weight in layer.parameters(recurse=False)}
-    holders = defaultdict(list)
-    for module in wrapped.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if id(weight) in changed:
-                holders[id(weight)].append((module, name, weight))
-    others = [holder for shared in holders.values() for holder in shared[1:]]
-    for module, name, weight in others:
-        setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
-    return bool(others)
-
-
 def merge_unties(path: str, trust_remote_code: bool = False) -> bool:
     """Whether `merge_adapter` unties weights of the model at `path`; no weights of the model are read.
 
@@ -855,33 +441,11 @@ def merge_unties(path: str, trust_remote_code: bool = False) -> bool:
     if adapter_settings(path) is None:
         return False
     config = load_config(path, trust_remote_code=trust_remote_code)
-    with _as_config_error(f"cannot merge the adapter in {path}"), warnings.catch_warnings():
+    with as_config_error(f"cannot merge the adapter in {path}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tensors without memory, into which nothing is copied
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        return _untie(_with_adapter(model, path))
-
-
-@contextmanager
-def without_adapter(path: str) -> Iterator[str]:
-    """A folder with all files of the one at `path` but the adapter's, inside the block.
-
-    transformers would otherwise load the adapter itself, on weights from elsewhere. Other paths come back as they are.
-    """
-    if adapter_settings(path) is None:
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as place:
-        for file in path_of(path, "model.path").resolve().iterdir():
-            if file.name not in (ADAPTER, *ADAPTER_WEIGHTS):
-                os.symlink(file, Path(place) / file.name)
-        yield place
-
-
-def _has_weights(folder: Path) -> bool:
-    """Whether the folder holds weights of a model, an adapter's left out."""
-    patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
-    return any(file.name not in ADAPTER_WEIGHTS for pattern in patterns for file in folder.glob(pattern))
+        return untie_changed(with_adapter(model, path))
 
 
 FULL = "float32"
@@ -980,7 +544,7 @@ class ModelSize:
 
 def shape_of(config: Any) -> ModelSize:
     """The size of a model of this Hugging Face configuration; parameters are counted on tensors without memory."""
-    with torch.device("meta"), _as_config_error(f"config.json cannot be that of a {config.model_type} model"):
+    with torch.device("meta"), as_config_error(f"config.json cannot be that of a {config.model_type} model"):
         model = AutoModelForCausalLM.from_config(config)
     traits = traits_of(config)
     return ModelSize(

@@ -164,8 +164,8 @@ class ModelSpec:
         return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
 
     def _digest(self, words: str | None, option: str) -> str | None:
+        from kvexp.hf.adapters import base_of
         from kvexp.hf.fetch import located
-        from kvexp.hf.load import base_of
 
         if not words:
             return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 
@@ -71,3 +72,16 @@ def refuse(item: T, rules: Iterable[Rule[T]]) -> None:
     """ConfigError with the sentence of the first rule that applies to the object."""
     if (why := reason_against(item, rules)) is not None:
         raise ConfigError(why)
+
+
+@contextmanager
+def as_config_error(problem: str) -> Iterator[None]:
+    """A block whose errors, of transformers', torch's or peft's code and without a common base, become ConfigErrors.
+
+    what: the beginning of their message.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:800] or type(error).__name__
+        raise ConfigError(f"{problem}: {reason}") from error

@@ -465,7 +465,7 @@ def adapt(folder, model_folder=None, rename=lambda name: name, **changes):
 def pretend_peft(monkeypatch, installed):
     real = importlib.util.find_spec
     found = lambda name, *more: installed or None if name == "peft" else real(name, *more)  # noqa: E731
-    monkeypatch.setattr("kvexp.hf.load.importlib.util.find_spec", found)
+    monkeypatch.setattr("kvexp.hf.adapters.importlib.util.find_spec", found)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -605,7 +605,7 @@ def test_an_adapter_of_tied_embeddings_is_merged_as_it_runs_unmerged(case, tmp_p
 
 def test_a_merge_that_is_not_the_adapter_is_refused(tmp_path, monkeypatch):
     place, _, _ = tied_adapter(tmp_path, **TIED["head"])
-    monkeypatch.setattr(checkpoint, "_untie", lambda wrapped: False)
+    monkeypatch.setattr("kvexp.hf.adapters.untie_changed", lambda wrapped: False)
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(ConfigError, match="merged, its logits differ from the unmerged ones"):
             load_model(str(place), dtype=dtype)
@@ -642,7 +642,7 @@ def test_an_adapter_of_other_sizes_says_what_does_not_fit(changes, tmp_path):
 
 def test_an_adapter_on_the_hub_is_asked_for_as_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvexp.hf.load.find_adapter_config_file", lambda *_, **__: "adapter_config.json")
+    monkeypatch.setattr("kvexp.hf.adapters.find_adapter_config_file", lambda *_, **__: "adapter_config.json")
     with pytest.raises(ConfigError, match=r"someone/adapter holds a LoRA adapter.*hf download.*model=local"):
         load_model("someone/adapter")
 
