@@ -20,6 +20,6 @@ def draw() -> Figure:
         lines.append(Curve(NAMES[name], shares, mean, low, high))
     axes.axhline(EPSILON_KL, color="black", linewidth=1, linestyle="--")
     curves(axes, lines, "slots kept, % of the prompt", "KL from the full cache, nats per token")
-    limit = f"equivalent below {EPSILON_KL:g}"
+    limit = f"limit {EPSILON_KL:g}, set beforehand"
     axes.annotate(limit, (shares[-1], EPSILON_KL), (0, -12), textcoords="offset points", ha="right")
     return figure
