@@ -3,7 +3,9 @@
 import argparse
 
 from experiments import pages
+from kvexp.util.output import watch_pipes
 
+watch_pipes()
 parser = argparse.ArgumentParser(prog="python -m experiments.pages", description=pages.__doc__, allow_abbrev=False)
 parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *pages.named()])
 for name in parser.parse_args().names or pages.named():

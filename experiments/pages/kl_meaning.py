@@ -18,6 +18,7 @@ from kvexp.results.divergence import example_means, share_interval
 from kvexp.results.read import read_runs
 from kvexp.results.stats import LEVEL
 from kvexp.run.store import OWN
+from kvexp.util.output import watch_pipes
 
 RECORDED = ROOT / "docs" / "kl_meaning.csv"
 RUN = ["method", "kv_ratio"]
@@ -112,4 +113,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     record(sys.argv[1])

@@ -8,8 +8,9 @@ import io
 import numpy as np
 import pytest
 import torch
+from commands import admit_in_test
 from rich.console import Console
-from test_conversations import talk
+from test_conversations import ShortDialogue, talk
 from test_eviction_log import assert_kept_is_what_is_not_logged, case_of, held, job, run_job, run_of, watched
 from test_show import losses
 from tiny import stock
@@ -217,7 +218,8 @@ def test_a_replay_of_quantised_slots_is_refused_before_a_model_loads(tmp_path, c
 @pytest.mark.parametrize(
     ("history", "method"), [("own", "h2o"), pytest.param("reference", "keyformer", marks=pytest.mark.slow)]
 )
-def test_a_turn_is_diagnosed_behind_all_that_was_fed_before_it(tmp_path, history, method):
+def test_a_turn_is_diagnosed_behind_all_that_was_fed_before_it(tmp_path, monkeypatch, history, method):
+    admit_in_test(monkeypatch, ShortDialogue)
     one = talk(tmp_path, f"method={method}", "kv_ratio=0.4", history=history)
     run = evaluate_run(one)
     rows = sorted(rows_of(run).values(), key=lambda row: row["index"])

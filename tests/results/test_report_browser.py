@@ -105,9 +105,9 @@ def text_of(browser: Any, selector: str) -> str:
 def test_every_section_draws_and_every_chart_has_lines(opened: Any) -> None:
     sections = [each.get_attribute("id") for each in opened.find_elements("css selector", "main section")]
     assert sections == [
+        "divergence",
         "verdicts",
         "explorer",
-        "divergence",
         "advise",
         "life",
         "cost",
