@@ -198,6 +198,10 @@ def test_the_first_page_is_read_in_minutes():
     assert max(len(line) for line in prose if not line.startswith(("|", "    "))) <= 100
 
 
+def test_the_changelog_is_read_in_minutes():
+    assert len((ROOT / "CHANGELOG.md").read_text("utf-8").split()) <= 900
+
+
 @pytest.mark.real
 def test_the_first_pages_python_prints_what_it_shows(smollm2, capsys):
     (script,) = scripts(ROOT / "README.md")
