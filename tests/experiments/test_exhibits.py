@@ -110,21 +110,6 @@ def test_an_interrupt_says_what_is_kept_and_begins_no_other_exhibit(tmp_path, ca
     assert "did not begin" not in said
 
 
-def test_runs_made_before_exhibits_had_a_folder_of_their_own_are_found(tmp_path, capsys):
-    name, setup = "keyformer_fig3c", Setup("testbed", tmp_path / "reproduce", smoke=True)
-    (command,) = setup.commands(name)
-    settings = sweep.jobs(command.experiment, setup.words(name, command))[0]
-    known = [Run.open(tmp_path, config, settings.labels, {}) for config in (settings.identity, {"method": "other"})]
-    for run in known:
-        (run.path / "examples.jsonl").write_text("rows\n")
-    runner.adopt(name, setup)
-    assert f"1 run found in {tmp_path} and copied" in capsys.readouterr().out
-    assert [run.hash for run in runs(setup.outputs)] == [known[0].hash]
-    assert (setup.outputs / known[0].hash / "examples.jsonl").read_text() == "rows\n" and known[0].path.exists()
-    runner.adopt(name, setup)
-    assert not capsys.readouterr().out and Setup("testbed", tmp_path / "mine").earlier is None
-
-
 def test_an_exhibit_says_how_long_it_takes_and_keeps_its_runs_apart(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "planned_seconds", lambda experiment, words: 3600.0)
