@@ -22,7 +22,6 @@ from experiments.lib.real_scale import commands, layout, scale_of
 from experiments.lib.record import SECOND, VERDICT, record, record_real, recorded
 from experiments.lib.runner import OUTPUTS, Setup, results, seconds_left
 from kvexp.run.jobs import INTERRUPTED, KEPT
-from kvexp.run.store import runs
 from kvexp.util.errors import ConfigError
 from kvexp.util.output import duration, tells_errors, watch_pipes
 
@@ -65,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outputs = (args.outputs or (Path("outputs/smoke") if args.smoke else OUTPUTS)).resolve()
     setup = Setup(args.scale, outputs, args.smoke, tuple(args.given), args.data, shows=len(wanted) == 1)
     fresh = not outputs.exists() or not any(outputs.iterdir())
-    fresh &= setup.earlier is None or not (any(runs(setup.earlier)) or (setup.earlier / "collected").exists())
     try:
         failed = _made(args, wanted, setup, fresh)
     except KeyboardInterrupt as error:

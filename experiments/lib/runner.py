@@ -8,7 +8,6 @@ import hashlib
 import io
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -30,7 +29,7 @@ from experiments.lib.record import VERDICT, Made, provenance_of, recorded
 from experiments.lib.sweep import jobs, late, limit_of, planned_seconds, smaller, sweep
 from experiments.lib.tables import KEYS, frame_of, spelled, without
 from experiments.lib.verdicts import divergence_frame, measure_missing
-from kvexp.run.store import Run, run_hash, runs
+from kvexp.run.store import run_hash
 from kvexp.util.errors import ConfigError
 from kvexp.util.machine import use_threads
 
@@ -57,11 +56,6 @@ class Setup:
         if self.scale == REAL:
             return commands(name, self.data)
         return [Command(experiment, (), "") for experiment in sweeps(name, self.scale)]
-
-    @property
-    def earlier(self) -> Path | None:
-        """The folder that exhibits had before OUTPUTS, whose runs still count; None for a folder of another name."""
-        return self.outputs.parent if self.outputs.name == OUTPUTS.name else None
 
     def words(self, name: str, command: Command) -> list[str]:
         """All overrides of one of an exhibit's sweeps."""
@@ -143,7 +137,6 @@ def _frames(name: str, exhibit: Exhibit, setup: Setup, folder: Path) -> tuple[pd
         contextlib.redirect_stderr(log),
     ):
         judged = setup.judged(name)
-        adopt(name, setup)
         for command in wanted:
             overrides = setup.words(name, command)
             if exhibit.measure is not None:
@@ -161,45 +154,12 @@ def _frames(name: str, exhibit: Exhibit, setup: Setup, folder: Path) -> tuple[pd
     return frame, divergence_frame(setup.outputs, frame, *limits) if judged else None
 
 
-def adopt(name: str, setup: Setup) -> None:
-    """Copy what an exhibit needs and `setup.earlier` has: what was measured inside models, runs and their baselines."""
-    earlier, outputs = setup.earlier, setup.outputs
-    if earlier is None:
-        return
-    for file in (earlier / "collected").glob(f"{name}-*.csv"):
-        target = outputs / "collected" / file.name
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, target)
-    lacking = {run.hash for run in runs(earlier)} - {run.hash for run in runs(outputs)}
-    if not lacking:
-        return
-    wanted = {
-        run_hash(run.identity)
-        for command in setup.commands(name)
-        for settings in jobs(command.experiment, setup.words(name, command))
-        for member in settings.parts()
-        for run in (member, member if member.is_baseline else member.baseline())
-    }
-    for key in sorted(wanted & lacking):
-        with Run.load(earlier / key).claim():
-            if (outputs / key).exists():  # another process was faster
-                continue
-            draft = outputs / f".{key}.draft"
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.copytree(earlier / key, draft, ignore=shutil.ignore_patterns(".*"))
-            draft.replace(outputs / key)
-    if count := len(wanted & lacking):
-        print(f"{count} run{'s' * (count != 1)} found in {earlier} and copied", flush=True)
-
-
 def seconds_left(name: str, setup: Setup) -> float | None:
     """Seconds that an exhibit takes on this machine, without runs that are there; None where that is not known."""
     wanted = setup.commands(name)
     if not wanted or load(name).measure is not None:
         return None
     try:
-        adopt(name, setup)
         return sum(planned_seconds(command.experiment, setup.words(name, command)) for command in wanted)
     except ConfigError:  # the sweep says what is wrong
         return None

@@ -43,7 +43,6 @@ from kvexp.results.divergence import holm_corrected
 from kvexp.results.stats import t_quantile, t_tail
 from kvexp.run.jobs import composed_model
 from kvexp.run.model_spec import load, model_digest
-from kvexp.tasks.articles import articles
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import locked
 from kvexp.util.output import say, watch_pipes
@@ -188,36 +187,8 @@ def solution(dice: Random) -> Text:
     return Text(prompt, lines())
 
 
-def dialogue(dice: Random) -> Text:
-    """Instructions on how to answer, then questions and answers that follow them."""
-    greeting, sign = dice.choice(("Good day", "Welcome", "Hello there")), dice.choice(("as ever", "with care", "truly"))
-    unit, place = dice.choice(("fathoms", "ells", "rods")), dice.choice(PLACES)
-    facts = {where: dice.randrange(4, 80) for where in PLACES}
-    known = "; ".join(f"the {where} is {far} {unit} away" for where, far in facts.items())
-    prompt = (
-        f"You are the clerk at the {place}. Begin each answer with '{greeting}', give distances in {unit}, and end "
-        f"with '{sign}'. Know this: {known}.\n\n"
-    )
-
-    def lines() -> Iterator[str]:
-        while True:
-            who, (where, far), other = dice.choice(PEOPLE), dice.choice(list(facts.items())), dice.choice(GOODS)
-            yield f"{who}: How far is the {where}? I carry {dice.randrange(2, 30)} loads of {other}."
-            yield f"Clerk: {greeting}, {who}. It is {far} {unit} to the {where}; mind the {other}, {sign}."
-
-    return Text(prompt, lines())
-
-
-def prose(dice: Random) -> Text:
-    """News articles of kvexp's, one behind the other in drawn order; the first title is the prompt."""
-    order = list(articles())
-    dice.shuffle(order)
-    lines = (line for number, doc in enumerate(order) for line in ([doc.title] * bool(number) + list(doc.paragraphs)))
-    return Text(f"News of the week.\n\n{order[0].title}\n", lines)
-
-
 KINDS: dict[str, Callable[[Random], Text]] = {
-    "solution": solution, "ledger": ledger, "dialogue": dialogue, "prose": prose, "codes": solution,
+    "solution": solution, "ledger": ledger, "codes": solution,
 }  # fmt: skip
 
 

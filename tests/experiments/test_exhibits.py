@@ -45,7 +45,6 @@ def test_names_carry_their_paper_and_fig7_is_short_for_keyformers():
     assert load("fig7") is load("keyformer_fig7") and full_name("fig7") == "keyformer_fig7"
     found = names()
     assert found.index("keyformer_fig7") < found.index("keyformer_fig10") < found.index("keyformer_table1")
-    assert not {"pq_recall", "long_texts"} & set(found)
 
 
 def test_the_index_is_current():
@@ -108,21 +107,6 @@ def test_an_interrupt_says_what_is_kept_and_begins_no_other_exhibit(tmp_path, ca
     said = capsys.readouterr().err
     assert "interrupted: 75 rows were written" in said and "the same command goes on" in said
     assert "did not begin" not in said
-
-
-def test_runs_made_before_exhibits_had_a_folder_of_their_own_are_found(tmp_path, capsys):
-    name, setup = "keyformer_fig3c", Setup("testbed", tmp_path / "reproduce", smoke=True)
-    (command,) = setup.commands(name)
-    settings = sweep.jobs(command.experiment, setup.words(name, command))[0]
-    known = [Run.open(tmp_path, config, settings.labels, {}) for config in (settings.identity, {"method": "other"})]
-    for run in known:
-        (run.path / "examples.jsonl").write_text("rows\n")
-    runner.adopt(name, setup)
-    assert f"1 run found in {tmp_path} and copied" in capsys.readouterr().out
-    assert [run.hash for run in runs(setup.outputs)] == [known[0].hash]
-    assert (setup.outputs / known[0].hash / "examples.jsonl").read_text() == "rows\n" and known[0].path.exists()
-    runner.adopt(name, setup)
-    assert not capsys.readouterr().out and Setup("testbed", tmp_path / "mine").earlier is None
 
 
 def test_an_exhibit_says_how_long_it_takes_and_keeps_its_runs_apart(tmp_path, monkeypatch, capsys):
