@@ -62,7 +62,7 @@ def _row(exhibit: Exhibit, entry: dict[str, Any] | None, real: dict[str, Any] | 
 
 
 def shown(title: str) -> str:
-    """Return what an exhibit shows: its title without paper and number, cut at a comma, colon or "at" after four words."""
+    """Return an exhibit's title without paper and number, cut at a comma, colon or "at" after four words."""
     words = title.partition(": ")[2]
     ends = (match.start() for match in re.finditer(r"[,:] | at ", words) if len(words[: match.start()].split()) > 3)
     return words[: next(ends, len(words))].replace("|", "\\|")
