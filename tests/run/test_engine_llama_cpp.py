@@ -87,6 +87,10 @@ def test_rows_and_divergence_are_recorded_and_resumed(tmp_path, monkeypatch):
     evaluate_run(asked, session)
     measure_rest(asked, session)
     assert (session.rows_written, session.texts_measured) == (4, 2)
+    environment = run.path / "env.json"
+    environment.write_text(environment.read_text().replace('"threads": ', '"threads": 7'))
+    with pytest.raises(ConfigError, match=r"has rows made with 7.* threads, and in llama\.cpp's flash attention"):
+        evaluate_run(settings(*GQA, FULL, ENGINE, "engine.cache_k=q4_0", "limit=3", *where), Session())
     for line in run.divergence().values():
         assert not line["first_by_prefill"]  # the prompt has read its own tokens in the format
         assert statistics.fmean(line["kl"]) > 1e-7
