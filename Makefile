@@ -22,6 +22,8 @@ TRITON_VERSION := 3.9.0
 TRITON := build/triton-$(TRITON_VERSION)
 OPENVINO_VERSION := 2026.4.1
 OPENVINO := build/openvino-$(OPENVINO_VERSION)
+LLAMA_CPP_VERSION := 2026.10.11549
+LLAMA_CPP := build/xllamacpp-$(LLAMA_CPP_VERSION)
 OLDEST := build/oldest
 
 # One thread per worker (two workers on two cores beat two workers fighting over them), no waiting for an unreachable hub,
@@ -35,7 +37,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck size format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks audit clean
+.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck size format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino llama-cpp test-llama-cpp reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## /{printf "  %-15s %s\n", $$1, $$2}' Makefile
@@ -164,6 +166,16 @@ openvino: $(OPENVINO)/.stamp ## fetch the pinned OpenVINO GenAI into build/ (tes
 $(OPENVINO)/.stamp: $(VENV)/.stamp
 	@echo 'installing openvino-genai $(OPENVINO_VERSION) into $(OPENVINO)'
 	@$(BIN)/pip install --quiet --no-deps --target $(OPENVINO) openvino==$(OPENVINO_VERSION) openvino-tokenizers==$(OPENVINO_VERSION).0 openvino-genai==$(OPENVINO_VERSION).0
+	@touch $@
+
+test-llama-cpp: $(VENV)/.stamp $(LLAMA_CPP)/.stamp ## llama.cpp against transformers and kvexp: full cache, formats, evictions (needs 34 MB of it)
+	@PYTHONPATH=$(LLAMA_CPP) $(PYTEST) tests/generate/test_llama_cpp.py tests/run/test_engine_llama_cpp.py $(ARGS)
+
+llama-cpp: $(LLAMA_CPP)/.stamp ## fetch the pinned xllamacpp into build/ (test-llama-cpp does it by itself)
+
+$(LLAMA_CPP)/.stamp: $(VENV)/.stamp
+	@echo 'installing xllamacpp $(LLAMA_CPP_VERSION) into $(LLAMA_CPP)'
+	@$(BIN)/pip install --quiet --no-deps --target $(LLAMA_CPP) xllamacpp==$(LLAMA_CPP_VERSION)
 	@touch $@
 
 reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (SCALE=testbed|real|paper)

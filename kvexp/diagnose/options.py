@@ -31,8 +31,8 @@ from kvexp.util.progress import Progress
 ELSE = "or diagnose=none"
 WITH_ENGINE: Rule[Settings] = (
     lambda s: s.engine is not None,
-    "engine=openvino does not show what its cache holds: diagnose its twin, the same run without engine and with "
-    f"model.weights=float16, {ELSE}",
+    "engine={c.engine.name} does not show what its cache holds: diagnose its twin, the same run without engine and "
+    f"with model.weights=float16, {ELSE}",
 )
 REFUSED: tuple[Rule[Settings], ...] = (
     WITH_ENGINE,

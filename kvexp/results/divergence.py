@@ -169,11 +169,25 @@ def _row(
     row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
     row["verdict_kl"] = decide(kl_corrected, epsilon_kl)
     row["verdict_top1"] = decide(top1_corrected, epsilon_top1)
+    row |= _of_an_engine(folder.run, text)
     receipts = [row["receipt"] for row in folder.scored.values() if row.get("receipt")]  # none: divergence=only
     for name in ("slots", "kv_bytes"):
         values = np.array([number(receipt.get(name)) for receipt in receipts])
         row[name] = _mean(values[np.isfinite(values)])
     return row | {"few_slots": bool(row["slots"] < FEW_SLOTS), "hash": folder.run.hash}
+
+
+def _of_an_engine(run: Run, text: str) -> dict[str, float]:
+    """Mean KL to transformers' full cache of an engine's run (kl_transformers) and of its full cache (engine_kl).
+
+    NaN for runs of kvexp itself.
+    """
+    lines = [line for line in run.divergence().values() if line["text"] == text]
+    names = ("kl_transformers", "engine_kl")
+    every = {
+        name: [nats for line in lines for nats in line.get(name, [])[line["first_by_prefill"] :]] for name in names
+    }
+    return {name: _mean(np.array(nats)) for name, nats in every.items()}
 
 
 NAMED = 4  # runs that a sentence names; of more it says how many
@@ -435,10 +449,15 @@ def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
 def columns_of(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
     """Columns of a frame of `frame_of`: those that name a row, and all others."""
     settings = any(row.get("setting") for row in rows)
+    measured = any(not math.isnan(row["engine_kl"]) for row in rows)
     names = [METHOD_AND_SETTING if settings else METHOD, plain("kv_ratio", "kv_ratio"), *question_column(rows)]
     return [*names, *([N] if n_differs(rows) else [])], [
         numeric("KL", "kl", 4),
         KL_INTERVAL,
+        *(
+            [numeric("KL to\ntransformers", "kl_transformers", 4), numeric("of it the\nengine", "engine_kl", 4)]
+            * measured
+        ),
         plain("verdict_kl", "verdict\non KL", right=False),
         *([] if n_differs(rows) else [N]),
         plain("tokens", "tokens"),

@@ -22,7 +22,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from kvexp.results import views
 from kvexp.results.divergence import divergence_table, per_example, scale_of
-from kvexp.results.read import Folder, Runs, titled
+from kvexp.results.read import QUANTISED_FULL, Folder, Runs, titled
 from kvexp.results.stats import MIN_PAIRS
 from kvexp.results.table import called, n_words, parts, quality_table, shared_settings, with_n
 from kvexp.results.views import VIEWS, Line, Side, chart_of
@@ -388,7 +388,7 @@ def draw_divergence(runs: Runs, x: str, text: str = OWN) -> Figure:
 
 BYTES_DASHES: dict[int, Any] = {16: "-", 8: (0, (6, 1.5)), 4: (0, (3, 1.5)), 2: (0, (1, 1))}
 TICKS = (1.0, 0.5, 0.25, 0.125, 0.0625)
-QUANTISED_FULL, FULL_BITS = "full_quantised", 16  # as labels of runs say
+FULL_BITS = 16
 BYTES_PANELS = ("kl", "quality")
 
 

@@ -59,6 +59,7 @@ def titled(title: str, values: Iterable[Any]) -> str:
 Row = dict[str, Any]
 
 BASELINE, EXPERIMENT = "full", "experiment"
+QUANTISED_FULL = "full_quantised"  # as labels of runs say
 ORDER = ("model", "task", "method", "kv_ratio", "tokens", "setting")  # labels by which runs stand in a table
 LISTED = 24  # values of a label that an error names
 FOUND = ("hash", "status", "question", "numerics", "code", "all_versions")  # in `where`: no label that was asked for
@@ -194,9 +195,10 @@ class Folder:
     def void(self) -> bool:
         """Whether eviction was asked for and no example ever evicted: its quality says nothing about the method.
 
-        Quantised keys and values are a loss of their own.
+        Quantised keys and values are a loss of their own, also in an engine, whose full cache evicts nothing.
         """
-        if self.is_baseline or self.run.config.get("quantization") is not None:
+        quantised = self.run.config.get("quantization") is not None or self.labels.get("method") == QUANTISED_FULL
+        if self.is_baseline or quantised:
             return False
         return bool(self.scored) and not any(evicted(row) for row in self.scored.values())
 

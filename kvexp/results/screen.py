@@ -141,8 +141,8 @@ def _is_full(row: Row) -> bool:
 
 
 def _of_engine(row: Row) -> bool:
-    """Whether the answers are another engine's, whose full caches of several precisions are each a baseline."""
-    return any(word.startswith("engine=") for word in str(row.get("setting") or "").split())
+    """Whether the answers are OpenVINO's, whose full caches of several precisions are each a baseline."""
+    return any(word == "engine=openvino" for word in str(row.get("setting") or "").split())
 
 
 def _only_distance(row: Row) -> bool:
@@ -338,11 +338,12 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
 
 
 def _has_one_path(folder: Folder) -> bool:
-    """Whether KL can be measured along the answers: greedy, kvexp's own, and no conversation's (--view turns)."""
+    """Whether KL can be measured along the answers: greedy, not OpenVINO's, and no conversation's (--view turns)."""
     if "history" in folder.run.config.get("task", {}):
         return False
     options = folder.run.config.get("generation") or {}
-    return options.get("num_beams") == 1 and not options.get("sample") and not folder.run.config.get("engine")
+    engine = str((folder.run.config.get("engine") or {}).get("name"))
+    return options.get("num_beams") == 1 and not options.get("sample") and not engine.startswith("openvino")
 
 
 def _needed(rows: Sequence[Row]) -> str:

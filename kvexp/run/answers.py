@@ -22,7 +22,7 @@ import kvexp.generate as generation
 from kvexp.generate import KL, Forcing, PrefilledContext
 from kvexp.generate.inputs import check_length, eos_ids
 from kvexp.generate.kl import read_questions
-from kvexp.run.engine import engine_answers
+from kvexp.run.engine import engine_answers, engine_texts
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.prompts import (
     ItemPrompt,
@@ -116,6 +116,9 @@ def outputs_of_batches(
     """
     straight: list[tuple[int, PromptBatch]] = []
     for place, batch in enumerate(batches):
+        if batch.runs[0].engine is not None:
+            yield from _outputs_of_engine(model, tokenizer, place, batch)
+            continue
         if len(batch.runs) == 1 and not batch.texts:
             for answers in _answers_alone(batch.runs[0], model, tokenizer, batch.prompts):
                 yield Outputs(place, 0, answers)
@@ -140,9 +143,6 @@ def _answers_alone(
     settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
 ) -> Iterator[dict[int, ModelOutput]]:
     """Index -> answer, of one run that shares nothing: those that are made together at a time."""
-    if settings.engine is not None:
-        yield engine_answers(settings, model, tokenizer, batch)
-        return
     if settings.task.only_nll:
         yield from ({index: ModelOutput("", 0, {})} for index, _ in batch)  # a row measures its continuation
         return
@@ -170,6 +170,40 @@ def _answers_alone(
         for outputs in _outputs_from_contexts(model, tokenizer, 0, PromptBatch([settings], others, [0]), None):
             answers |= outputs.answers
         yield answers
+
+
+def _outputs_of_engine(model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch) -> Iterator[Outputs]:
+    """Outputs of runs that another engine answers and is forced texts, each run by itself. place: the batch's."""
+    answers = dict[int, dict[int, ModelOutput]]()
+    for run in batch.answering:
+        answers[run] = engine_answers(batch.runs[run], model, tokenizer, batch.prompts)
+        yield Outputs(place, run, answers[run])
+    for kind, places in batch.texts.items():
+        assert batch.full is not None
+        full, lines = batch.runs[batch.full], defaultdict[int, list[Line]](list)
+        if kind == OWN and batch.full not in answers:
+            answers[batch.full] = engine_answers(full, model, tokenizer, batch.prompts)
+        for index, prompt in batch.prompts:
+            text = answers[batch.full][index].tokens if kind == OWN else _reference(full, tokenizer, prompt)
+            if text:
+                runs = [full, *(batch.runs[run] for run in places)]
+                for run, (row, more) in zip(places, engine_texts(runs, model, prompt.ids, text), strict=True):
+                    # A cache in other numbers has been read by the prompt's own later tokens.
+                    exact = batch.runs[run].engine == full.engine
+                    lines[run].append(_line(index, prompt, kind, row, first_by_prefill=exact) | more)
+        yield from (Outputs(place, run, lines=lines[run]) for run in places)
+
+
+def _reference(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> list[int]:
+    """Token ids of the example's reference answer behind its prompt; none without one."""
+    words, new = prompt.example.reference, settings.decoding.max_new_tokens
+    return continuation(prompt, tokenizer, chat=settings.model.chat, words=words)[:new] if words.strip() else []
+
+
+def _line(index: int, prompt: TokenizedExample, kind: str, row: KL, *, first_by_prefill: bool) -> Line:
+    """The line of divergence.jsonl of one run and example."""
+    known = {"example": prompt.example.id, "index": index, "text": kind, "first_by_prefill": first_by_prefill}
+    return known | row.line
 
 
 def _by_index(batch: Items, outputs: Sequence[ModelOutput]) -> dict[int, ModelOutput]:
@@ -341,13 +375,7 @@ class _Text:
         # Nothing was evicted yet, unless the prompt was evicted between chunks.
         unevicted = variant.cache.config.bounded_chunk is None
         lines = [
-            {
-                "example": prompt.example.id,
-                "index": index,
-                "text": self.kind,
-                "first_by_prefill": not prompt.question_ids and unevicted,
-            }
-            | row.line
+            _line(index, prompt, self.kind, row, first_by_prefill=not prompt.question_ids and unevicted)
             for (index, prompt), row in zip(self.prompts, rows, strict=True)
         ]
         return Outputs(self.batch, place, lines=lines)
@@ -387,11 +415,8 @@ def _texts(
         assert full is not None
         prompts, texts = batch.prompts, [answers[index].tokens for index, _ in batch.prompts] if answers else None
         if kind != OWN:
-            texts = [
-                continuation(prompt, tokenizer, chat=settings.model.chat, words=prompt.example.reference)[:new]
-                for _, prompt in prompts
-            ]
-            rows = [row for row, (_, prompt) in enumerate(prompts) if prompt.example.reference.strip() and texts[row]]
+            texts = [_reference(settings, tokenizer, prompt) for _, prompt in prompts]
+            rows = [row for row, text in enumerate(texts) if text]
             if not rows:
                 continue
             if len(rows) < len(prompts):

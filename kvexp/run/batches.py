@@ -205,6 +205,7 @@ def prefill_groups(wanted: Iterable[Settings]) -> list[list[Settings]]:
 def group_key(settings: Settings) -> str:
     """Equal for runs that see the same prompts through the same model."""
     same = {key: settings.identity[key] for key in ("model", "task", "data", "generation", "beyond_context")}
+    same["engine"] = settings.engine and settings.engine.reference().identity()
     extra = (
         settings.shard,
         settings.limit,
@@ -327,7 +328,8 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
         return
     timed = len(members) == 1 and ANSWER in members[0].kinds(names)
     for member in members:
-        check_threads(member.run, lead.model, environment()["threads"])
+        flash = bool(getattr(member.settings.engine, "flash", False))
+        check_threads(member.run, lead.model, environment()["threads"], flash)
         if not timed:
             try:
                 check_beforehand(member.settings, prompts)
@@ -436,7 +438,12 @@ def _processes(members: Sequence[Member], model: Model, prompts: Prompts, work: 
     """
     lead, several = members[0].settings, num_workers(model)
     rounds = -(-len(work) // several)
-    if several < 2 or rounds * several > MIN_UTILISATION * len(work) or lead.timeout_s is not None:
+    if (
+        lead.engine is not None
+        or several < 2
+        or rounds * several > MIN_UTILISATION * len(work)
+        or lead.timeout_s is not None
+    ):
         return 1
     prepare_for_fork(model)
     first = Piece(list(members), prompts.for_run(lead, work[0])[0])

@@ -40,6 +40,7 @@ FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir"
 DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null", "engine=none")
 # Overrides that the full cache does not know.
 OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "score.", "prefill", "keep=", "seed=")
+OF_AN_ENGINES_CACHE = ("engine.cache_", "engine.flash=", "engine.rotate=")  # llama.cpp's; its full cache is in f32
 QUOTES = "\"'"
 FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same in fewer bits, which is no baseline
 PACKAGED = CONF.parent.parent  # the folder that relative paths in conf/ start from
@@ -73,7 +74,7 @@ def labels_of(settings: Settings, choices: Mapping[str, str], overrides: Sequenc
     labels = {
         "model": model_label(choices.get("model", ""), model.path),
         "task": task.label(choices.get("task", task.name)),
-        "method": QUANTISED_FULL if method == FULL and settings.cache.quantization is not None else method,
+        "method": QUANTISED_FULL if method == FULL and not settings.is_baseline else method,
         "kv_ratio": budget.kv_ratio if budget is not None else None,
         "tokens": budget.tokens if budget is not None else None,
         "setting": override_label(overrides),
@@ -90,7 +91,7 @@ def labels_of(settings: Settings, choices: Mapping[str, str], overrides: Sequenc
 
 def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
     """Labels of a run's baseline, which knows no method, budget, cache options or (unless it samples) seed."""
-    words = [w for w in labels["setting"].split() if not w.startswith(OF_EVICTION)]
+    words = [w for w in labels["setting"].split() if not w.startswith((*OF_EVICTION, *OF_AN_ENGINES_CACHE))]
     return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(words)}
 
 
@@ -376,7 +377,7 @@ def refusal(settings: Settings) -> str | None:
 
 WITHOUT_DIVERGENCE: tuple[Rule[Settings], ...] = (
     (
-        lambda c: c.engine is not None,
+        lambda c: c.engine is not None and c.engine.name == "openvino",
         "engine=openvino gives tokens and no distribution over them; method=openvino without an engine is its twin",
     ),
     (lambda c: c.is_baseline, "the full cache is what divergence is measured from"),

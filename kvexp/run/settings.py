@@ -13,7 +13,6 @@ from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
 from kvexp.core.quantized import AnyQuantization
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import check_generation_config
-from kvexp.generate.openvino import WHEEL, OpenVINO
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import batch_size_identifies_run
 from kvexp.hf.moving_rope import check_rope
@@ -29,7 +28,7 @@ from kvexp.run.build import (
     quantization_of,
 )
 from kvexp.run.compose import option
-from kvexp.run.engine import check_engine, engine_of
+from kvexp.run.engine import Options, check_engine, engine_of
 from kvexp.run.labels import (
     DivergenceOptions,
     Shard,
@@ -322,7 +321,7 @@ class Settings:
     identity: dict[str, Any]
     command: dict[str, Any]
     divergence: DivergenceOptions = field(default_factory=DivergenceOptions)
-    engine: OpenVINO | None = None  # in place of kvexp's own model and cache
+    engine: Options | None = None  # in place of kvexp's own model and cache
 
     @property
     def method(self) -> Method:
@@ -348,13 +347,15 @@ class Settings:
 
     @property
     def is_baseline(self) -> bool:
-        return not self.method.evicts and self.cache.quantization is None
+        plain = not self.method.evicts and self.cache.quantization is None
+        return plain and (self.engine is None or self.engine == self.engine.reference())
 
     def baseline(self) -> Settings:
         """Settings of the run with full attention that this one is measured against."""
         kept = {name: getattr(self.cache, name) for name in ("observe", "beyond_context", "graph")}
         cache = CacheConfig(Full(), **kept)
-        return dataclasses.replace(self, cache=cache).identified(labels_of_baseline(self.labels))
+        engine = None if self.engine is None else self.engine.reference()
+        return dataclasses.replace(self, cache=cache, engine=engine).identified(labels_of_baseline(self.labels))
 
     def parts(self) -> list[Settings]:
         """One run for each of lm-eval's tasks, each with its name as its label; any other task is one run."""
@@ -414,7 +415,7 @@ class Settings:
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
             identity["batch_size"] = self.batch_size
         if self.engine is not None:
-            identity["engine"] = {"name": WHEEL, **_plain(self.engine)}
+            identity["engine"] = self.engine.identity()
         return dataclasses.replace(self, labels=labels, identity=identity)
 
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvexp.core import Budget
-from kvexp.generate.openvino import WHEEL, Engine, Eviction, OpenVINO, check_family, genai, write_gguf
+from kvexp.generate.engine import check_family, write_gguf
+from kvexp.generate.openvino import WHEEL, Engine, Eviction, OpenVINO, genai
 from kvexp.hf import EvictionCache, patch_model
 from kvexp.hf.cpu_linear import round_weights
 from kvexp.hf.gguf import read_header, write_weights

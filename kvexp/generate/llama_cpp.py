@@ -1,0 +1,349 @@
+"""llama.cpp, the engine that most people run: its C API in the package xllamacpp, by ctypes, one prompt at a time.
+
+The package's extension module exports the whole C API. Its structures are read up to the last field that is used here;
+defaults that are known say whether they lie where they are looked for (`library`). A cache of keys or values in blocks
+is turned by a Hadamard rotation first, where a head's size is a multiple of 64, unless `LlamaCpp.rotate` is off.
+
+Source: ggml-org/llama.cpp as of xllamacpp 2026.10.11549, include/llama.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint8, c_uint32, c_void_p
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexp.generate.engine import EngineAnswer, log_softmax
+from kvexp.hf.gguf import GgufHeader, read_header
+from kvexp.util.errors import CacheError, ConfigError, NotFinite
+from kvexp.util.fields import check_fields
+from kvexp.util.files import file_digest
+
+PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
+NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"  # the library's environment variable
+BLOCK = 32  # numbers of a head that share a scale
+CacheType = Literal["f32", "f16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}  # ggml_type
+PLAIN = ("f32", "f16")  # types without blocks
+
+
+class _ModelParams(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("devices", "buffer_types")),
+        *((name, c_int32) for name in ("gpu_layers", "split_mode", "load_mode", "lazy_mode", "main_gpu")),
+        *((name, c_void_p) for name in ("tensor_split", "progress", "progress_data", "overrides")),
+        *((name, c_bool) for name in ("vocab_only", "check_tensors", "extra_buffers", "no_host", "no_alloc")),
+        ("room", c_uint8 * 128),
+    ]
+
+
+class _ContextParams(ctypes.Structure):
+    _fields_ = [
+        *((name, c_uint32) for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_rs_seq")),
+        *((name, c_uint32) for name in ("n_outputs_max", "n_outputs_max_per_seq")),
+        *((name, c_int32) for name in ("n_threads", "n_threads_batch", "kind", "rope", "pooling", "attention")),
+        ("flash", c_int32),
+        *((name, c_float) for name in ("rope_base", "rope_scale", "yarn_ext", "yarn_attn", "yarn_fast", "yarn_slow")),
+        ("yarn_context", c_uint32),
+        ("defragment", c_float),
+        *((name, c_void_p) for name in ("callback", "callback_data")),
+        *((name, c_int32) for name in ("type_k", "type_v")),
+        ("room", c_uint8 * 256),  # fields behind these, of which there may be more in another version
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("count", c_int32),
+        ("tokens", POINTER(c_int32)),
+        ("embeddings", c_void_p),
+        ("positions", POINTER(c_int32)),
+        ("sequence_counts", POINTER(c_int32)),
+        ("sequences", POINTER(POINTER(c_int32))),
+        ("wanted", POINTER(c_int8)),
+    ]
+
+
+# Name -> result and arguments, of the functions that are called.
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "llama_log_set": (None, [c_void_p, c_void_p]),
+    "llama_backend_init": (None, []),
+    "llama_model_default_params": (_ModelParams, []),
+    "llama_context_default_params": (_ContextParams, []),
+    "llama_model_load_from_file": (c_void_p, [c_char_p, _ModelParams]),
+    "llama_model_free": (None, [c_void_p]),
+    "llama_init_from_model": (c_void_p, [c_void_p, _ContextParams]),
+    "llama_free": (None, [c_void_p]),
+    "llama_get_memory": (c_void_p, [c_void_p]),
+    "llama_memory_seq_rm": (c_bool, [c_void_p, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_add": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    "llama_decode": (c_int32, [c_void_p, _Batch]),
+    "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_model_get_vocab": (c_void_p, [c_void_p]),
+    "llama_vocab_n_tokens": (c_int32, [c_void_p]),
+    "ggml_type_name": (c_char_p, [c_int32]),
+    "ggml_row_size": (c_size_t, [c_int32, ctypes.c_int64]),
+}
+# Defaults of the context's structure that show where its fields lie.
+_DEFAULTS: dict[str, Any] = {
+    **{"n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_threads": 4, "n_threads_batch": 4},
+    **{"rope": -1, "pooling": -1, "attention": -1, "flash": -1, "yarn_ext": -1.0, "defragment": -1.0},
+    **{"callback": None, "type_k": TYPES["f16"], "type_v": TYPES["f16"]},
+}
+LOG: deque[str] = deque(maxlen=400)  # last lines that the library wrote
+
+
+def _write_log(level: int, text: bytes | None, _: Any) -> None:
+    LOG.append((text or b"").decode(errors="replace"))
+
+
+_log = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)(_write_log)  # which must live as long as the library
+
+
+def _place() -> Path:
+    """The package's library; ConfigError where the package is absent or of another version."""
+    remedy = f"engine=llama_cpp needs {PACKAGE}=={VERSION}, and %s: pip install 'kvexp[llama_cpp]'"
+    try:
+        installed = version(PACKAGE)
+    except PackageNotFoundError:
+        raise ConfigError(remedy % "it is not installed here") from None
+    if installed != VERSION:
+        raise ConfigError(remedy % f"version {installed} is installed here")
+    spec = find_spec(PACKAGE)
+    folders = (spec and spec.submodule_search_locations) or []
+    places = [place for folder in folders for place in Path(folder).glob(f"{PACKAGE}.*") if place.suffix != ".py"]
+    if len(places) != 1:
+        raise ConfigError(remedy % f"{len(places)} libraries are in its folder")
+    return places[0]
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The loaded library; ConfigError where it is absent, of another version, or laid out in another way."""
+    loaded = ctypes.CDLL(str(_place()))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    loaded.llama_log_set(ctypes.cast(_log, c_void_p), None)
+    loaded.llama_backend_init()
+    check_layout(loaded)
+    return loaded
+
+
+def check_layout(loaded: Any) -> None:
+    """ConfigError where a default or a number of a type is not the known one: fields would be written elsewhere."""
+    params = loaded.llama_context_default_params()
+    wrong = [f"{name}={getattr(params, name)}" for name, known in _DEFAULTS.items() if getattr(params, name) != known]
+    model = loaded.llama_model_default_params()
+    wrong += [] if (model.gpu_layers, model.split_mode, model.extra_buffers) == (-1, 1, True) else ["model parameters"]
+    wrong += [name for name, number in TYPES.items() if loaded.ggml_type_name(number) != name.encode()]
+    if wrong:
+        raise ConfigError(
+            f"the library of {PACKAGE} is laid out in another way than that of {VERSION} ({', '.join(wrong)}): "
+            "pip install --force-reinstall 'kvexp[llama_cpp]'"
+        )
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """Formats of the engine's cache. None is replaced when the object is made: cache_v: as cache_k; flash: on but where
+    keys and values are both f32, of which it would not be exact. rotate: False where nothing is in blocks.
+
+    weights: float32 ones that kvexp writes for the engine, or the model's own GGUF file as it is.
+    """
+
+    name: ClassVar[str] = "llama_cpp"
+    cache_k: CacheType = "f32"
+    cache_v: CacheType | None = None
+    flash: bool | None = None
+    rotate: bool = True
+    weights: Literal["f32", "file"] = "f32"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.cache_v is None:
+            object.__setattr__(self, "cache_v", self.cache_k)
+        if self.flash is None:
+            object.__setattr__(self, "flash", (self.cache_k, self.cache_v) != ("f32", "f32"))
+        if self.cache_v not in PLAIN and not self.flash:
+            raise ConfigError(
+                f"cache_v={self.cache_v} needs flash attention, without which llama.cpp keeps values in f32 or f16 "
+                "alone: leave out flash=false"
+            )
+        if not self.blocked:
+            object.__setattr__(self, "rotate", False)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether keys or values are stored in blocks that share a scale."""
+        return self.cache_k not in PLAIN or self.cache_v not in PLAIN
+
+    def identity(self) -> dict[str, Any]:
+        """What identifies the engine of a run: package, digest of its library, settings."""
+        return {"name": f"{PACKAGE}=={VERSION}", "library": file_digest(_place()), **asdict(self)}
+
+    def reference(self) -> LlamaCpp:
+        """Settings of the full cache that runs are measured from: f32, flash attention off, the same weights."""
+        return LlamaCpp(weights=self.weights)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """The first `sinks` tokens and the newest ones stay: before a token is read, as many as `kept` says.
+
+    kept: prompt's length -> tokens; renumbered: survivors get the positions 0, 1, 2, ...
+    """
+
+    sinks: int
+    kept: Callable[[int], int]
+    renumbered: bool
+
+
+class Weights:
+    """A GGUF file's model, as the engine holds it. ConfigError where it cannot load it."""
+
+    def __init__(self, gguf: Path) -> None:
+        self.library, self.header = library(), read_header(gguf)
+        params = self.library.llama_model_default_params()
+        params.gpu_layers = 0
+        self.pointer = self.library.llama_model_load_from_file(str(gguf).encode(), params)
+        if not self.pointer:
+            raise ConfigError(f"engine=llama_cpp cannot load {gguf}: {''.join(list(LOG)[-3:]).strip()}")
+        self.vocabulary = self.library.llama_vocab_n_tokens(self.library.llama_model_get_vocab(self.pointer))
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None):
+            self.library.llama_model_free(self.pointer)
+
+
+class _Sequence:
+    """One prompt and what follows in a context of its own. tokens: the most that are read; prompt: of the prompt."""
+
+    def __init__(self, engine: LlamaEngine, tokens: int, prompt: int) -> None:
+        self.engine, self.library = engine, engine.weights.library
+        options, params = engine.options, self.library.llama_context_default_params()
+        params.n_ctx, params.n_threads, params.n_threads_batch = tokens, engine.threads, engine.threads
+        params.flash, (params.type_k, params.type_v) = int(bool(options.flash)), engine.types
+        before = os.environ.pop(NO_ROTATION, None)
+        try:
+            if not options.rotate:
+                os.environ[NO_ROTATION] = "1"
+            self.pointer = self.library.llama_init_from_model(engine.weights.pointer, params)
+        finally:
+            os.environ.pop(NO_ROTATION, None)
+            if before is not None:
+                os.environ[NO_ROTATION] = before
+        if not self.pointer:
+            raise CacheError(f"llama.cpp made no context of {tokens} tokens: {''.join(list(LOG)[-3:]).strip()}")
+        self.memory, self.most = self.library.llama_get_memory(self.pointer), params.n_batch
+        self.kept = None if engine.eviction is None else engine.eviction.kept(prompt)
+        self.held = self.peak = self.next = self.removed = 0
+
+    def close(self) -> None:
+        """Free the context."""
+        self.library.llama_free(self.pointer)
+
+    def read(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [V] behind the tokens, which are read after the one eviction that makes room for them."""
+        self.evict()
+        for first in range(0, len(tokens), self.most):
+            now = tokens[first : first + self.most]
+            count, sequence = len(now), c_int32(0)
+            batch = _Batch(
+                count,
+                (c_int32 * count)(*now),
+                None,
+                (c_int32 * count)(*range(self.next, self.next + count)),
+                (c_int32 * count)(*[1] * count),
+                (POINTER(c_int32) * count)(*[ctypes.pointer(sequence)] * count),
+                (c_int8 * count)(*[0] * (count - 1), 1),
+            )
+            if (code := self.library.llama_decode(self.pointer, batch)) != 0:
+                raise CacheError(f"llama.cpp could not read {count} tokens (code {code})")
+            self.next, self.held = self.next + count, self.held + count
+            self.peak = max(self.peak, self.held)
+        row = self.library.llama_get_logits_ith(self.pointer, -1)
+        logits = np.ctypeslib.as_array(row, (self.engine.weights.vocabulary,)).copy()
+        if not np.isfinite(logits).all():
+            raise NotFinite("llama.cpp gave a logit that is not finite")
+        return logits
+
+    def evict(self) -> None:
+        """Remove the oldest tokens behind the sinks that are too many."""
+        eviction = self.engine.eviction
+        if eviction is None or self.kept is None or (many := self.held - self.kept) <= 0:
+            return
+        first = eviction.sinks + self.removed
+        if not self.library.llama_memory_seq_rm(self.memory, 0, first, first + many):
+            raise CacheError(f"llama.cpp did not remove positions {first} to {first + many - 1}")
+        self.held -= many
+        if eviction.renumbered:
+            self.library.llama_memory_seq_add(self.memory, 0, first + many, self.next, -many)
+            self.next -= many
+        else:
+            self.removed += many
+
+
+class LlamaEngine:
+    """llama.cpp on a CPU with one setting of its cache; eviction: None for the full cache; threads: that it uses.
+
+    layers: of the model; block_bytes: of one token in all layers.
+    """
+
+    block = 1
+
+    def __init__(self, weights: Weights, options: LlamaCpp, eviction: Eviction | None = None, threads: int = 1) -> None:
+        self.weights, self.options, self.eviction, self.threads = weights, options, eviction, threads
+        self.types = TYPES[options.cache_k], TYPES[str(options.cache_v)]
+        header = weights.header
+        self.layers, width = header.integer("block_count"), head_size(header)
+        numbers = header.integer("attention.head_count_kv", header.integer("attention.head_count")) * width
+        self.block_bytes = self.layers * sum(weights.library.ggml_row_size(kind, numbers) for kind in self.types)
+
+    def first_eviction(self, prompt: int) -> int | None:
+        """The step that first evicts behind a prompt of so many tokens, 0: its end; None for the full cache."""
+        return None if self.eviction is None else max(0, self.eviction.kept(prompt) + 1 - prompt)
+
+    def answer(self, ids: Sequence[int], new: int, ends: Collection[int] = (), least: int = 0) -> EngineAnswer:
+        """Decode greedily up to `new` tokens, or an end token after `least` of them."""
+        start, tokens, logprobs = time.perf_counter(), list[int](), list[float]()
+        with closing(_Sequence(self, len(ids) + new, len(ids))) as sequence:
+            logits = sequence.read(ids)
+            first = time.perf_counter()
+            while True:
+                open_ends = list(ends) if len(tokens) < least else []
+                allowed = logits.copy()
+                allowed[open_ends] = -np.inf
+                tokens.append(int(allowed.argmax()))
+                logprobs.append(float(log_softmax(allowed)[tokens[-1]]))
+                if len(tokens) == new or tokens[-1] in ends:
+                    break
+                logits = sequence.read(tokens[-1:])
+            end = time.perf_counter()
+            sequence.evict()
+            return EngineAnswer(tokens, logprobs, first - start, end - first, sequence.peak, sequence.held)
+
+    def logits(self, ids: Sequence[int], text: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [N, V] that predict each of the N tokens of a text behind a prompt."""
+        with closing(_Sequence(self, len(ids) + len(text), len(ids))) as sequence:
+            rows = [sequence.read(ids), *(sequence.read([token]) for token in text[:-1])]
+        return np.stack(rows)
+
+
+def head_size(header: GgufHeader) -> int:
+    """Numbers of a head's key."""
+    heads = header.integer("attention.head_count")
+    return header.integer("attention.key_length", header.integer("embedding_length") // heads)

@@ -1,0 +1,117 @@
+"""engine=llama_cpp: a run's settings as llama.cpp's, and what it cannot be asked."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvexp.core.budget import Cadence, PromptSizes
+from kvexp.core.budget_resolution import layer_slots
+from kvexp.generate.engine import model_file
+from kvexp.generate.llama_cpp import BLOCK, Eviction, LlamaCpp, LlamaEngine, Weights, library
+from kvexp.hf.fetch import is_gguf
+from kvexp.methods import Full, StreamingLLM, Window
+from kvexp.run.model_spec import config_of_spec, model_digest
+from kvexp.util.errors import Rule
+from kvexp.util.files import path_of
+
+if TYPE_CHECKING:
+    from kvexp.core import Budget
+    from kvexp.hf.load import Model
+    from kvexp.run.settings import Settings
+
+
+def _uneven(budget: Budget) -> bool:
+    return budget.heads != "uniform" or budget.threshold is not None or budget.splits_layers
+
+
+REFUSED: tuple[Rule[Settings], ...] = (
+    (
+        lambda c: not isinstance(c.method, Full | StreamingLLM | Window),
+        "engine=llama_cpp can only drop the same positions in all layers and heads, and shows no attention weights, so "
+        "method={c.method.name} cannot choose there: set method=full, streaming_llm or window, or leave out engine",
+    ),
+    (
+        lambda c: c.budget is not None and _uneven(c.budget),
+        "engine=llama_cpp drops the same positions in all layers and heads: give kv_ratio or budget.tokens, and leave "
+        "budget.heads and budget.layers alone",
+    ),
+    (
+        lambda c: c.budget is not None and (c.cache.cadence != Cadence() or c.cache.bounded_chunk is not None),
+        "engine=llama_cpp evicts at the end of the prompt and at every step: leave out cache.evict_every, "
+        "cache.at_prefill and prefill=bounded",
+    ),
+    (
+        lambda c: not c.cache.select.plain,
+        "engine=llama_cpp chooses tokens by their age alone: leave out select",
+    ),
+    (
+        lambda c: isinstance(c.engine, LlamaCpp) and c.engine.weights == "file" and _file(c) is None,
+        "engine.weights=file gives the engine the GGUF file that model.path names, and it names none: set model=local "
+        "model.path=FILE.gguf, or leave it at f32",
+    ),
+    (
+        lambda c: isinstance(c.engine, LlamaCpp) and c.engine.blocked and _head_size(c) % BLOCK,
+        f"engine.cache_k and engine.cache_v in blocks of {BLOCK} numbers need heads of a multiple of {BLOCK}, and this "
+        "model's have another size: set f32 or f16",
+    ),
+)
+
+
+def _head_size(settings: Settings) -> int:
+    config = config_of_spec(settings.model)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _file(settings: Settings) -> Path | None:
+    """The GGUF file that model.path names; None for other models."""
+    path = str(settings.model.path)
+    return path_of(path, "model.path") if is_gguf(path) else None
+
+
+def eviction_of(settings: Settings) -> Eviction | None:
+    """What the run's method keeps; None for the full cache."""
+    from kvexp.run.settings import batch_budget
+
+    method = settings.method
+    if not method.evicts:
+        return None
+
+    def kept(prompt: int) -> int:
+        budget = batch_budget(settings, [prompt])
+        assert budget is not None
+        (slots,) = layer_slots(method, budget, PromptSizes([prompt], prompt, settings.decoding.max_new_tokens, 1), 0)
+        return slots - budget.counts_self
+
+    return Eviction(method.sinks, kept, settings.cache.renumbered)
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(gguf: Path) -> Weights:
+    return Weights(gguf)
+
+
+class LlamaCppDriver:
+    """llama.cpp for runs."""
+
+    options, refused = LlamaCpp, REFUSED
+
+    @staticmethod
+    def check_installed() -> None:
+        """ConfigError where the package is absent, of another version, or laid out in another way."""
+        library()
+
+    @staticmethod
+    def engine(settings: Settings, model: Model) -> LlamaEngine:
+        """The engine with the model in float32 or its own file; the weights are kept until others are asked for."""
+        import torch
+
+        options = settings.engine
+        assert isinstance(options, LlamaCpp)
+        gguf = _file(settings) if options.weights == "file" else None
+        if gguf is None:
+            gguf = model_file(model, model_digest(settings.model), np.float32)
+        return LlamaEngine(_loaded(gguf), options, eviction_of(settings), torch.get_num_threads())

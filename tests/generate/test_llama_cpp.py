@@ -1,0 +1,163 @@
+"""llama.cpp: in float32 it is transformers' full cache and kvexp's streaming_llm; its layout, types and rotation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvexp.core import Budget
+from kvexp.generate import llama_cpp as driver
+from kvexp.generate import prefill
+from kvexp.generate.engine import kl_of, log_softmax, write_gguf
+from kvexp.generate.llama_cpp import LOG, TYPES, Eviction, LlamaCpp, LlamaEngine, Weights, check_layout, library
+from kvexp.generate.prefill import decode_step
+from kvexp.hf import patch_model
+from kvexp.methods import StreamingLLM
+from kvexp.util.errors import ConfigError
+
+TESTBED = "kvexp/tasks/testbed_models/testbed_gqa"
+NEW = 24
+try:
+    library()
+    MISSING = ""
+except ConfigError as error:
+    MISSING = str(error)
+needs_package = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A trained model that comes with kvexp, in float32."""
+    return AutoModelForCausalLM.from_pretrained(TESTBED, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def weights(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_gguf(model, path, np.float32)
+    return Weights(path)
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, 260, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@needs_package
+@torch.no_grad()
+@pytest.mark.parametrize("length", [41, 700])
+def test_its_full_cache_in_f32_is_transformers(model, weights, length):
+    ids, text = prompt(length), prompt(NEW, 1)
+    expected = model(torch.tensor([ids + text[:-1]])).logits[0, length - 1 :].numpy()
+    found = LlamaEngine(weights, LlamaCpp()).logits(ids, text)
+    assert found.shape == expected.shape
+    assert abs(np.mean(kl_of(expected, found))) < 1e-9
+
+
+@needs_package
+@torch.no_grad()
+def test_its_greedy_answer_says_the_log_probabilities_and_stops_at_an_end(model, weights):
+    ids, engine = prompt(200), LlamaEngine(weights, LlamaCpp())
+    answer = engine.answer(ids, NEW)
+    expected = model(torch.tensor([ids + answer.tokens[:-1]])).logits[0, 199:].numpy()
+    assert answer.tokens == expected.argmax(-1).tolist()
+    chosen = log_softmax(expected)[range(NEW), answer.tokens]
+    assert np.allclose(answer.logprobs, chosen, atol=5e-5, rtol=0)
+    assert (answer.blocks, answer.peak_blocks) == (200 + NEW - 1,) * 2
+    assert engine.block_bytes == 2 * 4 * 4 * 32 * 4  # keys and values, layers, kv heads, channels, bytes
+    end = answer.tokens[3]
+    stopped = engine.answer(ids, NEW, [end])
+    assert stopped.tokens == answer.tokens[: answer.tokens.index(end) + 1]
+    assert end not in engine.answer(ids, NEW, [end], NEW).tokens
+
+
+@needs_package
+@torch.no_grad()
+@pytest.mark.parametrize(("positions", "renumbered"), [("original", False), ("renumbered", True)])
+def test_removed_positions_are_kvexps_streaming_llm(weights, positions, renumbered):
+    twin = patch_model(AutoModelForCausalLM.from_pretrained(TESTBED, dtype=torch.float32))
+    ids, text, held = prompt(300), prompt(NEW, 1), 64
+    cache = prefill(twin, [ids], StreamingLLM(), Budget(tokens=held), max_new_tokens=NEW, positions=positions)
+    rows = [cache.logits]
+    for place, token in enumerate(text[:-1]):
+        rows.append(decode_step(twin, torch.tensor([[token]]), torch.tensor([[300 + place]]), cache.cache))
+    expected = torch.cat(rows).numpy()
+    engine = LlamaEngine(weights, LlamaCpp(), Eviction(4, lambda _: held - 1, renumbered))
+    assert abs(np.mean(kl_of(expected, engine.logits(ids, text)))) < 1e-9
+    assert (
+        min(kl_of(LlamaEngine(weights, LlamaCpp()).logits(ids, text)[1:], expected[1:])) > 1e-6
+    )  # it is no full cache
+    assert engine.answer(ids, NEW).blocks == held - 1
+    assert (engine.first_eviction(300), engine.first_eviction(63), engine.first_eviction(60)) == (0, 1, 4)
+
+
+@needs_package
+def test_formats_are_stored_as_they_are_asked_for(weights):
+    """A coarser format holds fewer bytes and is farther from the full cache."""
+    ids, text = prompt(300), prompt(NEW, 1)
+    full = LlamaEngine(weights, LlamaCpp()).logits(ids, text)
+    sizes = {"f16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}
+    distances = []
+    for name, size in sizes.items():
+        engine = LlamaEngine(weights, LlamaCpp(cache_k=name))
+        assert engine.block_bytes == 2 * 4 * 4 * 32 * size
+        distances.append(np.mean(kl_of(full, engine.logits(ids, text))))
+    assert 1e-9 < distances[0] < distances[1] / 10 < distances[2] / 100
+
+
+@needs_package
+def test_blocks_are_rotated_where_heads_are_of_64_unless_it_is_switched_off(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=64
+    )
+    write_gguf(LlamaForCausalLM(config), tmp_path / "model.gguf", np.float32)
+    weights = Weights(tmp_path / "model.gguf")
+    for options, size in ((LlamaCpp(cache_k="q8_0"), 64), (LlamaCpp(cache_k="q8_0", rotate=False), 0)):
+        LOG.clear()
+        LlamaEngine(weights, options).answer(prompt(8), 2)
+        lines = [line for line in LOG if "n_rot_" in line]
+        assert len(lines) == 2
+        assert all(f"= {size}," in line for line in lines)
+        monkeypatch.setenv(driver.NO_ROTATION, "1")  # a user's own, which the setting overrules and puts back
+    assert driver.os.environ[driver.NO_ROTATION] == "1"
+
+
+@needs_package
+def test_another_layout_is_refused():
+    real = library()
+    moved = real.llama_context_default_params()
+    moved.type_k = 7
+    other = SimpleNamespace(
+        llama_context_default_params=lambda: moved,
+        llama_model_default_params=real.llama_model_default_params,
+        ggml_type_name=lambda number: b"q9" if number == TYPES["q4_0"] else real.ggml_type_name(number),
+    )
+    with pytest.raises(ConfigError, match=r"laid out in another way than that of 2026.* \(type_k=7, q4_0\)"):
+        check_layout(other)
+
+
+def test_without_the_package_or_with_another_version_the_error_says_how_to_get_it(monkeypatch):
+    def absent(name):
+        raise driver.PackageNotFoundError(name)
+
+    for version, said in (
+        (absent, "it is not installed here"),
+        (lambda _: "2027.1.1", "version 2027.1.1 is installed"),
+    ):
+        monkeypatch.setattr(driver, "version", version)
+        with pytest.raises(ConfigError, match=rf"{said}.*pip install 'kvexp\[llama_cpp\]'"):
+            LlamaCpp().identity()
+
+
+def test_settings_that_are_left_open_are_what_the_format_needs():
+    plain, eight = LlamaCpp(), LlamaCpp(cache_k="q8_0")
+    assert (plain.cache_v, plain.flash, plain.rotate) == ("f32", False, False)
+    assert (eight.cache_v, eight.flash, eight.rotate) == ("q8_0", True, True)
+    assert eight.reference() == plain
+    assert LlamaCpp(cache_k="q8_0", weights="file").reference() == LlamaCpp(weights="file") != plain
+    with pytest.raises(ConfigError, match="cache_v=q4_0 needs flash attention"):
+        LlamaCpp(cache_k="q4_0", flash=False)

@@ -1,0 +1,122 @@
+"""engine=llama_cpp as a run: rows, KL against its own full cache in f32 and transformers', and what it refuses."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from experiments.studies import composed_runs
+from kvexp.generate.llama_cpp import VERSION, library
+from kvexp.results.divergence import divergence_table
+from kvexp.results.read import read_runs
+from kvexp.run.batches import evaluate_run, group_key, measure_rest
+from kvexp.run.labels import refusal
+from kvexp.run.session import Session
+from kvexp.run.store import run_hash
+from kvexp.util.errors import ConfigError
+
+GQA = ["model=testbed_gqa", "task=testbed_summary", "limit=2", "batch_size=1", "task.max_new_tokens=8"]
+ENGINE = "engine=llama_cpp"
+FULL, HALF = "method=full", ["method=streaming_llm", "kv_ratio=0.5"]
+try:
+    library()
+    MISSING = ""
+except ConfigError as error:
+    MISSING = str(error)
+needs_package = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+def settings(*words):
+    ((one,),) = [composed_runs(words, Session())[1]]
+    return one
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["method=h2o"], "shows no attention weights, so method=h2o cannot choose there"),
+        (["method=random"], "set method=full, streaming_llm or window"),
+        ([*HALF, "budget.layers=pyramid"], "leave budget.heads and budget.layers alone"),
+        ([*HALF, "cache.evict_every=4"], "leave out cache.evict_every"),
+        ([FULL, "cache.bits=4"], "has no cache.bits"),
+        ([*HALF, "generation=beam4"], "set generation=greedy"),
+        ([FULL, "model.weights=int8"], "model.weights=null"),
+        ([FULL, "model=testbed_rope"], "models of type llama, qwen2, qwen3, and this one is gptj"),
+        ([FULL, "task=news_qa"], "set task.question=in_prompt"),
+        ([FULL, "engine.cache_k=q4_k"], r"engine.cache_k must be .*q4_0.*, got 'q4_k'"),
+        ([FULL, "engine.cache_k=q4_0", "engine.flash=false"], "engine.cache_v=q4_0 needs flash attention"),
+        ([FULL, "engine.weights=file"], "set model=local model.path=FILE.gguf"),
+        (
+            [FULL, "engine.cache_k=q8_0", "model=tiny"],
+            "need heads of a multiple of 32",
+        ),
+    ],
+)
+def test_what_the_engine_cannot_be_asked_is_said_before_anything_loads(words, said):
+    with pytest.raises(ConfigError, match=said):
+        settings(*GQA, ENGINE, *words)
+
+
+@needs_package
+def test_identity_has_package_library_and_formats_and_every_format_one_baseline():
+    plain, full = settings(*GQA, FULL), settings(*GQA, FULL, ENGINE)
+    eight = settings(*GQA, FULL, ENGINE, "engine.cache_k=q8_0")
+    assert "engine" not in plain.identity
+    known = {"name": f"xllamacpp=={VERSION}", "cache_k": "q8_0", "cache_v": "q8_0", "flash": True, "rotate": True}
+    assert known.items() <= eight.identity["engine"].items()
+    assert len(eight.identity["engine"]["library"]) == 64
+    assert full.is_baseline
+    assert not eight.is_baseline
+    assert run_hash(eight.baseline().identity) == run_hash(full.identity)
+    assert eight.baseline().labels == full.labels
+    assert eight.labels["method"] == "full_quantised"
+    assert refusal(eight) is None
+    assert group_key(eight) == group_key(full) != group_key(plain)
+
+
+@needs_package
+def test_rows_and_divergence_are_recorded_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
+    where = [f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
+    asked = settings(*GQA, FULL, ENGINE, "engine.cache_k=q4_0", *where)
+    session = Session()
+    evaluate_run(asked, session)
+    run = measure_rest(asked, session)
+    assert (session.rows_written, session.texts_measured) == (4, 2)  # two, and two of its baseline
+    evaluate_run(asked, session)
+    measure_rest(asked, session)
+    assert (session.rows_written, session.texts_measured) == (4, 2)
+    environment = run.path / "env.json"
+    environment.write_text(environment.read_text().replace('"threads": ', '"threads": 7'))
+    with pytest.raises(ConfigError, match=r"has rows made with 7.* threads, and in llama\.cpp's flash attention"):
+        evaluate_run(settings(*GQA, FULL, ENGINE, "engine.cache_k=q4_0", "limit=3", *where), Session())
+    for line in run.divergence().values():
+        assert not line["first_by_prefill"]  # the prompt has read its own tokens in the format
+        assert statistics.fmean(line["kl"]) > 1e-7
+        assert line["kl_transformers"] == pytest.approx(line["kl"], abs=1e-6)
+        assert abs(statistics.fmean(line["engine_kl"])) < 1e-9
+    (row,) = divergence_table(read_runs(tmp_path / "out").ran).to_dict("records")
+    assert abs(row["engine_kl"]) < 1e-9 < row["kl_transformers"]
+    for row in run.rows():
+        assert row["receipt"]["kv_bytes"] == row["receipt"]["slots"] * 2 * 4 * 4 * 18
+        assert len(row["info"]["output_logprobs"]) == row["new_tokens"]
+
+
+@needs_package
+@pytest.mark.parametrize("positions", ["original", "renumbered"])
+def test_a_run_that_evicts_is_kvexps_own(tmp_path, monkeypatch, positions):
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
+    words = [*GQA, *HALF, f"cache.positions={positions}", f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
+    pairs = []
+    for asked in (settings(*words), settings(*words, ENGINE)):
+        evaluate_run(asked, Session())
+        pairs.append(measure_rest(asked, Session()))
+    for row, other in zip(*(run.rows() for run in pairs), strict=True):
+        assert row["output_tokens"] == other["output_tokens"]
+        for name in ("slots", "slots_by_layer", "first_eviction_step"):
+            assert row["receipt"][name] == other["receipt"][name]
+    for line, other in zip(*(run.divergence().values() for run in pairs), strict=True):
+        assert line["tokens"] == other["tokens"]
+        assert line["first_by_prefill"] == other["first_by_prefill"] is True
+        assert other["kl"] == pytest.approx(line["kl"], rel=1e-3, abs=1e-6)
