@@ -202,6 +202,17 @@ def test_the_changelog_is_read_in_minutes():
     assert len((ROOT / "CHANGELOG.md").read_text("utf-8").split()) <= 900
 
 
+def test_all_pages_have_at_most_42000_words():
+    """Every Markdown file of the repository but docs/methods.md, which is generated."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    pages = [ROOT / name for name in listed.stdout.split() if name != "docs/methods.md"]
+    words = {str(page.relative_to(ROOT)): len(page.read_text("utf-8").split()) for page in pages if page.exists()}
+    assert len(words) > 40
+    assert sum(words.values()) <= 42_000, sorted(words.items(), key=lambda item: -item[1])[:20]
+
+
 @pytest.mark.real
 def test_the_first_pages_python_prints_what_it_shows(smollm2, capsys):
     (script,) = scripts(ROOT / "README.md")
