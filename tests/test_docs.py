@@ -202,7 +202,7 @@ def test_the_changelog_is_read_in_minutes():
     assert len((ROOT / "CHANGELOG.md").read_text("utf-8").split()) <= 900
 
 
-def test_all_pages_have_at_most_42000_words():
+def test_all_pages_have_at_most_43000_words():
     """Every Markdown file of the repository but docs/methods.md, which is generated."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -210,7 +210,7 @@ def test_all_pages_have_at_most_42000_words():
     pages = [ROOT / name for name in listed.stdout.split() if name != "docs/methods.md"]
     words = {str(page.relative_to(ROOT)): len(page.read_text("utf-8").split()) for page in pages if page.exists()}
     assert len(words) > 40
-    assert sum(words.values()) <= 42_000, sorted(words.items(), key=lambda item: -item[1])[:20]
+    assert sum(words.values()) <= 43_000, sorted(words.items(), key=lambda item: -item[1])[:20]
 
 
 @pytest.mark.real
