@@ -21,5 +21,5 @@ def draw() -> Figure:
     axes.axhline(EPSILON_KL, color="black", linewidth=1, linestyle="--")
     curves(axes, lines, "slots kept, % of the prompt", "KL from the full cache, nats per token")
     limit = f"limit {EPSILON_KL:g}, set beforehand"
-    axes.annotate(limit, (shares[-1], EPSILON_KL), (0, -12), textcoords="offset points", ha="right")
+    axes.annotate(limit, (shares[1], EPSILON_KL), (0, -12), textcoords="offset points", ha="center")
     return figure
