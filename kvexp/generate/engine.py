@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvexp.hf.fetch import check_space, folder_lock, put_in_place
 from kvexp.hf.gguf import LAYERS, LLAMA
+from kvexp.hf.traits import head_dim
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import cache_folder
 from kvexp.util.output import say
@@ -127,7 +128,7 @@ def write_gguf(model: Any, path: Path, numbers: type[np.floating[Any]] = np.floa
     writer, name = GGUFWriter(path, config.model_type), config.model_type
     writer.add_file_type(1 if numbers is np.float16 else 0)  # what most of the weights are
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = head_dim(config)
     for key, value in {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexp.generate.engine import EngineAnswer, log_softmax
-from kvexp.hf.gguf import GgufHeader, read_header
+from kvexp.hf.gguf import read_header
 from kvexp.util.errors import CacheError, ConfigError, NotFinite
 from kvexp.util.fields import check_fields
 from kvexp.util.files import file_digest
@@ -166,6 +166,7 @@ class LlamaCpp:
     """
 
     name: ClassVar[str] = "llama_cpp"
+    gives_logits: ClassVar[bool] = True
     cache_k: CacheType = "f32"
     cache_v: CacheType | None = None
     flash: bool | None = None
@@ -185,6 +186,11 @@ class LlamaCpp:
             )
         if not self.blocked:
             object.__setattr__(self, "rotate", False)
+
+    @property
+    def halves(self) -> str:
+        """What sums in half precision, by the number of threads."""
+        return "llama.cpp's flash attention" if self.flash else ""
 
     @property
     def blocked(self) -> bool:
@@ -309,7 +315,7 @@ class LlamaEngine:
         self.weights, self.options, self.eviction, self.threads = weights, options, eviction, threads
         self.types = TYPES[options.cache_k], TYPES[str(options.cache_v)]
         header = weights.header
-        self.layers, width = header.integer("block_count"), head_size(header)
+        self.layers, width = header.integer("block_count"), header.head_size
         numbers = header.integer("attention.head_count_kv", header.integer("attention.head_count")) * width
         self.block_bytes = self.layers * sum(weights.library.ggml_row_size(kind, numbers) for kind in self.types)
 
@@ -341,9 +347,3 @@ class LlamaEngine:
         with closing(_Sequence(self, len(ids) + len(text), len(ids))) as sequence:
             rows = [sequence.read(ids), *(sequence.read([token]) for token in text[:-1])]
         return np.stack(rows)
-
-
-def head_size(header: GgufHeader) -> int:
-    """Numbers of a head's key."""
-    heads = header.integer("attention.head_count")
-    return header.integer("attention.key_length", header.integer("embedding_length") // heads)

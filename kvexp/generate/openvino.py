@@ -73,6 +73,8 @@ class OpenVINO:
     """
 
     name: ClassVar[str] = "openvino"
+    gives_logits: ClassVar[bool] = False
+    halves: ClassVar[str] = ""
     cache: Literal["f32", "bf16", "f16", "u8"] = "f32"
     inference: Literal["f32", "bf16"] = "f32"
     activations: Annotated[int, AtLeast(0)] = 0

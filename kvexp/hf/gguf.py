@@ -115,6 +115,12 @@ class GgufHeader:
             )
         return value
 
+    @property
+    def head_size(self) -> int:
+        """Numbers of a head's key."""
+        heads = self.integer("attention.head_count")
+        return self.integer("attention.key_length", self.integer("embedding_length") // max(heads, 1))
+
     def number(self, key: str, default: float | None = None) -> float:
         """The positive number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
         value = self.get(key, default)
@@ -391,7 +397,7 @@ def _rotary(header: GgufHeader, factors: Tensor | None) -> Any:
     """Configuration of a family with RoPE and RMS norms; arguments and errors as of `config_of_header`."""
     architecture = header.architecture
     hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
-    head_dim = header.integer("attention.key_length", hidden // max(heads, 1))
+    head_dim = header.head_size
     for key in ("attention.value_length", "rope.dimension_count"):
         channels = header.integer(key, head_dim)
         if channels != head_dim:

@@ -328,8 +328,8 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
         return
     timed = len(members) == 1 and ANSWER in members[0].kinds(names)
     for member in members:
-        flash = bool(getattr(member.settings.engine, "flash", False))
-        check_threads(member.run, lead.model, environment()["threads"], flash)
+        engine = member.settings.engine
+        check_threads(member.run, lead.model, environment()["threads"], engine.halves if engine else "")
         if not timed:
             try:
                 check_beforehand(member.settings, prompts)

@@ -27,10 +27,20 @@ if TYPE_CHECKING:
 
 
 class Options(Protocol):
-    """Settings of an engine, as conf/engine/NAME.yaml has them; name: the engine's."""
+    """Settings of an engine, as conf/engine/NAME.yaml has them; name: the engine's.
+
+    gives_logits: whether it tells distributions along a given text (`ForcedEngine`), so that KL is measured.
+    halves: what of it sums in half precision, by the number of threads; empty for nothing.
+    """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def gives_logits(self) -> bool: ...
+
+    @property
+    def halves(self) -> str: ...
 
     def identity(self) -> dict[str, Any]:
         """What identifies the engine of a run: its version and every setting; ConfigError where it is not known."""
@@ -166,11 +176,12 @@ def engine_texts(
         plain = model(whole, use_cache=False, logits_to_keep=len(text)).logits[0].numpy()
     engines = (cast("ForcedEngine", driver_of(run).engine(run, model)) for run in runs)
     full, *variants = (engine.logits(ids, text) for engine in engines)
+    engine_kl = kl_of(plain, full)
     for logits in variants:
         compared = compare(torch.from_numpy(full), torch.from_numpy(logits), torch.tensor(text))
         kl, full_logprob, logprob, same = compared.tolist()
         row = KL(list(text), kl, full_logprob, logprob, [agrees > 0.5 for agrees in same])
-        yield row, {"kl_transformers": kl_of(plain, logits), "engine_kl": kl_of(plain, full)}
+        yield row, {"kl_transformers": kl_of(plain, logits), "engine_kl": engine_kl}
 
 
 def _receipt(engine: Engine, answer: EngineAnswer, prompt: int) -> EvictionStats:

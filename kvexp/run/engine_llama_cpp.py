@@ -13,6 +13,7 @@ from kvexp.core.budget_resolution import layer_slots
 from kvexp.generate.engine import model_file
 from kvexp.generate.llama_cpp import BLOCK, Eviction, LlamaCpp, LlamaEngine, Weights, library
 from kvexp.hf.fetch import is_gguf
+from kvexp.hf.traits import head_dim
 from kvexp.methods import Full, StreamingLLM, Window
 from kvexp.run.model_spec import config_of_spec, model_digest
 from kvexp.util.errors import Rule
@@ -54,16 +55,11 @@ REFUSED: tuple[Rule[Settings], ...] = (
         "model.path=FILE.gguf, or leave it at f32",
     ),
     (
-        lambda c: isinstance(c.engine, LlamaCpp) and c.engine.blocked and _head_size(c) % BLOCK,
+        lambda c: isinstance(c.engine, LlamaCpp) and c.engine.blocked and head_dim(config_of_spec(c.model)) % BLOCK,
         f"engine.cache_k and engine.cache_v in blocks of {BLOCK} numbers need heads of a multiple of {BLOCK}, and this "
         "model's have another size: set f32 or f16",
     ),
 )
-
-
-def _head_size(settings: Settings) -> int:
-    config = config_of_spec(settings.model)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _file(settings: Settings) -> Path | None:

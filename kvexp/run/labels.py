@@ -377,8 +377,9 @@ def refusal(settings: Settings) -> str | None:
 
 WITHOUT_DIVERGENCE: tuple[Rule[Settings], ...] = (
     (
-        lambda c: c.engine is not None and c.engine.name == "openvino",
-        "engine=openvino gives tokens and no distribution over them; method=openvino without an engine is its twin",
+        lambda c: c.engine is not None and not c.engine.gives_logits,
+        "engine={c.engine.name} gives tokens and no distribution over them; method={c.engine.name} without an engine "
+        "is its twin",
     ),
     (lambda c: c.is_baseline, "the full cache is what divergence is measured from"),
     (

@@ -89,14 +89,13 @@ def check_prompts(settings: Settings, record: Run, prompts: Prompts) -> None:
                 )
 
 
-def check_threads(record: Run, model: ModelSpec, threads: int, flash: bool = False) -> None:
+def check_threads(record: Run, model: ModelSpec, threads: int, halves: str = "") -> None:
     """Half-precision products on a CPU are summed by the number of threads: one run has one number of them.
 
-    flash: whether llama.cpp's flash attention is used, which sums in half precision.
+    halves: what of the run's engine sums in half precision, if anything does.
     """
-    before, kind = record.env.get("threads", threads), "llama.cpp's flash attention" if flash else model.dtype
-    halves = flash or one_row_per_forward(model.dtype, model.resolved_device())
-    if halves and record.rows() and before != threads:
+    before, kind = record.env.get("threads", threads), halves or model.dtype
+    if (halves or one_row_per_forward(model.dtype, model.resolved_device())) and record.rows() and before != threads:
         raise ConfigError(
             f"{record.path} has rows made with {before} threads, and in {kind} on a CPU {threads} would make "
             f"others: set threads={before}, or remove that folder"

@@ -78,7 +78,7 @@ def refuse(item: T, rules: Iterable[Rule[T]]) -> None:
 def as_config_error(problem: str) -> Iterator[None]:
     """A block whose errors, of transformers', torch's or peft's code and without a common base, become ConfigErrors.
 
-    what: the beginning of their message.
+    problem: the beginning of their message.
     """
     try:
         yield

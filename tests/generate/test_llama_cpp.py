@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from llama_package import needs_package
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvexp.core import Budget
@@ -21,12 +22,6 @@ from kvexp.util.errors import ConfigError
 
 TESTBED = "kvexp/tasks/testbed_models/testbed_gqa"
 NEW = 24
-try:
-    library()
-    MISSING = ""
-except ConfigError as error:
-    MISSING = str(error)
-needs_package = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 
 import pytest
+from llama_package import needs_package
 
 from experiments.studies import composed_runs
-from kvexp.generate.llama_cpp import VERSION, library
+from kvexp.generate.llama_cpp import VERSION
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import read_runs
 from kvexp.run.batches import evaluate_run, group_key, measure_rest
@@ -19,12 +20,6 @@ from kvexp.util.errors import ConfigError
 GQA = ["model=testbed_gqa", "task=testbed_summary", "limit=2", "batch_size=1", "task.max_new_tokens=8"]
 ENGINE = "engine=llama_cpp"
 FULL, HALF = "method=full", ["method=streaming_llm", "kv_ratio=0.5"]
-try:
-    library()
-    MISSING = ""
-except ConfigError as error:
-    MISSING = str(error)
-needs_package = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 def settings(*words):
