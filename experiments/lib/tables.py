@@ -170,7 +170,7 @@ def between(page: str, begin: str, end: str, content: str, name: object) -> str:
     before, begun, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not begun or not ended:
-        raise ConfigError(f"{name} must have the lines {begin} and {end}")
+        raise ConfigError(f"{name} has no lines {begin} and {end}")
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 

@@ -23,6 +23,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from experiments.lib import tables
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BEGIN, END = "<!-- table: python -m experiments.pages {name} -->", "<!-- end of table -->"
@@ -43,7 +45,6 @@ class Curve:
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
-    dashed: bool = False
 
 
 def named() -> list[str]:
@@ -68,7 +69,7 @@ def curves(axes: Axes, lines: Sequence[Curve], xlabel: str, ylabel: str = "", lo
     if len(lines) > len(COLORS):
         raise ValueError(f"{len(lines)} curves: a figure of a page has {len(COLORS)} at most")
     for line, color in zip(lines, COLORS, strict=False):
-        axes.plot(line.x, line.y, "o--" if line.dashed else "o-", color=color, markersize=4, linewidth=1.8)
+        axes.plot(line.x, line.y, "o-", color=color, markersize=4, linewidth=1.8)
         if line.low is not None and line.high is not None:
             axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, linewidth=0)
     for name, scale in (("x", axes.set_xscale), ("y", axes.set_yscale)):
@@ -116,22 +117,22 @@ def dots(axes: Axes, rows: Sequence[tuple[str, Sequence[tuple[float, float, floa
         axes.legend(frameon=False, loc="best", labelcolor="linecolor", handletextpad=0.2)
 
 
+def log_nats(axes: Axes) -> None:
+    """A log scale across, with plain numbers."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table as Markdown, columns after the first aligned right; at most twelve rows."""
     if len(rows) > 12:
         raise ValueError(f"{len(rows)} rows: a table of a page has 12 at most")
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, rule, *rows))
+    return tables.markdown(head, *([str(cell) for cell in row] for row in rows), right=True)
 
 
 def with_table(text: str, name: str, table: str) -> str:
-    """A page's text with this table between its marks; ValueError where it has no such marks."""
-    begin = BEGIN.format(name=name)
-    before, found, rest = text.partition(begin)
-    _, ended, after = rest.partition(END)
-    if not (found and ended):
-        raise ValueError(f"docs/{name}.md has no lines {begin} and {END}")
-    return f"{before}{begin}\n\n{table}\n\n{END}{after}"
+    """A page's text with this table between its marks; ConfigError where it has no such marks."""
+    return tables.between(text, BEGIN.format(name=name), END, table, f"docs/{name}.md")
 
 
 def make(name: str) -> None:

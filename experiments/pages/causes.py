@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
-from experiments.pages import ROOT, blank, dots, markdown
+from experiments.pages import ROOT, blank, dots, log_nats, markdown
 
 NAMES = {
     **{"answer_attention_value": "answer's attention", "kvzap": "KVzap", "kvzip_plus": "KVzip+", "tova": "TOVA"},
@@ -35,8 +34,7 @@ def draw() -> Figure:
     ranks.axvline(0, color="black", linewidth=1)
     ranks.set_xlabel("rank correlation of score and effect")
     ranks.get_legend().remove()
-    nats.set_xscale("log")
-    nats.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    log_nats(nats)
     nats.set_xlabel("KL of what it evicts, nats per token")
     nats.tick_params(labelleft=False)
     return figure

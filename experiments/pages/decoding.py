@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.pages import ROOT, Curve, blank, curves, markdown
-from experiments.studies.decoding import FIRST, LEVEL, PROMPT, logs, paired, read_rows
-from kvexp.results.stats import t_quantile
+from experiments.studies.decoding import FIRST, PROMPT, logs, paired, percent, read_rows
 
 RULES = {"snapkv": "SnapKV", "rkv": "R-KV", "vase": "VaSE", "recency": "newest tokens", "triattention": "TriAttention"}
 KINDS = {"solution": "solutions, worked out step by step", "ledger": "ledgers of codes from the prompt"}
@@ -22,12 +19,8 @@ def percents() -> dict[tuple[str, str], dict[int, tuple[float, float, float]]]:
     for (kind, slots), cell in sorted(cells.items()):
         for rule in RULES if kind in KINDS else ():
             gaps = paired(cell[rule, PROMPT], cell["redrawn", PROMPT])
-            if len(gaps) < FIRST:
-                continue
-            half = t_quantile(1 - (1 - LEVEL) / 2, len(gaps) - 1) * float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
-            mean = float(gaps.mean())
-            ends = [100 * math.expm1(value) for value in (mean, mean - half, mean + half)]
-            table.setdefault((kind, rule), {})[slots] = (ends[0], ends[1], ends[2])
+            if len(gaps) >= FIRST:
+                table.setdefault((kind, rule), {})[slots] = percent(gaps)
     return table
 
 

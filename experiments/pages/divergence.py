@@ -7,9 +7,8 @@ import functools
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
-from experiments.pages import ROOT, blank, dots, markdown
+from experiments.pages import ROOT, blank, dots, log_nats, markdown
 from kvexp.results import divergence, stats
 from kvexp.run.store import EPSILON_KL
 
@@ -54,8 +53,7 @@ def draw() -> Figure:
         decided = sum(found[2 * place + 1] != divergence.UNDECIDED for found in runs().values())
         axes.set_title(f"{decided} of {len(runs())} runs decided", fontsize=10.5)
     nats, percent = panels
-    nats.set_xscale("log")
-    nats.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    log_nats(nats)
     percent.get_legend().remove()
     percent.tick_params(labelleft=False)
     return figure

@@ -583,9 +583,14 @@ def shown(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> str:
     """Mean and 95 % interval of log ratios, as percent of KL; - of fewer than SHOWN texts."""
     if len(ratios) < SHOWN:
         return "-"
+    return "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*percent(ratios))
+
+
+def percent(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float, float]:
+    """Mean of log ratios as percent of KL, and its 95 % t-interval, low and high."""
     half = t_quantile(1 - (1 - LEVEL) / 2, len(ratios) - 1) * float(ratios.std(ddof=1)) / math.sqrt(len(ratios))
-    low, middle, high = (100 * math.expm1(float(ratios.mean()) + x) for x in (-half, 0.0, half))
-    return f"{middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    middle, low, high = (100 * math.expm1(float(ratios.mean()) + x) for x in (0.0, -half, half))
+    return middle, low, high
 
 
 def parser() -> argparse.ArgumentParser:
