@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,14 @@ def admit_in_test(monkeypatch, cls):
     """Let a class that a test defines be a method or task of runs, as one that a command line has named."""
     users = user_code.AdmittedClass(cls.__name__, cls, {"class": cls.__name__, "files": {}}, None)
     monkeypatch.setitem(user_code._ADMITTED, users.target, users)
+
+
+@contextmanager
+def forgetting(monkeypatch, *modules):
+    """Forget the classes that are admitted inside the block, these modules and the paths that were added."""
+    path = list(sys.path)
+    monkeypatch.setattr(user_code, "_ADMITTED", {})
+    yield
+    sys.path[:] = path
+    for name in modules:
+        sys.modules.pop(name, None)

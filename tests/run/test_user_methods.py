@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from commands import run_py, settings
+from commands import forgetting, run_py, settings
 from omegaconf import OmegaConf
 from small import small
 from test_shared_prefill import content
@@ -75,12 +75,8 @@ class KeyDiff(Method):
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """Methods, modules and folders that a test has loaded, paths that it has added."""
-    path = list(sys.path)
-    monkeypatch.setattr(REGISTRY, "_ADMITTED", {})
-    yield
-    sys.path[:] = path
-    for name in ("keydiff", "helper", "pack", "pack.keydiff", "pack.helper", "other", "evil"):
-        sys.modules.pop(name, None)
+    with forgetting(monkeypatch, "keydiff", "helper", "pack", "pack.keydiff", "pack.helper", "other", "evil"):
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 
 import pandas as pd
 import pytest
-from commands import run_py, settings
+from commands import forgetting, run_py, settings
 from test_shared_prefill import content
 
 import kvexp
@@ -49,12 +49,8 @@ class Lamps(Task):
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """Classes, modules and folders that a test has loaded, paths that it has added."""
-    path = list(sys.path)
-    monkeypatch.setattr(REGISTRY, "_ADMITTED", {})
-    yield
-    sys.path[:] = path
-    for name in ("lamps", "other"):
-        sys.modules.pop(name, None)
+    with forgetting(monkeypatch, "lamps", "other"):
+        yield
 
 
 @pytest.fixture
