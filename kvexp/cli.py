@@ -34,11 +34,11 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     ),
     "lm-eval": ("kvexp.run.lm_eval_model:main", "lm-eval's own command line with the model kvexp"),
     "log": ("kvexp.results.wandb_log:main", "publish finished runs to Weights & Biases"),
-    "export": ("kvexp.cli:export", "a file for other programs: a trace"),
+    "export": ("kvexp.cli:export", "files for other programs: traces, to check a port to an engine"),
 }
 PARTS = {  # the same, of commands under one of the above
     "tasks testbed": ("kvexp.tasks.testbed:main", "a document of the synthetic language, and what is asked of it"),
-    "export trace": ("kvexp.engines.trace:main", "what a method scored, kept and dropped of one example, step by step"),
+    "export trace": ("kvexp.engines.trace:main", "what a method kept, step by step, to check another engine's port"),
 }
 
 

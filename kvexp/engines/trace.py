@@ -1,7 +1,7 @@
 """Traces of an eviction method for engines: what it scored, kept and dropped, step by step, layer by layer.
 
-`kvexp export trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. The format is in
-docs/engines_details.md. A profile says how an engine's memory lets tokens be dropped. per_head: every kv head drops its
+`kvexp export trace` writes them; `trace_check`, which needs nothing but numpy, reads and checks them (docs/ports.md). A
+profile says how an engine's memory lets tokens be dropped. per_head: every kv head drops its
 own tokens, and a new token takes the slot of a dropped one. union: the heads of a layer hold the same tokens. paged:
 the heads of a layer share a table of pages, which stay or go whole. append_only: nothing is dropped after the prompt,
 and new tokens are appended. `trace_check.chosen` says the same rules in numpy.
@@ -36,8 +36,8 @@ from kvexp.hf import EvictionCache
 from kvexp.util.errors import CacheError, ConfigError, Rule, refuse
 from kvexp.util.output import say, tells_errors
 
-TRACE_DOC = """kvexp export trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
-follow."""
+TRACE_DOC = """kvexp export trace RUN EXAMPLE...: what a method scored, kept and dropped, step by step, to check another
+engine's port of it (docs/ports.md)."""
 
 
 @tells_errors(ConfigError, CacheError, OSError)
@@ -48,42 +48,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def made(args: argparse.Namespace) -> str:
-    """Write the trace that was asked for; returns a sentence on what was written."""
+    """Write the traces that were asked for; returns a line on each."""
     from kvexp.diagnose.case import cases, opened
     from kvexp.diagnose.options import check_diagnosable
     from kvexp.run.batches import settings_at
 
+    number = len(args.example) * len(args.profile)
     if args.new_tokens < 1:
         raise ConfigError(f"--new-tokens must be at least 1, got {args.new_tokens}")
-    if args.out.suffix != ".npz":
-        raise ConfigError(f"--out must end in .npz, got {args.out}")
-    run, row = opened(args.run, args.example)
+    if args.out.suffix not in (".npz", "") or (args.out.suffix and number > 1):
+        raise ConfigError(f"--out must be a folder, or end in .npz for one trace; got {args.out} for {number}")
+    (run, _), *_ = asked = [opened(args.run, example) for example in args.example]
     settings = settings_at(run)
     check_diagnosable(settings)
-    profiled(settings.cache, args.profile)
-    ((_, case, _),) = cases(settings, [row])
-    known = {"name": settings.labels["model"], "family": case.model.config.model_type}
-    model = settings.model.identity() | known
-    trace = trace_of(case, args.profile, args.new_tokens, model)
-    if broken := check_rules(trace):
-        raise CacheError(f"the trace does not follow its own rules, which is a bug of kvexp: {broken[0]}")
-    write_trace(trace, args.out)
-    header = trace["header"]
-    size = args.out.stat().st_size / 1024
-    return (
-        f"wrote {args.out} ({size:.0f} KiB): {header['method']['name']}, profile {args.profile}, {header['layers']} "
-        f"layers, {header['heads']} kv heads, {header['prompt_tokens']} prompt tokens, {header['steps']} steps"
-    )
+    for profile in args.profile:
+        profiled(settings.cache, profile)
+    lines = []
+    for row, case, _ in cases(settings, [row for _, row in asked]):
+        known = {"name": settings.labels["model"], "family": case.model.config.model_type}
+        for profile in args.profile:
+            trace = trace_of(case, profile, args.new_tokens, settings.model.identity() | known)
+            if broken := check_rules(trace):
+                raise CacheError(f"the trace does not follow its own rules, which is a bug of kvexp: {broken[0]}")
+            header = trace["header"]
+            name = header["method"]["name"]
+            file = args.out if args.out.suffix else args.out / f"{name}_{profile}_{row['index']}.npz"
+            write_trace(trace, file)
+            lines.append(
+                f"wrote {file} ({file.stat().st_size / 1024:.0f} KiB): {name}, profile {profile}, {header['layers']} "
+                f"layers, {header['heads']} kv heads, {header['prompt_tokens']} prompt tokens, {header['steps']} steps"
+            )
+    return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="kvexp export trace", description=TRACE_DOC)
     add = result.add_argument
     add("run", metavar="RUN", help="a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run")
-    add("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
-    add("--profile", choices=PROFILES, default="per_head", help="how memory lets tokens be dropped (default: per_head)")
+    add("example", metavar="EXAMPLE", nargs="+", help="id of an example, its beginning, or its index")
+    profiles = "how memory lets tokens be dropped, one or more (default: per_head)"
+    add("--profile", choices=PROFILES, nargs="+", default=["per_head"], help=profiles)
     add("--new-tokens", type=int, default=32, metavar="N", help="steps: of the full cache's answer (default: 32)")
-    add("--out", type=Path, default=Path("trace.npz"), metavar="FILE", help="default: trace.npz")
+    out = "a file .npz (default: trace.npz), or a folder for METHOD_PROFILE_INDEX.npz"
+    add("--out", type=Path, default=Path("trace.npz"), metavar="FILE", help=out)
     return result
 
 

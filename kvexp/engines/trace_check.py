@@ -5,7 +5,12 @@
 
 A trace is an .npz without pickled objects. T steps follow a prompt of S tokens; L layers, H kv heads, C slots.
 
-    header                      JSON as bytes: see `FIELDS`
+    header          JSON as bytes. profile, one of PROFILES; block: tokens of a page (profile paged); keep: per layer,
+                    tokens held after an eviction (profile paged: what whole pages have to fit into);
+                    evicts_while_decoding: false where only the end of the prompt evicts; prompt_tokens S, steps T,
+                    layers L, heads H (kv heads); method: name and settings; model: name, family and digest of the
+                    weights; logits_sha256: of each prediction's float32 logits, which the same machine and library
+                    repeat
     tokens          [S + T]     token ids: the prompt, then the tokens fed one by one, whatever was predicted
     prompt_scores   [L, H, S]   float32, by position, at the end of the prompt, before its eviction: higher stays longer
     prompt_protected, prompt_kept   [L, H, S] bool: kept whatever their score; held after the eviction
@@ -29,21 +34,6 @@ import numpy as np
 
 VERSION = 1
 PROFILES = ("per_head", "union", "paged", "append_only")
-FIELDS = {
-    "format": "kvexp-trace",
-    "version": "1",
-    "profile": "the rule of eviction, one of PROFILES",
-    "block": "tokens of a page (profile paged)",
-    "keep": "per layer, tokens held after an eviction; under profile paged what whole pages have to fit into",
-    "evicts_while_decoding": "whether steps evict, or only the end of the prompt does",
-    "prompt_tokens": "S",
-    "steps": "T",
-    "layers": "L",
-    "heads": "H, kv heads",
-    "method": "name and settings",
-    "model": "name, family and digest of the weights",
-    "logits_sha256": "of each prediction's float32 logits: the same machine and library repeat them",
-}
 Trace = dict[str, Any]
 
 
@@ -205,9 +195,7 @@ def _scores(reference: Trace, other: Trace, rtol: float) -> list[str]:
     ours, theirs = reference["prompt_scores"], other["prompt_scores"]
     if theirs.shape != ours.shape:
         return [f"prompt_scores has the shape {theirs.shape}, not {ours.shape}"]
-    finite = np.isfinite(ours)
-    off = np.abs(theirs - ours) > rtol * np.abs(ours) + 1e-6
-    count = int((off & finite).sum())
+    count = int((~np.isclose(theirs, ours, rtol=rtol, atol=1e-6) & np.isfinite(ours)).sum())
     return [f"{count} of {ours.size} scores of the prompt differ by more than {rtol:g}"] if count else []
 
 

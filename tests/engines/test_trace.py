@@ -100,6 +100,16 @@ def test_the_command_writes_a_trace_that_the_checker_alone_reads(run, tmp_path, 
     assert "keeps what the reference keeps" in capsys.readouterr().out
 
 
+def test_several_examples_and_profiles_go_into_a_folder(run, tmp_path, capsys):
+    words = [str(run.path), "0", "1", "--profile", "union", "append_only", "--new-tokens", "2", "--out"]
+    assert main([*words, str(tmp_path / "traces")]) == 0
+    names = {f"h2o_{profile}_{index}.npz" for profile in ("union", "append_only") for index in (0, 1)}
+    assert {file.name for file in (tmp_path / "traces").iterdir()} == names
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "one.npz")]) == 2
+    assert "--out must be a folder, or end in .npz for one trace; got " in capsys.readouterr().err
+
+
 def as_engine(trace):
     """What an engine would write: positions held, without slots or scores."""
     header = trace["header"]
@@ -195,27 +205,3 @@ def test_what_cannot_be_traced_is_said():
     ):
         with pytest.raises(ConfigError, match=why):
             trace_of(dataclasses.replace(case, cache=cache), "per_head", 3, MODEL)
-
-
-KIT = Path(__file__).resolve().parents[2] / "kvexp" / "engines" / "kit"
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_traces_that_come_with_kvexp_follow_their_rules(profile, capsys):
-    file = KIT / f"h2o_{profile}.npz"
-    assert check_main([str(file)]) == 0 and f"profile {profile}" in capsys.readouterr().out
-    header = read_trace(file)["header"]
-    assert header["model"]["name"] == "testbed_gqa" and header["method"]["name"] == "h2o" and header["steps"] == 24
-    assert file.stat().st_size < 200_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_traces_that_come_with_kvexp_are_made_again(tmp_path, profile, capsys):
-    words = ["model=testbed_gqa", "task=testbed_summary", "method=h2o", "kv_ratio=0.3", "limit=1"]
-    line = [sys.executable, "run.py", *words, f"outputs_dir={tmp_path}"]
-    subprocess.run(line, cwd=CHECKER.parents[2], check=True, capture_output=True)
-    out = tmp_path / "again.npz"
-    assert main([f"{tmp_path}@method=h2o", "0", "--profile", profile, "--new-tokens", "24", "--out", str(out)]) == 0
-    capsys.readouterr()
-    assert differences(read_trace(KIT / f"h2o_{profile}.npz"), read_trace(out)) == []
