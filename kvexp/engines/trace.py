@@ -58,13 +58,14 @@ def made(args: argparse.Namespace) -> str:
         raise ConfigError(f"--new-tokens must be at least 1, got {args.new_tokens}")
     if args.out.suffix not in (".npz", "") or (args.out.suffix and number > 1):
         raise ConfigError(f"--out must be a folder, or end in .npz for one trace; got {args.out} for {number}")
-    (run, _), *_ = asked = [opened(args.run, example) for example in args.example]
+    chosen_rows = [opened(args.run, example) for example in args.example]
+    run, _ = chosen_rows[0]
     settings = settings_at(run)
     check_diagnosable(settings)
     for profile in args.profile:
         profiled(settings.cache, profile)
     lines = []
-    for row, case, _ in cases(settings, [row for _, row in asked]):
+    for row, case, _ in cases(settings, [row for _, row in chosen_rows]):
         known = {"name": settings.labels["model"], "family": case.model.config.model_type}
         for profile in args.profile:
             trace = trace_of(case, profile, args.new_tokens, settings.model.identity() | known)

@@ -71,7 +71,7 @@ WRONG = {  # fault: the port that has it, its tests that fail, what they say
     "sinks": ("streaming_llm", ["2_sinks"], "2 sinks: in chunks, (step, layer, head) (-1, 0, 0) lacks {0, 1, 2, 3}"),
     "budget": ("keydiff", ["3_chunks"], "3 budget: in chunks, (step, layer, head) (-1, 0, 0) holds 64"),
     "state": ("h2o", ["4_a_request"], "4 state: after another request, after the prompt, layer 0, head 0: lacks [16,"),
-    "batch": ("h2o", ["5_a_batch"], "5 batch: beside another request, after the prompt, layer 0, head 0: lacks []"),
+    "batch": ("h2o", ["5_a_batch"], "5 batch: with another request, after the prompt, layer 0, head 0: lacks []"),
 }
 
 
