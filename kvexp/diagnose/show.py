@@ -156,7 +156,6 @@ def parser() -> argparse.ArgumentParser:
     add("runs", nargs="+", metavar="RUN", help=RUN)
     add("--first", type=int, metavar="N", help="only the first so many of each run")
     searches(add)
-    add("--kl", action="store_true", help="the token of largest divergence (--first: of so many)")
     add = command("gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
     add("outputs", metavar="OUTPUTS", help="the folder of the runs")
     add("--metric", help="default: the task's first")
@@ -225,11 +224,7 @@ def _explain(args: argparse.Namespace, console: Console) -> None:
     runs, options = [run_at(path) for path in args.runs], replay.Options(args.until, args.trials, args.again)
     for run in runs:
         _check_undoing(run)
-    if not args.kl:
-        replay.explain(runs, options, args.first, console)
-        return
-    for run in runs:
-        replay.explain_worst(run, options, args.first, console)
+    replay.explain(runs, options, args.first, console)
 
 
 def _gap(args: argparse.Namespace, console: Console) -> None:
