@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -517,6 +519,21 @@ class Subset(Protocol):
     @property
     def new_tokens(self) -> int:
         """Tokens of an answer at most, where `max_new_tokens` says nothing else."""
+
+
+Kind = TypeVar("Kind")
+
+
+def kinds_of(benchmark: str, kind: Callable[..., Kind], *graders: Callable[..., float]) -> dict[str, Kind]:
+    """Subset -> its `kind`, made of the fields that prompts/BENCHMARK.json has: its prompt, to the letter, and so on.
+
+    graders: those that the file names.
+    """
+    values: dict[Any, Any] = {grader.__name__: grader for grader in graders}
+    rows = json.loads(resources.files("kvexp.tasks").joinpath("prompts", f"{benchmark}.json").read_bytes())
+    return {
+        name: kind(**{key: values.get(str(value), value) for key, value in row.items()}) for name, row in rows.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
