@@ -31,12 +31,7 @@ Positive = Annotated[int, AtLeast(1)]
 Rules = tuple[Rule[Any], ...]
 Truncation = Literal["middle", "halves", "right", "skip"]
 When = Literal["in_prompt", "after_eviction"]  # of a question
-SET_BY_THE_RUN = (
-    "limit",
-    "shared_context",
-    "samples",
-    "tokenizer",
-)  # of a task: by limit=, questions=, samples=, model=
+SET_BY_THE_RUN = ("limit", "shared_context", "samples")  # of a task: by limit=, questions=, samples=
 
 
 _KNOWN: dict[tuple[str, str], bool] = {}  # what `Task.any_row` found: the runs of a sweep ask for it over and over
