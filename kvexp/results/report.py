@@ -37,7 +37,7 @@ import pandas as pd
 import kvexp
 from kvexp.results.advise import FOLDER, LOSSES, Advice, Recorded, by_method, point, recorded, said
 from kvexp.results.blocks import Block, absent, records
-from kvexp.results.divergence import conclusion, per_example, scale_of
+from kvexp.results.divergence import conclusion, per_example
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
@@ -259,9 +259,8 @@ DIVERGENCE = (
 
 
 def divergence_data(source: ReportSource) -> dict[str, Any] | None:
-    """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model.
-
-    said: panel -> its conclusion, along the first kind of text.
+    """runs: hash -> kind of text -> numbers and KL by position; said: panel -> its conclusion, along the first kind of
+    text.
     """
     runs = {folder.run.hash: folder.run for folder in source.shown}
     frame = source.runs.frame(VIEWS[KL_VIEW].table)
@@ -275,11 +274,6 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         entry = {name: row[name] for name in DIVERGENCE}
         entry |= {"position": along["position"].tolist(), "along": [float(f"{kl:.4g}") for kl in along["kl"]]}
         by_run.setdefault(row["hash"], {})[row["text"]] = entry
-    marks = [
-        {"model": group.model, "task": group.task, "changes": [[row["change"], row["kl"]] for row in rows]}
-        for group in source.groups
-        if (rows := scale_of(runs[row["hash"]] for row in group.block.rows if row["hash"] in runs))
-    ]
     by_run = {key: by_run[key] for key in runs if key in by_run}  # in the order of the page
     texts = [text for text in TEXTS if text in set(frame["text"])]
     judged = {row["hash"]: row for row in records(frame[frame["text"] == texts[0]])}
@@ -287,7 +281,7 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         group.panel: conclusion([judged[row["hash"]] for row in group.block.rows if row["hash"] in judged])
         for group in source.groups
     }
-    return {"runs": by_run, "texts": texts, "marks": marks, "said": conclusions}
+    return {"runs": by_run, "texts": texts, "said": conclusions}
 
 
 def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
@@ -483,7 +477,7 @@ SECTIONS = (
         "Divergence from the full cache",
         "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
         "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
-        "run counts as equivalent (epsilon_kl); grey: known changes of the same model. At 0.05 nats SmolLM2-135M lost "
+        "run counts as equivalent (epsilon_kl). At 0.05 nats SmolLM2-135M lost "
         "a quarter of its right answers to questions, at 0.5 four fifths (docs/kl_meaning.md).",
         divergence_data,
     ),
