@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
@@ -16,7 +15,7 @@ from test_shared_prefill import content
 from tiny import CONFIGS, stock
 
 from kvexp.core import Budget, CacheConfig
-from kvexp.diagnose.show import main, page, show
+from kvexp.diagnose.show import main, show
 from kvexp.diagnose.twin import MEASURES, curves, heatmaps, twin
 from kvexp.generate.prefill import decode_step
 from kvexp.hf.cache import mark, texts_of
@@ -100,37 +99,6 @@ def test_every_token_has_its_mark_below_it():
 def test_marks_never_say_none_or_all_of_some():
     assert [mark(n, 16) for n in (0, 1, 8, 15, 16)] == [".", "1", "5", "9", "#"]
     assert mark(1, 1024) == "1" and mark(1023, 1024) == "9"
-
-
-class _Reader(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.text, self.spans, self.inside, self.tags = "", [], False, set()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        if tag == "span":
-            self.spans.append(dict(attributes))
-            self.inside = True
-
-    def handle_endtag(self, tag):
-        self.inside = False
-
-    def handle_data(self, data):
-        self.text += data if self.inside else ""
-
-
-def test_the_page_shows_the_text_and_runs_nothing():
-    reader = _Reader()
-    reader.feed(page(view_of(LOG, GONE, step=1), 'h2o "<script>'))
-    assert reader.text == "".join(TEXTS)
-    assert reader.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "p", "div", "span"}
-    assert [span["class"] for span in reader.spans] == [
-        *("all", "none", "some", "some", "all"),
-        *("all question", "later answer", "later answer"),
-    ]
-    assert reader.spans[2]["title"] == "position 2: kept by 5 of 6 heads\nlayer 0: 2 of 3\nlayer 1: 3 of 3"
-    assert not any(name.startswith("on") for span in reader.spans for name in span)
 
 
 def test_texts_of_tokens_join_to_the_text():
