@@ -312,7 +312,6 @@ class Settings:
     limit: int | None
     batch_size: int
     shard: Shard
-    timeout_s: float | None
     retry: bool
     outputs_dir: Path
     labels: dict[str, Any]
@@ -471,7 +470,6 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         limit=config["limit"],
         batch_size=1 if rows_alone(model) else config["batch_size"],
         shard=Shard.read(config.get("shard")),
-        timeout_s=config["timeout_s"],
         retry=config["retry"],
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
