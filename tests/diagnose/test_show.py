@@ -46,8 +46,7 @@ def test_counts_by_hand():
     assert at_prompt.counts.tolist() == [6, 0, 6, 5, 6, 0, 0, 0] and at_prompt.present == 5
     assert later.counts.tolist() == [6, 0, 5, 5, 6, 6, 0, 0] and later.present == 6
     assert view_of(LOG, GONE, layer=1).counts.tolist() == [3, 0, 3, 2, 3, 0, 0, 0]
-    assert [entry["kept"] for entry in later.data()["tokens"]] == [6, 0, 5, 5, 6, 6, None, None]
-    assert later.data()["tokens"][2]["by_layer"] == [2, 3]
+    assert later.kept[:, 2].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(("asked", "reason"), [({"step": 3}, "from 0 .* to 2"), ({"layer": 2}, "from 0 to 1")])
