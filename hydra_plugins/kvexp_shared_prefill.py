@@ -12,7 +12,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 
 from kvexp.run.session import Session, current
 
@@ -40,12 +40,6 @@ class OneByOneLauncher(BasicLauncher):  # type: ignore[misc]
         if session.collected is not None:  # the caller of this command wants its jobs and not their runs
             composed: Sequence[JobReturn] = super().launch(job_overrides, initial_job_idx)
             return composed
-        from kvexp.run.jobs import key_of_command, recall, remember
-
-        key = key_of_command(self.config, self.config.hydra, job_overrides, session)
-        if recall(key, session):
-            return [JobReturn(status=JobStatus.COMPLETED) for _ in job_overrides]
-        session.made.clear()  # of the jobs before, of a command that launches several times
         session.collect_jobs()
         try:
             returned: Sequence[JobReturn] = super().launch(job_overrides, initial_job_idx)
@@ -55,7 +49,6 @@ class OneByOneLauncher(BasicLauncher):  # type: ignore[misc]
         session.overrides_of_jobs += [[word for word in job.overrides if word not in alike] for job in jobs]
         for job, value in zip(returned, self.perform(jobs, session), strict=True):
             job.return_value = value
-        remember(key, session, len(jobs))
         return returned
 
     def perform(self, jobs: list[Any], session: Session) -> list[float | None]:

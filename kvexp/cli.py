@@ -37,7 +37,6 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "export": ("kvexp.cli:export", "files for other programs: traces, to check a port to an engine"),
 }
 PARTS = {  # the same, of commands under one of the above
-    "tasks testbed": ("kvexp.tasks.testbed:main", "a document of the synthetic language, and what is asked of it"),
     "export trace": ("kvexp.engines.trace:main", "what a method kept, step by step, to check another engine's port"),
 }
 

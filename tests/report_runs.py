@@ -5,10 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 import kvexp
-from kvexp.results.divergence import write_scale
 from kvexp.run.evictions import EVICTIONS, ExampleLog, write_example_log, write_table
 from kvexp.run.store import Run, refuse
 
@@ -100,7 +97,7 @@ def diagnosed(run: Run) -> None:
 
 
 def diverging(run: Run, level: float) -> None:
-    """Divergences of three tokens an example around this level of KL, the first of them the prefill's; and a scale."""
+    """Divergences of three tokens an example around this level of KL, the first of them the prefill's."""
     lines = []
     for index in range(EXAMPLES):
         kl = [0.0, level * (1 + 0.1 * (index % 3)), 2 * level]
@@ -108,8 +105,6 @@ def diverging(run: Run, level: float) -> None:
         numbers = {"kl": kl, "full_logprob": [-1.0] * 3, "logprob": [-1.0 - level] * 3, "same_top1": [1, 1, index % 2]}
         lines.append(line | numbers)
     run.append_divergence(lines)
-    changes = [{"change": f"{bits}-bit {EVIL}", "n": 8, "kl": 0.02 / bits, "top1": 0.99} for bits in (8, 4)]
-    write_scale(run, pd.DataFrame(changes))
 
 
 def outputs(folder: Path) -> Path:

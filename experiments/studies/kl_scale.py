@@ -7,7 +7,7 @@
 that do not touch the KV cache: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per
 output row), the whole model in bfloat16, the prompt without one token drawn at random, and Keyformer at half the cache
 with one seed of its noise against another. The last is fed token by token, all others are read in one
-forward. The table is kept in the run's folder, where the report finds it.
+forward.
 
 `rows` writes each example's KL and metric with a column for every run, as articles_100.csv has them.
 """
@@ -42,7 +42,6 @@ from kvexp.results.divergence import (
     PerExample,
     example_means,
     share_interval,
-    write_scale,
 )
 from kvexp.results.read import Folder, chosen, folders, number
 from kvexp.results.table import shared_settings
@@ -168,9 +167,7 @@ def scale_table(lines_by_change: dict[str, list[Line]]) -> pd.DataFrame:
 def _scale(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
-    run = Run.load(args.run)
-    frame = scale_table(measured(run, args.limit))
-    write_scale(run, frame)
+    frame = scale_table(measured(Run.load(args.run), args.limit))
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)
     console = Console()

@@ -31,7 +31,7 @@ from kvexp.tasks.lm_eval import LMEval
 from kvexp.util.errors import CacheError, ConfigError
 from kvexp.util.output import say, tells_errors, watch_pipes
 
-SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "threads", "shard", "task.data_dir")
+SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "retry", "threads", "shard", "task.data_dir")
 SLICE = 25
 
 

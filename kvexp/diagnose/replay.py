@@ -27,14 +27,12 @@ from kvexp.core.budget_resolution import LayerSlots
 from kvexp.core.ranking import RankedSlots
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case, baseline_of, cases, headline, plain_table, rows_of, short_title, title_of
-from kvexp.diagnose.options import ensure_diagnosed, nothing_to_log
+from kvexp.diagnose.options import ensure_diagnosed
 from kvexp.generate import PrefilledContext
-from kvexp.generate.kl import compare, read_questions
-from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
 from kvexp.run.batches import Row, settings_at
 from kvexp.run.evictions import EVICTIONS, file_of, has, read_table, require_example_log, write_file
-from kvexp.run.store import OWN, Line, Run, check_same_prompts
+from kvexp.run.store import Run, check_same_prompts
 from kvexp.tasks import Example, Task
 from kvexp.util.errors import CacheError, ConfigError
 from kvexp.util.output import Console
@@ -144,14 +142,11 @@ class Replay:
         """New tokens of each trial."""
         tokens: list[list[int]] = []
         for start in range(0, len(trials), self.size):
-            tokens += self._answers(trials[start : start + self.size])
+            tokens += self.case.answer(self.fork(trials[start : start + self.size])).tokens
             if self.progress is not None:
                 self.progress(len(trials[start : start + self.size]))
         self.trials += len(trials)
         return tokens
-
-    def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
-        return self.case.answer(self.fork(trials)).tokens
 
     def fork(self, trials: Sequence[UndoneEvictions]) -> PrefilledContext:
         """A copy of the prompt's context of one row per trial, in which row i undoes trials[i] from now on."""
@@ -381,17 +376,14 @@ def span_text(texts: Sequence[str], positions: Sequence[int]) -> str:
     return words.strip() or repr(words)
 
 
-def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], effect: str = "flipped the answer") -> str:
-    """The undone evictions as a phrase: "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer".
-
-    effect: what losing them did.
-    """
+def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int]) -> str:
+    """The undone evictions as a phrase: "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer"."""
     lost = " and ".join(repr(span) for span in spans)
     if len(spans) > SHOWN:
         count = len(undone.positions)
         lost = f"{count} tokens in {len(spans)} spans ({', '.join(repr(span) for span in spans[:SHOWN])}, ...)"
     steps = "step " + str(undone.first) if undone.first == undone.last else f"steps {undone.first}-{undone.last}"
-    return f"losing {lost} in {text_of_places(undone.places, heads)} at {steps} {effect}"
+    return f"losing {lost} in {text_of_places(undone.places, heads)} at {steps} flipped the answer"
 
 
 def text_of_places(places: Iterable[Place], heads: list[int]) -> str:
@@ -549,108 +541,3 @@ def _counts(run: Run, causes: list[FoundCause | str]) -> list[str]:
     how_many = [str(count) for count in (spans.count(1), spans.count(2), sum(count > 2 for count in spans))]
     at_prompt = sum(undone.last == 0 for _, undone in done)
     return [f"{len(done)} of {len(causes)}", *how_many, *middle[:2], str(at_prompt), middle[2]]
-
-
-CLOSE = 0.05  # of the recorded KL, and nats: more is no rounding of another batch and mode
-BEFORE = 12  # tokens of the text that are shown before the one in question
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The token of largest KL of one example: its place in the text, from 0, and the KL there, in nats."""
-
-    line: Line
-    place: int
-    kl: float
-
-
-def worst_tokens(run: Run, text: str = OWN) -> list[Worst]:
-    """One of every measured example, the largest KL first; tokens that the prefill predicts do not count."""
-    worst = []
-    for (_, kind), line in run.divergence().items():
-        skip = int(line["first_by_prefill"])
-        if kind == text and len(line["kl"]) > skip:
-            place = max(range(skip, len(line["kl"])), key=line["kl"].__getitem__)
-            worst.append(Worst(line, place, line["kl"][place]))
-    return sorted(worst, key=lambda worst: -worst.kl)
-
-
-class ForcedReplay(Replay):
-    """Trials that are fed one text and judged at its next token: an answer is [1] where KL there is within epsilon.
-
-    text: token ids before that token; kl: of each trial of the latest call, in nats.
-    """
-
-    def __init__(
-        self, case: Case, text: Sequence[int], epsilon: float, progress: Callable[[int], None] | None = None
-    ) -> None:
-        super().__init__(case, progress=progress)
-        self.text, self.epsilon = list(text), epsilon
-        self.full = self._forced(case.full().prefill_prompt())
-        self.kl: list[float] = []
-
-    def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
-        self.kl = compare(self.full, self._forced(self.fork(trials)), self.full.argmax(-1))[0].tolist()
-        return [[int(kl <= self.epsilon)] for kl in self.kl]
-
-    @torch.no_grad()
-    def _forced(self, context: PrefilledContext) -> Tensor:
-        """[B, V]: the logits behind the text, the same text for every row."""
-        rows = len(context.ids)
-        if self.case.question:
-            read_questions(self.case.model, [context], [self.case.question] * rows)
-        positions, logits = context.mask.sum(1, keepdim=True) - 1, context.logits
-        for token in self.text:
-            positions = positions + 1
-            fed = torch.full((rows, 1), token, device=context.ids.device)
-            logits = decode_step(self.case.model, fed, positions, context.cache)
-        return logits.float()
-
-
-def explain_worst(run: Run, options: Options, first: int | None, console: Console) -> None:
-    """Say of the tokens of largest KL (the first so many examples', one by default) which evictions are behind them."""
-    settings = settings_at(run)
-    if (why := nothing_to_log(settings)) is not None:
-        raise ConfigError(f"{short_title(run)} evicted nothing to undo: {why}")
-    rows = rows_of(run)
-    worst = [token for token in worst_tokens(run) if token.line["example"] in rows][: first or 1]
-    if not worst:
-        raise ConfigError(
-            f"{run.path} has no divergence of its rows: kvexp results {run.path.parent} --view divergence --measure"
-        )
-    by_name = {token.line["example"]: token for token in worst}
-    epsilon = float(((run.command or {}).get("config") or {}).get("epsilon_kl") or 0.05)
-    for row, case, _ in cases(settings, [rows[name] for name in by_name]):
-        _tell(run, row, case, by_name[row["example"]], epsilon, options, console)
-
-
-def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options: Options, console: Console) -> None:
-    tokens = worst.line["tokens"]
-    replay = ForcedReplay(case, tokens[: worst.place], epsilon)
-    replay.answers([NOTHING_UNDONE])
-    again = replay.kl[0]
-    if abs(again - worst.kl) > CLOSE + CLOSE * worst.kl:
-        raise CacheError(
-            f"example {row['example']}: KL at token {worst.place + 1} is {again:.3f} here and {worst.kl:.3f} in its "
-            "line: sums round otherwise in another batch or mode, and nothing can be concluded"
-        )
-
-    def text(ids: Sequence[int]) -> str:
-        return str(case.tokenizer.decode(list(ids)))
-
-    texts = [text([token]) for token in [*case.prompt, *case.question, *tokens]]
-    culprit = cause(replay, lambda answer: answer == [1], options.trials)
-    _say(console, f"{short_title(run)}: {row['example']}: token {worst.place + 1} of {len(tokens)}")
-    before = text(tokens[max(0, worst.place - BEFORE) : worst.place])
-    _say(console, f"{before!r} then {text([tokens[worst.place]])!r}: KL {worst.kl:.3f} nats")
-    if culprit.undone is None:
-        _say(console, f"not even with every eviction undone is KL there within {epsilon:g}")
-        return
-    replay.answers([culprit.undone])
-    places = replay.everything.places
-    heads = [sum(place[0] == layer for place in places) for layer in range(1 + max(layer for layer, _ in places))]
-    words = phrase_of(culprit.undone, [span_text(texts, span) for span in culprit.spans], heads, effect="is behind it")
-    count = len(culprit.undone.positions)
-    undone = f"with {count} token{'s' * (count != 1)} undone"
-    line = f"{words}: {undone} KL is {replay.kl[0]:.3f} {culprit.cost}"
-    _say(console, line, "bold")

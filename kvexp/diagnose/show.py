@@ -1,4 +1,4 @@
-"""What was kept of an example, in a terminal and as a page; and the command `kvexp diagnose`."""
+"""What was kept of an example, in a terminal; and the command `kvexp diagnose`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.text import Text
 from kvexp.diagnose import gap, replay, twin
 from kvexp.diagnose.case import chosen, fed_prompt, opened, rows_of, run_at, title_of
 from kvexp.diagnose.options import Twin, check_diagnosable, ensure_diagnosed
-from kvexp.hf.cache import STYLE, mark, section
+from kvexp.hf.cache import mark
 from kvexp.results.read import where as parse_where
 from kvexp.run import evictions
 from kvexp.run.batches import settings_at
@@ -78,24 +77,6 @@ def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
         yield words, marks
 
 
-def page(view: View, title: str) -> str:
-    """HTML document of the same text without a script: hovering over a token shows the heads of each layer."""
-    log, title = view.log, visible(title)
-    when = "at the end of the prompt" if view.step == 0 else f"after {view.step} decode tokens"
-    layer = "" if view.layer is None else f", shaded by layer {view.layer}"
-    head = f"{log.example} {when}{layer}: the greener, the more of {view.heads} heads keep a token; struck out: none"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>body {{ margin: 2em auto; max-width: 60em; padding: 0 1em; font-family: sans-serif; }}{STYLE}</style></head>
-<body><h1>{escape(title)}</h1>
-<p>{escape(visible(head))}. Hover over a token for its layers. Dotted boxes: the question that was read after the
-eviction (blue) and the answer (orange); in italics what had not been read yet.</p>
-{section(view.data())}
-</body></html>
-"""
-
-
 DIAGNOSE_DOC = "kvexp diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask on."
 
 
@@ -144,7 +125,6 @@ def parser() -> argparse.ArgumentParser:
     add = of_example("show", _show, "the text of an example, marked by how many heads keep each token")
     add("--step", **step)
     add("--layer", type=int, help="this layer's heads alone")
-    add("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
     of_example("prompt", _prompt, "the text of an example's prompt as it was fed to the model")
     add = command("draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
     add("run", metavar="RUN", help=RUN)
@@ -156,7 +136,6 @@ def parser() -> argparse.ArgumentParser:
     add("runs", nargs="+", metavar="RUN", help=RUN)
     add("--first", type=int, metavar="N", help="only the first so many of each run")
     searches(add)
-    add("--kl", action="store_true", help="the token of largest divergence (--first: of so many)")
     add = command("gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
     add("outputs", metavar="OUTPUTS", help="the folder of the runs")
     add("--metric", help="default: the task's first")
@@ -169,12 +148,7 @@ def parser() -> argparse.ArgumentParser:
 def _show(args: argparse.Namespace, console: Console) -> None:
     run, row = opened(args.run, args.example)
     ensure_diagnosed(run, [row])
-    seen = evictions.view(run, row["example"], args.step, args.layer)
-    if args.html is None:
-        show(seen, console)
-        return
-    args.html.write_text(page(seen, title_of(run)), encoding="utf-8")
-    _wrote(console, args.html)
+    show(evictions.view(run, row["example"], args.step, args.layer), console)
 
 
 def _wrote(console: Console, file: Path) -> None:
@@ -225,11 +199,7 @@ def _explain(args: argparse.Namespace, console: Console) -> None:
     runs, options = [run_at(path) for path in args.runs], replay.Options(args.until, args.trials, args.again)
     for run in runs:
         _check_undoing(run)
-    if not args.kl:
-        replay.explain(runs, options, args.first, console)
-        return
-    for run in runs:
-        replay.explain_worst(run, options, args.first, console)
+    replay.explain(runs, options, args.first, console)
 
 
 def _gap(args: argparse.Namespace, console: Console) -> None:

@@ -176,17 +176,14 @@ STYLE = """
 .kept span { border-bottom: 2px solid transparent; border-radius: 2px; }
 .kept .none { color: #767676; text-decoration: line-through; }
 .kept .all { border-bottom-color: #00553d; }
-.kept .later { font-style: italic; color: #555; }
-.kept .question { outline: 1px dotted #0072b2; }
-.kept .answer { outline: 1px dotted #d55e00; }
 """
 
 
 def section(data: dict[str, Any]) -> str:
     """The text as one element; what it needs is in STYLE. Everything from model or data is escaped.
 
-    data: tokens (text; kept, the number of heads that keep it, by_layer, the same for each layer; None for tokens to
-    come), heads, heads_by_layer, prompt_tokens, question_tokens.
+    data: tokens (text; kept, the number of heads that keep it, by_layer, the same for each layer), heads,
+    heads_by_layer.
     """
     spans = [_span(data, place, token) for place, token in enumerate(data["tokens"])]
     return f'<div class="kept">{"".join(spans)}</div>'
@@ -194,17 +191,13 @@ def section(data: dict[str, Any]) -> str:
 
 def _span(data: dict[str, Any], place: int, token: dict[str, Any]) -> str:
     text = escape(visible(token["text"])) or "&#8203;"
-    start, question = data["prompt_tokens"], data["question_tokens"]
-    role = "" if place < start else " question" if place < start + question else " answer"
-    if token["kept"] is None:
-        return f'<span class="later{role}" title="position {place}: not read yet">{text}</span>'
     kept, heads = token["kept"], data["heads"]
     counts = enumerate(zip(token["by_layer"], data["heads_by_layer"], strict=True))
     layers = [f"layer {layer}: {count} of {of}" for layer, (count, of) in counts]
     title = escape("\n".join([f"position {place}: kept by {kept} of {heads} heads", *layers]))
     kind = "none" if kept == 0 else "all" if kept == heads else "some"
     shade = f' style="background:rgba(0,158,115,{0.55 * kept / heads:.2f})"' if kept else ""
-    return f'<span class="{kind}{role}"{shade} title="{title}">{text}</span>'
+    return f'<span class="{kind}"{shade} title="{title}">{text}</span>'
 
 
 def mark(count: int, heads: int) -> str:
@@ -232,7 +225,6 @@ class KeptText:
             for text, counts in zip(self.texts, self.by_layer, strict=True)
         ]
         data = {"tokens": tokens, "heads": every, "heads_by_layer": self.heads}
-        data |= {"prompt_tokens": len(tokens), "question_tokens": 0}
         said = f"the greener, the more of {every} heads keep a token; struck out: none. Hover for its layers."
         return f"<style>{STYLE}</style>{section(data)}<p><small>{said}</small></p>"
 

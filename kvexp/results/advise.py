@@ -8,7 +8,6 @@ good. No torch, but where bytes are asked for that no row holds; `kvexp.results.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shlex
@@ -42,7 +41,6 @@ FINALISTS = 3  # methods that get a promise at most, where nothing else is asked
 LEFT_OUT = 12  # methods that an answer names as left out
 BEFORE, BEHIND = 2, 1  # budgets tested before and behind the one that seems best
 SEED = 57
-SHARES = (0.9, 0.8, 0.7)  # that a report asks for, the largest that its prompts carry
 SHIFTED = 0.05  # p-value from which on new prompts are said to be others
 WIDTH = 100  # where the console has none
 FOLDER = ".advise"  # under the outputs: which prompts have chosen, and what they chose
@@ -445,15 +443,6 @@ class Recorded:
         """What a search has kept of these prompts; empty without one."""
         return kept_plan(self.place)
 
-    def default_terms(self) -> Terms | None:
-        """Terms of the last search, else defaults at the largest share these prompts carry; None without one."""
-        known = self.plan.get("asked")
-        for terms in [Terms(**known)] if known else [Terms(share=share) for share in SHARES]:
-            with contextlib.suppress(ConfigError):
-                self.check(terms)
-                return terms
-        return None
-
     def advice(self, terms: Terms) -> Advice:
         """The promises that its rows carry."""
         chains = self.plan.get("chains", {}).get(terms_key(terms))
@@ -835,24 +824,6 @@ def _rounded_up(value: float) -> float:
         return value
     step = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / step - ROUNDING) * step:.6g}")
-
-
-def point(candidate: Candidate, advice: Advice, holds: bool) -> dict[str, Any]:
-    """What a figure shows of a candidate: bytes in percent, and the loss of a share of all of its prompts.
-
-    bound: of the loss that the share of new prompts stays within: the limit where the promise holds (`holds`), which is
-    of all such points together; else by the n promising prompts, for this candidate by itself, None where they are too
-    few.
-    """
-    terms = advice.terms
-    everything, losses = (np.sort(candidate.of(prompts)) for prompts in (list(candidate.losses), advice.promising))
-    may = promise.most_beyond(len(losses), terms.share, terms.error)
-    return {
-        **{"hash": candidate.name, "budget": candidate.budget, "bytes": 100 * candidate.bytes_share, "holds": holds},
-        "quantile": float(everything[max(0, math.ceil(terms.share * len(everything)) - 1)]),
-        "bound": terms.beyond if holds else None if may < 0 else float(losses[len(losses) - 1 - may]),
-        **{"beyond": int(terms.is_beyond(losses).sum()), "n": len(losses)},
-    }
 
 
 def _shift(new: str, record: Recorded) -> str:

@@ -397,8 +397,7 @@ def search(terms: Terms, *, dry_run: bool) -> Recorded | None:
             for name, seconds in stages:
                 say(f"  {name}: {'not known' if seconds is None else duration(seconds)}")
             return None
-        by_name = {name: getattr(terms, name) for name in ("loss", "limit", "share", "confidence", "finalists")}
-        keep_plan(runner.plan, {"choosing": runner.choosing, "promising": runner.promising, "asked": by_name})
+        keep_plan(runner.plan, {"choosing": runner.choosing, "promising": runner.promising})
         session.begun = True
         chains = kept_plan(runner.plan).get("chains", {}).get(terms_key(terms))
         if chains is None:  # else they are fixed, whatever has been seen since

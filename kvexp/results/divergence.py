@@ -2,16 +2,13 @@
 
 Means are over tokens; examples are what an interval resamples, since the tokens of one answer are not independent. A
 first token that the full prefill predicts is the same for every method and counts apart (`first_kl`). `PerExample` is
-the one reader of the lines. Also here: how a run's own answers differ from the full cache's, and the scale of known
-changes of a model that `python -m experiments.studies.kl_scale` measures.
+the one reader of the lines. Also here: how a run's own answers differ from the full cache's.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +35,6 @@ from kvexp.results.table import (
 )
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, run_name
 from kvexp.util.errors import ConfigError
-from kvexp.util.files import explained, locked, replace
 from kvexp.util.output import Console
 
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
@@ -513,40 +509,3 @@ def _columns_of_pairs(names: Mapping[str, str]) -> list[Column]:
         Column("p (Holm)", "holm", "{:.2g}".format),
         Column("less", less, right=False),
     ]
-
-
-NAME = "divergence_scale.json"
-
-
-def write_scale(run: Run, frame: pd.DataFrame) -> None:
-    """Keep a frame of `experiments.studies.kl_scale.scale_table` in the run's folder; what stood there goes."""
-    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records"))
-    with explained(run.path / NAME), locked(run.path):
-        replace(run.path / NAME, json.dumps({"changes": rows}, indent=1).encode() + b"\n")
-
-
-def read_scale(run: Run) -> list[dict[str, Any]]:
-    """The rows that `write_scale` kept: change, n, tokens, kl, top1 and their intervals; none without a file.
-
-    A wrong file is a warning.
-    """
-    file = run.path / NAME
-    try:
-        rows: list[dict[str, Any]] = json.loads(file.read_bytes())["changes"]
-        finite = (math.isfinite(number(row[name])) for row in rows for name in ("kl", "top1"))
-        if not (all(finite) and all(isinstance(row["change"], str) for row in rows)):
-            raise ValueError("changes must be a list of groups with a text change and numbers kl and top1")
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(
-            f"{file}: left out: {error}; python -m experiments.studies.kl_scale scale makes it again", stacklevel=2
-        )
-        return []
-    return rows
-
-
-def scale_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """The largest scale that one of the runs has, by number of examples; none where none has one."""
-    scales = [rows for run in runs if (rows := read_scale(run))]
-    return max(scales, key=lambda rows: rows[0].get("n") or 0, default=[])

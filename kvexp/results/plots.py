@@ -21,7 +21,7 @@ from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from kvexp.results import views
-from kvexp.results.divergence import divergence_table, per_example, scale_of
+from kvexp.results.divergence import divergence_table, per_example
 from kvexp.results.read import QUANTISED_FULL, Folder, Runs, titled
 from kvexp.results.stats import MIN_PAIRS
 from kvexp.results.table import called, n_words, parts, quality_table, shared_settings, with_n
@@ -281,17 +281,17 @@ LEAST = 1e-6  # nats: what float32 cannot tell from 0, and a log axis cannot hol
 MIB = 2**20
 
 
-def divergence(frame: pd.DataFrame, axes: Axes, x: str = "kv_ratio", scale: Sequence[dict[str, Any]] = ()) -> None:
+def divergence(frame: pd.DataFrame, axes: Axes, x: str = "kv_ratio") -> None:
     """Draw the runs of one model, task and text: rows of `divergence_table`; bars are 95 % intervals over examples.
 
-    scale: rows of `scale_of`, as grey levels. Points of too few examples for an interval are hollow.
+    Points of too few examples for an interval are hollow.
     """
     runs = frame.assign(x=frame["kv_bytes"] / MIB if x == "bytes" else frame["kv_ratio"])
     runs = runs[runs["x"].notna()]
     if runs.empty:
         raise ConfigError(f"no run with a divergence has a place on the axis {x}: nothing to draw")
     dashes = dashes_of(runs)
-    _levels(frame, axes, scale)
+    _levels(frame, axes)
     lines = runs.groupby(["method", "setting"], sort=True)
     for place, (key, line) in enumerate(lines):
         method, setting = map(str, key)
@@ -304,7 +304,7 @@ def divergence(frame: pd.DataFrame, axes: Axes, x: str = "kv_ratio", scale: Sequ
 
 def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) -> None:
     """Draw mean KL at each place of the text, a line per run; wider lines hold more."""
-    _levels(frame, axes, ())
+    _levels(frame, axes)
     for folder in runs:
         measured, method = per_example(folder.run, text), str(folder.labels["method"])
         assert measured is not None  # it has a row
@@ -328,29 +328,22 @@ def _set_title(axes: Axes, title: str, shared: str, counted: str) -> None:
     axes.set_title(textwrap.fill(f"{', '.join(filter(None, [title, shared]))} ({counted})", 52), fontsize=9)
 
 
-def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) -> None:
-    """Epsilon and the scale as levels, and the look of the axes."""
+def _levels(frame: pd.DataFrame, axes: Axes) -> None:
+    """Epsilons as levels, and the look of the axes."""
     axes.set_yscale("log")
     axes.set_ylabel("KL from the full cache, nats per token")
-    for _, value, color, style in _marks(frame, scale):
-        axes.axhline(value, color=color, linewidth=1.0, linestyle=style)
+    for limit in set(frame["epsilon"]):
+        axes.axhline(limit, color="black", linewidth=1.0, linestyle="--")
     _grid_lines(axes)
 
 
-def _marks(frame: pd.DataFrame, scale: Sequence[dict[str, Any]]) -> list[tuple[str, float, str, str]]:
-    """(words, nats, colour, line) of each level."""
-    limits = sorted(set(frame["epsilon"]))
-    marks = [(f"{LIMIT} {value:g}", float(value), "black", "--") for value in limits]
-    return marks + [(row["change"], row["kl"], "0.35", ":") for row in scale if row["kl"] > LEAST]
-
-
-def _name_levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) -> None:
+def _name_levels(frame: pd.DataFrame, axes: Axes) -> None:
     """Words of the levels to the right of the axes, whose limits are final, one above the other where they are near."""
     low, high = np.log(axes.get_ylim())
     free = 0.0
-    for words, value, color, _ in sorted(_marks(frame, scale), key=lambda mark: mark[1]):
-        place = max(free, (np.log(value) - low) / (high - low))
-        axes.annotate(words, (1.01, place), xycoords="axes fraction", color=color, fontsize=7, va="center")
+    for limit in sorted(set(frame["epsilon"])):
+        place = max(free, (np.log(limit) - low) / (high - low))
+        axes.annotate(f"{LIMIT} {limit:g}", (1.01, place), xycoords="axes fraction", fontsize=7, va="center")
         free = place + LINE
 
 
@@ -375,12 +368,11 @@ def draw_divergence(runs: Runs, x: str, text: str = OWN) -> Figure:
         inside.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
         block, shared = without_shared(block)
         block = with_n(block)
-        scale = [] if x == POSITION else scale_of(folder.run for folder in inside)
         if x == POSITION:
             along(inside, text, block, axes)
         else:
-            divergence(block, axes, x, scale)
-        _name_levels(block, axes, scale)
+            divergence(block, axes, x)
+        _name_levels(block, axes)
         _set_title(axes, titled(title, block["question"]), shared, n_words(block))
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
     return figure

@@ -35,9 +35,8 @@ from typing import Any
 import pandas as pd
 
 import kvexp
-from kvexp.results.advise import FOLDER, LOSSES, Advice, Recorded, by_method, point, recorded, said
 from kvexp.results.blocks import Block, absent, records
-from kvexp.results.divergence import conclusion, per_example, scale_of
+from kvexp.results.divergence import conclusion, per_example
 from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
@@ -259,9 +258,8 @@ DIVERGENCE = (
 
 
 def divergence_data(source: ReportSource) -> dict[str, Any] | None:
-    """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model.
-
-    said: panel -> its conclusion, along the first kind of text.
+    """runs: hash -> kind of text -> numbers and KL by position; said: panel -> its conclusion, along the first kind of
+    text.
     """
     runs = {folder.run.hash: folder.run for folder in source.shown}
     frame = source.runs.frame(VIEWS[KL_VIEW].table)
@@ -275,11 +273,6 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         entry = {name: row[name] for name in DIVERGENCE}
         entry |= {"position": along["position"].tolist(), "along": [float(f"{kl:.4g}") for kl in along["kl"]]}
         by_run.setdefault(row["hash"], {})[row["text"]] = entry
-    marks = [
-        {"model": group.model, "task": group.task, "changes": [[row["change"], row["kl"]] for row in rows]}
-        for group in source.groups
-        if (rows := scale_of(runs[row["hash"]] for row in group.block.rows if row["hash"] in runs))
-    ]
     by_run = {key: by_run[key] for key in runs if key in by_run}  # in the order of the page
     texts = [text for text in TEXTS if text in set(frame["text"])]
     judged = {row["hash"]: row for row in records(frame[frame["text"] == texts[0]])}
@@ -287,35 +280,7 @@ def divergence_data(source: ReportSource) -> dict[str, Any] | None:
         group.panel: conclusion([judged[row["hash"]] for row in group.block.rows if row["hash"] in judged])
         for group in source.groups
     }
-    return {"runs": by_run, "texts": texts, "marks": marks, "said": conclusions}
-
-
-def advise_data(source: ReportSource) -> list[dict[str, Any]] | None:
-    """A panel for each model and task whose prompts carry a promise: the loss of a share of them, by bytes."""
-    shown = {folder.run.hash for folder in source.shown}
-    panels = []
-    for loss in LOSSES if (source.runs.outputs / FOLDER).is_dir() else ("kl",):  # others than KL are asked for
-        try:
-            groups = recorded(source.runs, loss)
-        except ConfigError:  # the bytes of a run are not known, which `kvexp advise` says
-            continue
-        for record in groups:
-            terms = record.default_terms()
-            if terms is not None and terms.loss == loss and shown & record.folders.keys():
-                panels.append(_safe_budgets(record, record.advice(terms)))
-    return panels or None
-
-
-def _safe_budgets(record: Recorded, advice: Advice) -> dict[str, Any]:
-    """A panel: its limit and lines, and what `kvexp advise` says of them."""
-    answers = {answer.candidate.name for answer in advice.answers if answer is not None}
-    lines = []
-    for method, candidates in by_method(advice.candidates).items():
-        points = [point(candidate, advice, candidate.name in answers) for candidate in candidates]
-        lines.append({"method": method, "points": points, **look(method.partition(" ")[0], "-")})
-    terms = advice.terms
-    named = {"title": record.title, "head": LOSSES[terms.loss].head, "share": terms.share, "limit": terms.beyond}
-    return {**named, "said": said(advice, record, [str(record.baseline.run.path.parent)]), "lines": lines}
+    return {"runs": by_run, "texts": texts, "said": conclusions}
 
 
 MOST = 4  # examples of a run
@@ -477,83 +442,24 @@ def _first(block: Block, decisive: int) -> Block:
     return replace(block, columns=[*names[:2], *others[:decisive], *names[2:], *others[decisive:]])
 
 
-SECTIONS = (
-    Section(
-        "divergence",
-        "Divergence from the full cache",
-        "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed "
-        "the same text; lower is better. Bars are 95 % intervals over examples. Black: the limit below which a "
-        "run counts as equivalent (epsilon_kl); grey: known changes of the same model. At 0.05 nats SmolLM2-135M lost "
-        "a quarter of its right answers to questions, at 0.5 four fifths (docs/kl_meaning.md).",
-        divergence_data,
-    ),
-    Section(
-        "verdicts",
-        "Verdicts",
-        "How far each run is from the full cache, and whether it reaches 99 % and 99.9 % of the full cache in every "
-        "metric (MLPerf's marks). Choose a column's head to sort by it.",
-        verdicts_data,
-    ),
-    Section(
-        "explorer",
-        "Quality against budget",
-        "Percent of the full cache's score, one line per method, with 95 % intervals (paired bootstrap). Black: the "
-        "full cache. Red dashes: the 99 % mark. Hollow points: runs that are not finished, or of too few examples for "
-        "an interval. Points of the same budget stand side by side.",
-        lambda source: {},
-    ),
-    Section(
-        "advise",
-        "Which budget is safe",
-        "The loss that a share of the prompts stays within, against bytes; the bar reaches to what new prompts of the "
-        "same kind stay within by a distribution-free bound. Black: the limit. Full points: the cheapest budgets whose "
-        "promise holds; their bars, which end at the limit, are right all together (docs/advise.md), the bar of a "
-        "hollow point by itself.",
-        advise_data,
-    ),
-    Section(
-        "life",
-        "The life of a context",
-        "One cache used more than once: questions, turns, prompts in chunks, long answers, instructions. Each table is "
-        "what its command prints; bars are 95 % intervals, and points without one are hollow. Black: the full cache.",
-        life_data,
-    ),
-    Section(
-        "cost",
-        "Quality against speed and memory",
-        "Up and to the left is better. The grey stairs are the Pareto front of the finished runs shown that have "
-        "enough examples, by their estimates: no other is at least as good and as cheap. Intervals are 95 %, of "
-        "quality alone, and of each run by itself: the runs on the front were chosen by these numbers.",
-        lambda source: {},
-    ),
-    Section(
-        "samples",
-        "Sample outputs",
-        'What a run and the full cache wrote for the same prompt, compared word by word: <del class="word">'
-        'only the full cache</del>, <ins class="word">only this run</ins>.',
-        samples_data,
-    ),
-    Section(
-        "kept",
-        "What was kept",
-        "The text of an example; the greener a token, the more heads hold it, struck out: none. Point at a token for "
-        "its layers. Runs made with <code>diagnose=log</code> or <code>twin</code> have such texts.",
-        kept_data,
-    ),
-    Section(
-        "needle",
-        "Needle in a haystack",
-        "Mean score in percent by length of the text (tokens, across) and depth of the needle (percent, down; in "
-        "brackets the measured one, where it is another). Grey: nothing was scored there.",
-        needle_data,
-    ),
-    Section(
-        "about",
-        "Where these numbers come from",
-        "Runs by the code and the machine that made them. Numbers of different NUMERICS are never compared; seconds "
-        "are compared only on one machine.",
-        about_data,
-    ),
+def asset(name: str) -> str:
+    return files("kvexp.results").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+WORDS = json.loads(asset("sections.json"))  # name -> title, lead
+SECTIONS = tuple(
+    Section(name, **WORDS[name], data=data)
+    for name, data in (
+        ("divergence", divergence_data),
+        ("verdicts", verdicts_data),
+        ("explorer", lambda source: {}),
+        ("life", life_data),
+        ("cost", lambda source: {}),
+        ("samples", samples_data),
+        ("kept", kept_data),
+        ("needle", needle_data),
+        ("about", about_data),
+    )
 )
 BEFORE = ("dom", "table", "filters", "panels", "diff")  # scripts the sections use
 AFTER = ("start",)
@@ -590,10 +496,6 @@ def plotly() -> str:
     except ModuleNotFoundError as error:
         raise ConfigError("the report needs plotly, which is not installed; run: pip install 'kvexp[eval]'") from error
     return str(get_plotlyjs())
-
-
-def asset(name: str) -> str:
-    return files("kvexp.results").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 REPORT_DOC = """kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever has been run."""

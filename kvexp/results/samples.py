@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ SAMPLES_LEGEND = (
     "avg@N: percent of answers that are right, its interval over items; full, difference: the full cache on the same "
     "items with the same seeds. pass@k: chance that one of k answers is right. no box, truncated, looping: percent of "
     "answers without a boxed answer, by what ended them. same: tokens before the first that differs from the full "
-    "cache's answer with the same seed, in percent of that answer. A row of several exams weighs them alike."
+    "cache's answer with the same seed, in percent of that answer."
 )
 
 
@@ -54,26 +53,13 @@ def samples_table(runs: Runs) -> pd.DataFrame:
     Columns: labels, items, samples (answers to an item, the fewest), metric, avg with low and high, full (the full
     cache's avg on the same items), difference (points) with difference_low and _high, k, pass (pass@k of the largest k
     up to half the samples) with pass_low and _high, pass@2, pass@4, ..., no_box, truncated, looping, new_tokens (mean),
-    same, hash. Exams of several years that were run alike have a further row, named "aime24+aime25".
+    same, hash.
     """
     wanted = in_order(folder for folder in runs.ran if has_samples(folder) and folder.metrics)
-    sampled = [_sampled(folder, baseline_of(folder, runs.known)) for folder in wanted]
-    return pd.DataFrame([*(run.row for run in sampled), *map(_pooled, _exams(sampled))])
+    return pd.DataFrame([_sampled(folder, baseline_of(folder, runs.known)) for folder in wanted])
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    """One run: its row; its year, of an exam; percent right by item; the same of its own and the full cache's answers
-    to the items that both have [items, 2], None of a baseline.
-    """
-
-    row: dict[str, Any]
-    year: int | None
-    avg: Floats
-    both: Floats | None
-
-
-def _sampled(folder: Folder, baseline: Folder | None) -> _Sampled:
+def _sampled(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     metric, rows = folder.metrics[0], list(folder.scored.values())
     items = [item_of(row) for row in rows]
     counts = np.array(list(Counter(items).values()), dtype=np.float64)  # in the order of `by_item`
@@ -92,8 +78,7 @@ def _sampled(folder: Folder, baseline: Folder | None) -> _Sampled:
     if any(grades):
         row |= {column: 100 * grades.count(name) / len(grades) for name, column in GRADES.items()}
     row |= {"new_tokens": float(np.mean([number(row.get("new_tokens")) for row in rows])), "same": same}
-    year = (rows[0].get("info") or {}).get("year")
-    return _Sampled(row | {"hash": folder.run.hash}, year, avg, both)
+    return row | {"hash": folder.run.hash}
 
 
 def _scores(metric: str, rows: Sequence[Row]) -> Floats:
@@ -126,49 +111,6 @@ def _differences(base: Floats | None) -> dict[str, Any]:
     if base is None:
         return {"full": math.nan, **stats.mean_columns("difference", np.array([]))}
     return {"full": float(base[:, 1].mean()), **stats.mean_columns("difference", base[:, 0] - base[:, 1])}
-
-
-def _exams(sampled: Sequence[_Sampled]) -> list[list[_Sampled]]:
-    """Runs of exams of several years that are alike but for the year, each group in the order of the years."""
-    groups: dict[str, list[_Sampled]] = {}
-    for run in sampled:
-        words = str(run.row.get("setting") or "").split()
-        alike = {**run.row, "setting": [word for word in words if not word.startswith("task.data_files=")]}
-        if run.year is not None:
-            key = repr([alike.get(name) for name in ("model", "method", "kv_ratio", "tokens", "setting", "numerics")])
-            groups.setdefault(key, []).append(run)
-    by_year = [sorted(group, key=lambda run: run.year or 0) for group in groups.values()]
-    return [group for group in by_year if len({run.year for run in group}) == len(group) > 1]
-
-
-def _pooled(group: Sequence[_Sampled]) -> dict[str, Any]:
-    """The row of several exams, each with the same weight w: variance sum w^2 s^2/n, Student's t with the degrees of
-    freedom of Satterthwaite (1946).
-    """
-    rows = [run.row for run in group]
-    row = {**rows[0], "task": "+".join(str(row.get("task")) for row in rows), "hash": None}
-    row |= {"items": sum(row["items"] for row in rows), "samples": min(row["samples"] for row in rows)}
-    row["k"] = rows[0]["k"] if len({row["k"] for row in rows}) == 1 else None
-    means = ("full", "pass", "new_tokens", "same", *GRADES.values())
-    means += tuple(name for name in row if name.startswith("pass@"))
-    row |= {name: float(np.mean([number(row.get(name)) for row in rows])) for name in means if name in row}
-    row |= _stratified("avg", [run.avg for run in group])
-    gaps = [run.both[:, 0] - run.both[:, 1] for run in group if run.both is not None]
-    row |= _stratified("difference", gaps if len(gaps) == len(group) else [])
-    return row | {"pass_low": math.nan, "pass_high": math.nan}
-
-
-def _stratified(name: str, strata: Sequence[Floats]) -> dict[str, Any]:
-    if not strata or min(map(len, strata)) < 2:
-        return {name: math.nan, f"{name}_low": math.nan, f"{name}_high": math.nan}
-    mean = float(np.mean([exam.mean() for exam in strata]))
-    parts = np.array([exam.var(ddof=1) / len(exam) for exam in strata]) / len(strata) ** 2
-    if sum(map(len, strata)) < stats.MIN_PAIRS:
-        return {name: mean, f"{name}_low": math.nan, f"{name}_high": math.nan}
-    error = math.sqrt(parts.sum())
-    free = parts.sum() ** 2 / sum(term**2 / (len(exam) - 1) for term, exam in zip(parts, strata, strict=True) if term)
-    half = stats.t_quantile(0.5 + stats.LEVEL / 2, free) * error if error else 0.0
-    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
 def samples_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:

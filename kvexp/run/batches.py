@@ -39,19 +39,14 @@ from kvexp.run.prompts import (
     with_stop_tokens,
 )
 from kvexp.run.rows import (
-    EXIT_HUNG,
-    MEMORY,
-    TIME,
-    TimeLimit,
-    TimeLimitExceeded,
     check_commit,
     check_prompts,
     check_threads,
     environment,
     failed_row,
-    failure_kind,
     fit_together,
     free_memory,
+    is_out_of_memory,
     row_of,
     skipped_row,
     validated_row,
@@ -350,7 +345,7 @@ def fill(members: Sequence[Member], prompts: Prompts, session: Session) -> None:
     filler = Filler(members, prompts, model, tokenizer, title, size, timed)
     if timed:
         runnable = (items for batch in work if (items := prompts.for_run(lead, batch)[0]))
-        warm_up(members[0].settings, model, tokenizer, next(runnable, []), filler.time_limit)
+        warm_up(members[0].settings, model, tokenizer, next(runnable, []))
     groups = [[batch] for batch in work]
     if not timed:
         groups = decode_groups(work, members, size, *_cost(members, model, prompts, work, size))
@@ -386,11 +381,10 @@ def decode_groups(
 ) -> list[list[Batch]]:
     """The batches in groups whose answers are decoded in the same steps; seconds, share: of a batch, see `batch_cost`.
 
-    Each batch by itself where the time per batch is limited, and where prompts would change each other.
+    Each batch by itself where prompts would change each other.
     """
     lead = members[0].settings
-    alone = lead.timeout_s is not None or rows_alone(lead.model)
-    most = 1 if alone else max(1, MAX_DECODE_ROWS // (len(members) * lead.batch_size))
+    most = 1 if rows_alone(lead.model) else max(1, MAX_DECODE_ROWS // (len(members) * lead.batch_size))
     ends = list(itertools.accumulate(group_sizes(len(work), processes, most, seconds, share), initial=0))
     return [list(work[start:end]) for start, end in itertools.pairwise(ends)]
 
@@ -434,16 +428,11 @@ def _cost(
 def _processes(members: Sequence[Member], model: Model, prompts: Prompts, work: Sequence[Batch]) -> int:
     """How many processes to share the batches among: one for every thread, or one that has all threads.
 
-    One where processes would wait for work or for memory, and where time is limited, which is that of a process alone.
+    One where processes would wait for work or for memory.
     """
     lead, several = members[0].settings, num_workers(model)
     rounds = -(-len(work) // several)
-    if (
-        lead.engine is not None
-        or several < 2
-        or rounds * several > MIN_UTILISATION * len(work)
-        or lead.timeout_s is not None
-    ):
+    if lead.engine is not None or several < 2 or rounds * several > MIN_UTILISATION * len(work):
         return 1
     prepare_for_fork(model)
     first = Piece(list(members), prompts.for_run(lead, work[0])[0])
@@ -490,7 +479,7 @@ Part = tuple[Member, list[Row], list[Line]]  # what a run made of some prompts, 
 
 
 class Filler:
-    """Fills missing rows and KL texts of several runs; halves a batch that runs out of memory or time."""
+    """Fills missing rows and KL texts of several runs; halves a batch that runs out of memory."""
 
     def __init__(
         self,
@@ -506,7 +495,6 @@ class Filler:
         self.title, self.processes, self.timed = title, processes, timed
         self.told_halved = False
         lead = members[0].settings
-        self.time_limit = TimeLimit(lead.timeout_s, self._stuck)
         # In half precision a row's numbers depend on what it is decoded together with, so nothing is parted.
         self.most = MAX_UNWRITTEN_ROWS if lead.model.dtype == FULL else None
 
@@ -531,23 +519,19 @@ class Filler:
         pieces = [piece for before in pieces if (piece := before.pending()).members]
         if not pieces:
             return
-        members, items, limited = pieces[0].members, pieces[0].prompts, self.time_limit.timeout_s is not None
+        members, items = pieces[0].members, pieces[0].prompts
         batches = [piece.batch() for piece in pieces]
         alone = len(pieces) == 1 and len(members) == 1
-        if not alone and ((limited and len(pieces) > 1) or not self._fit(batches)):
+        if not alone and not self._fit(batches):
             for half in self._halves(pieces):
                 yield from self._parts(half, halved)
             return
-        parts, failure = self._computed(pieces, batches, halved), ""
         try:
-            with self.time_limit.of(items, sum(len(member.kinds(pieces[0].names)) for member in members)):
-                # An alarm must not ring while rows are written: where it may, all of them are made before.
-                parts = iter(list(parts)) if limited else parts
-                if not limited:
-                    yield from parts
-        except (Exception, TimeLimitExceeded) as error:
-            failure = failure_kind(error) or "error"
-            if alone and failure == "error":
+            yield from self._computed(pieces, batches, halved)
+            return
+        except Exception as error:
+            too_large = is_out_of_memory(error)
+            if alone and not too_large:
                 if self.timed and isinstance(error, NotFinite):
                     raise self._located(error, pieces, batches) from error
                 if self.timed:
@@ -555,16 +539,12 @@ class Filler:
                 members[0].fail(error)
                 # It is retried alone, with a longer message, when the group is done, and that can be hours from now.
                 say(f"{members[0].title} failed, the other runs go on: {members[0].error}", file=sys.stderr)
-        if not failure:
-            yield from parts
-            return
-        del parts
         free_memory()  # outside of the handler, where the traceback no longer holds what the failed attempt allocated
         if alone and self.timed and len(items) == 1:
-            rows = [{**failed_row(members[0].settings, *items[0], failure), "halved": halved}]
+            rows = [{**failed_row(members[0].settings, *items[0]), "halved": halved}]
             yield members[0], rows, []
         elif not alone or self.timed:  # one of a group is retried alone
-            if failure == MEMORY:
+            if too_large:
                 self._tell_halved()
             for half in self._halves(pieces):
                 yield from self._parts(half, halved + (len(pieces) == 1))
@@ -614,16 +594,6 @@ class Filler:
         advice = "; float16 ends at 65504: try model.dtype=bfloat16 or float32" if name == "float16" else ""
         return NotFinite(f"{error} ({where}; examples {', '.join(pieces[0].names)}){advice}")
 
-    def _stuck(self, items: Items) -> None:
-        """Give up the process, from another thread, where a call on these prompts has not come back."""
-        more = f", in a library's call on {len(items)} prompts"
-        for member in self.members:
-            list(member.write([failed_row(member.settings, *item, TIME, more) for item in items], []))
-        say(f"{self.title}: a call did not come back within timeout_s; the same command goes on", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_HUNG)
-
 
 def _first_not_finite(model: Model, make: Callable[[], Any]) -> str:
     """Name the place where the first number that is not finite comes from, when `make` is called again."""
@@ -642,7 +612,7 @@ def _first_not_finite(model: Model, make: Callable[[], Any]) -> str:
     return f"first in layer {number[1]}, module {modules[0]}" if number else f"first in module {modules[0]}"
 
 
-def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items, time_limit: TimeLimit) -> None:
+def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items) -> None:
     """A short generation before the first that is timed: the beginnings of a batch's prompts under the run's method.
 
     What a process does once (reading weights in, laying them out, compiling kernels) is no part of any method's time;
@@ -661,7 +631,7 @@ def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
         return
     prompts = [prompt.ids[:PROMPT] for prompt in answerable]
     failed = True
-    with contextlib.suppress(CacheError, MemoryError, RuntimeError, TimeLimitExceeded), time_limit.of(batch):
+    with contextlib.suppress(CacheError, MemoryError, RuntimeError):
         try:
             _generate_few(settings, model, tokenizer, prompts)
         except ConfigError:
@@ -686,7 +656,7 @@ def _generate_few(settings: Settings, model: Model, tokenizer: Tokenizer, prompt
 # Divergences that no group of the sweep has measured: a run alone, against the full cache.
 
 
-UNKNOWN = "prompts that its budget does not hold, or too little memory or time"  # said by a process that has ended
+UNKNOWN = "prompts that its budget does not hold, or too little memory"  # said by a process that has ended
 
 
 def measure_rest(settings: Settings, session: Session) -> Run:

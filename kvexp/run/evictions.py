@@ -191,28 +191,6 @@ class View:
         """Tokens that have been read at this step."""
         return self.log.prompt_tokens + self.step
 
-    def data(self) -> dict[str, Any]:
-        """Plain values for a page: one entry per token, `kept` and `by_layer` None for tokens to come."""
-        tokens = [
-            {
-                "text": text,
-                "kept": int(self.counts[place]) if place < self.present else None,
-                "by_layer": self.kept[:, place].tolist() if place < self.present else None,
-            }
-            for place, text in enumerate(self.log.texts)
-        ]
-        log = self.log
-        return {
-            "example": log.example,
-            "step": self.step,
-            "layer": self.layer,
-            "heads": self.heads,
-            "heads_by_layer": log.heads,
-            "prompt_tokens": log.prompt_tokens,
-            "question_tokens": log.question_tokens,
-            "tokens": tokens,
-        }
-
 
 def view(run: Run, example: str, step: int = 0, layer: int | None = None) -> View:
     """Tokens held at a step; ConfigError where the example has no log, or not that many steps or layers."""

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
-import itertools
-import json
 import os
 import re
 import signal
@@ -20,9 +17,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -32,12 +28,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-import kvexp
 from kvexp.run.build import build
 from kvexp.run.compose import check_keys
 from kvexp.run.guard import check, guard
 from kvexp.run.labels import (
-    PACKAGED,
     check_idle,
     check_objective,
     check_places,
@@ -50,17 +44,14 @@ from kvexp.run.labels import (
 )
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.session import Session, active, keys_of
-from kvexp.run.store import DIVERGENCE, EXAMPLES, Run, accept, refusal_file, refuse, run_hash
-from kvexp.run.user_code import source_of
+from kvexp.run.store import Run, accept, refuse, run_hash
 from kvexp.util.errors import CacheError, ConfigError
-from kvexp.util.files import CONF, SETTLED_NS, cache_folder, replace, stamp
+from kvexp.util.files import CONF
 from kvexp.util.machine import tell_threads, use_threads
 from kvexp.util.output import duration, say
-from kvexp.util.strict_json import canonical, load
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings
-    from kvexp.tasks import Example
 
 
 Item = TypeVar("Item")
@@ -217,12 +208,7 @@ def main_job(config: DictConfig, session: Session) -> float | None:
     if session.collected is not None:
         session.collected.append(job)
         return None
-    key = key_of_command(config, hydra, [overrides], session) if number is None else None
-    if recall(key, session):
-        return None
-    value = run_job(job, session)
-    remember(key, session, 1)
-    return value
+    return run_job(job, session)
 
 
 def _take_turns(jobs: Sequence[HydraJob], session: Session) -> list[float | None]:
@@ -298,7 +284,6 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
             settings = wrong[0][0]
             raise _error_of(wrong, len(parts))
         accept(settings.outputs_dir, request_key(job.overrides))
-        session.made.append((job, parts))
         value = objective(records, job.config.get("objective"))
     except Exception as error:
         if is_disk_full(error):
@@ -482,182 +467,6 @@ def summary(session: Session) -> str:
     done = f"{session.jobs_done} of {jobs} jobs are complete; " if jobs else "the run is not complete; "
     texts = f"{session.texts_measured} KL passes were made, " if session.texts_measured else ""
     return f"{session.rows_written} rows were written, {texts}{done}"
-
-
-# -- a command that left nothing to do, given again: its runs are known without torch ---------------------------------
-#
-# They are kept in the cache folder with the stamps of every file that they depend on, and count as long as none of
-# these has changed. In doubt nothing is kept (files of a hub, code of a user's, files younger than the command), and
-# the jobs are looked at one by one.
-
-OWN_FOLDERS = (Path(kvexp.__file__).parent, PACKAGED / "hydra_plugins")
-PACKAGE_FILES = (".dist-info", ".egg-info", ".egg-link", ".pth")
-NEUTRAL = ("_", "OLDPWD", "PWD", "SHLVL", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")  # variables
-DEVICES = ("nvidia", "kfd", "dxg")  # beginnings of names in /dev
-RUN_FILES = ("config.json", "done.json", "failure.json", EXAMPLES, DIVERGENCE)
-MAX_FILES = 20_000  # to look at more would take longer than is won
-MAX_KEPT = 200  # commands
-
-
-class Stamped:
-    """Stamps of places as JSON has them: file -> its stamp, also of all files in folders; None where nothing is."""
-
-    def __init__(self, places: Iterable[str | Path]) -> None:
-        self.places = sorted({os.path.abspath(os.path.expanduser(place)) for place in places})
-        files = (file for place in self.places for file in (_files_in(place) if os.path.isdir(place) else [place]))
-        self.stamps = {file: _stamp_of(file) for file in itertools.islice(files, MAX_FILES + 1)}
-
-    def settled(self, session: Session) -> bool:
-        """Whether no file has changed since the command began, nor just before: its times would not show it."""
-        begun = time.time_ns() - int(session.seconds * 1e9)
-        changed = max((stamp[-1] for stamp in self.stamps.values() if stamp is not None), default=0)
-        return len(self.stamps) <= MAX_FILES and changed < begun - SETTLED_NS
-
-
-def _files_in(folder: str) -> Iterator[str]:
-    for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [folder for folder in folders if folder != "__pycache__"]
-        yield from (os.path.join(root, file) for file in files)
-
-
-def _stamp_of(file: str) -> list[int] | None:
-    try:
-        return list(stamp(file))
-    except (OSError, ValueError):
-        return None
-
-
-def key_of_command(config: DictConfig, hydra: Any, overrides: Sequence[Sequence[str]], session: Session) -> str | None:
-    """Digest of what decides which runs the jobs are, but for the files that their settings name; None: not known.
-
-    config, hydra: as composed before the jobs.
-    """
-    sources = [str(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-    files = Stamped([*OWN_FOLDERS, *sources])
-    if config.get("objective") is not None or not files.settled(session):
-        return None
-    folders = [folder for folder in sys.path if os.path.isdir(folder)]
-    packages = [
-        (entry.path, entry.stat().st_mtime_ns)
-        for folder in folders
-        for entry in os.scandir(folder)
-        if entry.name.endswith(PACKAGE_FILES)
-    ]
-    devices = [name for name in os.listdir("/dev") if name.startswith(DEVICES)]
-    with contextlib.suppress(OSError):
-        devices.append(Path("/proc/driver/nvidia/version").read_text())
-    shell = sorted(item for item in os.environ.items() if item[0] not in NEUTRAL)
-    composed = [OmegaConf.to_container(node, resolve=False) for node in (config, hydra)]
-    facts: list[Any] = [composed, list(map(list, overrides)), files.stamps, sorted(packages), sorted(devices), shell]
-    facts += [os.getcwd(), sys.path, sys.version]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def recall(key: str | None, session: Session) -> bool:
-    """Whether the command left nothing to do and nothing has changed since; then its runs are the session's."""
-    if key is None:
-        return False
-    try:
-        known = load(_kept(key))
-        if Stamped(known["places"]).stamps != known["stamps"]:
-            return False
-        hashes, unmeasured, overrides = (known[name] for name in ("hashes", "unmeasured", "overrides_of_jobs"))
-        for folder, request in known["asked"].items():  # other commands may have asked for it since, under other names
-            run = Run.load(folder)
-            labels = request["labels"] if run.asked[-len(request["labels"]) :] != request["labels"] else ()
-            for names in labels or request["labels"][-1:]:
-                run.ask(names, known["commands"][request["command"]])
-    except (OSError, ValueError, KeyError, TypeError):  # none there, or damaged
-        return False
-    session.begun = True
-    session.add_runs(*hashes)
-    session.unmeasured |= unmeasured
-    session.overrides_of_jobs += overrides
-    say(f"nothing to do: {len(hashes)} run{'s are' if len(hashes) != 1 else ' is'} complete", flush=True)
-    return True
-
-
-def remember(key: str | None, session: Session, jobs: int) -> None:
-    """Keep the runs of so many jobs for `recall`, if they lack nothing and all that they depend on can be named."""
-    if key is None or session.failures or len(session.made) != jobs:
-        return
-    read = set[str]()
-    runs: dict[tuple[Path, Any, Any], Settings] = {}
-    requests: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(ConfigError, OSError):  # what cannot be looked at or written is not kept
-        for place, (job, parts) in enumerate(session.made):
-            for settings in parts:
-                if (named := _files_named(job, settings)) is None:
-                    return
-                read |= named
-                for run in [settings] if settings.is_baseline else [settings.baseline(), settings]:
-                    folder = run.outputs_dir / run_hash(run.identity)
-                    runs.setdefault((folder, run.limit, run.shard), run)
-                    before = requests.get(str(folder.absolute()), {"labels": []})["labels"]
-                    labels = [*(other for other in before if other != run.labels), run.labels]
-                    requests[str(folder.absolute())] = {"labels": labels, "command": place}
-            read.add(str(refusal_file(parts[0].outputs_dir, request_key(job.overrides))))
-        inputs, outputs = Stamped(read), Stamped(folder / name for folder, *_ in runs for name in RUN_FILES)
-        if not inputs.settled(session) or _lack_something((folder, run) for (folder, *_), run in runs.items()):
-            return
-        file = _kept(key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        about = {name: getattr(session, name) for name in ("hashes", "unmeasured", "overrides_of_jobs")}
-        stamps = {"places": inputs.places + outputs.places, "stamps": inputs.stamps | outputs.stamps}
-        commands = [parts[0].command for _, parts in session.made]
-        replace(file, canonical(about | stamps | {"asked": requests, "commands": commands}))
-        for old in sorted(file.parent.glob("*.json"), key=os.path.getmtime)[:-MAX_KEPT]:
-            old.unlink()
-
-
-def _kept(key: str) -> Path:
-    return cache_folder() / "finished" / f"{key}.json"
-
-
-def _files_named(job: HydraJob, settings: Settings) -> set[str] | None:
-    """Places of the files that a run's identity and examples come from, kvexp's own aside; None: not all are known."""
-    from kvexp.hf.calibrate import HEADS, QUERIES, SURROGATES
-    from kvexp.hf.fetch import located
-    from kvexp.run.model_spec import model_digest
-    from kvexp.tasks import LMEval
-
-    model, task, config = settings.model, settings.task, settings.command["config"]
-    users = any(source_of(type(item)) is not None for item in (settings.method, task))
-    if users or model.trust_remote_code or isinstance(task, LMEval) or diagnosis_of(job.config) is not None:
-        return None
-    rows = task.data_files
-    if not (task.generated if rows is None else os.path.exists(os.path.expanduser(rows))):
-        return None
-    places = {*_texts(config["model"]), *_texts(config["task"]), *_texts(dataclasses.asdict(task))}
-    for path, contents in zip((model.path, model.tokenizer), model.contents, strict=True):
-        if path is not None:
-            place = located(path)[0]
-            if contents is None or os.path.exists(os.path.join(place, "adapter_config.json")):
-                return None
-            places |= {path, place}
-    return places | {str(files.path(model_digest(model))) for files in (HEADS, QUERIES, SURROGATES)}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a configuration that may name a place."""
-    if isinstance(value, str) and value.strip() and "\n" not in value and len(value) < 1000:
-        yield value
-    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
-        yield from _texts(inner)
-
-
-def _lack_something(runs: Iterable[tuple[Path, Settings]]) -> bool:
-    """Whether a run lacks rows or texts."""
-    from kvexp.run.batches import Member
-
-    examples: dict[str, list[Example]] = {}
-    for folder, settings in runs:
-        task = settings.task
-        if (key := repr(task)) not in examples:
-            examples[key] = list(task.examples())
-        if Member(settings, Run.load(folder), examples[key]).lacking:
-            return True
-    return False
 
 
 def composed_model(words: Sequence[str]) -> tuple[str, ModelSpec]:

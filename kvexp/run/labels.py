@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that say how a job is carried out, and nothing of what is asked for.
 EXECUTION_KEYS = (
-    *("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "threads", "log", "objective"),
+    *("limit", "batch_size", "shard", "retry", "outputs_dir", "threads", "log", "objective"),
     *("diagnose", "cache.graph"),
     *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1"),
 )
@@ -128,7 +128,6 @@ ROOT: dict[str, Any] = {
     "limit": Annotated[int, AtLeast(1)] | None,
     "seed": Annotated[int, AtLeast(0)],
     "batch_size": Annotated[int, AtLeast(1)],
-    "timeout_s": Annotated[float, Range(0, above=True)] | None,
     "retry": bool,
     "threads": Annotated[int, AtLeast(1)] | None,
     "bytes_ratio": Annotated[float, Range(0, 1, above=True)] | None,

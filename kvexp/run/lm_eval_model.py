@@ -10,7 +10,6 @@ the tasks is said before the model loads, which lm-eval by itself does first.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import functools
 import itertools
@@ -41,7 +40,7 @@ from kvexp.lm_eval import Ask, NothingToJudge, Scorer, check_row_mask, padded
 from kvexp.run.build import build_budget, build_cache, build_method
 from kvexp.run.compose import option, options
 from kvexp.run.user_code import admitted
-from kvexp.tasks.lm_eval import Making, Protocol, protocol_of
+from kvexp.tasks.lm_eval import Protocol, protocol_of
 from kvexp.util.errors import CacheError, ConfigError
 from kvexp.util.fields import typed
 from kvexp.util.output import say
@@ -375,7 +374,7 @@ def run_lm_eval(arguments: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         _check_caches(theirs, rest)
         if theirs.tasks:
-            given = _merged(theirs.model_args, "--model_args")
+            given = _merged(theirs.model_args)
             if theirs.model == "kvexp":
                 rest = _check_model(given, theirs.model_args, rest)
             folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -404,8 +403,6 @@ def _read(rest: list[str]) -> argparse.Namespace:
     seen.add_argument("--model_args", "-a", nargs="+", default=[])
     seen.add_argument("--tasks", "-t", nargs="+", default=[])
     seen.add_argument("--num_fewshot", "-f", type=int)
-    seen.add_argument("--metadata", nargs="+", default=[])
-    seen.add_argument("--seed", default="0")
     seen.add_argument("--include_path")
     seen.add_argument("--device")
     seen.add_argument("--config", "-C")
@@ -429,26 +426,17 @@ def _check_caches(theirs: argparse.Namespace, words: Sequence[str]) -> None:
             raise ConfigError(why)
 
 
-def _merged(words: Sequence[str], option: str) -> dict[str, Any]:
-    """The values of --model_args or --metadata as lm-eval reads them: JSON objects, or key=value (a Python literal)."""
+def _merged(words: Sequence[str]) -> dict[str, Any]:
+    """The values of --model_args as lm-eval reads them: JSON objects, or key=value."""
     from lm_eval.utils import simple_parse_args_string
 
     given: dict[str, Any] = {}
     for word in words:
-        key, equals, value = word.partition("=")
         try:
-            if word.startswith("{"):
-                given |= json.loads(word)
-            elif option == "--model_args":
-                given |= simple_parse_args_string(word)
-            else:
-                given[key] = ast.literal_eval(value)
+            given |= json.loads(word) if word.startswith("{") else simple_parse_args_string(word)
         except (ValueError, SyntaxError) as error:
-            if equals and not word.startswith("{"):
-                given[key] = value  # a word, such as a tokenizer's name
-                continue
             raise ConfigError(
-                f"{option}: cannot read {word!r} ({error}): give key=value, or one JSON object"
+                f"--model_args: cannot read {word!r} ({error}): give key=value, or one JSON object"
             ) from error
     return given
 
@@ -471,8 +459,8 @@ def _check_model(given: dict[str, Any], arguments: Sequence[str], rest: list[str
 
 
 def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: Path, given: Mapping[str, Any]) -> bool:
-    """Load every task that is named, groups left out; write the definitions that are changed, with the rows of tasks
-    that make them. given: the model's arguments. Returns whether any was written.
+    """Load every task that is named, groups and tasks that make their rows left out; write the definitions that are
+    changed. given: the model's arguments. Returns whether any was written.
     """
     from kvexp.tasks import lm_eval as definition
 
@@ -481,38 +469,20 @@ def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: P
         if local:
             raise ConfigError("--data_dir and --fewshot_split cannot be combined with --include_path")
         return False
-    task_names = ",".join(theirs.tasks).split(",")
-    written: dict[str, bool] = {}
-    making = functools.cache(lambda: _making(theirs, given, folder))
-    for wanted in task_names:
+    seen: set[str] = set()
+    for wanted in ",".join(theirs.tasks).split(","):
         pattern = bool(set("*?[") & set(wanted))
         names = definition.matching(wanted) if pattern else definition.names_of(wanted)
         for name in names:
             if theirs.model == "kvexp":
                 definition.check_feels_eviction(name, given.get("protocol", OWN["protocol"]))
-            makes = definition.makes_rows(definition.config_of(name))
-            if name in written or not (makes or local or names == [wanted]) or (pattern and not makes):
+            config = definition.config_of(name)
+            if pattern or name in seen or definition.makes_rows(config) or not (local or names == [wanted]):
                 continue
+            seen.add(name)
             where = {"data_dir": mine.data_dir, "fewshot_split": mine.fewshot_split}
-            task = definition.load(name, shots=theirs.num_fewshot, making=making() if makes else None, **where)
-            written[name] = makes or local
-            shots = definition.config_of(name).get("num_fewshot") if theirs.num_fewshot is None else theirs.num_fewshot
-            if makes:
-                definition.rows_file(folder, name, task)
-            elif local:
+            definition.load(name, shots=theirs.num_fewshot, **where)
+            if local:
+                shots = config.get("num_fewshot") if theirs.num_fewshot is None else theirs.num_fewshot
                 definition.task_file(folder, name, shots=shots or 0, **where)
-    return any(written.values())
-
-
-def _making(theirs: argparse.Namespace, given: Mapping[str, Any], folder: Path) -> Making:
-    """How tasks make their rows under these arguments: by the tokenizer of kvexp's model, seeded by `--seed`."""
-    metadata = _merged(theirs.metadata, "--metadata")
-    tokenizer = metadata.pop("tokenizer", None) or given.get("tokenizer") or given.get("pretrained")
-    if theirs.model == "kvexp" and tokenizer is not None:
-        hub = {name: given[name] for name in ("revision", "trust_remote_code") if name in given}
-        load_tokenizer(str(tokenizer), **hub).save_pretrained(folder / "tokenizer")
-        tokenizer = str(folder / "tokenizer")
-    seed = theirs.seed.partition(",")[0]
-    if not seed.isdigit() and seed != "None":
-        raise ConfigError(f"--seed must begin with a whole number, got {theirs.seed!r}")
-    return Making(json.dumps(metadata, sort_keys=True), tokenizer, int(seed) if seed.isdigit() else 0)
+    return local and bool(seen)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -346,19 +345,6 @@ def _tokenizer(spec: ModelSpec) -> Tokenizer:
     )
     templated: Tokenizer = with_arguments(tokenizer, json.loads(spec.template_args))
     return templated
-
-
-@functools.cache
-def tokenizer_folder(spec: ModelSpec) -> str:
-    """A folder with the tokenizer, for programs that load it themselves; there until the process ends."""
-    folder = Path(_folders().name) / f"tokenizer{len(os.listdir(_folders().name))}"
-    tokenizer_of(spec).save_pretrained(folder)
-    return str(folder)
-
-
-@functools.cache
-def _folders() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="kvexp-")
 
 
 def max_positions(spec: ModelSpec) -> int:

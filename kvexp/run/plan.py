@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean, variance
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 from kvexp.hf.load import ModelSize, parse_dtype, random_config, shape_of
 from kvexp.run.batches import prefill_groups
@@ -28,6 +29,7 @@ from kvexp.run.store import IN_ITS_TABLE, TABLE, Run, run_hash, run_name, runs
 from kvexp.tasks import Example, LMEval, Mathematics, Task
 from kvexp.tasks.base import AFTER_EVICTION, SampledTask
 from kvexp.util.errors import ConfigError
+from kvexp.util.files import CONF
 from kvexp.util.output import duration, say, size
 from kvexp.util.strict_json import canonical
 
@@ -183,74 +185,9 @@ def _published(settings: Settings) -> Workload:
     return Workload((None,) * count, min(tokens, room), new, "published sizes of the data set")
 
 
-# Sizes of the models and data sets the configurations name, for plans made where neither can be asked. Models: fields
-# of the model's config.json. Data: rows of the split and mean tokens of a prompt, from the data sets' papers
-# and cards (words times 1.3); good for a plan, and for nothing else.
-def _like_llama(
-    width: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, positions: int, **more: int
-) -> dict[str, int]:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    sizes = dict(zip(names, (width, mlp, layers, heads, kv_heads), strict=True))
-    return {**sizes, "vocab_size": vocabulary, "max_position_embeddings": positions, **more}
-
-
-_OPT = {"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
-_MPT = {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432, "max_seq_len": 2048}
-_LLAMA2 = _like_llama(4096, 11008, 32, 32, 32, 32000, 4096)
-
-# hub id -> (family, what differs from the family's defaults)
-MODELS: dict[str, tuple[str, dict[str, int]]] = {
-    "cerebras/Cerebras-GPT-6.7B": ("gpt2", {"n_embd": 4096, "n_layer": 32, "n_head": 32, "n_positions": 2048}),
-    "EleutherAI/gpt-j-6b": ("gptj", {"n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}),
-    "meta-llama/Llama-2-7b-hf": ("llama", _LLAMA2),
-    "meta-llama/Llama-2-7b-chat-hf": ("llama", _LLAMA2),
-    "huggyllama/llama-7b": ("llama", {**_LLAMA2, "max_position_embeddings": 2048}),
-    "meta-llama/Llama-3.1-8B-Instruct": ("llama", _like_llama(4096, 14336, 32, 32, 8, 128256, 131072)),
-    "meta-llama/Llama-3.2-1B-Instruct": ("llama", _like_llama(2048, 8192, 16, 32, 8, 128256, 131072, head_dim=64)),
-    "mistralai/Mistral-7B-Instruct-v0.2": ("mistral", _like_llama(4096, 14336, 32, 32, 8, 32000, 32768)),
-    "mosaicml/mpt-7b": ("mpt", _MPT),
-    "mosaicml/mpt-7b-chat": ("mpt", _MPT),
-    "mosaicml/mpt-7b-storywriter": ("mpt", {**_MPT, "max_seq_len": 65536}),
-    "facebook/opt-2.7b": ("opt", {**_OPT, "hidden_size": 2560, "word_embed_proj_dim": 2560, "ffn_dim": 10240}),
-    "facebook/opt-6.7b": ("opt", {**_OPT, "hidden_size": 4096, "word_embed_proj_dim": 4096, "ffn_dim": 16384}),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", _like_llama(576, 1536, 30, 9, 3, 49152, 8192)),
-    "HuggingFaceTB/SmolLM2-360M-Instruct": ("llama", _like_llama(960, 2560, 32, 15, 5, 49152, 8192)),
-    "HuggingFaceTB/SmolLM2-1.7B-Instruct": ("llama", _like_llama(2048, 8192, 24, 32, 32, 49152, 8192)),
-    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", _like_llama(896, 4864, 24, 14, 2, 151936, 32768)),
-    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", _like_llama(3584, 18944, 28, 28, 4, 152064, 32768)),
-    "Qwen/Qwen3-8B": ("qwen3", _like_llama(4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128)),
-}
-
-# task -> (rows of its split, mean tokens of a prompt)
-DATA: dict[str, tuple[int, int]] = {
-    "cnn_dailymail": (13368, 1050),  # 781 words an article, arXiv:1704.04368
-    "xsum": (11332, 600),  # 431 words, arXiv:1808.08745
-    "govreport": (973, 12300),  # 9409 words, arXiv:2104.02112
-    "soda": (146346, 160),  # 7.6 turns of 16 words, arXiv:2212.10465
-    "gsm8k_cot": (1319, 2600),  # eight of the ten worked examples, and 60 tokens of a question
-    "stories": (21990, 180),  # three fifths of 230 tokens
-    "perplexity": (100, 4096),  # the task sets its own length
-    **dict.fromkeys(("HuggingFaceH4/aime_2024", "math-ai/aime25", "MathArena/aime_2026"), (30, 150)),
-    "HuggingFaceH4/MATH-500": (500, 110),
-    "openai/gsm8k": (1319, 90),
-    # LongBench, arXiv:2308.14508, table 1: words, or Chinese characters
-    **{f"longbench {name}": (rows, words * 13 // 10) for name, (rows, words) in {
-        "narrativeqa": (200, 18409), "qasper": (200, 3619), "multifieldqa_en": (150, 4559),
-        "multifieldqa_zh": (200, 6701), "hotpotqa": (200, 9151), "2wikimqa": (200, 4887), "musique": (200, 11214),
-        "dureader": (200, 15768), "gov_report": (200, 8734), "qmsum": (200, 10614), "multi_news": (200, 2113),
-        "vcsum": (200, 15380), "trec": (200, 5177), "triviaqa": (200, 8209), "samsum": (200, 6258),
-        "lsht": (200, 22337), "passage_count": (200, 11141), "passage_retrieval_en": (200, 9289),
-        "passage_retrieval_zh": (200, 6745), "lcc": (500, 1235), "repobench-p": (500, 4206),
-    }.items()},
-    # lm-eval's tasks: items of the split it takes; tokens of all choices' requests together, per example in the prompt
-    "lm_eval piqa": (1838, 90),
-    "lm_eval winogrande": (1267, 60),
-    "lm_eval openbookqa": (500, 90),
-    "lm_eval copa": (100, 40),
-    "lm_eval mathqa": (2985, 400),
-    "lm_eval arc_easy": (2376, 140),
-    "lm_eval arc_challenge": (1172, 160),
-}  # fmt: skip
+PUBLISHED = yaml.safe_load((CONF / "published.yaml").read_bytes())
+MODELS: dict[str, tuple[str, dict[str, int]]] = PUBLISHED["models"]
+DATA: dict[str, tuple[int, int]] = PUBLISHED["data"]
 
 
 LISTED = 40  # runs shown one by one; more are shown in groups

@@ -12,10 +12,8 @@ import json
 import math
 import os
 import platform
-import signal
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,11 +226,10 @@ def skipped_row(settings: Settings, index: int, prompt: TokenizedExample) -> dic
     return {**_row_header(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
 
 
-def failed_row(settings: Settings, index: int, prompt: TokenizedExample, why: str, more: str = "") -> dict[str, Any]:
-    """The row of an example that was tried and failed, skipped for this reason. why: MEMORY or TIME."""
-    words = f"no answer within timeout_s={settings.timeout_s:g}{more}" if why == TIME else "out of memory, alone"
-    row = skipped_row(settings, index, dataclasses.replace(prompt, skipped=f"{words}; retry=true tries again"))
-    return {**row, "failed": why}
+def failed_row(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
+    """The row of an example that was tried alone and failed for want of memory."""
+    why = "out of memory, alone; retry=true tries again"
+    return {**skipped_row(settings, index, dataclasses.replace(prompt, skipped=why)), "failed": "memory"}
 
 
 @functools.cache  # asked for by every run of a sweep, and git is a process
@@ -261,71 +258,20 @@ def environment() -> dict[str, Any]:
     }
 
 
-# -- limits of time and memory: work that exceeds one is tried again by halves, and fails as a row that says so --------
+# -- memory: work that exceeds it is tried again by halves, and fails as a row that says so ----------------------------
 
-GRACE_S = 10.0  # for Python code to notice the alarm, before the work counts as stuck inside a library
-LONGEST_S = 1e9  # thirty years: clocks take no number much larger
-EXIT_HUNG = 124  # exit status of a process that could not be brought back: that of timeout(1)
-MEMORY, TIME = "memory", "time"  # the values of a row's `failed`
 SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
 
 
-class TimeLimitExceeded(BaseException):
-    """The time is up. No `Exception`: code that goes on after any error must not go on after this one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TimeLimit:
-    """timeout_s: seconds per example, None without end; stuck: called where a library's call does not come back."""
-
-    timeout_s: float | None
-    stuck: Callable[[Items], None]
-
-    @contextlib.contextmanager
-    def of(self, items: Items, runs: int = 1) -> Iterator[None]:
-        """Raise TimeLimitExceeded in the block after the time of so many examples and runs, on a monotonic clock.
-
-        Work that does not come back from a library's call cannot be interrupted: then, after GRACE_S more, `stuck` is
-        called in another thread, and is to end the process.
-        """
-        if self.timeout_s is None:
-            yield
-            return
-        if threading.current_thread() is not threading.main_thread():
-            raise ConfigError(
-                "timeout_s needs a run to have its process's main thread, which this launcher does not give"
-            )
-        seconds, inside = min(self.timeout_s * len(items) * runs, LONGEST_S), True
-
-        def ring(*_: Any) -> None:
-            if inside:
-                raise TimeLimitExceeded
-
-        before = signal.signal(signal.SIGALRM, ring)
-        watchdog = threading.Timer(seconds + GRACE_S, self.stuck, [items])
-        watchdog.daemon = True
-        try:
-            watchdog.start()
-            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again and again: an exception in a callback is lost
-            yield
-        finally:
-            inside = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-            watchdog.cancel()
-
-
-def failure_kind(error: BaseException) -> str | None:
-    """MEMORY or TIME where less work may succeed, else None."""
-    if isinstance(error, TimeLimitExceeded):
-        return TIME
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether less work may succeed."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return MEMORY
+        return True
     # The CPU's allocator and CUDA's libraries have no type of their own for it.
     signs = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
-    return MEMORY if isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs) else None
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def free_memory() -> None:

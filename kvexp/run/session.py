@@ -28,9 +28,9 @@ class Session:
     has filled before their turn; complete_ahead: the complete ones among them. overrides_of_jobs: the overrides in
     which jobs of a sweep differ, empty where not known. begun: a job has been composed. job_seconds: of the jobs that
     made rows. unmeasured: reason -> runs without divergence. collected: jobs (`kvexp.run.jobs.HydraJob`) that are
-    composed for a launcher or a plan, None while a job is run as soon as it is composed. made: (job, its runs'
-    settings) of those that went well. unrecorded: it was said that failures cannot be written to the disk. said: lines
-    of `say_once`. disk_error: of a disk that is full, after which no job is begun.
+    composed for a launcher or a plan, None while a job is run as soon as it is composed. unrecorded: it was said that
+    failures cannot be written to the disk. said: lines of `say_once`. disk_error: of a disk that is full, after which
+    no job is begun.
     """
 
     typed_keys: set[str] | None = None
@@ -46,7 +46,6 @@ class Session:
     job_seconds: list[float] = field(default_factory=list)
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
     collected: list[Any] | None = None
-    made: list[tuple[Any, Any]] = field(default_factory=list)
     unrecorded: bool = False
     said: set[str] = field(default_factory=set)
     disk_error: Exception | None = None

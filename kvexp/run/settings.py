@@ -51,7 +51,6 @@ from kvexp.run.model_spec import (
     quantization_of_model,
     rows_alone,
     thinking_of_model,
-    tokenizer_folder,
 )
 from kvexp.run.user_code import admitted, source_of
 from kvexp.tasks import LMEval, Task
@@ -286,7 +285,6 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
 
 # Options of a task that other words set.
 OF_THE_RUN = {"limit": "limit=N", "shared_context": "questions=all", "samples": "samples=N"}
-OF_THE_RUN |= {"tokenizer": "model.tokenizer=FOLDER"}
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
 _NOT_THE_TASK = (
@@ -314,7 +312,6 @@ class Settings:
     limit: int | None
     batch_size: int
     shard: Shard
-    timeout_s: float | None
     retry: bool
     outputs_dir: Path
     labels: dict[str, Any]
@@ -448,8 +445,6 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         task = with_samples(task, choices.get("task", task.name), config["samples"])
     model = ModelSpec.of(with_packaged_path(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
-    if isinstance(task, LMEval) and task.makes_rows:
-        task = dataclasses.replace(task, tokenizer=tokenizer_folder(model))
     budget: Budget | None = None
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)
@@ -475,7 +470,6 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         limit=config["limit"],
         batch_size=1 if rows_alone(model) else config["batch_size"],
         shard=Shard.read(config.get("shard")),
-        timeout_s=config["timeout_s"],
         retry=config["retry"],
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},

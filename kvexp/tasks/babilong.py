@@ -8,118 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from kvexp.tasks.base import CountedTask, Example, Positive, QuestionTask, Rules, Truncation, row_id
+from kvexp.tasks.base import CountedTask, Example, Positive, QuestionTask, Rules, Truncation, kinds_of, row_id
 from kvexp.tasks.data import text
 from kvexp.util.errors import ConfigError
-
-ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
-NUMBERS = ("none", "one", "three", "two")
-
-_POSITIONS = (
-    "I will give you context with the facts about positions of different persons hidden in some random text and a "
-    "question. You need to answer the question based only on the information from the facts. If a person was in "
-    "different locations, use the latest location to answer the question."
-)
-_CARRIED = (
-    "I give you context with the facts about locations and actions of different persons hidden in some random text and "
-    "a question.{gap}You need to answer the question based only on the information from the facts.\nIf a person got an "
-    "item in the first location and travelled to the second location the item is also in the second location. If a "
-    "person dropped an item in the first location and moved to the second location the item remains in the first "
-    "location."
-)
-_OBJECTS = (
-    "I will give you context with the facts about people and objects they carry, hidden in some random text and a "
-    "question. You need to answer the question based only on the information from the facts."
-)
-_PEOPLE = (
-    "I will give you context with the facts about people and their locations hidden in some random text and a "
-    "question. You need to answer the question based only on the information from the facts. If a person was in "
-    "different locations, use the latest location the person was in to answer the question."
-)
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of question. labels: all answers that there are; the others: the parts of the official prompt."""
 
-    labels: tuple[str, ...]
+    labels: Sequence[str]
     instruction: str
     examples: str
     after: str
 
 
-def _lessons(*lessons: str, between: str = "\n", end: str = "") -> str:
-    return between.join(f"<example>\n{lesson}\n</example>" for lesson in lessons) + end
-
-
 # The prompts of babilong/prompts.py in github.com/booydar/babilong (Apache-2.0) at commit 7a6efee, to the letter.
-KINDS = {
-    "qa1": Kind(
-        ROOMS,
-        _POSITIONS,
-        _lessons(
-            "Charlie went to the hallway. Judith come back to the kitchen. Charlie travelled to balcony. "
-            "Where is Charlie?\nAnswer: The most recent location of Charlie is balcony.",
-            "Alan moved to the garage. Charlie went to the beach. Alan went to the shop. Rouse travelled to balcony. "
-            "Where is Alan?\nAnswer: The most recent location of Alan is shop.",
-            between="\n\n",
-        ),
-        "Always return your answer in the following format: The most recent location of ’person’ is ’location’. "  # noqa: RUF001
-        "Do not write anything else after that.",
-    ),
-    "qa2": Kind(
-        ROOMS,
-        _CARRIED.format(gap=""),
-        _lessons(
-            "Charlie went to the kitchen. Charlie got a bottle. Charlie moved to the balcony. Where is the bottle?\n"
-            "Answer: The bottle is in the balcony.",
-            "Alan moved to the garage. Alan got a screw driver. Alan moved to the kitchen. Where is the screw driver?\n"
-            "Answer: The screw driver is in the kitchen.",
-        ),
-        "Always return your answer in the following format: The ’item’ is in ’location’. "  # noqa: RUF001
-        "Do not write anything else after that.",
-    ),
-    "qa3": Kind(
-        ROOMS,
-        _CARRIED.format(gap=" "),
-        _lessons(
-            "John journeyed to the bedroom. Mary grabbed the apple. Mary went back to the bathroom. Daniel journeyed "
-            "to the bedroom. Daniel moved to the garden. Mary travelled to the kitchen. Where was the apple before "
-            "the kitchen?\nAnswer: Before the kitchen the apple was in the bathroom.",
-            "John went back to the bedroom. John went back to the garden. John went back to the kitchen. Sandra took "
-            "the football. Sandra travelled to the garden. Sandra journeyed to the bedroom. Where was the football "
-            "before the bedroom?\nAnswer: Before the bedroom the football was in the garden.",
-        ),
-        "Always return your answer in the following format: Before the $location_1$ the $item$ was in the "
-        "$location_2$. Do not write anything else after that.",
-    ),
-    "qa6": Kind(
-        ("no", "yes"),
-        _PEOPLE,
-        _lessons(
-            "John travelled to the hallway. John travelled to the garden. Is John in the garden?\nAnswer: yes",
-            "Mary went to the office. Daniel journeyed to the hallway. Mary went to the bedroom. Sandra went to the "
-            "garden. Is Mary in the office?\nAnswer: no",
-            end="\n",
-        ),
-        "Your answer should contain only one word - $yes$ or $no$. Do not write anything else after that. "
-        "Do not explain your answer.",
-    ),
-    "qa7": Kind(
-        NUMBERS,
-        _OBJECTS,
-        _lessons(
-            "Daniel went to the bedroom. Daniel got the apple there. How many objects is Daniel carrying?\nAnswer: one",
-            "Mary grabbed the apple there. Mary gave the apple to John. How many objects is Mary carrying?\n"
-            "Answer: none",
-            "Sandra travelled to the hallway. Sandra picked up the milk there. Sandra took the apple there. Mary "
-            "travelled to the garden. How many objects is Sandra carrying?\nAnswer: two",
-            end="\n",
-        ),
-        "Your answer should contain only one word - $none$ or $number_of_objects$. Do not write anything else after "
-        "that. Do not explain your answer.",
-    ),
-}
+KINDS = kinds_of("babilong", Kind)
 
 
 def is_right(output: str, target: str, question: str, labels: Sequence[str]) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -29,12 +31,7 @@ Positive = Annotated[int, AtLeast(1)]
 Rules = tuple[Rule[Any], ...]
 Truncation = Literal["middle", "halves", "right", "skip"]
 When = Literal["in_prompt", "after_eviction"]  # of a question
-SET_BY_THE_RUN = (
-    "limit",
-    "shared_context",
-    "samples",
-    "tokenizer",
-)  # of a task: by limit=, questions=, samples=, model=
+SET_BY_THE_RUN = ("limit", "shared_context", "samples")  # of a task: by limit=, questions=, samples=
 
 
 _KNOWN: dict[tuple[str, str], bool] = {}  # what `Task.any_row` found: the runs of a sweep ask for it over and over
@@ -517,6 +514,21 @@ class Subset(Protocol):
     @property
     def new_tokens(self) -> int:
         """Tokens of an answer at most, where `max_new_tokens` says nothing else."""
+
+
+Kind = TypeVar("Kind")
+
+
+def kinds_of(benchmark: str, kind: Callable[..., Kind], *graders: Callable[..., float]) -> dict[str, Kind]:
+    """Subset -> its `kind`, made of the fields that prompts/BENCHMARK.json has: its prompt, to the letter, and so on.
+
+    graders: those that the file names.
+    """
+    values: dict[Any, Any] = {grader.__name__: grader for grader in graders}
+    rows = json.loads(resources.files("kvexp.tasks").joinpath("prompts", f"{benchmark}.json").read_bytes())
+    return {
+        name: kind(**{key: values.get(str(value), value) for key, value in row.items()}) for name, row in rows.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from kvexp.tasks.base import Example, SharedContextTask, SubsetTask, Truncation, row_id
+from kvexp.tasks.base import Example, SharedContextTask, SubsetTask, Truncation, kinds_of, row_id
 from kvexp.tasks.data import Members, misshapen, text, texts
 from kvexp.tasks.metrics import CHINESE_PUNCTUATION, check_rouge_installed, qa_f1, unimported
 from kvexp.util.errors import ConfigError
@@ -150,70 +150,9 @@ class Subset:
     new_tokens: int
 
 
-_OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}"
-SUBSETS = {
-    "passkey": Subset(
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
-        "about the important information.\n\n{context}\n\n{input}{answer}\n\nThe pass key is",
-        first_integer,
-        6,
-    ),
-    "number_string": Subset(
-        "There is an important info hidden inside a lot of irrelevant text. Find it. I will quiz you about the "
-        "important information there.\n\n{context}\n\n{input}{answer}\n\nThe sequence of digits is",
-        first_integer,
-        12,
-    ),
-    "kv_retrieval": Subset(
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}",
-        whole_word,
-        50,
-    ),
-    "longbook_sum_eng": Subset("Summarize the book below.\n\n{context}\n\nSummary:", rouge_lsum, 1200),
-    "longbook_choice_eng": Subset(
-        f"Read the book and answer the question.\n\n{{context}}\n\nQuestion: {{question}}\n{_OPTIONS}{{answer}}\n\n"
-        "The letter of the correct answer is",
-        option,
-        40,
-    ),
-    "longbook_qa_eng": Subset(
-        "Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\nQuestion: {question}\n"
-        "Answer:",
-        f1,
-        40,
-    ),
-    "longbook_qa_chn": Subset(
-        "阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{question}\n答案：",  # noqa: RUF001
-        f1_of_characters,
-        40,
-    ),
-    "longdialogue_qa_eng": Subset(
-        'Below is a dialogue script where one random occurrence of a character name is replaced with "$$MASK$$", and '
-        "you should try to guess who that character is.\n\n{context}\n\nThe name that has been replaced with $$MASK$$ "
-        "is likely",
-        any_stands_in,
-        40,
-    ),
-    "math_find": Subset("{prefix}\n\n{context}\n\n{input}", first_number, 3),
-    "math_calc": Subset(
-        "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
-        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: {context}\nValues:",
-        right_prefix,
-        30000,
-    ),
-    "code_run": Subset(
-        "There is a function called {func} in the following Python code.\n\n{context}\n\nPlease compute the exact "
-        "value of {func_call}.{answer} The value of {func_call} is",
-        last_integer,
-        5,
-    ),
-    "code_debug": Subset(
-        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
-        f"crash.\n\n{{context}}\n\nOptions:\n{_OPTIONS}{{answer}}\n\nThe correct option is:",
-        option_of_code,
-        5,
-    ),
-}
+GRADERS: tuple[Grader, ...] = (first_integer, whole_word, any_stands_in, last_integer, first_number, right_prefix)
+GRADERS += (option, option_of_code, f1, f1_of_characters, rouge_lsum)
+SUBSETS = kinds_of("infinitebench", Subset, *GRADERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,9 @@ import hashlib
 import json
 import logging
 import re
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from importlib import metadata
@@ -26,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from kvexp.tasks.base import AFTER_EVICTION, Example, Positive, Rules, Task, When, filled
 from kvexp.tasks.data import KINDS
 from kvexp.util.errors import ConfigError
-from kvexp.util.fields import AtLeast, Range, check_fields
+from kvexp.util.fields import AtLeast, check_fields
 from kvexp.util.files import Stamp, file_digest, path_of, stamp
 from kvexp.util.hub import forbidden, unreachable
 
@@ -68,12 +67,11 @@ def quiet() -> Iterator[None]:
 # Metrics that are shares of 1; others keep lm-eval's own scale.
 PER_UNIT = {"word_perplexity": "word_nll", "byte_perplexity": "byte_nll", "bits_per_byte": "byte_nll"}
 SHARES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match", "em", "f1")
-NO_RESULT = -1.0  # what lm-eval's RULER records under every length that a row is not of
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share of 1: one of SHARES, an accuracy of IFEval's, or RULER's, named by the length."""
-    return metric in SHARES or metric.endswith("_acc") or metric.isdigit()
+    """Whether a metric is a share of 1: one of SHARES, or an accuracy of IFEval's."""
+    return metric in SHARES or metric.endswith("_acc")
 
 
 @dataclass(frozen=True)
@@ -222,8 +220,6 @@ def _numbers(metric: str, value: Any, less_is_better: bool) -> dict[str, float]:
         loglikelihood, units = value
         return {PER_UNIT[metric]: -loglikelihood / units}
     if less_is_better or not (isinstance(value, bool | int | float) or getattr(value, "shape", None) == ()):
-        return {}
-    if metric.isdigit() and value == NO_RESULT:
         return {}
     return {metric: 100.0 * float(value) if is_share(metric) else float(value)}
 
@@ -488,46 +484,12 @@ def written_after(name: str) -> tuple[str, list[str]] | None:
     return end, [stop for stop in stops if isinstance(stop, str)]
 
 
-READ = ("max_seq_lengths", "tokenizer", "pretrained")  # metadata that lm-eval's own functions read
-
-
-@dataclass(frozen=True)
-class Making:
-    """What the rows depend on of a task that makes them itself: JSON of lm-eval's `--metadata`, the folder of the
-    tokenizer that lengths are counted by, and the seed of its random draws.
-    """
-
-    metadata: str = "{}"
-    tokenizer: str | None = None
-    seed: int = 0
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The metadata as the task's function is called with them. ConfigError: a name is nearly one of READ."""
-        given: dict[str, Any] = json.loads(self.metadata)
-        for name in given:
-            if name not in READ and (near := difflib.get_close_matches(name, READ, 1, 0.8)):
-                raise ConfigError(f"lm-eval reads no metadata {name}, it would be left out: write {near[0]}")
-        return given if self.tokenizer is None else given | {"tokenizer": self.tokenizer}
-
-    def digest(self) -> str:
-        """16 hex digits of tokenizer, metadata, seed and the versions of the packages that words come from."""
-        parts = [self.metadata, str(self.seed)]
-        if self.tokenizer is not None:
-            folder = Path(self.tokenizer)
-            parts += [file_digest(path) for path in sorted(folder.iterdir())] if folder.is_dir() else [self.tokenizer]
-        for package in ("wonderwords", "nltk", "numpy"):
-            with suppress(metadata.PackageNotFoundError):
-                parts.append(f"{package} {metadata.version(package)}")
-        return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()[:16]
-
-
 def makes_rows(config: Mapping[str, Any]) -> bool:
     """Whether a task's rows are made by a function of its definition (lm-eval's RULER, BABILong, Graphwalks)."""
     return config.get("custom_dataset") is not None
 
 
-def digest(name: str, data_dir: str | None, making: Making | None = None) -> str:
+def digest(name: str, data_dir: str | None) -> str:
     """Name of a task's data and definition: lm-eval's version for its own, the text of the file for another's."""
     config = config_of(name)
     version = f"lm_eval {require()} {config['task']}"
@@ -535,8 +497,6 @@ def digest(name: str, data_dir: str | None, making: Making | None = None) -> str
         version += " in percent"
     if files := _own_files(name):
         version += f" {local_digest(files)}"
-    if makes_rows(config):
-        return f"{version} made:{(making or Making()).digest()}"
     if data_dir is not None or _reads_files(config):
         return f"{version} files:{local_digest(_data_files(name, data_dir))}"
     return f"{version} hub:{config['dataset_path']}/{config.get('dataset_name')}"
@@ -544,7 +504,7 @@ def digest(name: str, data_dir: str | None, making: Making | None = None) -> str
 
 def _later_share(metric: Any) -> bool:
     """Whether rows of older runs hold a share under this name as 0 to 1."""
-    return isinstance(metric, str) and is_share(metric) and metric not in SHARES and not metric.isdigit()
+    return isinstance(metric, str) and is_share(metric) and metric not in SHARES
 
 
 def _own_files(name: str) -> Files:
@@ -601,19 +561,6 @@ def task_file(
     return path
 
 
-def rows_file(folder: Path, name: str, task: Any) -> Path:
-    """Write into `folder` the rows that a task has made, and the task file that reads them in place of making more."""
-    data, name, source = dict[str, str](), config_of(name)["task"], _entry(name).yaml_path
-    for split, rows in task.dataset.items():
-        data[split] = str((folder / f"{name}.{split}.jsonl").resolve())
-        Path(data[split]).write_text("".join(json.dumps(dict(row)) + "\n" for row in rows), encoding="utf-8")
-    definition: dict[str, Any] = {"include": str(source), "task": name, "custom_dataset": None}
-    definition |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": data}}
-    path = folder / f"{name}.yaml"
-    path.write_text(json.dumps(definition, indent=1), encoding="utf-8")
-    return path
-
-
 def matching(pattern: str) -> list[str]:
     """The tasks whose names fit a pattern such as niah_*."""
     return sorted(name for name, entry in _index(None).items() if entry.kind.name == "TASK" and fnmatch(name, pattern))
@@ -627,13 +574,14 @@ def load(
     fewshot_split: str | None = None,
     excludes_item: bool = True,
     seed: int = 1234,
-    making: Making | None = None,
 ) -> Any:
-    """lm-eval's task object with its data, set to draw `shots` examples per item (None: as the task says itself).
-
-    making: of a task that makes its rows. Two loads give the same rows, whatever drew random numbers before.
-    """
+    """lm-eval's task object with its data, set to draw `shots` examples per item (None: as the task says itself)."""
     config = config_of(name)
+    if makes_rows(config):
+        raise ConfigError(
+            f"lm-eval's task {config['task']} makes its rows in Python, of lengths that kvexp run does not set: take "
+            "task=ruler or task=babilong, or run it with kvexp lm-eval --metadata"
+        )
     shots_named = config.get("num_fewshot")
     wanted = (shots_named or 0) if shots is None else shots
     if shots_named == 0 and wanted:
@@ -648,7 +596,7 @@ def load(
             excludes_item=excludes_item,
             cache_dir=scratch,
         )
-        task = _made(path, config, data_dir is not None, making or Making())
+        task = _made(path, config, data_dir is not None)
     task.set_config("num_fewshot", wanted)
     task.set_fewshot_seed(seed)
     _check_pool(task, wanted)
@@ -662,18 +610,6 @@ def load_once(files: tuple[Stamp, ...], name: str, **how: Any) -> Any:
     files: stamps of all that is read, so that a changed file is read again.
     """
     return load(name, **how)
-
-
-@contextmanager
-def seeded(config: Mapping[str, Any], seed: int) -> Iterator[None]:
-    """Block in which random and numpy.random draw by `seed`, and the module that makes the rows is read anew, for it
-    may have a generator of its own. Afterwards the generators are where they were.
-    """
-    file = f"{str(config.get('custom_dataset') or '').rpartition('.')[0]}.py"
-    for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == file]:
-        del sys.modules[name]
-    with drawing_by(seed):
-        yield
 
 
 @contextmanager
@@ -713,7 +649,7 @@ def mend(error: BaseException) -> str:
     return ""
 
 
-def _made(path: Path, config: Mapping[str, Any], local_files: bool, making: Making) -> Any:
+def _made(path: Path, config: Mapping[str, Any], local_files: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     name, hub = config["task"], config.get("dataset_path")
@@ -721,22 +657,10 @@ def _made(path: Path, config: Mapping[str, Any], local_files: bool, making: Maki
         "Make the hub reachable, or give a folder of local files with the same columns: task.data_dir=FOLDER, in it "
         f"{name}.SPLIT.jsonl"
     )
-    makes = makes_rows(config)
-    if makes:
-        hub, way = (
-            "its own rows",
-            (
-                "Lengths and tokenizer are given as task.metadata={max_seq_lengths:[1024]}, or --metadata of kvexp "
-                "lm-eval; a data set that it reads itself is fetched once with a network"
-            ),
-        )
-    elif not local_files and not _reads_files(config) and not forbidden() and (offline := unreachable()):
+    if not local_files and not _reads_files(config) and not forbidden() and (offline := unreachable()):
         raise ConfigError(f"cannot load the data of lm-eval's task {name} ({hub} on the hub): {offline}. {way}")
-    given = making.arguments if makes else None
     try:
-        with seeded(config, making.seed):
-            manager = TaskManager(include_path=path.parent, include_defaults=False, metadata=given)
-            return manager.load([name])["tasks"][name]
+        return TaskManager(include_path=path.parent, include_defaults=False).load([name])["tasks"][name]
     except Exception as error:  # datasets', the hub's, pyarrow's, jinja's and lm-eval's own: no common base
         reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
         if how := mend(error):
@@ -746,9 +670,9 @@ def _made(path: Path, config: Mapping[str, Any], local_files: bool, making: Maki
                 f"task.data_dir: lm-eval's task {name} cannot use these files ({reason}); they must have the columns "
                 f"of {hub} on the hub"
             ) from error
-        source = "make" if makes else "load the data of"
-        where = "" if makes else f" ({hub} on the hub)"
-        raise ConfigError(f"cannot {source} lm-eval's task {name}{where}: {reason}. {way}") from error
+        raise ConfigError(
+            f"cannot load the data of lm-eval's task {name} ({hub} on the hub): {reason}. {way}"
+        ) from error
 
 
 def _reads_files(config: Mapping[str, Any]) -> bool:
@@ -806,11 +730,9 @@ class LMEval(Task):
     the same numbers. `limit` counts items per task.
 
     Data: the hub's, or `data_dir`, a folder of NAME.SPLIT.jsonl files in the hub's schema. Tasks that make their rows
-    (lm-eval's RULER) get `metadata`, as in {max_seq_lengths: [1024]}, the model's tokenizer, and draws by `data_seed`;
-    all three, and the versions of what they take words from, are part of what names the data. `num_fewshot` examples
-    (null: the task's own number) come from the split lm-eval takes or `fewshot_split`, drawn with `fewshot_seed`, the
-    same for all methods. question=after_eviction: the examples are the context; the item's own question arrives after
-    the eviction.
+    (lm-eval's RULER) are refused. `num_fewshot` examples (null: the task's own number) come from the split lm-eval
+    takes or `fewshot_split`, drawn with `fewshot_seed`, the same for all methods. question=after_eviction: the examples
+    are the context; the item's own question arrives after the eviction.
 
     protocol: prefill_then_step, row_mask, or a paper's (a2sf, h2o, keyformer: row_mask as its scripts have it). The
     switches below it belong to `Protocol`; null takes the protocol's own. truncate=left: prompts too long for the model
@@ -821,7 +743,6 @@ class LMEval(Task):
     name: ClassVar[str] = "lm_eval"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("acc",)
-    later_options: ClassVar[tuple[str, ...]] = ("metadata", "data_seed")
     # lm-eval is asked for a template by kvexp lm-eval --apply_chat_template.
     uses_chat_template: ClassVar[bool] = False
     rules: ClassVar[Rules] = (
@@ -847,9 +768,6 @@ class LMEval(Task):
     num_fewshot: Annotated[int, AtLeast(0)] | None = 0
     data_dir: str | None = None
     fewshot_seed: int = 1234
-    metadata: dict[str, Any] | None = None
-    data_seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    tokenizer: str | None = None  # its folder: the model's, for tasks that make rows of a length
     question: When = "in_prompt"
     protocol: Literal["prefill_then_step", "row_mask", "a2sf", "h2o", "keyformer"] = "prefill_then_step"
     fewshot_split: str | None = None
@@ -868,19 +786,6 @@ class LMEval(Task):
         """The protocol with this task's switches."""
         switches = {field.name: getattr(self, field.name) for field in fields(Protocol) if field.name != "mode"}
         return protocol_of(self.protocol, **switches)
-
-    @property
-    def making(self) -> Making:
-        """How rows are made, of tasks that make them."""
-        return Making(json.dumps(self.metadata or {}, sort_keys=True), self.tokenizer, self.data_seed)
-
-    @property
-    def makes_rows(self) -> bool:
-        """Whether one of its tasks makes its rows; reads lm-eval's definitions."""
-        return any(makes_rows(config_of(leaf)) for name in self.tasks for leaf in names_of(name))
-
-    def not_identifying(self) -> tuple[str, ...]:
-        return (*super().not_identifying(), "tokenizer")
 
     def corrected(self) -> tuple[str, ...]:
         """The letter that a checker of IFEval draws, which depended on the rows before."""
@@ -910,7 +815,6 @@ class LMEval(Task):
                 fewshot_split=how.fewshot_split,
                 excludes_item=how.fewshot_excludes_item,
                 seed=self.fewshot_seed,
-                **({"making": self.making} if makes_rows(config_of(self.tasks[0])) else {}),
             )
         check_rows(task)
         return task
@@ -958,7 +862,7 @@ class LMEval(Task):
 
     def fingerprint(self) -> str:
         """Name of the definitions and the data, local files by their bytes."""
-        return "; ".join(digest(name, self.data_dir, self.making) for task in self.parts() for name in task.tasks)
+        return "; ".join(digest(name, self.data_dir) for task in self.parts() for name in task.tasks)
 
     def places(self) -> list[Path]:
         names = [name for task in self.parts() for name in task.tasks]
@@ -979,21 +883,6 @@ class LMEval(Task):
             self.measured  # noqa: B018  # the switches of the protocol
         except ConfigError as error:
             raise ConfigError(f"task.{error}") from error
-        if self.metadata is not None or self.data_seed:
-            self._check_metadata()
-
-    def _check_metadata(self) -> None:
-        if not self.makes_rows:
-            raise ConfigError(
-                f"task.metadata and task.data_seed are for tasks that make their rows, such as niah_single_1, and "
-                f"{', '.join(self.tasks)} reads them: leave both out"
-            )
-        lengths = (self.metadata or {}).get("max_seq_lengths")
-        if isinstance(lengths, list | tuple) and len(lengths) > 1:
-            raise ConfigError(
-                f"task.metadata: one length a run, for each has a metric of its own, got max_seq_lengths={lengths}: "
-                "sweep over task.metadata={max_seq_lengths:[1024]},{max_seq_lengths:[2048]}"
-            )
 
 
 @functools.lru_cache(maxsize=32)

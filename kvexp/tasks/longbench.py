@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Annotated, Any, ClassVar, Literal
 
-from kvexp.tasks.base import Example, Rules, SharedContextTask, SubsetTask, Truncation, once, row_id
+from kvexp.tasks.base import Example, Rules, SharedContextTask, SubsetTask, Truncation, kinds_of, once, row_id
 from kvexp.tasks.data import Members, text, texts
 from kvexp.tasks.infinitebench import check_right
 from kvexp.tasks.metrics import CHINESE_PUNCTUATION, f1
@@ -179,123 +179,10 @@ class Subset:
     extended: bool = True
 
 
-_BRIEF = "Only give me the answer and do not output any other words."
-_PASSAGES = (
-    f"Answer the question based on the given passages. {_BRIEF}\n\nThe following are given passages.\n{{context}}\n\n"
-    f"Answer the question based on the given passages. {_BRIEF}\n\nQuestion: {{input}}\nAnswer:"
-)
-_STORY = "as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
-_ARTICLE = (
-    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
-    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
-    '"no", or "unanswerable". Do not provide any explanation.\n\n'
-)
-_PARAGRAPHS = (
-    "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
-    "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, "
-    "how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique "
-    "paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, 3, and so "
-    "on.\n\nThe final answer is: "
-)
-_ABSTRACT = (
-    "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is "
-    "from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that "
-    'the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
-)
-
 # The prompts of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
 # the spaces at line ends and the missing newline before "Next line of code" are theirs.
-PROMPTS = {
-    "narrativeqa": (
-        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
-        f"asconcisely {_STORY}Story: {{context}}\n\nNow, answer the question based on the story asconcisely {_STORY}"
-        "Question: {input}\n\nAnswer:"
-    ),
-    "qasper": (
-        f"You are given a scientific article and a question. Answer the question {_ARTICLE}Article: {{context}}\n\n "
-        f"Answer the question based on the above article {_ARTICLE}Question: {{input}}\n\nAnswer:"
-    ),
-    "multifieldqa_en": (
-        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
-        "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:"
-    ),
-    "hotpotqa": _PASSAGES,
-    "2wikimqa": _PASSAGES,
-    "musique": _PASSAGES,
-    "gov_report": (
-        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
-        "\n\nNow, write a one-page summary of the report.\n\nSummary:"
-    ),
-    "qmsum": (
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
-        "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
-        "in one or more sentences.\n\nQuery: {input}\nAnswer:"
-    ),
-    "multi_news": (
-        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
-        "Now, write a one-page summary of all the news.\n\nSummary:"
-    ),
-    "trec": (
-        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}"
-    ),
-    "triviaqa": (
-        f"Answer the question based on the given passage. {_BRIEF} The following are some examples.\n\n"
-        "{context}\n\n{input}"
-    ),
-    "samsum": (
-        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}"
-    ),
-    "passage_count": _PARAGRAPHS,
-    "passage_retrieval_en": _ABSTRACT,
-    "lcc": "Please complete the code given below. \n{context}Next line of code:\n",
-    "repobench-p": "Please complete the code given below. \n{context}{input}Next line of code:\n",
-    "multifieldqa_zh": (
-        "阅读以下文字并用中文简短回答：\n\n{context}\n\n"  # noqa: RUF001
-        "现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答："  # noqa: RUF001
-    ),
-    "dureader": (
-        "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n"  # noqa: RUF001
-        "请基于上述文章回答下面的问题。\n\n问题：{input}\n回答："  # noqa: RUF001
-    ),
-    "vcsum": "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",  # noqa: RUF001
-    "lsht": "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}",  # noqa: RUF001
-    "passage_retrieval_zh": (
-        "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n"  # noqa: RUF001
-        '下面是一个摘要\n\n{input}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：'  # noqa: RUF001
-    ),
-}
-NO_CHAT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p", "lsht"}
-FIRST_LINE = {"trec", "triviaqa", "samsum", "lsht"}
-CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
-NOT_EXTENDED = {"narrativeqa", "musique", "qmsum", *CHINESE}
-SUBSETS = {
-    name: Subset(
-        PROMPTS[name], metric, tokens, name not in NO_CHAT, name in FIRST_LINE, extended=name not in NOT_EXTENDED
-    )
-    for name, metric, tokens in (
-        ("narrativeqa", qa_f1, 128),
-        ("qasper", qa_f1, 128),
-        ("multifieldqa_en", qa_f1, 64),
-        ("hotpotqa", qa_f1, 32),
-        ("2wikimqa", qa_f1, 32),
-        ("musique", qa_f1, 32),
-        ("gov_report", rouge_l, 512),
-        ("qmsum", rouge_l, 512),
-        ("multi_news", rouge_l, 512),
-        ("trec", classification, 64),
-        ("triviaqa", qa_f1, 32),
-        ("samsum", rouge_l, 128),
-        ("passage_count", count, 32),
-        ("passage_retrieval_en", retrieval, 32),
-        ("lcc", code_similarity, 64),
-        ("repobench-p", code_similarity, 64),
-        ("multifieldqa_zh", qa_f1_zh, 64),
-        ("dureader", rouge_l_zh, 128),
-        ("vcsum", rouge_l_zh, 512),
-        ("lsht", classification, 64),
-        ("passage_retrieval_zh", retrieval, 32),
-    )
-}
+METRICS: tuple[Metric, ...] = (qa_f1, qa_f1_zh, rouge_l, rouge_l_zh, classification, count, retrieval, code_similarity)
+SUBSETS = kinds_of("longbench", Subset, *METRICS)
 CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
 # Compare whole lines: some official lines of code have a comment, for which nothing is right, not even the line itself.
 LINES = (rouge_l, rouge_l_zh, code_similarity)

@@ -30,6 +30,7 @@ from kvexp.tasks.base import (
     among,
     depths_of,
     filled,
+    kinds_of,
     most_units,
     quarter,
     row_id,
@@ -38,15 +39,12 @@ from kvexp.tasks.base import (
 from kvexp.tasks.data import DataSource, Members, misshapen, text
 from kvexp.tasks.dialogues import DialogueTask
 from kvexp.tasks.infinitebench import (
+    GRADERS,
     LETTERS,
     Grader,
     answers_of,
-    any_stands_in,
     check_words,
-    f1_of_characters,
     first_integer,
-    first_number,
-    option,
     rouge_lsum,
 )
 from kvexp.tasks.metrics import check_rouge_installed
@@ -78,26 +76,7 @@ class Subset:
     question: str = "{input}"
 
 
-_OPTIONS = "Question: {input}\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\n"
-_BRIEF = "Read the book and answer the question. Be very concise in your answer.\n\n"
-_KEY = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-SUBSETS: Mapping[str, Subset] = {
-    "scbench_kv": Subset(stands_in, 150, _KEY),
-    "scbench_prefix_suffix": Subset(stands_in, 150),
-    "scbench_vt": Subset(share_of, 30),
-    "scbench_qa_eng": Subset(any_stands_in, 40, _BRIEF, "Question: {input}\nAnswer:"),
-    "scbench_qa_chn": Subset(f1_of_characters, 40, "阅读以下书籍然后回答问题。\n\n", "问题：{input}\n答案："),  # noqa: RUF001
-    "scbench_choice_eng": Subset(
-        option,
-        40,
-        "Read the book and answer the question.\n\n",
-        f"{_OPTIONS}The the correct answer is",
-    ),
-    "scbench_many_shot": Subset(any_stands_in, 10),
-    "scbench_mf": Subset(first_number, 5),
-    "scbench_summary": Subset(rouge_lsum, 200),
-    "scbench_summary_with_needles": Subset(rouge_lsum, 800),
-}
+SUBSETS: Mapping[str, Subset] = kinds_of("scbench", Subset, stands_in, share_of, *GRADERS)
 # A row of a mixed task is graded as the task that its turn names.
 MIXED: Mapping[str, Grader] = {"scbench_summary": rouge_lsum, "scbench_passkey": first_integer}
 CODE = "the official grader parses code of five languages with tree-sitter: not covered here"
@@ -171,7 +150,7 @@ def keys_and_values(draws: random.Random, units: int, turns: int) -> Session:
 
     wanted, shares = [(drawn(), drawn()) for _ in range(turns)], [draws.random() for _ in range(turns)]
     pairs = among(wanted, shares, [(drawn(), drawn()) for _ in range(units)])
-    context = f"{_KEY}JSON data:\n{json.dumps(dict(pairs))}"
+    context = f"{SUBSETS['scbench_kv'].before}JSON data:\n{json.dumps(dict(pairs))}"
     questions = [
         Asked(f'Key: "{key}"\nThe value associated with the specified key is: ', [value]) for key, value in wanted
     ]

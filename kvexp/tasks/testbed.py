@@ -26,8 +26,6 @@ What carries over to real models, and what does not:
 
 from __future__ import annotations
 
-import argparse
-import textwrap
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -676,39 +674,3 @@ class TestbedNeedle(Generated, QuestionTask):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"exact": 100 * exact_match(output, reference), "word_recall": 100 * word_recall(output, reference)}
-
-
-FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """`kvexp tasks testbed`: print a document of the synthetic language, what is asked of it and the answers."""
-    parser = argparse.ArgumentParser(prog="kvexp tasks testbed", description=main.__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--tokens", type=int, default=160, help="length of the document")
-    parser.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
-    options = parser.parse_args(arguments)
-    if options.facts not in FACTS:
-        parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {options.facts}")
-    least = LONGEST * (options.facts + 1)
-    if options.tokens < least:
-        parser.error(f"--tokens must be at least {least} to hold --facts {options.facts}, got {options.tokens}")
-    seed, split, tokens, facts = options.seed, options.split, options.tokens, options.facts
-    rng = Random(f"sample {split} {seed}")
-    doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
-    print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
-    print(textwrap.fill(opening(doc.text), 118))
-    print(f"\ntestbed_summary: the prompt ends in {SUMMARY!r}\n  -> {summary(doc.marked)}")
-    print("\ntestbed_qa, testbed_choice: questions and answers (an update counts, not what it replaced)")
-    for fact in rng.sample(doc.current(), 4):
-        print(f"  {ask(fact).strip()}  ->  {fact.value}")
-    text, needle = needle_document(rng, split, tokens, 0.5)
-    print("\ntestbed_needle: a code in the middle of a text\n")
-    print(textwrap.fill(opening(text.text), 118))
-    print(f"\n  {ask(needle).strip()}  ->  {needle.value}")
-    pieces = dialogue(rng, split, DocumentShape(tokens, facts, 0, 1), recalls=2)
-    print("\ntestbed_dialogue: the last turn is to be said\n")
-    print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
-    print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")
-    return 0

@@ -281,7 +281,7 @@ def test_the_command_line_makes_it_of_the_models_head() -> None:
     config = {"kv_ratio": 0.3, "bytes_ratio": 0.25, "cache": {}}
     with pytest.raises(ConfigError, match=r"kv_ratio has no effect with bytes_ratio=0.25: leave out kv_ratio=0.3"):
         check_idle(config, {}, ["kv_ratio=0.3", "bytes_ratio=0.25"])
-    wrong = {"limit": None, "seed": 0, "batch_size": 1, "timeout_s": None, "retry": False, "outputs_dir": "x"}
+    wrong = {"limit": None, "seed": 0, "batch_size": 1, "retry": False, "outputs_dir": "x"}
     with pytest.raises(ConfigError, match=r"bytes_ratio must be in \(0, 1\] or null, got 2"):
         check_values(wrong | {"bytes_ratio": 2}, {})
 

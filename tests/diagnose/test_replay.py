@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from planted import CROWD, ID, PLANTS, POPULAR, Head, build, lay
 from test_eviction_log import case_of, held, job, run_job, run_of, watched
 from test_planted import BUDGET, TABLE, learned_of
-from test_sweep_divergence import ONE_BY_ONE, group
 from tiny import CONFIGS
 
 from kvexp.core import CacheConfig
 from kvexp.core.backends import held_slots
-from kvexp.diagnose.case import Case, cases, rows_of
+from kvexp.diagnose.case import Case
 from kvexp.diagnose.replay import (
     NOTHING_UNDONE,
     Cause,
-    ForcedReplay,
     Replay,
     UndoneEvictions,
     cause,
@@ -29,16 +27,12 @@ from kvexp.diagnose.replay import (
     smallest,
     span_text,
     text_of_places,
-    worst_tokens,
 )
 from kvexp.diagnose.show import main
 from kvexp.generate import GenerationParams, decode
 from kvexp.hf import calibrate_queries
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
-from kvexp.run.batches import run_group, settings_at
 from kvexp.run.evictions import require_example_log
-from kvexp.run.session import Session
-from kvexp.run.store import DIVERGENCE
 
 # -- planted causes ----------------------------------------------------------------------------------------------------
 
@@ -237,39 +231,3 @@ def test_from_rows_to_a_reason(tmp_path, command, capsys):
     assert "the trials ran out" in " ".join(capsys.readouterr().out.split())
     assert main(["replay", str(run.path), str(row["index"])]) == 0
     assert saved(run, row["example"], "output") == found, "an unfinished search is taken up when more is allowed"
-
-
-# The evictions behind the token of largest divergence.
-
-
-QUESTIONS = ("task=testbed_qa", "task.question=after_eviction", "task.max_new_tokens=5", "limit=3", "batch_size=1")
-
-
-def made(outputs, *task, method="h2o"):
-    run_group(group(outputs, *task, methods=(method,)), Session())
-    return run_of(outputs, method)
-
-
-@pytest.mark.parametrize(("task", "method"), [(ONE_BY_ONE, "keyformer"), (QUESTIONS, "h2o")])
-def test_nothing_undone_is_the_recorded_divergence_and_everything_undone_is_none(tmp_path, task, method):
-    run = made(tmp_path, *task, method=method)
-    by_name, rows = {each.line["example"]: each for each in worst_tokens(run)}, rows_of(run)
-    for row, case, _ in cases(settings_at(run), [rows[name] for name in by_name]):
-        worst = by_name[row["example"]]
-        replay = ForcedReplay(case, worst.line["tokens"][: worst.place], 0.05)
-        replay.answers([NOTHING_UNDONE, replay.everything])
-        assert replay.kl == pytest.approx([worst.kl, 0], abs=1e-4)
-        assert worst.kl == max(worst.line["kl"][int(worst.line["first_by_prefill"]) :])
-
-
-def test_the_largest_come_first_and_are_explained(tmp_path, capsys):
-    run = made(tmp_path, *ONE_BY_ONE)
-    found = worst_tokens(run)
-    assert [each.kl for each in found] == sorted((each.kl for each in found), reverse=True) and found[0].kl > 0.5
-    assert main(["explain", str(run.path), "--kl"]) == 0
-    told = capsys.readouterr().out
-    assert f"token {found[0].place + 1} of" in told and f"KL {found[0].kl:.3f} nats" in told
-    assert "is behind it: with" in told
-    (run.path / DIVERGENCE).unlink()
-    assert main(["explain", str(run.path), "--kl"]) == 2
-    assert "--view divergence --measure" in capsys.readouterr().err

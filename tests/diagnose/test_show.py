@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
@@ -16,7 +15,7 @@ from test_shared_prefill import content
 from tiny import CONFIGS, stock
 
 from kvexp.core import Budget, CacheConfig
-from kvexp.diagnose.show import main, page, show
+from kvexp.diagnose.show import main, show
 from kvexp.diagnose.twin import MEASURES, curves, heatmaps, twin
 from kvexp.generate.prefill import decode_step
 from kvexp.hf.cache import mark, texts_of
@@ -47,8 +46,7 @@ def test_counts_by_hand():
     assert at_prompt.counts.tolist() == [6, 0, 6, 5, 6, 0, 0, 0] and at_prompt.present == 5
     assert later.counts.tolist() == [6, 0, 5, 5, 6, 6, 0, 0] and later.present == 6
     assert view_of(LOG, GONE, layer=1).counts.tolist() == [3, 0, 3, 2, 3, 0, 0, 0]
-    assert [entry["kept"] for entry in later.data()["tokens"]] == [6, 0, 5, 5, 6, 6, None, None]
-    assert later.data()["tokens"][2]["by_layer"] == [2, 3]
+    assert later.kept[:, 2].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(("asked", "reason"), [({"step": 3}, "from 0 .* to 2"), ({"layer": 2}, "from 0 to 1")])
@@ -100,37 +98,6 @@ def test_every_token_has_its_mark_below_it():
 def test_marks_never_say_none_or_all_of_some():
     assert [mark(n, 16) for n in (0, 1, 8, 15, 16)] == [".", "1", "5", "9", "#"]
     assert mark(1, 1024) == "1" and mark(1023, 1024) == "9"
-
-
-class _Reader(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.text, self.spans, self.inside, self.tags = "", [], False, set()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        if tag == "span":
-            self.spans.append(dict(attributes))
-            self.inside = True
-
-    def handle_endtag(self, tag):
-        self.inside = False
-
-    def handle_data(self, data):
-        self.text += data if self.inside else ""
-
-
-def test_the_page_shows_the_text_and_runs_nothing():
-    reader = _Reader()
-    reader.feed(page(view_of(LOG, GONE, step=1), 'h2o "<script>'))
-    assert reader.text == "".join(TEXTS)
-    assert reader.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "p", "div", "span"}
-    assert [span["class"] for span in reader.spans] == [
-        *("all", "none", "some", "some", "all"),
-        *("all question", "later answer", "later answer"),
-    ]
-    assert reader.spans[2]["title"] == "position 2: kept by 5 of 6 heads\nlayer 0: 2 of 3\nlayer 1: 3 of 3"
-    assert not any(name.startswith("on") for span in reader.spans for name in span)
 
 
 def test_texts_of_tokens_join_to_the_text():

@@ -24,7 +24,6 @@ from experiments.studies.kl_scale import (
 from kvexp.core import Budget, CacheConfig
 from kvexp.hf.cpu_linear import rounded
 from kvexp.methods import Full, Keyformer
-from kvexp.results.divergence import NAME, read_scale, scale_of, write_scale
 from kvexp.run.batches import run_group
 from kvexp.run.session import Session
 from kvexp.run.store import Run, runs
@@ -85,17 +84,6 @@ def test_a_run_without_rows_has_a_scale(tmp_path):
     assert 0 < frame.loc[SEEDS, "kl"] < 20 and frame.loc[SEEDS, "tokens"] == 4 * 7, "the prefill's token is left out"
     first = measured(run, 1)
     assert {len(lines) for lines in first.values()} == {1} and {line["index"] for line in first[SEEDS]} == {0}
-
-
-def test_a_scale_is_kept_in_its_runs_folder(tmp_path):
-    run = Run.open(tmp_path, {"method": "h2o"}, {"method": "h2o"})
-    assert read_scale(run) == [] == scale_of([run])
-    frame = pd.DataFrame([{"change": "8-bit", "n": 3, "kl": 0.01, "kl_low": math.nan, "top1": 0.9}])
-    write_scale(run, frame)
-    assert read_scale(run) == [{"change": "8-bit", "n": 3, "kl": 0.01, "kl_low": None, "top1": 0.9}] == scale_of([run])
-    (run.path / NAME).write_text('{"changes": [{"change": "8-bit", "kl": "much"}]}')
-    with pytest.warns(UserWarning, match="numbers kl and top1"):
-        assert read_scale(run) == []
 
 
 def test_rows_are_every_examples_numbers(tmp_path):

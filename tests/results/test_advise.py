@@ -612,8 +612,6 @@ def test_a_search_that_was_interrupted_promises_nothing(prompts, capsys, monkeyp
     assert main([str(outputs), "kl=50", "share=0.6", "confidence=0.8"]) == 2
     said = capsys.readouterr().err
     assert "is not done: 0 of the prompts that make the promise have rows" in said and "needs 4" in said
-    (found,) = recorded(read_runs(outputs, {}), "kl")
-    assert found.default_terms() is None, "the report shows no promise of it"
 
 
 @pytest.mark.parametrize(

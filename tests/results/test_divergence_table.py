@@ -24,7 +24,6 @@ from kvexp.results.divergence import (
     holm_corrected,
     rests_on,
     share_interval,
-    write_scale,
 )
 from kvexp.results.read import folders, read_runs
 from kvexp.results.views import main as results
@@ -255,7 +254,6 @@ def test_a_picture_of_each_kind_and_why_there_is_none(tmp_path, capsys):
     for method, level in (("near", 0.01), ("far", 0.3)):
         for ratio in (0.3, 0.6):
             made(tmp_path, method, [line(i, [0.0, level, level * (1 + i / 40)]) for i in range(30)], kv_ratio=ratio)
-    write_scale(next(runs(tmp_path)), pd.DataFrame([{"change": "8-bit", "n": 3, "kl": 0.003, "top1": 0.98}]))
     for axis in ("kv_ratio", "position"):
         assert main([str(tmp_path), "--plot", str(tmp_path / f"{axis}.svg"), "--x", axis]) == 0
     drawn = (tmp_path / "kv_ratio.svg").read_text()

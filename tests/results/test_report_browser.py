@@ -108,7 +108,6 @@ def test_every_section_draws_and_every_chart_has_lines(opened: Any) -> None:
         "divergence",
         "verdicts",
         "explorer",
-        "advise",
         "life",
         "cost",
         "samples",

@@ -19,7 +19,7 @@ from kvexp.results import stats as intervals
 from kvexp.results.divergence import holm_corrected
 from kvexp.results.promise import held, mean_bound, most_beyond, prompts_needed, share_bound, share_p_value
 from kvexp.results.read import read_runs
-from kvexp.results.samples import _stratified, pass_at, samples_table
+from kvexp.results.samples import pass_at, samples_table
 from kvexp.results.stats import Floats
 from kvexp.results.table import table
 from kvexp.results.views import main
@@ -367,28 +367,14 @@ def test_the_interval_over_items_holds_its_level():
     assert missed <= 24
 
 
-def test_exams_of_several_years_have_a_row_together(tmp_path, capsys):
+def test_each_exam_has_its_rows(tmp_path, capsys):
     for year in (2024, 2025):
         base = recorded(tmp_path, "full", draws(year, 30, 4), year=year)
         recorded(tmp_path, "h2o", draws(year, 30, 4, 0.1), base.hash, year=year)
-    frame = samples_table(read_runs(tmp_path))
-    both = frame[frame["task"] == "aime24+aime25"].set_index("method").loc["h2o"]
-    each = frame[frame["method"].eq("h2o") & frame["hash"].notna()]
-    assert both["items"] == 60
-    assert both["difference"] == pytest.approx(each["difference"].mean())
-    assert both["difference_low"] < both["difference"] < both["difference_high"]
+    assert set(samples_table(read_runs(tmp_path))["task"]) == {"aime24", "aime25"}
     assert main([str(tmp_path), "--view", "samples"]) == 0
     shown = capsys.readouterr().out
-    assert "aime24+aime25" in shown and "avg@4" in shown and "pass@2" in shown
-
-
-def test_strata_by_hand():
-    a, b = np.array([0.0, 50.0] * 10), np.array([100.0, 0.0] * 10)
-    found = _stratified("x", [a, b])
-    variance = (np.var(a, ddof=1) / 20 + np.var(b, ddof=1) / 20) / 4
-    free = variance**2 / sum((np.var(each, ddof=1) / 80) ** 2 / 19 for each in (a, b))
-    assert found["x"] == 37.5
-    assert found["x_high"] - 37.5 == pytest.approx(stats.t_quantile(0.975, free) * math.sqrt(variance))
+    assert "aime24" in shown and "avg@4" in shown and "pass@2" in shown
 
 
 def test_sizes_of_a_plan():

@@ -11,6 +11,7 @@ from commands import run_py
 from small import small
 
 import kvexp.run.batches as batches
+import kvexp.run.jobs as jobs
 from kvexp.results.read import ALL_VERSIONS
 from kvexp.results.table import table
 from kvexp.results.views import main as results
@@ -47,9 +48,14 @@ def test_a_sweep_counts_its_jobs_and_says_how_long_the_rest_takes(command):
     ]
     assert all(", about " in line and line.endswith(" left") for line in lines[1:])
     assert "HYDRA" not in out + err
-    again = command(*each)[1]
-    assert again.startswith("nothing to do: 5 runs are complete\n") and "[1/4]" not in again
     assert not any(line.startswith("[") for line in command("method=h2o", "kv_ratio=0.3")[1].splitlines())
+
+
+def test_settings_of_a_job_are_built_once(command, monkeypatch):
+    numbers, build = [], jobs.settings_of_job
+    monkeypatch.setattr(jobs, "settings_of_job", lambda job, session: numbers.append(job.number) or build(job, session))
+    assert command("-m", "method=h2o,window", "kv_ratio=0.5")[0] == 0
+    assert numbers == [0, 1]
 
 
 def test_the_line_of_a_job():

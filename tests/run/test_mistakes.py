@@ -150,7 +150,6 @@ def test_every_key_of_the_defaults_is_known():
     [
         ("limit", 0, "limit must be at least 1 or null, got 0"),
         ("seed", -1, "seed must be at least 0, got -1"),
-        ("timeout_s", float("inf"), "timeout_s must be above 0 or null, got inf"),
         ("retry", "yes", "retry must be true or false, got 'yes'"),
         ("threads", 0, "threads must be at least 1 or null, got 0"),
         ("budget", {"kv_ratio": 120}, r"budget.kv_ratio must be in \(0, 1\], got 120$"),
@@ -158,7 +157,7 @@ def test_every_key_of_the_defaults_is_known():
     ],
 )
 def test_values(name, value, said):
-    plain = {"outputs_dir": "o", "limit": None, "seed": 0, "batch_size": 1, "timeout_s": None, "retry": False}
+    plain = {"outputs_dir": "o", "limit": None, "seed": 0, "batch_size": 1, "retry": False}
     check_values(plain, {})
     with pytest.raises(ConfigError, match=said):
         check_values({**plain, name: value}, {})

