@@ -105,7 +105,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 6},
     "zaya": {"num_experts_per_tok": 1},
 }
-SAME = {"gemma3n_text": "gemma3n", "gemma4_unified": "gemma4_unified_text", "llama4": "llama4_text"}
+SPECIAL["gemma4_text"] = SPECIAL["gemma4_unified_text"] | {"num_kv_shared_layers": 2}
+SAME = {name: f"{name}_text" for name in ("gemma4", "gemma4_unified", "llama4")} | {"gemma3n_text": "gemma3n"}
 SMALLER = {"gemma2": 0.1}  # a spread of weights at which the type's numbers stay finite
 
 

@@ -46,14 +46,14 @@ class _Read:
     in_order: bool
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
-        """Attention output [B, H * G, Q, Dv] of query [B, H * G, Q, D]."""
+        """Attention output [B, H * G, Q, Dv] of the newest queries [B, H * G, Q, D]."""
         heads = self.keys.shape[1]
         inputs = AttentionInputs(
             query=query.unflatten(1, (heads, query.shape[1] // heads)),
             keys=self.keys,
             values=self.values,
             positions=self.positions,
-            query_positions=self.query_positions,
+            query_positions=self.query_positions[:, -query.shape[2] :],
             params=params,
             in_column_order=self.in_order,
         )

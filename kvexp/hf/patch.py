@@ -35,7 +35,6 @@ from kvexp.util.errors import CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
 LAYER_ATTR = "_kvexp"
-_SIGHT_ATTR = "_kvexp_sight"  # of a mask: what the model asked for, as a Layer
 _FULL = Layer("full")
 # Arguments of attention that models hand through and that cannot change its output. What is not here raises.
 _NO_EFFECT = {
@@ -65,19 +64,54 @@ def check_not_compiled() -> None:
         raise CacheError(NOT_COMPILED)
 
 
+class SeenMask(Tensor):
+    """The padding mask [B, columns] that models are given, in place of one of four dimensions [B, 1, Q, columns].
+
+    sight: what the model asked for; queries: how many queries it is for, Q or the newest of them. Some models cut it to
+    their newest queries. Whatever else they compute from it is a tensor without these marks.
+    """
+
+    sight: Layer
+    queries: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, padding: Tensor, sight: Layer, queries: int) -> SeenMask:
+        """These marks on a view of the padding mask."""
+        mask = padding.as_subclass(cls)
+        mask.sight, mask.queries = sight, queries
+        return mask
+
+    def to(self, *given: Any, **named: Any) -> SeenMask:
+        """The same mask on another device, to which models on several move it."""
+        return SeenMask.of(super().to(*given, **named), self.sight, self.queries)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Part of the padding mask, or the mask of the newest queries for `[:, :, rows, :]`; CacheError for others."""
+        if not (isinstance(index, tuple) and len(index) == 4):
+            return super().__getitem__(index)
+        rows = range(self.queries)[index[2]] if isinstance(index[2], slice) else range(0)
+        whole = (slice(None), slice(None), index[2], slice(None))
+        if index != whole or rows != range(self.queries)[-len(rows) :]:
+            raise CacheError("the model takes a part of its attention mask that is not of its newest queries")
+        return SeenMask.of(self, self.sight, len(rows))
+
+
 def padding_mask(
     *,
     batch_size: int,
+    q_length: int,
     attention_mask: Tensor | None = None,
     device: Any = None,
     mask_function: Callable[..., Any] = causal_mask_function,
     local_size: int | None = None,
     **_: Any,
-) -> Tensor:
+) -> SeenMask:
     """The padding mask [B, columns] as it came; [B, 0] for no padding, since some models call .to() on it.
 
-    What the queries see is noted on it as a `Layer`. mask_function: which keys a query sees; local_size: of its window
-    or chunk. CacheError for another one, such as of packed sequences or of attention in both directions.
+    What the queries see, and how many they are (q_length), is noted on it. mask_function: which keys a query sees;
+    local_size: of its window or chunk. CacheError for another one, such as of packed sequences or of attention in both
+    directions.
     """
     sight = _sight_of(mask_function, local_size, batch_size, attention_mask, device)
     if sight is None:
@@ -87,9 +121,7 @@ def padding_mask(
             "directions (is_causal=False) or a mask function of its own"
         )
     mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device) if attention_mask is None else attention_mask
-    mask = mask.view_as(mask)
-    setattr(mask, _SIGHT_ATTR, sight)
-    return mask
+    return SeenMask.of(mask, sight, q_length)
 
 
 def _sight_of(
@@ -199,10 +231,16 @@ def cached_attention(
     """Attention output [B, H * G, Q, Dv] through the cache that tagged `key`, or without a cache.
 
     query [B, H * G, Q, D]; key [B, H, Q, D], value [B, H, Q, Dv]: of the new tokens (of all tokens without a cache of
-    kvexp); padding: [B, columns so far] with 0 for padding, or None.
+    kvexp); padding: [B, columns so far] with 0 for padding, as `padding_mask` gave it to the model, or None.
     """
     check_not_compiled()
-    check_mask(padding)
+    queries = getattr(padding, "queries", None)
+    if padding is not None and queries != query.shape[2]:
+        seen = f"a tensor {list(padding.shape)} of its own" if queries is None else f"that of {queries} queries"
+        raise CacheError(
+            f"a layer attends for {query.shape[2]} queries, and its mask is {seen}, not the one that kvexp gave the "
+            "model for them: kvexp computes causal attention over a padding mask, whole, in a window or in chunks"
+        )
     padding = padding if padding is not None and padding.shape[-1] else None
     layer = getattr(key, LAYER_ATTR, None)
     if layer is None:
@@ -288,7 +326,7 @@ def kvexp_attention(
         others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
     said = _FULL if sliding_window is None else Layer("window", sliding_window)
-    sight: Layer = getattr(attention_mask, _SIGHT_ATTR, said)
+    sight: Layer = getattr(attention_mask, "sight", said)
     layer = getattr(key, LAYER_ATTR, None)
     keeps = getattr(layer, "kind", _FULL)
     least = keeps.size if layer is not None and layer.is_sliding else None

@@ -55,7 +55,7 @@ VERIFIED = frozenset(
         [
             "afmoe apertus arcee aria_text bamba beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text",
             "ctrl cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma",
-            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant",
+            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_assistant",
             "gemma4_unified_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite",
             "granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text",
             "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba kolibri1 laguna",
@@ -97,7 +97,7 @@ REFUSED: dict[str, str] = {
         "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
         "each of its layers attends twice, to values of its own": "diffllama",
         _INDEXED: "qwen4_exp qwen4_exp_text dots3_note dots3_note_text",
-        "it computes with masks of four dimensions": "doge gemma4 gemma4_text",
+        "it adds a number made of a token's value to the logits of that token": "doge",
         "it attends to images by cross-attention": "mllama",
         "it keeps keys for its experts and repeats them afterwards": "jetmoe",
         "it compresses its own cache": "deepseek_v4",

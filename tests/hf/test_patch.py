@@ -254,7 +254,7 @@ def test_masks_that_are_no_padding_mask_raise(family):
 
 def test_only_causal_masks_sliding_windows_and_chunks_pass():
     def asked(function, size=None):
-        return padding_mask(batch_size=2, mask_function=function, local_size=size)
+        return padding_mask(batch_size=2, q_length=11, mask_function=function, local_size=size)
 
     assert asked(causal_mask_function).shape == (2, 0)
     for size in (1, 2, 7, 4096):
@@ -262,7 +262,12 @@ def test_only_causal_masks_sliding_windows_and_chunks_pass():
     for padding in (None, torch.tensor([[1, 1, 1], [0, 0, 1]])):
         pads = torch.tensor([0, 2 if padding is not None else 0])
         function = chunked_causal_mask_function(7, pads)
-        assert padding_mask(batch_size=2, mask_function=function, local_size=7, attention_mask=padding).shape[0] == 2
+        assert (
+            padding_mask(batch_size=2, q_length=11, mask_function=function, local_size=7, attention_mask=padding).shape[
+                0
+            ]
+            == 2
+        )
     others = {  # what each is -> the function, and the window that is told
         "both ways": (bidirectional_mask_function, None),
         "a window both ways": (sliding_window_bidirectional_mask_function(7), 7),

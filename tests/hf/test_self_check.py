@@ -9,11 +9,11 @@ import torch
 from tiny import CONFIGS, stock
 from twins import twin
 
-from kvexp.hf import is_patched, load_model, patch_model, random_model
+from kvexp.hf import is_patched, load_model, patch, patch_model, random_model
 from kvexp.hf import self_check as checking
-from kvexp.hf.patch import kvexp_attention
+from kvexp.hf.patch import SeenMask, kvexp_attention
 from kvexp.hf.self_check import check_model, fingerprint, measure
-from kvexp.hf.traits import REFUSED, check_type, traits_of
+from kvexp.hf.traits import REFUSED, Layer, check_type, traits_of
 from kvexp.util.errors import ConfigError
 
 
@@ -65,6 +65,46 @@ def test_a_window_that_is_not_there_is_refused(wrong):
     wrong(0, sliding_window=30)  # shorter than the check's prompt
     with pytest.raises(ConfigError, match=r"is not supported: .*which must agree"):
         patch_model(copy.deepcopy(stock("llama")), check="always")
+
+
+LAST, WINDOW = 5, 2  # layers of the twin: one that attends for the newest query alone, one with a window
+MASKS = {  # what a layer makes of the mask it is given -> the layer, and the reason of the refusal
+    "computes with it": (lambda mask: mask + 0, WINDOW, r"its mask is a tensor \[2, 48\] of its own"),
+    "keeps it for all queries": (
+        lambda mask: SeenMask.of(mask, mask.sight, 48),
+        LAST,
+        "its mask is that of 48 queries",
+    ),
+    "takes the oldest queries": (lambda mask: mask[:, :, :1, :], WINDOW, "not of its newest queries"),
+    "takes every second query": (lambda mask: mask[:, :, 1::2, :], WINDOW, "not of its newest queries"),
+    "takes no query": (lambda mask: mask[:, :, 48:, :], WINDOW, "not of its newest queries"),
+    "takes other columns": (lambda mask: mask[:, :, :, 1:], WINDOW, "not of its newest queries"),
+    "sees everything": (
+        lambda mask: SeenMask.of(mask, Layer("full"), 48),
+        WINDOW,
+        "given a mask of full attention and",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", MASKS)
+def test_a_mask_that_is_not_the_one_given_to_the_model_is_refused(plant):
+    model, (changed, layer, why) = copy.deepcopy(twin("gemma4_text")), MASKS[plant]
+
+    def put(module, args, given):  # the model's own masks, of four dimensions, stay
+        mask = given["attention_mask"]
+        return args, given | {"attention_mask": changed(mask) if mask.ndim == 2 else mask}
+
+    model.model.layers[layer].self_attn.register_forward_pre_hook(put, with_kwargs=True)
+    with pytest.raises(ConfigError, match="is not supported: .*" + why):
+        patch_model(model, check="always")
+
+
+def test_a_window_that_was_taken_for_every_token_is_refused(monkeypatch):
+    """In PhiMoE the mask alone has the window."""
+    monkeypatch.setattr(patch, "_sight_of", lambda *_: Layer("full"))
+    with pytest.raises(ConfigError, match=r"differ from the model's own by .*; first in the attention of layer 0"):
+        patch_model(copy.deepcopy(twin("phimoe")), check="always")
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ KINDS = {
     "lfm2": "convolution and full attention",
     "falcon_h1": "full attention and a state in each layer",
     "gemma3n_text": "layers that share keys",
+    "gemma4_text": "layers that share keys, for the newest queries alone",
     "gpt2": "learned positions",
     "mpt": "ALiBi",
 }
@@ -231,7 +232,14 @@ def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(n
 
 # Layers with a sliding window that are evicted from, beside layers that keep every token.
 SLIDING = ("gemma3_text", "gemma2", "gpt_oss", "gemma3n_text")
-OTHER_HEADS = ("mimo_v2_flash", "gemma4_unified", "gemma4_unified_text", "gemma4_unified_assistant")
+OTHER_HEADS = [
+    "mimo_v2_flash",
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+    "gemma4_unified_assistant",
+]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -312,7 +320,19 @@ def test_windows_that_are_evicted_from_lose_nothing_with_room_for_all(name):
 
 # -- other number formats ----------------------------------------------------------------------------------------------
 
-HALVES = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "llama4_text", "olmo3", "lfm2", "phi3", "cohere2")
+HALVES = [
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "gemma2",
+    "gpt_oss",
+    "llama4_text",
+    "olmo3",
+    "lfm2",
+    "phi3",
+    "cohere2",
+    "gemma4_text",
+]
 
 
 @pytest.mark.slow
