@@ -75,6 +75,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gemma3n": {
         "num_hidden_layers": 6,

@@ -144,7 +144,7 @@ def _check_unpadded(
     ends = {getattr(tokenizer, "eos_token_id", None), *eos_ids(model, "model")}
     begins = {getattr(tokenizer, "bos_token_id", None), model.config.bos_token_id} - ends
     text_ids = begins | ends
-    pad_ids = {getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id} - {None}
+    pad_ids = {getattr(tokenizer, "pad_token_id", None), getattr(model.config, "pad_token_id", None)} - {None}
     one_width = len(prompts) > 1 and len({len(prompt) for prompt in prompts}) == 1
     for pad in pad_ids or text_ids - {None}:
         for side, rows in (("left", prompts), ("right", [prompt[::-1] for prompt in prompts])):
@@ -295,7 +295,8 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[T
 
 def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """The id used for padding: the tokenizer's or the model's padding token, else an end token, else 0."""
-    for value in (getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id, *eos_ids(model, "model")):
+    pads = (getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config))
+    for value in (*pads, *eos_ids(model, "model")):
         if isinstance(value, int) and 0 <= value < model.config.vocab_size:
             return value
     return 0

@@ -8,7 +8,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import (
     AttentionInterface,
@@ -20,9 +19,12 @@ from kvexp.hf.moving_rope import MovingRope, check_forward, reset_frequencies
 from kvexp.hf.patch import (
     ATTN_IMPLEMENTATION,
     NOT_COMPILED,
-    SHIM_CLASSES,
+    SHIMS,
+    KvexpBloomAttention,
+    KvexpGPTNeoSelfAttention,
     KvexpMptAttention,
     begin_forward,
+    bloom_slopes,
     check_mask,
     check_not_compiled,
     end_forward,
@@ -34,16 +36,11 @@ from kvexp.hf.patch import (
 from kvexp.hf.quantised_weights import plain_parts
 from kvexp.hf.second_pass import second_pass_hook
 from kvexp.hf.self_check import Check, check_model
-from kvexp.hf.traits import (
-    SHIMS,
-    check_activations,
-    traits_of,
-)
+from kvexp.hf.traits import Traits, check_activations, traits_of
 from kvexp.util.errors import CacheError, ConfigError
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
-_SHIMS: dict[str, type[nn.Module]] = {shim.__mro__[1].__name__: shim for shim in SHIM_CLASSES}
 _RECORD = "_kvexp_patch"  # attribute of a patched model
 
 
@@ -71,8 +68,8 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True, check: Ch
                 record.note(config, "_attn_implementation_internal")
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
         else:
-            # GPT-J and MPT only warn in set_attn_implementation() and stay as they are: their modules change class.
-            _put_shims(model, SHIMS[traits.type], record)
+            # These only warn in set_attn_implementation() and stay as they are: their modules change class.
+            _put_shims(model, traits, record)
             record.set(model.config, "_attn_implementation_internal", ATTN_IMPLEMENTATION)
         # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
         for config in (model.config, model.generation_config):
@@ -166,22 +163,27 @@ class _Patch:
         self.hooks, self.former = [], []
 
 
-def _put_shims(model: PreTrainedModel, attention_class: str, record: _Patch) -> None:
-    """Give every attention module of GPT-J or MPT the class that attends through kvexp; ConfigError if it cannot."""
-    shim = _SHIMS[attention_class]
+def _put_shims(model: PreTrainedModel, traits: Traits, record: _Patch) -> None:
+    """Give every attention module of the model the class that attends through kvexp; ConfigError if it cannot."""
+    shim = SHIMS[traits.type]
+    own: Any = shim.__mro__[1]
     if shim is KvexpMptAttention and not model.config.attn_config.alibi:
         raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
     for module in model.modules():
-        name = type(module).__name__
-        if not (name.startswith(attention_class[:4]) and hasattr(module, "layer_idx")):
+        if not isinstance(module, own):
             continue
-        if name != attention_class:
+        if type(module) is not own:
+            name = type(module).__name__
             raise ConfigError(f"{name} cannot be adapted: load the model with attn_implementation='eager'")
         record.set(module, "__class__", shim)
         if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
             record.set(module, "_old_forward", MethodType(shim.forward, module))
         if shim is KvexpMptAttention:
             record.set(module, "alibi_power", float(model.config.attn_config.alibi_bias_max) / 8)
+        elif shim is KvexpGPTNeoSelfAttention:
+            record.set(module, "window", traits.layers[module.layer_id].size)
+        elif shim is KvexpBloomAttention:
+            record.set(module, "slopes", bloom_slopes(module))
 
 
 def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:

@@ -23,6 +23,11 @@ from transformers.masking_utils import (
     chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
+from transformers.models.codegen.modeling_codegen import CodeGenAttention
+from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
+from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
@@ -346,26 +351,57 @@ def kvexp_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
-    """GPT-J's attention, which ignores Hugging Face's interface, through kvexp.
+def _attn(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    """Attention output [B, H, Q, D] in place of that of modules with an `_attn`, through kvexp; None for the weights.
 
-    Logits are in float32 whatever the model's dtype, as in the original.
+    GPT-J, CodeGen and GPT-Neo compute logits in float32 whatever the model's dtype. GPT-Neo's are not scaled.
     """
+    check_dropout(self, (getattr(self, "attn_dropout", None) or self.attention_dropout).p)
+    divisor = getattr(self, "scale_attn", getattr(self, "norm_factor", 1.0))
+    upcast = not isinstance(self, GPTNeoXJapaneseAttention)
+    params = AttentionParams(1 / float(divisor), getattr(self, "window", None), upcast=upcast)
+    return cached_attention(query, key, value, attention_mask, params), None
+
+
+class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
+    """GPT-J's attention, which ignores Hugging Face's interface, through kvexp."""
 
     embed_positions: Tensor
-
-    def _attn(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        """Attention output [B, H, Q, D] in place of the original's, through kvexp; None for the weights."""
-        check_dropout(self, self.attn_dropout.p)
-        params = AttentionParams(1 / float(self.scale_attn), upcast=True)
-        return cached_attention(query, key, value, attention_mask, params), None
+    _attn = _attn
 
     def _get_embed_positions(self, position_ids: Tensor) -> Tensor:
         """The table of positions [rows, positions, dim] as a view; the original copies it in every layer and step."""
         self.embed_positions = self.embed_positions.to(position_ids.device)
         return self.embed_positions.expand(position_ids.shape[0], -1, -1)
+
+
+class KvexpCodeGenAttention(CodeGenAttention):  # type: ignore[misc]
+    """As GPT-J's."""
+
+    _attn = _attn
+
+
+class KvexpGPTNeoSelfAttention(GPTNeoSelfAttention):  # type: ignore[misc]
+    """As GPT-J's; window: tokens that a local layer sees, None for a global one."""
+
+    _attn = _attn
+    window: int | None = None
+
+
+class KvexpGPTNeoXJapaneseAttention(GPTNeoXJapaneseAttention):  # type: ignore[misc]
+    """As GPT-J's."""
+
+    _attn = _attn
+
+
+def _attend(module: Any, qkv: Iterable[Tensor], cache: Any, padding: Tensor | None, params: AttentionParams) -> Tensor:
+    """Attention output [B, Q, H * G * Dv] of a module that calls no function for it; as `cached_attention` else."""
+    query, key, value = qkv
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    return cached_attention(query, key, value, padding, params).transpose(1, 2).flatten(2)
 
 
 class KvexpMptAttention(MptAttention):  # type: ignore[misc]
@@ -388,23 +424,66 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         **_: Any,
     ) -> tuple[Tensor, None]:
         check_dropout(self, self.attn_dropout_p)
-        batch, count = hidden_states.shape[:2]
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        query, key, value = (
-            x.reshape(batch, count, self.n_heads, self.head_dim).transpose(1, 2) for x in mixed.chunk(3, dim=2)
-        )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        qkv = (x.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for x in mixed.chunk(3, dim=2))
         # The bias table is [heads, 1, max_seq_len], linear in its last axis.
         slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]
-        params = AttentionParams(float(self.softmax_scale), alibi=(slopes**self.alibi_power).to(query.device))
-        out = cached_attention(query, key, value, attention_mask, params)
-        return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None
+        params = AttentionParams(float(self.softmax_scale), alibi=(slopes**self.alibi_power).to(mixed.device))
+        return self.out_proj(_attend(self, qkv, past_key_values, attention_mask, params)), None
 
 
-SHIM_CLASSES = (KvexpGPTJAttention, KvexpMptAttention)
+class KvexpBloomAttention(BloomAttention):  # type: ignore[misc]
+    """BLOOM's attention, as MPT's. slopes: of ALiBi, [H] (`bloom_slopes`)."""
+
+    slopes: Tensor
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor, *, layer_past: Any, attention_mask: Tensor, **_: Any
+    ) -> tuple[Tensor, None]:
+        check_dropout(self, max(self.attention_dropout.p, self.hidden_dropout))
+        qkv = self._reshape(self.query_key_value(hidden_states))
+        params = AttentionParams(self.inv_norm_factor, alibi=self.slopes.to(hidden_states.device))
+        return self.dense(_attend(self, qkv, layer_past, attention_mask, params)) + residual, None
+
+
+def bloom_slopes(module: BloomAttention) -> Tensor:
+    """The slopes [H] float32 of transformers' BLOOM, whose terms of ALiBi are 0 for the first place."""
+    two_places = torch.ones(1, 2, device=module.dense.weight.device)
+    slopes: Tensor = build_alibi_tensor(two_places, module.num_heads, torch.float32)[:, 0, 1]
+    return slopes
+
+
+class KvexpFalconAttention(FalconAttention):  # type: ignore[misc]
+    """Falcon's attention with RoPE through kvexp, of kv heads as they are; the original repeats them in the cache."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        layer_past: Any,
+        attention_mask: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
+        key, value = (x[:, :: x.shape[1] // self.num_kv_heads] for x in (key, value))
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        params = AttentionParams(self.inv_norm_factor)
+        return self.dense(_attend(self, (query, key, value), layer_past, attention_mask, params)), None
+
+
+# By type: attention modules that ignore transformers' interface change their class to these, whose base they had.
+SHIMS: dict[str, type[nn.Module]] = {
+    "gptj": KvexpGPTJAttention,
+    "codegen": KvexpCodeGenAttention,
+    "gpt_neo": KvexpGPTNeoSelfAttention,
+    "gpt_neox_japanese": KvexpGPTNeoXJapaneseAttention,
+    "mpt": KvexpMptAttention,
+    "bloom": KvexpBloomAttention,
+    "falcon": KvexpFalconAttention,
+}
 
 
 _ACCEPTED: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
@@ -451,7 +530,8 @@ def attention_modules(model: nn.Module, sliding: Sliding = "auto") -> list[nn.Mo
     """The attention modules of a model whose keys kvexp holds (`held_layers`), in the order of its layers."""
     held = traits_of(model.config, sliding).held
     modules = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    return [module for module in modules if getattr(module, "layer_idx", held[0]) in held]
+    modules = [module for module in modules if not hasattr(module, "attention")]  # GPT-Neo has one around each
+    return [module for module in modules if getattr(module, "layer_idx", getattr(module, "layer_id", held[0])) in held]
 
 
 def output_factors(model: PreTrainedModel, sliding: Sliding = "auto") -> list[Tensor]:

@@ -24,7 +24,7 @@ from kvexp.hf.traits import Traits, rope_of, text_config, traits_of
 from kvexp.util.errors import ConfigError
 
 TOKENS, SHIFT = 8, 3
-PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gptj")  # one RoPE in all layers
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gptj", "codegen")  # one RoPE in all layers
 _FOUND: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], list[RoPE | None]]] = WeakKeyDictionary()
 _OTHERS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], OtherLayers]] = WeakKeyDictionary()
 _ALIKE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()

@@ -25,7 +25,7 @@ from kvexp.core import Method
 from kvexp.hf.cache import EvictionCache
 from kvexp.hf.patch import (
     ATTN_IMPLEMENTATION,
-    SHIM_CLASSES,
+    SHIMS,
     attention_modules,
     forward_columns,
     forward_logits,
@@ -130,7 +130,7 @@ def random_tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[Callable[..., None]]:
     """A block with a function that switches between the model's own eager attention and kvexp's, which it ends with."""
-    shims = [(module, type(module)) for module in model.modules() if isinstance(module, SHIM_CLASSES)]
+    shims = [(module, type(module)) for module in model.modules() if type(module) in SHIMS.values()]
 
     def swap(*, stock: bool) -> None:
         name = "eager" if stock else ATTN_IMPLEMENTATION

@@ -45,8 +45,8 @@ KIND_TITLES: dict[Kind, str] = {
 UNLIMITED = 1 << 30  # tokens
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "seq_length", "n_ctx")
 TITLES = {"gptj": "GPT-J", "gpt2": "GPT-2 (and Cerebras-GPT)", "mpt": "MPT", "opt": "OPT"}
-# Attention modules that ignore transformers' attention interface, and that kvexp has a class for.
-SHIMS = {"gptj": "GPTJAttention", "mpt": "MptAttention"}
+# Types whose attention modules turn pairs of neighbours by a table of their own that ends at the limit.
+TABLE_ROPE = ("gptj", "codegen")
 
 # Types whose tiny twins have stock's logits and tokens with the full cache, padded, fed in chunks, forked and in beam
 # search (tests/hf/test_twins.py).
@@ -55,7 +55,7 @@ VERIFIED = frozenset(
         [
             "afmoe apertus arcee aria_text bamba beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text",
             "ctrl cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma",
-            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_assistant",
+            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant",
             "gemma4_unified_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite",
             "granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text",
             "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba kolibri1 laguna",
@@ -64,6 +64,7 @@ VERIFIED = frozenset(
             "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3",
             "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open",
             "stablelm starcoder2 vaultgemma zamba zamba2 zaya",
+            "gemma4 gemma4_text codegen gpt_neo gpt_neox_japanese bloom falcon",
         ]
     ).split()
 )
@@ -92,7 +93,7 @@ _NOT_A_DECODER = "it is an encoder, one half of an encoder-decoder, or not a mod
 REFUSED: dict[str, str] = {
     name: why
     for why, names in {
-        _OWN: "bloom codegen falcon gpt_neo gpt_neox_japanese xglm openai-gpt rwkv",
+        _OWN: "xglm openai-gpt rwkv",
         _STATES: "mamba mamba2 falcon_mamba xlstm",
         "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
         "each of its layers attends twice, to values of its own": "diffllama",
@@ -165,8 +166,8 @@ class Traits:
 
     @property
     def has_position_table(self) -> bool:
-        """Whether positions come from a table that ends at the limit. GPT-J computes one."""
-        return self.position == "learned" or self.type == "gptj"
+        """Whether positions come from a table that ends at the limit."""
+        return self.position == "learned" or self.type in TABLE_ROPE
 
     @property
     def composed(self) -> bool:
@@ -219,6 +220,8 @@ def check_type(config: Any) -> None:
     for name in (str(_field(config, "model_type")), str(_field(text, "model_type"))):
         if name in REFUSED:
             raise _refused(name, REFUSED[name])
+    if _field(text, "model_type") == "falcon" and text.alibi:
+        raise _refused("falcon with ALiBi", "transformers adds its ALiBi twice in eager attention, and rounded")
     if _field(text, "kv_lora_rank") is not None:
         raise _refused(str(_field(text, "model_type")), LATENTS)
 
@@ -242,9 +245,17 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
         )
     layer = (_field(text, "per_layer_config") or [text] * len(layers))[held[0]]
     heads = _field(layer, "num_attention_heads")
-    kv_heads = _field(layer, "num_key_value_heads") or _field(_field(layer, "attn_config"), "kv_n_heads") or heads
+    single = model_type == "falcon" and text.multi_query and not text.new_decoder_architecture
+    kv_heads = (
+        1
+        if single
+        else _field(layer, "num_key_value_heads")
+        or _field(layer, "num_kv_heads")
+        or _field(_field(layer, "attn_config"), "kv_n_heads")
+        or heads
+    )
     key_dim = _field(layer, "head_dim") or layer.hidden_size // heads
-    rope = _field(text, "rope_parameters") is not None or model_type == "gptj"
+    rope = _field(text, "rope_parameters") is not None or model_type in TABLE_ROPE
     without: Position = "none" if any(layer.kind in ("state", "hybrid") for layer in layers) else "learned"
     return Traits(
         type=model_type,
@@ -253,7 +264,7 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
         group=int(heads) // int(kv_heads),
         key_dim=int(key_dim),
         value_dim=int(_field(layer, "v_head_dim") or key_dim),
-        position="alibi" if model_type == "mpt" else "rope" if rope else without,
+        position="alibi" if model_type in ("mpt", "bloom") else "rope" if rope else without,
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
         shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
         verified=not VERIFIED.isdisjoint((model_type, _field(config, "model_type"))),
@@ -280,7 +291,7 @@ def _layers(text: Any, model_type: str) -> tuple[Layer, ...]:
     except Exception as error:  # of a damaged configuration, or of layers whose class is not imported yet
         reason = " ".join(str(error).split())[:200]
         raise _refused(model_type, f"transformers makes no cache for it ({type(error).__name__} {reason})") from error
-    kinds = _field(text, "layer_types") or [None] * len(cache_layers)
+    kinds = _field(text, "layer_types") or _field(text, "attention_layers") or [None] * len(cache_layers)
     sharing = _field(text, "kv_sharing_modes") or [None] * len(cache_layers)
     layers = []
     for layer, named, mode in zip(cache_layers, kinds, sharing, strict=True):
@@ -289,7 +300,10 @@ def _layers(text: Any, model_type: str) -> tuple[Layer, ...]:
             why = _INDEXED if "Indexed" in name else f"what its layers of kind {named!r} keep is not known"
             raise _refused(model_type, why)
         kind = "shared" if mode == "reuse" else "chunk" if named == "chunked_attention" else KINDS[name]
-        layers.append(Layer(kind, getattr(layer, "sliding_window", None)))
+        if named == "local":  # GPT-Neo's, of which transformers' cache keeps every token
+            layers.append(Layer("window", text.window_size))
+        else:
+            layers.append(Layer(kind, getattr(layer, "sliding_window", None)))
     return tuple(layers)
 
 
@@ -412,7 +426,7 @@ def max_positions(config: Any) -> int:
 def rope_parameters(config: Any) -> dict[str, Any]:
     """The config's settings of the RoPE of layers that keep every token, as transformers computes it; empty for none.
 
-    Empty too for GPT-J, which makes a table of its own.
+    Empty too for types that make a table of their own.
     """
     by_kind = all_rope_parameters(config)
     return by_kind.get("full_attention") or next(iter(by_kind.values()), {})
@@ -483,13 +497,13 @@ def rope_of(model: Any) -> RoPE | None:
     """The model's RoPE as inverse frequencies; None for families without RoPE.
 
     Not for one whose frequencies move (`kvexp.hf.moving_rope`). Frequencies come from the model's own rotary
-    module, so linear, llama3 and yarn scaling are in them. GPT-J, which has no such module, makes its table from the
-    base 10000.
+    module, so linear, llama3 and yarn scaling are in them. GPT-J and CodeGen, without such a module, make their table
+    from the base 10000.
     """
     config = model.config
     if traits_of(config).position != "rope":
         return None
-    if config.model_type == "gptj":
+    if config.model_type in TABLE_ROPE:
         width = config.rotary_dim or config.n_embd // config.n_head
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
         device = model.get_input_embeddings().weight.device  # or each step would copy it there

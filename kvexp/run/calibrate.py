@@ -21,7 +21,7 @@ from kvexp.hf.calibrate import (
     calibrate_queries_and_heads,
     train_surrogate,
 )
-from kvexp.hf.traits import query_shape, traits_of
+from kvexp.hf.traits import TABLE_ROPE, query_shape, traits_of
 from kvexp.hf.triattention_file import read_triattention, write_triattention
 from kvexp.methods import KVzipPlus
 from kvexp.run.compose import hydra_errors_shown, split_model_words
@@ -115,7 +115,7 @@ def take_triattention(words: Sequence[str], taken: str) -> None:
     name, spec = composed_model(words)
     config = config_of_spec(spec)
     shape = query_shape(config)
-    if (traits := traits_of(config)).position != "rope" or traits.type == "gptj":
+    if (traits := traits_of(config)).position != "rope" or traits.type in TABLE_ROPE:
         raise ConfigError(
             f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits.title} does not"
         )
@@ -293,7 +293,7 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int, ou
     """
     name, spec = composed_model(words)
     config = config_of_spec(spec)
-    if out is not None and (traits_of(config).position != "rope" or traits_of(config).type == "gptj"):
+    if out is not None and (traits_of(config).position != "rope" or traits_of(config).type in TABLE_ROPE):
         raise ConfigError(
             f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits_of(config).title} does not: "
             "leave out --format"

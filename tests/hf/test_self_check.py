@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import twins
 from tiny import CONFIGS, stock
 from twins import twin
 
@@ -154,7 +155,7 @@ def test_a_folder_is_checked_once_and_an_unknown_type_whenever_it_is_patched_fir
     assert measured[-1] == "llama"
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba", "bert", "diffllama", "deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["xglm", "mamba", "bert", "diffllama", "doge", "deepseek_v3", "deepseek_v32"])
 def test_a_type_that_cannot_be_served_is_refused_with_the_reason_before_weights(name):
     from transformers import AutoConfig
 
@@ -162,6 +163,30 @@ def test_a_type_that_cannot_be_served_is_refused_with_the_reason_before_weights(
     with pytest.raises(ConfigError) as error:
         check_type(AutoConfig.for_model(name))
     assert f"model family {name!r} is not supported: " in str(error.value) and why in str(error.value)
+
+
+GLOBAL = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+VARIANTS = [  # of types whose twins are of one variant
+    ("gemma4_text", GLOBAL | EXPERTS | {"hidden_size_per_layer_input": 0}),  # as the 26B, whose keys are its values
+    ("gemma4_text", {"num_kv_shared_layers": 4, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}),  # E2B
+    ("falcon", {"new_decoder_architecture": False}),  # one kv head, as the 7B
+    ("falcon", {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_variants_of_a_type_pass(name, fields, monkeypatch):
+    monkeypatch.setitem(twins.SPECIAL, name, twins.SPECIAL.get(name, {}) | fields)
+    assert measure(patch_model(twins.twin.__wrapped__(name), check="never")) < 5e-5
+
+
+def test_falcon_with_alibi_is_refused():
+    """In transformers its eager attention and SDPA differ."""
+    from transformers import AutoConfig
+
+    with pytest.raises(ConfigError, match=r"'falcon with ALiBi' is not supported: .* twice in eager attention"):
+        check_type(AutoConfig.for_model("falcon", alibi=True))
 
 
 def test_shapes_that_are_not_those_of_the_configuration_are_refused(monkeypatch):

@@ -30,7 +30,7 @@ from kvexp.generate.inputs import receipt_of
 from kvexp.generate.loop import decode
 from kvexp.generate.prefill import prefill, prefill_together
 from kvexp.hf import EvictionCache, patch_model
-from kvexp.hf.patch import forward_columns, forward_logits
+from kvexp.hf.patch import SHIMS, forward_columns, forward_logits
 from kvexp.hf.probe import layer_ropes
 from kvexp.hf.self_check import ATOL, RTOL, measure
 from kvexp.hf.traits import REFUSED, VERIFIED, check_type, traits_of
@@ -53,8 +53,9 @@ KINDS = {
     "falcon_h1": "full attention and a state in each layer",
     "gemma3n_text": "layers that share keys",
     "gemma4_text": "layers that share keys, for the newest queries alone",
-    "gpt2": "learned positions",
+    "gpt_neo": "attention of its own, whole and in windows, and learned positions",
     "mpt": "ALiBi",
+    "falcon": "kv heads that its own cache repeats",
 }
 # Of the largest logit: their own eager and SDPA, or whole and in parts, differ by as much.
 # On an AMD EPYC: qwen3_next, whole and in parts, up to 1.2e-4 in 40 texts; granitemoe, whole and token by token, up to
@@ -174,30 +175,57 @@ class Truth:
         self.seen, self.probabilities, self.keys = {}, {}, {}
 
     def attention(self, module, query, key, value, mask, **more):
-        layer, own = module.layer_idx, self.eager(module)
-        if layer in self.source:
-            group = query.shape[1] // key.shape[1]
-            if mask is None:
-                mask = torch.zeros(1, 1, query.shape[2], key.shape[2])
-            hidden = ~self.seen[self.source[layer]].repeat_interleave(group, dim=1)
-            mask = mask.masked_fill(hidden, torch.finfo(query.dtype).min)
-        out, weights = own(module, query, key, value, mask, **more)
+        own, layer = sys.modules[type(module).__module__].eager_attention_forward, module.layer_idx
+        if mask is None:
+            mask = torch.zeros(1, 1, query.shape[2], key.shape[2])
+        out, weights = own(module, query, key, value, self.hide(layer, mask, query.shape[1]), **more)
+        self.note(layer, weights, key)
+        return out, weights
+
+    def hide(self, layer, mask, heads):
+        """The model's mask without what its heads have lost; MPT's is True for what is hidden."""
+        if layer not in self.source:
+            return mask
+        seen = self.seen[self.source[layer]]
+        hidden = ~seen.repeat_interleave(heads // seen.shape[1], dim=1)
+        return mask | hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+    def note(self, layer, weights, key):
         if layer in self.held and layer not in self.probabilities:
             self.probabilities[layer] = weights.unflatten(1, (key.shape[1], -1)).sum(2)
             self.keys[layer] = key
-        return out, weights
-
-    @staticmethod
-    def eager(module):
-        return sys.modules[type(module).__module__].eager_attention_forward
 
     @torch.no_grad()
     def logits(self, ids):
+        self.probabilities, self.keys = {}, {}
+        if traits_of(self.model.config).type in SHIMS:
+            return self.own_logits(ids)
         AttentionInterface.register("truth", self.attention)
         AttentionMaskInterface.register("truth", eager_mask)
         self.model.set_attn_implementation("truth")
-        self.probabilities, self.keys = {}, {}
         return self.model(ids, use_cache=False).logits
+
+    def own_logits(self, ids):
+        """Of a model whose attention is no function: its modules are given other masks, and tell their weights."""
+        cache, weights = DynamicCache(), {}
+        config = self.model.config
+        stock = SHIMS[config.model_type].__mro__[1]
+        for layer, module in enumerate(each for each in self.model.modules() if isinstance(each, stock)):
+
+            def put(module, args, given, layer=layer):
+                mask = self.hide(layer, given["attention_mask"], config.num_attention_heads)
+                return args, given | {"attention_mask": mask}
+
+            def take(module, args, output, layer=layer):
+                weights[layer] = output[1]
+
+            module.register_forward_pre_hook(put, with_kwargs=True)
+            module.register_forward_hook(take)
+        logits = self.model(ids, past_key_values=cache, use_cache=True).logits
+        for layer in self.held:
+            key, heads = cache.layers[layer].keys, self.seen[layer].shape[1]
+            self.note(layer, weights[layer], key[:, :: key.shape[1] // heads])  # Falcon's cache repeats them
+        return logits
 
 
 def kept_after(method, probabilities, keys, held, count, recent, window):
@@ -219,11 +247,10 @@ def kept_after(method, probabilities, keys, held, count, recent, window):
 
 
 METHODS = (StreamingLLM(), KNorm(), H2O())
-RULED = [name for name in KINDS if name not in ("mpt",)]  # whose own attention is no function that can be replaced
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(name, method):
     """Every kept set follows from the truth's own attention and keys; every logit is what that mask gives."""
