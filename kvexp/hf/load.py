@@ -314,6 +314,7 @@ def random_config(family: str, **config: Any) -> Any:
         )
     known = AutoConfig.for_model(family)
     check_type(known)
+    known = next(iter(getattr(known, "per_layer_config", None) or [known]))  # has fields that differ between layers
     for name in config:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")

@@ -471,13 +471,15 @@ def check_sizes(config: Any) -> None:
         value = _field(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{_own(config, name)} must be a whole number of at least 1, got {value!r}")
-    heads, grouped = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if grouped is not None and (not isinstance(grouped, int) or grouped < 1 or heads % grouped):
-        raise ConfigError(
-            f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must be a "
-            "whole number that divides num_attention_heads"
-        )
-    if not getattr(config, "head_dim", None) and config.hidden_size % heads:
+    heads = config.num_attention_heads
+    by_layer = list(_field(config, "per_layer_config") or [config])
+    for grouped in {_field(layer, "num_key_value_heads") for layer in by_layer} - {None}:
+        if not isinstance(grouped, int) or grouped < 1 or heads % grouped:
+            raise ConfigError(
+                f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must "
+                "be a whole number that divides num_attention_heads"
+            )
+    if not _field(by_layer[0], "head_dim") and config.hidden_size % heads:
         raise ConfigError(
             f"{_own(config, 'hidden_size')} must be a multiple of {_own(config, 'num_attention_heads')}, got "
             f"{config.hidden_size} and {heads}"

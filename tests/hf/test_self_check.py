@@ -181,6 +181,14 @@ def test_variants_of_a_type_pass(name, fields, monkeypatch):
     assert measure(patch_model(twins.twin.__wrapped__(name), check="never")) < 5e-5
 
 
+def test_a_configuration_whose_heads_differ_between_layers_is_loaded():
+    sizes = {"vocab_size": 61, "vocab_size_per_layer_input": 61, "hidden_size": 32, "hidden_size_per_layer_input": 8}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    assert traits_of(random_model("gemma4_text", **sizes, **heads, check="always").config).key_dim == 512
+    with pytest.raises(ConfigError, match="2 layers of 2 heads in 3 groups"):
+        random_model("gemma4_text", **sizes, **heads | {"num_key_value_heads": 3})
+
+
 def test_falcon_with_alibi_is_refused():
     """In transformers its eager attention and SDPA differ."""
     from transformers import AutoConfig
