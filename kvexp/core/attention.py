@@ -6,7 +6,7 @@ Position ids are the mask: a query sees a slot iff 0 <= slot position <= query p
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
 
@@ -59,6 +59,9 @@ class RoPE:
         return turned.unflatten(-1, (-1, 2)) if self.interleaved else torch.stack(turned.chunk(2, dim=-1), dim=-1)
 
 
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class AttentionParams:
     """How a layer computes its logits: x = scale * q.k (+ slope * (slot position - query position) for ALiBi).
@@ -67,6 +70,8 @@ class AttentionParams:
     the slopes, [H * G]; None: no ALiBi. upcast: logits in float32 whatever the model's dtype (GPT-J). rope: the model's
     RoPE, needed only where positions are renumbered. softcap: c of `softcapped`; None: none. sinks: of
     `attention_probs`, a logit for every query head, [H * G]; None: none. (What methods keep as sinks are first tokens.)
+    expand: where slots hold latents (multi-head latent attention), from rotary keys [B, 1, S, d] and latents
+    [B, 1, S, r] to keys [B, G, S, D] and values [B, G, S, Dv] of all query heads; None: they hold keys and values.
     """
 
     scale: float
@@ -76,6 +81,7 @@ class AttentionParams:
     rope: RoPE | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    expand: Expand | None = None
 
     def __post_init__(self) -> None:
         if self.sinks is not None and self.sinks.ndim != 1:
@@ -83,6 +89,10 @@ class AttentionParams:
                 f"attention sinks must be one number for every query head, [heads], got {list(self.sinks.shape)}: "
                 "sinks that differ from query to query are not supported"
             )
+
+    def states_of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that attention takes, of what slots hold as such."""
+        return (keys, values) if self.expand is None else self.expand(keys, values)
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
@@ -118,7 +128,8 @@ def attention_probs(x: Tensor, sinks: Tensor | None, dtype: torch.dtype | None =
 class AttentionInputs:
     """Queries, keys, values and position ids of one forward, from which its logits and masks follow.
 
-    query [B, H, G, Q, D]; keys [B, H, S, D]; values [B, H, S, Dv].
+    query [B, H, G, Q, D]; keys [B, H, S, D]; values [B, H, S, Dv]. Of slots that hold latents H is 1, and keys and
+        values are those of the G query heads, [B, G, S, *] (`expanded`).
     positions [B, H or 1, S], query_positions [B, Q]: position ids, -1 for dead slots and padding.
     visible [B, H, S] bool: slots that a simulation (mask mode) has not evicted; None: all.
     rope_positions: where survivors are renumbered, the positions that RoPE and ALiBi see, of slots [B, H, S] and of
@@ -176,7 +187,7 @@ class AttentionInputs:
         if self.params.upcast:
             query, keys = query.float(), keys.float()
         b, h, g, q, d = query.shape
-        x = qk_matmul(query.reshape(b, h, g * q, d), keys).view(b, h, g, q, slots)
+        x = qk_matmul(query.reshape(b, keys.shape[1], h * g * q // keys.shape[1], d), keys).view(b, h, g, q, slots)
         x = softcapped((x if x.dtype == torch.float64 else x.float()) * self.params.scale, self.params.softcap)
         bias = self.alibi_bias(rows, slots)
         x = x if bias is None else x + bias
@@ -188,6 +199,14 @@ class AttentionInputs:
         """The number of slots, from the first on, that suffices for the query rows `rows`: they see none behind."""
         total, count = self.keys.shape[2], self.query.shape[3]
         return total - count + rows.stop if self.in_column_order else total
+
+
+def expanded(inputs: AttentionInputs) -> AttentionInputs:
+    """Inputs with keys and values of query heads in place of latents (`AttentionParams.expand`); else as they are."""
+    if inputs.params.expand is None:
+        return inputs
+    keys, values = inputs.params.states_of(inputs.keys, inputs.values)
+    return replace(inputs, keys=keys, values=values)
 
 
 class Observer(Protocol):
@@ -281,7 +300,8 @@ def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
             if share is not None:
                 x *= share
             show("attention", tile, x)
-            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), row_inputs.values[0, heads, seen])
+            values = row_inputs.values[0, _held_by(heads, h), seen]
+            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), values)
     return out
 
 
@@ -343,7 +363,8 @@ def _tile_logits(
     The scale is multiplied into the query; in half precision products are rounded before they are scaled, as in
     `AttentionInputs.logits`.
     """
-    query, keys, params = inputs.query[0, heads, :, rows], inputs.keys[0, heads, seen], inputs.params
+    query, params = inputs.query[0, heads, :, rows], inputs.params
+    keys = inputs.keys[0, _held_by(heads, inputs.query.shape[1]), seen]
     if params.upcast:
         query, keys = query.float(), keys.float()
     h, g, q, _ = query.shape
@@ -374,8 +395,15 @@ def _tile_logits(
     return x
 
 
+def _held_by(heads: slice, among: int) -> slice:
+    """Which keys and values are of the kv heads `heads`: all of a head that is alone, which may hold several."""
+    return slice(None) if among == 1 else heads
+
+
 def grouped_matmul(x: Tensor, of_heads: Tensor, out: Tensor | None = None) -> Tensor:
     """Product [H, G, q, n] of x [H, G, q, m], of query heads, with one matrix per kv head, of_heads [H, m, n].
+
+    For H = 1 it may be one per query head, [G, m, n].
 
     A single product would be split among threads where they are many, and its sums with it; several are not.
     """
@@ -416,7 +444,7 @@ def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = Fa
         attn_mask=mask,
         is_causal=causal,
         scale=inputs.params.scale,
-        enable_gqa=g > 1,
+        enable_gqa=h * g > keys.shape[1],
     )
     return out.view(b, h, g, q, values.shape[-1]).to(inputs.values.dtype)
 
@@ -435,10 +463,11 @@ def qk_matmul(query: Tensor, keys: Tensor) -> Tensor:
 def apply_probs(probabilities: Tensor, values: Tensor) -> Tensor:
     """The attention output [B, H, G, Q, Dv], in the dtype of the values.
 
-    probabilities [B, H, G, Q, S] float32, values [B, H, S, Dv].
+    probabilities [B, H, G, Q, S] float32, values [B, H, S, Dv] or, of latents, [B, G, S, Dv].
     """
     b, h, g, q, s = probabilities.shape
-    out = torch.matmul(probabilities.to(values.dtype).reshape(b, h, g * q, s), values)
+    n = values.shape[1]
+    out = torch.matmul(probabilities.to(values.dtype).reshape(b, n, h * g * q // n, s), values)
     return out.view(b, h, g, q, values.shape[-1])
 
 
@@ -462,10 +491,10 @@ def _sums_go_by_width(groups: int, width: int, dtype: torch.dtype) -> bool:
 def apply_probs_any_width(probabilities: Tensor, values: Tensor) -> Tensor:
     """`apply_probs` of one query per head, on a CPU the same to the bit whatever dead slots stand behind.
 
-    probabilities [R, H, G, 1, S] float32, values [R, H, S, Dv] -> [R, H, G, 1, Dv]. SPLIT_SLOTS slots at a time where a
-    product over all of them is not the same.
+    probabilities [R, H, G, 1, S] float32, values [R, H, S, Dv] (as of `apply_probs`) -> [R, H, G, 1, Dv]. SPLIT_SLOTS
+    slots at a time where a product over all of them is not the same.
     """
-    groups, slots = probabilities.shape[2], values.shape[2]
+    groups, slots = probabilities.shape[1] * probabilities.shape[2] // values.shape[1], values.shape[2]
     few = groups < SPLIT_MIN_GROUP
     if values.device.type != "cpu" or (few and not _sums_go_by_width(groups, values.shape[-1], values.dtype)):
         return apply_probs(probabilities, values)
@@ -502,11 +531,13 @@ def with_renumbered_positions(inputs: AttentionInputs, positions: Tensor) -> Att
 def decode_logits(query: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, params: AttentionParams) -> Tensor:
     """Logits of one new token per row, unmasked: query [R, H, G, 1, D], keys [R, H, S, D] -> [R, H, G, 1, S] float32.
 
+    Keys may be one per query head, as of `AttentionInputs`.
     positions [R, H, S] and newest [R, 1, 1]: position ids of slots and queries, for ALiBi. Float64 stays float64.
     """
     if params.upcast:
         query, keys = query.float(), keys.float()
-    x = qk_matmul(query[..., 0, :], keys)
+    r, h, g, _, d = query.shape
+    x = qk_matmul(query.reshape(r, keys.shape[1], h * g // keys.shape[1], d), keys).view(r, h, g, keys.shape[2])
     x = softcapped((x if x.dtype == torch.float64 else x.float()) * params.scale, params.softcap)
     if params.alibi is not None:
         slopes = params.alibi.view(1, *x.shape[1:3], 1).to(x.device)

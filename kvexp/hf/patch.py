@@ -27,7 +27,7 @@ from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, Expand, compute_attention, expanded
 from kvexp.core.config import Sliding
 from kvexp.core.sequence import SequenceState
 from kvexp.hf.traits import Layer, has_sinks, softcap_of, traits_of
@@ -241,7 +241,7 @@ def uncached_attention(
         in_column_order=True,
         padded=padding is not None,
     )
-    return compute_attention(inputs).flatten(1, 2)
+    return compute_attention(expanded(inputs)).flatten(1, 2)
 
 
 def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -262,6 +262,21 @@ def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
 def check_dropout(module: nn.Module, rate: float) -> None:
     """CacheError for a module in training mode whose attention drops probabilities at this rate."""
     _check_arguments(module, {"dropout": rate if module.training else 0.0})
+
+
+def _fresh_latents(module: Any) -> tuple[Tensor, Tensor, Expand] | None:
+    """Rotary keys [B, 1, Q, d], marked, and latents [B, 1, Q, r] that this module has just cached; how it expands them.
+
+    None where it caches keys and values, or the forward has no cache of kvexp. Found by the module's number, since
+    what the module makes of them are new tensors.
+    """
+    if _forward.cache is None or not hasattr(module, "expand_kv"):
+        return None
+    layer = _forward.cache.layers[module.layer_idx]
+    if (latents := getattr(layer, "fresh", None)) is None:
+        return None
+    layer.fresh = None
+    return *latents, lambda rotary, latent: module.expand_kv(latent, rotary)
 
 
 def kvexp_attention(
@@ -287,6 +302,9 @@ def kvexp_attention(
     if s_aux is not None and not has_sinks(config):
         others["s_aux"] = s_aux
     _check_arguments(module, {**others, "dropout": dropout})
+    expand: Expand | None = None
+    if (latents := _fresh_latents(module)) is not None:
+        key, value, expand = latents
     said = _FULL if sliding_window is None else Layer("window", sliding_window)
     sight: Layer = getattr(attention_mask, _SIGHT_ATTR, said)
     layer = getattr(key, LAYER_ATTR, None)
@@ -303,7 +321,7 @@ def kvexp_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     window = sight.size if sight.kind == "window" else None
-    params = AttentionParams(scale, window, softcap=softcap, sinks=s_aux)
+    params = AttentionParams(scale, window, softcap=softcap, sinks=s_aux, expand=expand)
     out = cached_attention(query, key, value, attention_mask, params)
     return out.transpose(1, 2).contiguous(), None
 
@@ -412,7 +430,7 @@ _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKey
 def attention_modules(model: nn.Module, sliding: Sliding = "auto") -> list[nn.Module]:
     """The attention modules of a model whose keys kvexp holds (`held_layers`), in the order of its layers."""
     held = traits_of(model.config, sliding).held
-    modules = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    modules = [module for module in model.modules() if type(module).__name__.endswith(("Attention", "MLA"))]
     return [module for module in modules if getattr(module, "layer_idx", held[0]) in held]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -53,17 +54,18 @@ SHIMS = {"gptj": "GPTJAttention", "mpt": "MptAttention"}
 VERIFIED = frozenset(
     " ".join(
         [
-            "afmoe apertus arcee aria_text bamba beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text",
-            "ctrl cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma",
-            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant",
-            "gemma4_unified_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite",
-            "granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text",
-            "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba kolibri1 laguna",
-            "lfm2 lfm2_moe lfm3 llama llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text",
-            "ministral ministral3 mistral mixtral modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron",
-            "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3",
-            "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open",
-            "stablelm starcoder2 vaultgemma zamba zamba2 zaya",
+            "afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam biogpt bitnet cohere cohere2 cohere2_moe",
+            "cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 dots1 emu3 ernie4_5 ernie4_5_moe exaone4",
+            "exaone_moe falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
+            "gemma4_unified gemma4_unified_assistant gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2",
+            "gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa",
+            "granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax",
+            "internlm3 iquestcoder jais2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text",
+            "longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral",
+            "mixtral modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron nemotron_h olmo olmo2 olmo3",
+            "olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe",
+            "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2",
+            "vaultgemma youtu zamba zamba2 zaya",
         ]
     ).split()
 )
@@ -83,7 +85,9 @@ WHOLE_PROMPTS = frozenset({"jamba", "zamba", "zamba2"})
 # Types whose heads have attention sinks, one logit per query head.
 SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
-LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
+# With older versions caches hold the keys and values that latents are expanded to.
+LATENTS_SINCE = (5, 17)
+_OLD = "its cache holds latents, which transformers expands before it caches them below version {}.{}: update it"
 _OWN = "its attention does not go through transformers' attention interface"
 _STATES = "no layer of it keeps the keys of its tokens, so there is nothing to evict"
 _INDEXED = "an index chooses the tokens that its layers attend to, by the number of their slot"
@@ -96,7 +100,7 @@ REFUSED: dict[str, str] = {
         _STATES: "mamba mamba2 falcon_mamba xlstm",
         "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
         "each of its layers attends twice, to values of its own": "diffllama",
-        _INDEXED: "qwen4_exp qwen4_exp_text dots3_note dots3_note_text",
+        _INDEXED: "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text",
         "it computes with masks of four dimensions": "doge gemma4 gemma4_text",
         "it attends to images by cross-attention": "mllama",
         "it keeps keys for its experts and repeats them afterwards": "jetmoe",
@@ -137,7 +141,8 @@ class Traits:
     per kv head), key_dim D, value_dim Dv: of the layers whose keys kvexp holds. limit: the longest sequence in tokens
     that the configuration names, before a stretched RoPE; None: it names none. shared: numbers of layers whose keys
     later layers attend to as well. verified: whether tests hold a tiny model of this type against transformers.
-    sliding: as of `held_layers`.
+    sliding: as of `held_layers`. latent: whether a slot of them is a latent and its rotary key, of which attention
+    makes keys and values of all query heads: then H is 1, D the rotary key's and Dv the latent's width.
     """
 
     type: str
@@ -151,6 +156,7 @@ class Traits:
     shared: frozenset[int] = frozenset()
     verified: bool = False
     sliding: Sliding = "auto"
+    latent: bool = False
 
     @property
     def whole_prompts(self) -> bool:
@@ -219,8 +225,9 @@ def check_type(config: Any) -> None:
     for name in (str(_field(config, "model_type")), str(_field(text, "model_type"))):
         if name in REFUSED:
             raise _refused(name, REFUSED[name])
-    if _field(text, "kv_lora_rank") is not None:
-        raise _refused(str(_field(text, "model_type")), LATENTS)
+    installed = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if _field(text, "kv_lora_rank") is not None and installed < LATENTS_SINCE:
+        raise _refused(str(_field(text, "model_type")), _OLD.format(*LATENTS_SINCE))
 
 
 def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
@@ -244,6 +251,10 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
     heads = _field(layer, "num_attention_heads")
     kv_heads = _field(layer, "num_key_value_heads") or _field(_field(layer, "attn_config"), "kv_n_heads") or heads
     key_dim = _field(layer, "head_dim") or layer.hidden_size // heads
+    value_dim = _field(layer, "v_head_dim") or key_dim
+    latent = _field(layer, "kv_lora_rank")
+    if latent is not None:
+        kv_heads, key_dim, value_dim = 1, layer.qk_rope_head_dim, latent
     rope = _field(text, "rope_parameters") is not None or model_type == "gptj"
     without: Position = "none" if any(layer.kind in ("state", "hybrid") for layer in layers) else "learned"
     return Traits(
@@ -252,12 +263,13 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
         kv_heads=int(kv_heads),
         group=int(heads) // int(kv_heads),
         key_dim=int(key_dim),
-        value_dim=int(_field(layer, "v_head_dim") or key_dim),
+        value_dim=int(value_dim),
         position="alibi" if model_type == "mpt" else "rope" if rope else without,
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
         shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
         verified=not VERIFIED.isdisjoint((model_type, _field(config, "model_type"))),
         sliding=sliding,
+        latent=latent is not None,
     )
 
 
@@ -309,8 +321,16 @@ def head_dim(config: Any) -> int:
 
 
 def query_shape(config: Any) -> tuple[int, int, int, int]:
-    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head."""
+    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head.
+
+    They are those of statistics of heads: ConfigError where a cache holds latents, which have none.
+    """
     traits = traits_of(config)
+    if traits.latent:
+        raise ConfigError(
+            f"in {traits.title} a slot is a latent that all heads of a layer expand: statistics of keys and queries of "
+            "heads, which a calibration pass makes, are of no use to it"
+        )
     return len(traits.held), traits.kv_heads, traits.group, traits.key_dim
 
 

@@ -34,7 +34,7 @@ from kvexp.hf.patch import forward_columns, forward_logits
 from kvexp.hf.probe import layer_ropes
 from kvexp.hf.self_check import ATOL, RTOL, measure
 from kvexp.hf.traits import REFUSED, VERIFIED, check_type, traits_of
-from kvexp.methods import H2O, Full, KNorm, KVzip, StreamingLLM
+from kvexp.methods import H2O, TOVA, Full, KNorm, KVzip, StreamingLLM
 from kvexp.util.errors import ConfigError
 
 NEW = 10
@@ -52,6 +52,8 @@ KINDS = {
     "lfm2": "convolution and full attention",
     "falcon_h1": "full attention and a state in each layer",
     "gemma3n_text": "layers that share keys",
+    "deepseek_v3": "latents",
+    "kimi_linear": "latents without RoPE, and linear attention",
     "gpt2": "learned positions",
     "mpt": "ALiBi",
 }
@@ -175,14 +177,14 @@ class Truth:
     def attention(self, module, query, key, value, mask, **more):
         layer, own = module.layer_idx, self.eager(module)
         if layer in self.source:
-            group = query.shape[1] // key.shape[1]
+            seen = self.seen[self.source[layer]]
             if mask is None:
                 mask = torch.zeros(1, 1, query.shape[2], key.shape[2])
-            hidden = ~self.seen[self.source[layer]].repeat_interleave(group, dim=1)
+            hidden = ~seen.repeat_interleave(query.shape[1] // seen.shape[1], dim=1)
             mask = mask.masked_fill(hidden, torch.finfo(query.dtype).min)
         out, weights = own(module, query, key, value, mask, **more)
         if layer in self.held and layer not in self.probabilities:
-            self.probabilities[layer] = weights.unflatten(1, (key.shape[1], -1)).sum(2)
+            self.probabilities[layer] = weights.unflatten(1, (seen.shape[1], -1)).sum(2)
             self.keys[layer] = key
         return out, weights
 
@@ -211,22 +213,30 @@ def kept_after(method, probabilities, keys, held, count, recent, window):
     if isinstance(method, KNorm):
         value = {p: -float(f"{float(keys[p].norm()):.4e}") for p in held}  # as near as 16 bits tell
     else:
-        value = {p: float(probabilities[:, p].sum()) for p in held}
+        rows = probabilities[-1:] if isinstance(method, TOVA) else probabilities
+        value = {p: float(rows[:, p].sum()) for p in held}
     last = max(held) + 1 - window if window else -1  # the newest position that the next query does not see
     rest = sorted((p for p in held if p not in newest), key=lambda p: (p > last, value[p], p), reverse=True)
     return {*newest, *rest[: count - len(newest)]}
 
 
 METHODS = (StreamingLLM(), KNorm(), H2O())
+LATENTS = ("deepseek_v3", "kimi_linear")  # which have no keys to measure; TOVA keeps one set for all heads
+
+
+def methods_for(name):
+    return (StreamingLLM(), TOVA(), H2O()) if name in LATENTS else METHODS
+
+
 RULED = [name for name in KINDS if name not in ("mpt",)]  # whose own attention is no function that can be replaced
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", range(3))
 @pytest.mark.parametrize("name", RULED)
 @torch.no_grad()
 def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(name, method):
     """Every kept set follows from the truth's own attention and keys; every logit is what that mask gives."""
-    follows_the_rules(name, method, Budget(tokens=15), "auto", lambda window: 15)
+    follows_the_rules(name, methods_for(name)[method], Budget(tokens=15), "auto", lambda window: 15)
 
 
 # Layers with a sliding window that are evicted from, beside layers that keep every token.
@@ -270,7 +280,7 @@ def follows_the_rules(name, method, given, sliding, budget_of):
     for number, layer in enumerate(truth.held):
         budget = budget_of(truth.windows[number])
         for head in range(len(kept[0][number])):
-            rows, keys = truth.probabilities[layer][0, head], truth.keys[layer][0, head]
+            rows, keys = truth.probabilities[layer][0, head], truth.keys[layer][0, head]  # keys: of latents' first head
             held = set(range(prompt))
             for step, each in enumerate(kept):
                 count = len(each[number][head])
