@@ -328,8 +328,8 @@ def query_shape(config: Any) -> tuple[int, int, int, int]:
     traits = traits_of(config)
     if traits.latent:
         raise ConfigError(
-            f"in {traits.title} a slot is a latent that all heads of a layer expand: statistics of keys and queries of "
-            "heads, which a calibration pass makes, are of no use to it"
+            f"in {traits.title} a slot is a latent that all heads of a layer expand: it has no use for statistics of keys "
+            "and queries of heads, which a calibration pass makes. Take a method that goes by attention, such as h2o"
         )
     return len(traits.held), traits.kv_heads, traits.group, traits.key_dim
 
@@ -482,6 +482,11 @@ def check_sizes(config: Any) -> None:
         raise ConfigError(
             f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must be a "
             "whole number that divides num_attention_heads"
+        )
+    if _field(config, "kv_lora_rank") is not None and grouped != heads:
+        raise ConfigError(
+            f"num_key_value_heads must be num_attention_heads ({heads}) where a latent is expanded for every query "
+            f"head, got {grouped!r}"
         )
     if not getattr(config, "head_dim", None) and config.hidden_size % heads:
         raise ConfigError(

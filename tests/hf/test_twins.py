@@ -437,7 +437,7 @@ class Watcher(Method):
         return ctx.positions.float()
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3"])
 @torch.no_grad()
 def test_a_second_pass_sees_windows_and_chunks_as_they_are_behind_the_prompt(name):
     """Attention is the type's own model's over prompt and repetition in one forward; windows stay as they were."""
