@@ -64,6 +64,8 @@ _SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 COMMON = {name: value for value, names in _COMMON.items() for name in names.split()} | _SWITCHES | _SPECIAL_TOKENS
 # Of types whose cache holds latents: every width another, the rotary part's the one that RoPE is made for.
 LATENT = {"num_key_value_heads": LAYERS, "kv_lora_rank": 24, "q_lora_rank": 20, "v_head_dim": 12, "qk_head_dim": 22}
+# Index heads enough for no token to have a score of 0 in all of them: of equal scores no order says which is chosen.
+LATENT |= {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 9}
 LATENT |= {"qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "head_dim": 8}
 _MIXED = [SLIDING, FULL] * 3
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}

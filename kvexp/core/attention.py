@@ -62,6 +62,19 @@ class RoPE:
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+class Index(Protocol):
+    """What chooses the slots that each query of a forward attends to, in models of sparse attention (DeepSeek V3.2)."""
+
+    def choose(self, states: Tensor, visible: Tensor) -> Tensor:
+        """The chosen of the slots, [B, Q, S] bool, from what they hold as values [B, S, r], and what queries see.
+
+        visible [B, Q, S] bool; a slot that is not visible may be among the chosen.
+        """
+
+    def split(self, sizes: Sequence[int]) -> Sequence[Index]:
+        """The same for parts of the batch, of so many rows each."""
+
+
 @dataclass(frozen=True)
 class AttentionParams:
     """How a layer computes its logits: x = scale * q.k (+ slope * (slot position - query position) for ALiBi).
@@ -72,6 +85,7 @@ class AttentionParams:
     `attention_probs`, a logit for every query head, [H * G]; None: none. (What methods keep as sinks are first tokens.)
     expand: where slots hold latents (multi-head latent attention), from rotary keys [B, 1, S, d] and latents
     [B, 1, S, r] to keys [B, G, S, D] and values [B, G, S, Dv] of all query heads; None: they hold keys and values.
+    index: by which queries attend to a few slots alone; None: to all that they see.
     """
 
     scale: float
@@ -82,6 +96,7 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Tensor | None = None
     expand: Expand | None = None
+    index: Index | None = None
 
     def __post_init__(self) -> None:
         if self.sinks is not None and self.sinks.ndim != 1:
@@ -93,6 +108,12 @@ class AttentionParams:
     def states_of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that attention takes, of what slots hold as such."""
         return (keys, values) if self.expand is None else self.expand(keys, values)
+
+    def split(self, sizes: Sequence[int]) -> list[AttentionParams]:
+        """The same for parts of the batch, of so many rows each."""
+        if self.index is None:
+            return [self] * len(sizes)
+        return [replace(self, index=part) for part in self.index.split(sizes)]
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
@@ -132,6 +153,7 @@ class AttentionInputs:
         values are those of the G query heads, [B, G, S, *] (`expanded`).
     positions [B, H or 1, S], query_positions [B, Q]: position ids, -1 for dead slots and padding.
     visible [B, H, S] bool: slots that a simulation (mask mode) has not evicted; None: all.
+    chosen [B, Q, S] bool: slots that an index has chosen for each query; None: all.
     rope_positions: where survivors are renumbered, the positions that RoPE and ALiBi see, of slots [B, H, S] and of
         queries [B, H, Q]; None: the position ids.
     in_column_order: slot i holds column i, so query row i of a prompt needs only the first S - Q + i + 1 slots.
@@ -146,6 +168,7 @@ class AttentionInputs:
     query_positions: Tensor
     params: AttentionParams
     visible: Tensor | None = None
+    chosen: Tensor | None = None
     rope_positions: tuple[Tensor, Tensor] | None = None
     in_column_order: bool = False
     padded: bool = True
@@ -164,6 +187,8 @@ class AttentionInputs:
             ok = ok & (place > query_place - self.params.sliding_window)
         if self.visible is not None and not include_evicted:
             ok = ok & self.visible[:, :, None, :slots]
+        if self.chosen is not None:
+            ok = ok & self.chosen[:, None, rows, :slots]
         return ok | (query < 0)
 
     def alibi_bias(self, rows: slice, slots: int) -> Tensor | None:
@@ -202,10 +227,17 @@ class AttentionInputs:
 
 
 def expanded(inputs: AttentionInputs) -> AttentionInputs:
-    """Inputs with keys and values of query heads in place of latents (`AttentionParams.expand`); else as they are."""
-    if inputs.params.expand is None:
+    """Inputs with keys and values of query heads in place of latents (`AttentionParams.expand`); else as they are.
+
+    With the choice of the index, where there is one.
+    """
+    params = inputs.params
+    if params.expand is None:
         return inputs
-    keys, values = inputs.params.states_of(inputs.keys, inputs.values)
+    if params.index is not None:
+        seen = inputs.mask(slice(0, inputs.query.shape[3]), inputs.keys.shape[2])[:, 0]
+        inputs = replace(inputs, chosen=params.index.choose(inputs.values[:, 0], seen), all_visible=False)
+    keys, values = params.states_of(inputs.keys, inputs.values)
     return replace(inputs, keys=keys, values=values)
 
 
@@ -250,7 +282,8 @@ def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
         out = blocked_attention(inputs, observers)
         if not wants_gradients:
             return out
-    whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None
+    whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count
+    whole &= inputs.visible is None and inputs.chosen is None
     known = params.softcap is None and params.sinks is None
     if known and whole and params.alibi is None and (params.sliding_window or count) >= count:
         return _sdpa(inputs, slice(0, count), count, causal=True)
@@ -322,7 +355,7 @@ def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs
             pads = int(real.int().argmax())
             cut = max(0, pads - (slots - count))
             places = places[pads:]
-        straight = inputs.visible is None and inputs.rope_positions is None
+        straight = inputs.visible is None and inputs.rope_positions is None and inputs.chosen is None
         consecutive = straight and bool((places.diff() == 1).all())
     place = inputs.rope_positions
     row_inputs = replace(
@@ -333,6 +366,7 @@ def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs
         positions=positions[at, :, pads:],
         query_positions=inputs.query_positions[at, cut:],
         visible=None if inputs.visible is None else inputs.visible[at, :, pads:],
+        chosen=None if inputs.chosen is None else inputs.chosen[at, cut:, pads:],
         rope_positions=None if place is None else (place[0][at, :, pads:], place[1][at, :, cut:]),
     )
     return row_inputs, pads, cut, in_order and consecutive

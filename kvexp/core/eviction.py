@@ -131,8 +131,9 @@ class CacheState:
     """What all `layers` of one cache have in common.
 
     memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None; windows: as
-    of `PromptSizes`; latent: whether slots hold latents (`AttentionParams.expand`); cross_layer_buffers: of decode
-    steps; last_layer: evictions that wait until every layer has seen the prompt.
+    of `PromptSizes`; latent: whether slots hold latents (`AttentionParams.expand`); indexed: and an index chooses
+    among them; cross_layer_buffers: of decode steps; last_layer: evictions that wait until every layer has seen the
+    prompt.
     """
 
     def __init__(
@@ -142,9 +143,11 @@ class CacheState:
         sequence: SequenceState,
         windows: Sequence[int | None] = (),
         latent: bool = False,
+        indexed: bool = False,
     ) -> None:
         spec = config.method.score_spec
-        self.layers, self.sequence, self.windows, self.latent = layers, sequence, windows, latent
+        self.layers, self.sequence, self.windows = layers, sequence, windows
+        self.latent, self.indexed = latent, indexed
         sliding = [layer for layer, window in enumerate(windows) if window is not None]
         rest = [layer for layer in range(layers) if layer not in sliding]
         self.memory_tracker = MemoryTracker(layers, (rest, sliding) if sliding else ())
@@ -250,7 +253,7 @@ class EvictionLayer:
         self.calibration = None if needed is None else needed.layer(index)
         self.surrogate = None if config.surrogate is None else config.surrogate.layer(index)
         self.score_spec = config.score_spec
-        self.takes_step = takes_step(config) and not (common.latent and config.renumbered)
+        self.takes_step = takes_step(config) and not (common.indexed or (common.latent and config.renumbered))
         self.reset()
 
     def reset(self) -> None:

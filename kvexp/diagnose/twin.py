@@ -96,7 +96,7 @@ class TwinLayer:
             values=slots.values[:, :, : slots.length],
             positions=where,
             query_positions=newest,
-            params=params,
+            params=params.split([1, 1])[1],
             in_column_order=slots.same_order,
             padded=False,
         )

@@ -155,6 +155,20 @@ NO_LATENTS: tuple[Rule[CacheConfig], ...] = (
 )
 
 
+# Reasons against caches among whose slots an index chooses for each query.
+NO_INDEX: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: c.renumbered,
+        "its keys are at the positions that the text gave them: set cache.positions=original",
+    ),
+    (
+        lambda c: c.method.needs.second_pass is not None or c.method.needs.last_queries or c.shares_by_preference,
+        "what it chose for earlier queries, or would for a repeated prompt, is not kept: take a method that adds "
+        "attention up, such as h2o, or leave budget.layers at uniform or pyramid",
+    ),
+)
+
+
 def check_layers(traits: Traits, cache: CacheConfig) -> None:
     """ConfigError for a cache that cannot be put together with what the model's other layers keep."""
     if traits.evicts_in_windows:
@@ -162,6 +176,8 @@ def check_layers(traits: Traits, cache: CacheConfig) -> None:
     if traits.latent:
         of = f"in {traits.title} a slot is a latent that all heads of a layer expand, and "
         refuse(cache, [(when, of + why) for when, why in NO_LATENTS])
+    if traits.indexed:
+        refuse(cache, [(when, f"in {traits.title} an index chooses among slots, and {why}") for when, why in NO_INDEX])
     keep_states = [layer for layer in traits.layers if layer.kind in ("state", "hybrid", "shared")]
     if keep_states and cache.method.needs.second_pass is not None:
         raise ConfigError(
@@ -338,7 +354,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
             budget = replace(config.budget, others=other_layers(model, traits))
             self.config = config = replace(config, budget=budget)
         count = len(traits.held)
-        common = CacheState(config, count, self.sequence, traits.windows, traits.latent)
+        common = CacheState(config, count, self.sequence, traits.windows, traits.latent, traits.indexed)
         self.memory_tracker, self.cross_layer_score = common.memory_tracker, common.cross_layer_score
         states: list[EvictionLayer | RetrievalLayer]
         if isinstance(method, Retrieval):
@@ -371,6 +387,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
     def takes_chunks(self) -> bool:
         """Whether several known tokens can pass layer by layer, since no layer reads what another has made of them."""
         apart = self.cross_layer_score is None and not self.config.joins_layers and self.moving is None
+        apart = apart and not self.traits.indexed
         return apart and all(type(layer) is EvictionCacheLayer and not layer.shared for layer in self.layers)
 
     @property
@@ -686,7 +703,7 @@ class MultiLayer:
         for member, (q, k, v) in inputs.items():
             if member not in outputs:
                 mask = None if padding is None else padding.split(self.rows)[member]
-                outputs[member] = self.states[member].forward(q, k, v, params, mask)
+                outputs[member] = self.states[member].forward(q, k, v, params.split(self.rows)[member], mask)
         return outputs
 
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], StackedLayer]]:

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from kvexp.core import RoPE, SequenceState
-from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, Index, compute_attention
 from kvexp.core.config import Sliding
 from kvexp.core.eviction import LayerCache
 from kvexp.core.second_pass import RepeatedChunk
@@ -67,7 +67,8 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     rotated (renumbered positions); layer_input: of the model, where the method scores tokens by it; kind: what the
     model says the layer sees. attended: how often the forward in progress has attended to its keys; shared: whether
     later layers of the model attend to them as well. latent: whether slots hold latents, as values, and their rotary
-    keys, as keys; fresh: those of the forward in progress until its attention has taken them, marked as keys are.
+    keys, as keys; fresh: those of the forward in progress until its attention has taken them, marked as keys are;
+    index: what chooses among slots in that forward, None: nothing.
     """
 
     is_compileable = False
@@ -88,6 +89,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.state, self.rope, self.model_config, self.layer_input = state, rope, model_config, layer_input
         self.kind, self.shared, self.latent = kind, shared, latent
         self.fresh: tuple[Tensor, Tensor] | None = None
+        self.index: Index | None = None
         self.is_sliding = isinstance(state, WindowLayer | JoinedWindows)
         self.is_initialized = True
         self.attended = 0
@@ -114,6 +116,13 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.fresh = tagged, key_states
             return key_states, value_states
         return tagged, value_states
+
+    def update_indexer(self, index_keys: Tensor) -> Tensor:
+        """Keep the index's keys [B, Q, n] of the new tokens with their latents; returns one: it is asked again."""
+        assert self.fresh is not None
+        rotary, latents = self.fresh
+        self.fresh = rotary, torch.cat([latents, index_keys[:, None]], dim=-1)
+        return index_keys[:, :1]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None

@@ -24,12 +24,12 @@ from kvexp.hf.cache import check_layers
 from kvexp.hf.patch import forward_columns, forward_logits
 from kvexp.hf.self_check import measure
 from kvexp.hf.traits import query_shape, traits_of
-from kvexp.methods import H2O, TOVA, Full, KNorm, KVzipPlus, SnapKV, StreamingLLM, TriAttention
+from kvexp.methods import H2O, TOVA, Full, KNorm, KVzip, KVzipPlus, SnapKV, StreamingLLM, TriAttention
 from kvexp.retrieval import Quest
-from kvexp.util.errors import ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 NAME, PROMPT, NEW = "deepseek_v3", 40, 9
-WIDTHS = (8, 24)  # of a rotary key and of a latent
+SLOT = 8 + 24  # numbers of a rotary key and of a latent
 
 
 def patched(name=NAME):
@@ -146,13 +146,13 @@ def test_kept_latents_and_outputs_are_those_of_the_formulas(method, positions):
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [NAME, "kimi_linear"])
-def test_bytes_are_those_of_latents_and_rotary_keys(name):
+@pytest.mark.parametrize(("name", "numbers"), [(NAME, SLOT), ("kimi_linear", SLOT), ("deepseek_v32", SLOT + 16)])
+def test_bytes_are_those_of_latents_and_rotary_keys_and_of_the_indexs_keys(name, numbers):
     model = patched(name)
     context = prefill(model, ids_of(1, 1, 44).tolist(), H2O(), Budget(tokens=12), max_new_tokens=4)
     receipt, layers = receipt_of(context.cache, 0), len(traits_of(model.config).held)
-    assert receipt.ledger["latent"][0] == 12 * layers * sum(WIDTHS) * 4
-    assert receipt.ledger["latent"][1] >= 44 * sum(WIDTHS) * 4, "of one layer at least, when its prompt ends"
+    assert receipt.ledger["latent"][0] == 12 * layers * numbers * 4
+    assert receipt.ledger["latent"][1] >= 44 * numbers * 4, "of one layer at least, when its prompt ends"
     assert receipt.ledger["held"] == [0, 0] and (receipt.ledger["state"][0] > 0) is (name == "kimi_linear")
     assert receipt.kv_bytes == sum(now for now, _ in (receipt.ledger[line] for line in ("latent", "state")))
 
@@ -215,6 +215,24 @@ def test_what_looks_at_heads_is_refused_by_the_configuration_alone(config, why):
         ConfigError, match=f"in deepseek_v3 a slot is a latent that all heads of a layer expand, .*{why}"
     ):
         check_layers(traits, CacheConfig(method, budget, **options))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "why"),
+    [
+        (H2O(), {"positions": "renumbered"}, "set cache.positions=original"),
+        (SnapKV(decoding=True), {}, "take a method that adds attention up, such as h2o"),
+        (KVzip(), {}, "or would for a repeated prompt, is not kept"),
+    ],
+)
+def test_what_an_index_does_not_choose_for_is_refused(method, options, why):
+    with pytest.raises(ConfigError, match=f"in deepseek_v32 an index chooses among slots, and .*{why}"):
+        check_layers(traits_of(twin("deepseek_v32").config), CacheConfig(method, HALF, **options))
+
+
+def test_without_a_cache_an_index_has_nothing_to_choose_among():
+    with pytest.raises(CacheError, match="this forward has none: give it an EvictionCache"):
+        patched("deepseek_v32")(ids_of(1, 1, 12), use_cache=False)
 
 
 def test_statistics_of_heads_are_refused():

@@ -114,7 +114,7 @@ def test_a_folder_is_checked_once_and_an_unknown_type_whenever_it_is_patched_fir
     assert measured[-1] == "llama"
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba", "bert", "diffllama", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["bloom", "mamba", "bert", "diffllama", "qwen4_exp"])
 def test_a_type_that_cannot_be_served_is_refused_with_the_reason_before_weights(name):
     from transformers import AutoConfig
 

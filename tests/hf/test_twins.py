@@ -53,6 +53,7 @@ KINDS = {
     "falcon_h1": "full attention and a state in each layer",
     "gemma3n_text": "layers that share keys",
     "deepseek_v3": "latents",
+    "deepseek_v32": "latents among which an index chooses",
     "kimi_linear": "latents without RoPE, and linear attention",
     "gpt2": "learned positions",
     "mpt": "ALiBi",
@@ -181,12 +182,20 @@ class Truth:
             if mask is None:
                 mask = torch.zeros(1, 1, query.shape[2], key.shape[2])
             hidden = ~seen.repeat_interleave(query.shape[1] // seen.shape[1], dim=1)
+            if (chosen := more.pop("indices", None)) is not None:
+                hidden = hidden | torch.ones_like(seen).scatter(-1, chosen.long()[:, None], False)
             mask = mask.masked_fill(hidden, torch.finfo(query.dtype).min)
         out, weights = own(module, query, key, value, mask, **more)
         if layer in self.held and layer not in self.probabilities:
             self.probabilities[layer] = weights.unflatten(1, (seen.shape[1], -1)).sum(2)
             self.keys[layer] = key
         return out, weights
+
+    def choose(self, index, args):
+        """Forward pre-hook of an index: it is to choose among what its layer still has."""
+        hidden, queries, places, mask, *more = args
+        unseen = ~self.seen[index.layer_idx][:, 0]
+        return hidden, queries, places, mask.masked_fill(unseen, torch.finfo(mask.dtype).min), *more
 
     @staticmethod
     def eager(module):
@@ -197,6 +206,9 @@ class Truth:
         AttentionInterface.register("truth", self.attention)
         AttentionMaskInterface.register("truth", eager_mask)
         self.model.set_attn_implementation("truth")
+        for module in self.model.modules():
+            if hasattr(module, "indexer"):
+                module.indexer.register_forward_pre_hook(self.choose)
         self.probabilities, self.keys = {}, {}
         return self.model(ids, use_cache=False).logits
 
@@ -221,7 +233,11 @@ def kept_after(method, probabilities, keys, held, count, recent, window):
 
 
 METHODS = (StreamingLLM(), KNorm(), H2O())
-LATENTS = ("deepseek_v3", "kimi_linear")  # which have no keys to measure; TOVA keeps one set for all heads
+LATENTS = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_linear",
+)  # which have no keys to measure; TOVA keeps one set for all heads
 
 
 def methods_for(name):
