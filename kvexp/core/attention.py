@@ -72,7 +72,7 @@ class Index(Protocol):
         """
 
     def split(self, sizes: Sequence[int]) -> Sequence[Index]:
-        """The same for parts of the batch, of so many rows each."""
+        """Parts of it for parts of the batch, of so many rows each."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class AttentionParams:
         return (keys, values) if self.expand is None else self.expand(keys, values)
 
     def split(self, sizes: Sequence[int]) -> list[AttentionParams]:
-        """The same for parts of the batch, of so many rows each."""
+        """Parts of it for parts of the batch, of so many rows each."""
         if self.index is None:
             return [self] * len(sizes)
-        return [replace(self, index=part) for part in self.index.split(sizes)]
+        return [replace(self, index=index) for index in self.index.split(sizes)]
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
@@ -150,7 +150,7 @@ class AttentionInputs:
     """Queries, keys, values and position ids of one forward, from which its logits and masks follow.
 
     query [B, H, G, Q, D]; keys [B, H, S, D]; values [B, H, S, Dv]. Of slots that hold latents H is 1, and keys and
-        values are those of the G query heads, [B, G, S, *] (`expanded`).
+        values belong to the G query heads, [B, G, S, *] (`expanded`).
     positions [B, H or 1, S], query_positions [B, Q]: position ids, -1 for dead slots and padding.
     visible [B, H, S] bool: slots that a simulation (mask mode) has not evicted; None: all.
     chosen [B, Q, S] bool: slots that an index has chosen for each query; None: all.

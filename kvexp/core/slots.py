@@ -254,7 +254,7 @@ class LatentSlots(Slots):
     def keys(self) -> Tensor:  # type: ignore[override]
         raise ConfigError(
             "a method reads keys or values of slots, and this model's slots are latents, of which every head makes its "
-            "own keys and values: take a method that goes by attention or by positions"
+            "own keys and values: take a method of attention or of positions"
         )
 
     values = keys

@@ -132,8 +132,8 @@ NO_WINDOWS: tuple[Rule[CacheConfig], ...] = (
 NO_LATENTS: tuple[Rule[CacheConfig], ...] = (
     (
         lambda c: isinstance(c.method, Retrieval) or needs_heads(c.method),
-        "method {c.method.name} looks at keys or values of heads: take one that goes by attention or by positions, "
-        "such as h2o, tova, snapkv, kvzip or streaming_llm",
+        "method {c.method.name} looks at keys or values of heads: take a method of attention or of positions, such "
+        "as h2o, tova, snapkv, kvzip or streaming_llm",
     ),
     (
         lambda c: c.select.values == "critical",

@@ -67,7 +67,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     rotated (renumbered positions); layer_input: of the model, where the method scores tokens by it; kind: what the
     model says the layer sees. attended: how often the forward in progress has attended to its keys; shared: whether
     later layers of the model attend to them as well. latent: whether slots hold latents, as values, and their rotary
-    keys, as keys; fresh: those of the forward in progress until its attention has taken them, marked as keys are;
+    keys, as keys; fresh: rotary keys and latents of the forward in progress until its attention has taken them, marked;
     index: what chooses among slots in that forward, None: nothing.
     """
 

@@ -300,7 +300,7 @@ class IndexedChoice:
 
 @dataclass(frozen=True)
 class _IndexKeys:
-    """The keys [B, S, n] of all slots, in place of a cache to which the index adds those of new tokens."""
+    """The keys [B, S, n] of all slots, in place of a cache to which the index adds keys of new tokens."""
 
     keys: Tensor
 

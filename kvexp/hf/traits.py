@@ -335,13 +335,13 @@ def head_dim(config: Any) -> int:
 def query_shape(config: Any) -> tuple[int, int, int, int]:
     """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head.
 
-    They are those of statistics of heads: ConfigError where a cache holds latents, which have none.
+    Statistics of heads have this shape: ConfigError where a cache holds latents, which have none.
     """
     traits = traits_of(config)
     if traits.latent:
         raise ConfigError(
             f"in {traits.title} a slot is a latent that all heads of a layer expand: it has no use for statistics of "
-            "keys and queries of heads, which a calibration pass makes. Take a method that goes by attention: h2o, say"
+            "keys and queries of heads, which a calibration pass makes. Take a method of attention: h2o, say"
         )
     return len(traits.held), traits.kv_heads, traits.group, traits.key_dim
 

@@ -199,7 +199,7 @@ HALF = Budget(kv_ratio=0.5)
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ((KNorm(), HALF), "method knorm looks at keys or values of heads: take one that goes by attention or by posit"),
+        ((KNorm(), HALF), "method knorm looks at keys or values of heads: take a method of attention or of positions"),
         ((KVzipPlus(), HALF), "method kvzip_plus looks at keys or values of heads"),
         ((Quest(), HALF), "method quest looks at keys or values of heads"),
         ((H2O(), Budget(kv_ratio=0.5, heads="global")), "budget.heads=global is of heads .* set budget.heads=uniform"),

@@ -381,6 +381,7 @@ def test_every_argument_of_attention_is_known():
     known = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "attention_mask"}
     known |= {
         "output_attentions",
+        "indices",  # of an index, which is asked again
         "block_indices",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
