@@ -8,20 +8,16 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from kvexp.hf.traits import LATENTS, REFUSED, VERIFIED, WHOLE_PROMPTS
+from kvexp.hf.traits import REFUSED, VERIFIED, WHOLE_PROMPTS
 
 PAGE = Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- types: python docs/model_types.py -->", "<!-- end of types -->"
-LATENT_TYPES = """
-    axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 kimi_linear
-    longcat_flash minicpm3 youtu
-""".split()  # noqa: SIM905  # a configuration with kv_lora_rank is refused, whatever its type
 
 
 def table() -> str:
     """The table in Markdown: exact types in a row, then a row for each reason of a refusal."""
     rows = defaultdict(list)
-    for name, why in [*REFUSED.items(), *((name, LATENTS) for name in LATENT_TYPES)]:
+    for name, why in REFUSED.items():
         rows[f"refused: {why}"].append(name)
     rows = {f"exact ({len(VERIFIED)})": sorted(VERIFIED), **rows}
     lines = ["| | `model_type` |", "|---|---|"]

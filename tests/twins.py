@@ -62,6 +62,11 @@ _SWITCHES = {
 }
 _SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 COMMON = {name: value for value, names in _COMMON.items() for name in names.split()} | _SWITCHES | _SPECIAL_TOKENS
+# Of types whose cache holds latents: every width another, the rotary part's the one that RoPE is made for.
+LATENT = {"num_key_value_heads": LAYERS, "kv_lora_rank": 24, "q_lora_rank": 20, "v_head_dim": 12, "qk_head_dim": 22}
+# Index heads enough for no token to have a score of 0 in all of them: of equal scores no order says which is chosen.
+LATENT |= {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 9}
+LATENT |= {"qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "head_dim": 8}
 _MIXED = [SLIDING, FULL] * 3
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What a type needs besides, or instead.
@@ -93,6 +98,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layers_block_type": [LINEAR, FULL, LINEAR, FULL],
         "position_embedding_type": "rope",
     },
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
     "lfm2": {"layer_types": ["conv", FULL, "conv", FULL]},
     "lfm2_moe": {"layer_types": ["conv", FULL, "conv", FULL], "num_dense_layers": 1},
     "llama4_text": {
@@ -116,7 +122,7 @@ def config_of(name: str) -> Any:
     """The small configuration of a type: that of its decoder."""
     kind = type(text_config(AutoConfig.for_model(name)))
     fresh = kind()
-    wanted = COMMON | SPECIAL.get(SAME.get(name, name), {})
+    wanted = COMMON | (LATENT if _has(fresh, "kv_lora_rank") else {}) | SPECIAL.get(SAME.get(name, name), {})
     fields = {field: value for field, value in wanted.items() if _has(fresh, field)}
     count = fields.get("num_hidden_layers", LAYERS)
     for field in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_layer_types"):

@@ -6,7 +6,7 @@ Position ids are the mask: a query sees a slot iff 0 <= slot position <= query p
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
 
@@ -59,6 +59,22 @@ class RoPE:
         return turned.unflatten(-1, (-1, 2)) if self.interleaved else torch.stack(turned.chunk(2, dim=-1), dim=-1)
 
 
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Index(Protocol):
+    """What chooses the slots that each query of a forward attends to, in models of sparse attention (DeepSeek V3.2)."""
+
+    def choose(self, states: Tensor, visible: Tensor) -> Tensor:
+        """The chosen of the slots, [B, Q, S] bool, from what they hold as values [B, S, r], and what queries see.
+
+        visible [B, Q, S] bool; a slot that is not visible may be among the chosen.
+        """
+
+    def split(self, sizes: Sequence[int]) -> Sequence[Index]:
+        """Parts of it for parts of the batch, of so many rows each."""
+
+
 @dataclass(frozen=True)
 class AttentionParams:
     """How a layer computes its logits: x = scale * q.k (+ slope * (slot position - query position) for ALiBi).
@@ -67,6 +83,9 @@ class AttentionParams:
     the slopes, [H * G]; None: no ALiBi. upcast: logits in float32 whatever the model's dtype (GPT-J). rope: the model's
     RoPE, needed only where positions are renumbered. softcap: c of `softcapped`; None: none. sinks: of
     `attention_probs`, a logit for every query head, [H * G]; None: none. (What methods keep as sinks are first tokens.)
+    expand: where slots hold latents (multi-head latent attention), from rotary keys [B, 1, S, d] and latents
+    [B, 1, S, r] to keys [B, G, S, D] and values [B, G, S, Dv] of all query heads; None: they hold keys and values.
+    index: by which queries attend to a few slots alone; None: to all that they see.
     """
 
     scale: float
@@ -76,6 +95,8 @@ class AttentionParams:
     rope: RoPE | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    expand: Expand | None = None
+    index: Index | None = None
 
     def __post_init__(self) -> None:
         if self.sinks is not None and self.sinks.ndim != 1:
@@ -83,6 +104,16 @@ class AttentionParams:
                 f"attention sinks must be one number for every query head, [heads], got {list(self.sinks.shape)}: "
                 "sinks that differ from query to query are not supported"
             )
+
+    def states_of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that attention takes, of what slots hold as such."""
+        return (keys, values) if self.expand is None else self.expand(keys, values)
+
+    def split(self, sizes: Sequence[int]) -> list[AttentionParams]:
+        """Parts of it for parts of the batch, of so many rows each."""
+        if self.index is None:
+            return [self] * len(sizes)
+        return [replace(self, index=index) for index in self.index.split(sizes)]
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
@@ -118,9 +149,11 @@ def attention_probs(x: Tensor, sinks: Tensor | None, dtype: torch.dtype | None =
 class AttentionInputs:
     """Queries, keys, values and position ids of one forward, from which its logits and masks follow.
 
-    query [B, H, G, Q, D]; keys [B, H, S, D]; values [B, H, S, Dv].
+    query [B, H, G, Q, D]; keys [B, H, S, D]; values [B, H, S, Dv]. Of slots that hold latents H is 1, and keys and
+        values belong to the G query heads, [B, G, S, *] (`expanded`).
     positions [B, H or 1, S], query_positions [B, Q]: position ids, -1 for dead slots and padding.
     visible [B, H, S] bool: slots that a simulation (mask mode) has not evicted; None: all.
+    chosen [B, Q, S] bool: slots that an index has chosen for each query; None: all.
     rope_positions: where survivors are renumbered, the positions that RoPE and ALiBi see, of slots [B, H, S] and of
         queries [B, H, Q]; None: the position ids.
     in_column_order: slot i holds column i, so query row i of a prompt needs only the first S - Q + i + 1 slots.
@@ -135,6 +168,7 @@ class AttentionInputs:
     query_positions: Tensor
     params: AttentionParams
     visible: Tensor | None = None
+    chosen: Tensor | None = None
     rope_positions: tuple[Tensor, Tensor] | None = None
     in_column_order: bool = False
     padded: bool = True
@@ -153,6 +187,8 @@ class AttentionInputs:
             ok = ok & (place > query_place - self.params.sliding_window)
         if self.visible is not None and not include_evicted:
             ok = ok & self.visible[:, :, None, :slots]
+        if self.chosen is not None:
+            ok = ok & self.chosen[:, None, rows, :slots]
         return ok | (query < 0)
 
     def alibi_bias(self, rows: slice, slots: int) -> Tensor | None:
@@ -176,7 +212,7 @@ class AttentionInputs:
         if self.params.upcast:
             query, keys = query.float(), keys.float()
         b, h, g, q, d = query.shape
-        x = qk_matmul(query.reshape(b, h, g * q, d), keys).view(b, h, g, q, slots)
+        x = qk_matmul(query.reshape(b, keys.shape[1], h * g * q // keys.shape[1], d), keys).view(b, h, g, q, slots)
         x = softcapped((x if x.dtype == torch.float64 else x.float()) * self.params.scale, self.params.softcap)
         bias = self.alibi_bias(rows, slots)
         x = x if bias is None else x + bias
@@ -188,6 +224,21 @@ class AttentionInputs:
         """The number of slots, from the first on, that suffices for the query rows `rows`: they see none behind."""
         total, count = self.keys.shape[2], self.query.shape[3]
         return total - count + rows.stop if self.in_column_order else total
+
+
+def expanded(inputs: AttentionInputs) -> AttentionInputs:
+    """Inputs with keys and values of query heads in place of latents (`AttentionParams.expand`); else as they are.
+
+    With the choice of the index, where there is one.
+    """
+    params = inputs.params
+    if params.expand is None:
+        return inputs
+    if params.index is not None:
+        seen = inputs.mask(slice(0, inputs.query.shape[3]), inputs.keys.shape[2])[:, 0]
+        inputs = replace(inputs, chosen=params.index.choose(inputs.values[:, 0], seen), all_visible=False)
+    keys, values = params.states_of(inputs.keys, inputs.values)
+    return replace(inputs, keys=keys, values=values)
 
 
 class Observer(Protocol):
@@ -231,7 +282,8 @@ def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
         out = blocked_attention(inputs, observers)
         if not wants_gradients:
             return out
-    whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None
+    whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count
+    whole &= inputs.visible is None and inputs.chosen is None
     known = params.softcap is None and params.sinks is None
     if known and whole and params.alibi is None and (params.sliding_window or count) >= count:
         return _sdpa(inputs, slice(0, count), count, causal=True)
@@ -281,7 +333,8 @@ def blocked_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
             if share is not None:
                 x *= share
             show("attention", tile, x)
-            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), row_inputs.values[0, heads, seen])
+            values = row_inputs.values[0, _held_by(heads, h), seen]
+            out[row, heads, :, tile.rows] = grouped_matmul(x.to(out.dtype), values)
     return out
 
 
@@ -302,7 +355,7 @@ def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs
             pads = int(real.int().argmax())
             cut = max(0, pads - (slots - count))
             places = places[pads:]
-        straight = inputs.visible is None and inputs.rope_positions is None
+        straight = inputs.visible is None and inputs.rope_positions is None and inputs.chosen is None
         consecutive = straight and bool((places.diff() == 1).all())
     place = inputs.rope_positions
     row_inputs = replace(
@@ -313,6 +366,7 @@ def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs
         positions=positions[at, :, pads:],
         query_positions=inputs.query_positions[at, cut:],
         visible=None if inputs.visible is None else inputs.visible[at, :, pads:],
+        chosen=None if inputs.chosen is None else inputs.chosen[at, cut:, pads:],
         rope_positions=None if place is None else (place[0][at, :, pads:], place[1][at, :, cut:]),
     )
     return row_inputs, pads, cut, in_order and consecutive
@@ -343,7 +397,8 @@ def _tile_logits(
     The scale is multiplied into the query; in half precision products are rounded before they are scaled, as in
     `AttentionInputs.logits`.
     """
-    query, keys, params = inputs.query[0, heads, :, rows], inputs.keys[0, heads, seen], inputs.params
+    query, params = inputs.query[0, heads, :, rows], inputs.params
+    keys = inputs.keys[0, _held_by(heads, inputs.query.shape[1]), seen]
     if params.upcast:
         query, keys = query.float(), keys.float()
     h, g, q, _ = query.shape
@@ -374,8 +429,15 @@ def _tile_logits(
     return x
 
 
+def _held_by(heads: slice, among: int) -> slice:
+    """Which keys and values are of the kv heads `heads`: all of a head that is alone, which may hold several."""
+    return slice(None) if among == 1 else heads
+
+
 def grouped_matmul(x: Tensor, of_heads: Tensor, out: Tensor | None = None) -> Tensor:
     """Product [H, G, q, n] of x [H, G, q, m], of query heads, with one matrix per kv head, of_heads [H, m, n].
+
+    For H = 1 it may be one per query head, [G, m, n].
 
     A single product would be split among threads where they are many, and its sums with it; several are not.
     """
@@ -416,7 +478,7 @@ def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = Fa
         attn_mask=mask,
         is_causal=causal,
         scale=inputs.params.scale,
-        enable_gqa=g > 1,
+        enable_gqa=h * g > keys.shape[1],
     )
     return out.view(b, h, g, q, values.shape[-1]).to(inputs.values.dtype)
 
@@ -435,10 +497,11 @@ def qk_matmul(query: Tensor, keys: Tensor) -> Tensor:
 def apply_probs(probabilities: Tensor, values: Tensor) -> Tensor:
     """The attention output [B, H, G, Q, Dv], in the dtype of the values.
 
-    probabilities [B, H, G, Q, S] float32, values [B, H, S, Dv].
+    probabilities [B, H, G, Q, S] float32, values [B, H, S, Dv] or, of latents, [B, G, S, Dv].
     """
     b, h, g, q, s = probabilities.shape
-    out = torch.matmul(probabilities.to(values.dtype).reshape(b, h, g * q, s), values)
+    n = values.shape[1]
+    out = torch.matmul(probabilities.to(values.dtype).reshape(b, n, h * g * q // n, s), values)
     return out.view(b, h, g, q, values.shape[-1])
 
 
@@ -462,10 +525,10 @@ def _sums_go_by_width(groups: int, width: int, dtype: torch.dtype) -> bool:
 def apply_probs_any_width(probabilities: Tensor, values: Tensor) -> Tensor:
     """`apply_probs` of one query per head, on a CPU the same to the bit whatever dead slots stand behind.
 
-    probabilities [R, H, G, 1, S] float32, values [R, H, S, Dv] -> [R, H, G, 1, Dv]. SPLIT_SLOTS slots at a time where a
-    product over all of them is not the same.
+    probabilities [R, H, G, 1, S] float32, values [R, H, S, Dv] (as of `apply_probs`) -> [R, H, G, 1, Dv]. SPLIT_SLOTS
+    slots at a time where a product over all of them is not the same.
     """
-    groups, slots = probabilities.shape[2], values.shape[2]
+    groups, slots = probabilities.shape[1] * probabilities.shape[2] // values.shape[1], values.shape[2]
     few = groups < SPLIT_MIN_GROUP
     if values.device.type != "cpu" or (few and not _sums_go_by_width(groups, values.shape[-1], values.dtype)):
         return apply_probs(probabilities, values)
@@ -502,11 +565,13 @@ def with_renumbered_positions(inputs: AttentionInputs, positions: Tensor) -> Att
 def decode_logits(query: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, params: AttentionParams) -> Tensor:
     """Logits of one new token per row, unmasked: query [R, H, G, 1, D], keys [R, H, S, D] -> [R, H, G, 1, S] float32.
 
+    Keys may be one per query head, as of `AttentionInputs`.
     positions [R, H, S] and newest [R, 1, 1]: position ids of slots and queries, for ALiBi. Float64 stays float64.
     """
     if params.upcast:
         query, keys = query.float(), keys.float()
-    x = qk_matmul(query[..., 0, :], keys)
+    r, h, g, _, d = query.shape
+    x = qk_matmul(query.reshape(r, keys.shape[1], h * g // keys.shape[1], d), keys).view(r, h, g, keys.shape[2])
     x = softcapped((x if x.dtype == torch.float64 else x.float()) * params.scale, params.softcap)
     if params.alibi is not None:
         slopes = params.alibi.view(1, *x.shape[1:3], 1).to(x.device)

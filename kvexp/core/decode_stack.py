@@ -398,7 +398,8 @@ class StackedLayer:
         slots, newest, products = self.slots, positions[:, None], self.products
         columns, observed_columns = self.columns(), self.evicting_columns
         if products is None:
-            x = decode_logits(query, slots.keys[:, :, :columns], slots.positions[:, :, :columns], newest, params)
+            keys, values = params.states_of(slots.keys[:, :, :columns], slots.values[:, :, :columns])
+            x = decode_logits(query, keys, slots.positions[:, :, :columns], newest, params)
         else:
             x = products.logits(query, newest, params)
         offset: Tensor | None = None
@@ -428,7 +429,7 @@ class StackedLayer:
         sums = seen[:, :, 0, 0] if seen.shape[2] == 1 or not len(seen) else seen[..., 0, :].sum(2)
         if products is not None:
             return products.output(), sums
-        return apply_probs_any_width(probabilities, slots.values[:, :, :columns]), sums
+        return apply_probs_any_width(probabilities, values), sums
 
     def _note_queries(self, query: Tensor, observed: Tensor, positions: Tensor, params: AttentionParams) -> None:
         """Let the methods that need them see the new queries [R, H, G, 1, D] and their attention [R, H, G, 1, S].

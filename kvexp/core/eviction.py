@@ -18,6 +18,7 @@ from kvexp.core.attention import (
     apply_probs,
     attention_probs,
     compute_attention,
+    expanded,
     with_renumbered_positions,
 )
 from kvexp.core.backends import Compacting, InPlace, make_backend
@@ -42,7 +43,7 @@ from kvexp.core.observe import (
 from kvexp.core.quantized import QuantizedSlots, settled
 from kvexp.core.ranking import RankedSlots, among_heads, float_priority, joined, rank
 from kvexp.core.sequence import SequenceState
-from kvexp.core.slots import RaggedSlots, Slots
+from kvexp.core.slots import LatentSlots, RaggedSlots, Slots
 from kvexp.core.special_methods import ChangesScores, JoinsLayers, Simulated
 from kvexp.core.statistics import LastQueries, QueryStatistics
 from kvexp.util.errors import CacheError
@@ -129,16 +130,24 @@ class MemoryTracker:
 class CacheState:
     """What all `layers` of one cache have in common.
 
-    memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None;
-    windows: as of `PromptSizes`; cross_layer_buffers: of decode steps; last_layer: evictions that wait until every
-    layer has seen the prompt.
+    memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None; windows: as
+    of `PromptSizes`; latent: whether slots hold latents (`AttentionParams.expand`); indexed: and an index chooses
+    among them; cross_layer_buffers: of decode steps; last_layer: evictions that wait until every layer has seen the
+    prompt.
     """
 
     def __init__(
-        self, config: CacheConfig, layers: int, sequence: SequenceState, windows: Sequence[int | None] = ()
+        self,
+        config: CacheConfig,
+        layers: int,
+        sequence: SequenceState,
+        windows: Sequence[int | None] = (),
+        latent: bool = False,
+        indexed: bool = False,
     ) -> None:
         spec = config.method.score_spec
         self.layers, self.sequence, self.windows = layers, sequence, windows
+        self.latent, self.indexed = latent, indexed
         sliding = [layer for layer, window in enumerate(windows) if window is not None]
         rest = [layer for layer in range(layers) if layer not in sliding]
         self.memory_tracker = MemoryTracker(layers, (rest, sliding) if sliding else ())
@@ -244,7 +253,7 @@ class EvictionLayer:
         self.calibration = None if needed is None else needed.layer(index)
         self.surrogate = None if config.surrogate is None else config.surrogate.layer(index)
         self.score_spec = config.score_spec
-        self.takes_step = takes_step(config)
+        self.takes_step = takes_step(config) and not (common.indexed or (common.latent and config.renumbered))
         self.reset()
 
     def reset(self) -> None:
@@ -305,7 +314,9 @@ class EvictionLayer:
         )
         if config.renumbered and self.has_evicted:
             inputs = with_renumbered_positions(inputs, slots.positions[:, :, :s].expand(b, h, s))
-        return replace(inputs, query=slots.read_query(inputs.query)) if isinstance(slots, QuantizedSlots) else inputs
+        if isinstance(slots, QuantizedSlots):
+            inputs = replace(inputs, query=slots.read_query(inputs.query))
+        return expanded(inputs)
 
     def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
         """Join the forward in progress and return the position ids [B, Q] of its new tokens, -1 for padding.
@@ -379,7 +390,8 @@ class EvictionLayer:
             self._write_slots(key, value, positions)
             return
         self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
-        self.slots.alias(inputs.keys, inputs.values, positions, self.initial_score(key, positions))
+        states = (inputs.keys, inputs.values) if inputs.params.expand is None else (key, value)
+        self.slots.alias(*states, positions, self.initial_score(key, positions))
 
     @property
     def final_length(self) -> int:
@@ -645,8 +657,9 @@ class EvictionLayer:
             self.calibration = self.calibration.to(newest.device)
         if self.nan_flag is None and is_users(type(self.config.method)):
             self.nan_flag = torch.zeros((), dtype=torch.bool, device=newest.device)
+        slots = self.require_slots()
         return EvictionContext(
-            self.require_slots(),
+            LatentSlots(slots) if self.common.latent else slots,
             self.index,
             allowed.slots_t,
             allowed.recent_t,
@@ -817,7 +830,7 @@ class EvictionLayer:
             return due
         count = slots.length
         keys, values, held = (x[:, :, :count] for x in (slots.keys, slots.values, slots.positions))
-        inputs = AttentionInputs(query, keys, values, held, positions, params)
+        inputs = expanded(AttentionInputs(query, keys, values, held, positions, params))
         last.add(inputs)
         return replace(due, last_logits=last.logits(inputs) if needs.last_queries else None)
 

@@ -292,6 +292,16 @@ def reads(method: Method, name: str) -> bool:
     return code is not None and name in code.co_names
 
 
+def needs_heads(method: Method) -> bool:
+    """Whether a method looks at keys, values or statistics of heads, which latents have none of.
+
+    Of a user's class also where `initial_score` may look at the keys that it is given.
+    """
+    beyond_attention = replace(method.needs, newest_attention=False, last_queries=0, second_pass=None) != NOTHING
+    scores_keys = is_users(type(method)) and type(method).initial_score is not Method.initial_score
+    return method.reads_states or beyond_attention or scores_keys
+
+
 def undeclared(method: Method, ctx: EvictionContext) -> str | None:
     """Why a method's `priority` met None: the input that it reads and does not declare; None where there is none."""
     names = [name for name in DECLARED_BY if reads(method, name) and getattr(ctx, name) is None]
@@ -348,6 +358,11 @@ class Method:
     def needs(self) -> Needs:
         """Inputs of `priority` other than keys, values, positions and score; the core computes nothing undeclared."""
         return NOTHING
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether what is kept depends on keys or values of heads, other than by attention."""
+        return False
 
     @property
     def modifies_prefill(self) -> bool:

@@ -107,7 +107,7 @@ class ColumnSums:
         """Zeros; inputs: of the forward that will be attended."""
         spec, count = observed.spec, inputs.query.shape[3]
         self.inputs, self.observed = inputs, observed
-        self.sums = torch.zeros(*inputs.keys.shape[:3])
+        self.sums = torch.zeros(*inputs.query.shape[:2], inputs.keys.shape[2])
         self.first = first_weighted_row(spec, count, observed.rows_left)
         self.noise = None if spec.noise is None or spec.noise.constant else spec.noise  # a constant changes no softmax
         self._pooled = self.noise is not None and self.noise.fresh
@@ -163,7 +163,7 @@ class ColumnSums:
 
     def _noise(self, tile: Tile, groups: int) -> Tensor:
         """The tile's noise [heads, G, rows or 1, seen], by its definition."""
-        inputs, at, heads = self.inputs, slice(tile.row, tile.row + 1), self.inputs.keys.shape[1]
+        inputs, at, heads = self.inputs, slice(tile.row, tile.row + 1), self.inputs.query.shape[1]
         assert self.noise is not None
         zeta = self.noise.draw(
             self.observed.seeds[at],

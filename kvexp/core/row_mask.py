@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs
+from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, expanded
 from kvexp.util.errors import CacheError
 
 
@@ -242,12 +242,13 @@ class MaskedLayer:
             query_positions=positions,
             params=params,
         )
+        inputs = expanded(inputs)
         x = inputs.logits(slice(0, count), count)
         self.mask = self.mask_fn(x.flatten(1, 2), self.index)
         x = x.masked_fill(~self.mask.view_as(x), -torch.inf)
         probabilities = torch.softmax(x, dim=-1)
         self.probabilities = probabilities.flatten(1, 2)
-        return apply_probs(probabilities, value).flatten(1, 2)
+        return apply_probs(probabilities, inputs.values).flatten(1, 2)
 
     def reset(self) -> None:
         """Forget the text; another one may follow."""

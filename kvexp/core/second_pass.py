@@ -18,6 +18,7 @@ from kvexp.core.attention import (
     AttentionParams,
     attention_probs,
     compute_attention,
+    expanded,
 )
 from kvexp.core.method import SinkScore
 from kvexp.core.observe import BLOCK_ELEMENTS
@@ -74,7 +75,7 @@ class SecondPassLayer:
         places = self.slots.positions[:, :1, : self.seq_len]
         if len(rows) < len(places):
             held, places = [states[rows] for states in held], places[rows]
-        inputs = AttentionInputs(
+        held_and_fed = AttentionInputs(
             query=query.unflatten(1, (key.shape[1], -1)),
             keys=torch.cat([held[0], key], dim=2),
             values=torch.cat([held[1], value], dim=2),
@@ -83,9 +84,10 @@ class SecondPassLayer:
             params=params,
             in_column_order=True,
         )
-        self.peak_bytes = max(self.peak_bytes, inputs.keys.nbytes + inputs.values.nbytes)
+        self.peak_bytes = max(self.peak_bytes, held_and_fed.keys.nbytes + held_and_fed.values.nbytes)
+        inputs = expanded(held_and_fed)
         if self.observes:
-            self._observe(inputs, key, rows)
+            self._observe(inputs, inputs.keys[:, :, self.seq_len :], rows)
         return compute_attention(inputs).flatten(1, 2)
 
     def _observe(self, inputs: AttentionInputs, key: Tensor, rows: Tensor) -> None:

@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kvexp.util.errors import ConfigError
+
 GROWTH = 64  # slots added at a time when a cache grows and its final size is not known
 
 
@@ -239,6 +241,31 @@ class Slots:
         """Whether keys and values are buffers of these slots alone, and no part of a stack's, which writes to it."""
         whole = all(states.untyped_storage().nbytes() == states.nbytes for states in (self.keys, self.values))
         return whole and not self._borrowed
+
+
+class LatentSlots(Slots):
+    """Slots that hold latents, as methods see them: a ConfigError where one reads keys or values."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self.length, self.visible = slots, slots.length, slots.visible
+        self.positions, self.score = slots.positions, slots.score
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        raise ConfigError(
+            "a method reads keys or values of slots, and this model's slots are latents, of which every head makes its "
+            "own keys and values: take a method of attention or of positions"
+        )
+
+    values = keys
+
+    @property
+    def kv_buffers(self) -> list[Tensor]:
+        return self._slots.kv_buffers
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return self._slots.buffers
 
 
 def rows_view(tensor: Tensor, rows: Tensor) -> Tensor | None:

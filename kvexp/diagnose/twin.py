@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvexp.core import AttentionParams, EvictionLayer
-from kvexp.core.attention import AttentionInputs, apply_probs, token_share
+from kvexp.core.attention import AttentionInputs, apply_probs, expanded, token_share
 from kvexp.core.eviction import LayerCache
 from kvexp.core.slot_order import keep_order
 from kvexp.diagnose.case import Case, rows_of
@@ -96,11 +96,11 @@ class TwinLayer:
             values=slots.values[:, :, : slots.length],
             positions=where,
             query_positions=newest,
-            params=params,
+            params=params.split([1, 1])[1],
             in_column_order=slots.same_order,
             padded=False,
         )
-        self._note(inputs, seen[..., : slots.length], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
+        self._note(expanded(inputs), seen[..., : slots.length], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
         return out
 
     def take_input(self, hidden: Tensor) -> None:

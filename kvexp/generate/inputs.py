@@ -713,7 +713,7 @@ def _bytes(cache: EvictionCache, rows: int) -> tuple[int, int]:
 def _ledger(cache: EvictionCache, rows: int) -> dict[str, Any]:
     """The field of `MixedStats`, with a sample's equal share of bytes, of `rows`; empty for other models."""
     traits = cache.traits
-    if not (traits.composed or traits.evicts_in_windows):
+    if not (traits.composed or traits.evicts_in_windows or traits.latent):
         return {}
     lines = {name: [now // rows, peak // rows] for name, (now, peak) in cache.ledger.items()}
     return {"ledger": {"evicted_layers": len(traits.held), "layers": len(traits.layers), **lines}}

@@ -24,6 +24,7 @@ from kvexp.hf.patch import (
     KvexpGPTNeoSelfAttention,
     KvexpMptAttention,
     begin_forward,
+    begin_index,
     bloom_slopes,
     check_mask,
     check_not_compiled,
@@ -77,6 +78,8 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True, check: Ch
                 record.set(config, "use_cache", True)
         for module in model.modules():
             record.note(module, "training")
+            if traits.indexed and hasattr(module, "indexer"):
+                record.hooks.append(module.indexer.register_forward_pre_hook(begin_index, with_kwargs=True))
         model.eval()
         record.hooks.append(model.register_forward_pre_hook(_check_inputs_hook, with_kwargs=True))
         record.hooks.append(model.register_forward_hook(_guard_hook, with_kwargs=True, always_call=True))

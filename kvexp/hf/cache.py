@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvexp.core import Budget, BytesBudget, CacheConfig, EvictionLayer, Method, SequenceState
+from kvexp.core import Budget, BytesBudget, CacheConfig, EngineQuantization, EvictionLayer, Method, SequenceState
 from kvexp.core.attention import AttentionParams
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
@@ -27,6 +27,7 @@ from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.decode import stack_kind, stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer
 from kvexp.core.eviction import CacheState
+from kvexp.core.method import needs_heads
 from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
@@ -127,10 +128,56 @@ NO_WINDOWS: tuple[Rule[CacheConfig], ...] = (
 )
 
 
+# Reasons against caches whose slots are latents, which all heads of a layer share.
+NO_LATENTS: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: isinstance(c.method, Retrieval) or needs_heads(c.method),
+        "method {c.method.name} looks at keys or values of heads: take a method of attention or of positions, such "
+        "as h2o, tova, snapkv, kvzip or streaming_llm",
+    ),
+    (
+        lambda c: c.select.values == "critical",
+        "select.values=critical weighs attention by values of heads: leave select.values at none",
+    ),
+    (
+        lambda c: c.budget and c.budget.shares_heads,
+        "{c.budget.heads_setting} is of heads with slots of their own: {c.budget.heads_remedy}",
+    ),
+    (
+        lambda c: isinstance(c.quantization, EngineQuantization),
+        "the codecs of engines are laid out for keys and values of heads: set cache.key_bits and cache.value_bits, of "
+        "the rotary key and of the latent, in place of cache.codec",
+    ),
+    (
+        lambda c: c.observe == "triton",
+        "the CUDA kernels of observe=triton read keys and values of heads: leave it at blocked",
+    ),
+)
+
+
+# Reasons against caches among whose slots an index chooses for each query.
+NO_INDEX: tuple[Rule[CacheConfig], ...] = (
+    (
+        lambda c: c.renumbered,
+        "its keys are at the positions that the text gave them: set cache.positions=original",
+    ),
+    (
+        lambda c: c.method.needs.second_pass is not None or c.method.needs.last_queries or c.shares_by_preference,
+        "what it chose for earlier queries, or would for a repeated prompt, is not kept: take a method that adds "
+        "attention up, such as h2o, or leave budget.layers at uniform or pyramid",
+    ),
+)
+
+
 def check_layers(traits: Traits, cache: CacheConfig) -> None:
     """ConfigError for a cache that cannot be put together with what the model's other layers keep."""
     if traits.evicts_in_windows:
         refuse(cache, [(when, f"{why}: leave cache.evict_sliding at auto") for when, why in NO_WINDOWS])
+    if traits.latent:
+        of = f"in {traits.title} a slot is a latent that all heads of a layer expand, and "
+        refuse(cache, [(when, of + why) for when, why in NO_LATENTS])
+    if traits.indexed:
+        refuse(cache, [(when, f"in {traits.title} an index chooses among slots, and {why}") for when, why in NO_INDEX])
     keep_states = [layer for layer in traits.layers if layer.kind in ("state", "hybrid", "shared")]
     if keep_states and cache.method.needs.second_pass is not None:
         raise ConfigError(
@@ -299,7 +346,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
             budget = replace(config.budget, others=other_layers(model, traits))
             self.config = config = replace(config, budget=budget)
         count = len(traits.held)
-        common = CacheState(config, count, self.sequence, traits.windows)
+        common = CacheState(config, count, self.sequence, traits.windows, traits.latent, traits.indexed)
         self.memory_tracker, self.cross_layer_score = common.memory_tracker, common.cross_layer_score
         states: list[EvictionLayer | RetrievalLayer]
         if isinstance(method, Retrieval):
@@ -332,6 +379,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
     def takes_chunks(self) -> bool:
         """Whether several known tokens can pass layer by layer, since no layer reads what another has made of them."""
         apart = self.cross_layer_score is None and not self.config.joins_layers and self.moving is None
+        apart = apart and not self.traits.indexed
         return apart and all(type(layer) is EvictionCacheLayer and not layer.shared for layer in self.layers)
 
     @property
@@ -353,12 +401,14 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if tracker.groups:
             now = [tracker.bytes_of(layers) for layers in tracker.groups]
             held, sliding = zip(now, tracker.group_peaks, strict=True)
-        states = sum(map(state_bytes, self.layers))
+        states, latent = sum(map(state_bytes, self.layers)), (0, 0)
+        if self.traits.latent:
+            held, latent = latent, held
         return {
             "held": held,
             "window": (sliding[0] + windows, sliding[1] + windows),
             "state": (states, states),
-            "latent": (0, 0),  # `traits_of` refuses the models whose cache holds latents
+            "latent": latent,
         }
 
     @property
@@ -645,7 +695,7 @@ class MultiLayer:
         for member, (q, k, v) in inputs.items():
             if member not in outputs:
                 mask = None if padding is None else padding.split(self.rows)[member]
-                outputs[member] = self.states[member].forward(q, k, v, params, mask)
+                outputs[member] = self.states[member].forward(q, k, v, params.split(self.rows)[member], mask)
         return outputs
 
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], StackedLayer]]:

@@ -26,7 +26,7 @@ from kvexp.hf.layers import compose
 from kvexp.hf.moving_rope import MovingRope, check_turns
 from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input
 from kvexp.hf.probe import layer_ropes
-from kvexp.hf.traits import num_layers
+from kvexp.hf.traits import num_layers, query_shape
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import cache_folder, locked, replace
 
@@ -141,6 +141,7 @@ def calibrate_queries_and_heads(
     if not sequences or not all(sequences):
         raise ConfigError("a calibration pass needs at least one sequence, and a token in each")
     check_turns(MovingRope.of(model.config), "a calibration pass")
+    query_shape(model.config)
     ropes = layer_ropes(model)
     states = [CalibrationLayer() for _ in range(num_layers(model.config))]
     device = model.get_input_embeddings().weight.device

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from kvexp.core import RoPE, SequenceState
-from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, Index, compute_attention
 from kvexp.core.config import Sliding
 from kvexp.core.eviction import LayerCache
 from kvexp.core.second_pass import RepeatedChunk
@@ -66,7 +66,9 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     state: what the layer holds, of kvexp's core or a `WindowLayer`; rope: the model's RoPE where cached keys are
     rotated (renumbered positions); layer_input: of the model, where the method scores tokens by it; kind: what the
     model says the layer sees. attended: how often the forward in progress has attended to its keys; shared: whether
-    later layers of the model attend to them as well.
+    later layers of the model attend to them as well. latent: whether slots hold latents, as values, and their rotary
+    keys, as keys; fresh: rotary keys and latents of the forward in progress until its attention has taken them, marked;
+    index: what chooses among slots in that forward, None: nothing.
     """
 
     is_compileable = False
@@ -81,10 +83,13 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         layer_input: LayerInput | None = None,
         kind: Layer = Layer("full"),  # noqa: B008  frozen
         shared: bool = False,
+        latent: bool = False,
     ) -> None:
         super().__init__()
         self.state, self.rope, self.model_config, self.layer_input = state, rope, model_config, layer_input
-        self.kind, self.shared = kind, shared
+        self.kind, self.shared, self.latent = kind, shared, latent
+        self.fresh: tuple[Tensor, Tensor] | None = None
+        self.index: Index | None = None
         self.is_sliding = isinstance(state, WindowLayer | JoinedWindows)
         self.is_initialized = True
         self.attended = 0
@@ -94,15 +99,30 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Does nothing: the core makes its slots at the first forward."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys, tagged with this layer: the attention function stores them."""
+        """Return the new keys, tagged with this layer: the attention function stores them.
+
+        Latents and their rotary keys come back as they are, for the module to expand, which no tag outlives: the
+        attention function asks for them (`fresh`).
+        """
         check_patched(self.model_config)
         hidden = None if self.layer_input is None else self.layer_input.take()
         if hidden is not None:
             self.state.take_input(hidden)  # type: ignore[attr-defined]
         self.attended, self._reads = 0, []
-        tagged = key_states.view_as(key_states)
+        keys = value_states if self.latent else key_states
+        tagged = keys.view_as(keys)
         setattr(tagged, LAYER_ATTR, self)
+        if self.latent:
+            self.fresh = tagged, key_states
+            return key_states, value_states
         return tagged, value_states
+
+    def update_indexer(self, index_keys: Tensor) -> Tensor:
+        """Keep the index's keys [B, Q, n] of the new tokens with their latents; returns one: it is asked again."""
+        assert self.fresh is not None
+        rotary, latents = self.fresh
+        self.fresh = rotary, torch.cat([latents, index_keys[:, None]], dim=-1)
+        return index_keys[:, :1]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
@@ -451,14 +471,14 @@ def compose(
         shared = number in traits.shared
         if number in rest:
             state, rope = rest[number]
-            given = (state, rope, model_config, layer_input, kind, shared)
+            given = (state, rope, model_config, layer_input, kind, shared, traits.latent)
             hybrid = kind.kind == "hybrid"
             layers.append(
                 HybridLayer(*given, number_of_states=native.number_of_states) if hybrid else EvictionCacheLayer(*given)
             )
         elif kind.kind in ("window", "chunk"):
             window = WindowLayer(kind, sequence, len(held))
-            layers.append(EvictionCacheLayer(window, None, model_config, None, kind, shared))
+            layers.append(EvictionCacheLayer(window, None, model_config, None, kind, shared, traits.latent))
         else:
             layers.append(native)
     return layers
@@ -481,7 +501,7 @@ def join(parts: Sequence[Any], held: Sequence[tuple[list[int], LayerCache]], row
     state: LayerCache = held[0][1] if len(held) == 1 else SplitLayer(held, rows)
     rope = next((layer.rope for layer in parts if layer.rope is not None), None)
     inputs = next((layer.layer_input for layer in parts if layer.layer_input is not None), None)
-    given = (state, rope, first.model_config, inputs, first.kind, first.shared)
+    given = (state, rope, first.model_config, inputs, first.kind, first.shared, first.latent)
     if isinstance(first, HybridLayer):
         return _join_states(HybridLayer(*given, number_of_states=first.number_of_states), parts)
     return EvictionCacheLayer(*given)

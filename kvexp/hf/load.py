@@ -531,7 +531,8 @@ class ModelSize:
     layers: int
     width: int
     kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     positions: int
 
     def weight_bytes(self, dtype: str) -> int:
@@ -540,7 +541,7 @@ class ModelSize:
 
     def token_bytes(self, dtype: str) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * parse_dtype(dtype).itemsize
+        return self.layers * self.kv_heads * (self.key_dim + self.value_dim) * parse_dtype(dtype).itemsize
 
 
 def shape_of(config: Any) -> ModelSize:
@@ -555,7 +556,8 @@ def shape_of(config: Any) -> ModelSize:
         layers=len(traits.layers),
         width=traits.kv_heads * traits.group * traits.key_dim,
         kv_heads=traits.kv_heads,
-        head_dim=traits.key_dim,
+        key_dim=traits.key_dim,
+        value_dim=traits.value_dim,
         positions=max_positions(config),
     )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +33,7 @@ from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.pytorch_utils import Conv1D
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, compute_attention
+from kvexp.core.attention import AttentionInputs, AttentionParams, Expand, Index, compute_attention, expanded
 from kvexp.core.config import Sliding
 from kvexp.core.sequence import SequenceState
 from kvexp.hf.traits import Layer, has_sinks, softcap_of, traits_of
@@ -93,7 +94,7 @@ class SeenMask(Tensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         """Part of the padding mask, or the mask of the newest queries for `[:, :, rows, :]`; CacheError for others."""
-        if not (isinstance(index, tuple) and len(index) == 4):
+        if self.ndim == 4 or not (isinstance(index, tuple) and len(index) == 4):
             return super().__getitem__(index)
         rows = range(self.queries)[index[2]] if isinstance(index[2], slice) else range(0)
         whole = (slice(None), slice(None), index[2], slice(None))
@@ -110,6 +111,7 @@ def padding_mask(
     device: Any = None,
     mask_function: Callable[..., Any] = causal_mask_function,
     local_size: int | None = None,
+    config: Any = None,
     **_: Any,
 ) -> SeenMask:
     """The padding mask [B, columns] as it came; [B, 0] for no padding, since some models call .to() on it.
@@ -126,6 +128,9 @@ def padding_mask(
             "directions (is_causal=False) or a mask function of its own"
         )
     mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device) if attention_mask is None else attention_mask
+    # Modules with an index cut it as a mask of four dimensions, of which `begin_index` makes no use.
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        mask = mask[:, None, None]
     return SeenMask.of(mask, sight, q_length)
 
 
@@ -284,7 +289,7 @@ def uncached_attention(
         in_column_order=True,
         padded=padding is not None,
     )
-    return compute_attention(inputs).flatten(1, 2)
+    return compute_attention(expanded(inputs)).flatten(1, 2)
 
 
 def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -305,6 +310,76 @@ def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
 def check_dropout(module: nn.Module, rate: float) -> None:
     """CacheError for a module in training mode whose attention drops probabilities at this rate."""
     _check_arguments(module, {"dropout": rate if module.training else 0.0})
+
+
+@dataclass(frozen=True)
+class IndexedChoice:
+    """The index of a layer with the inputs of a forward, an `Index`: it is asked again when the slots are known.
+
+    hidden [B, Q, n], queries [B, Q, r]: what it makes its queries of; places: cosines and sines [B or 1, Q, d].
+    """
+
+    index: Any
+    hidden: Tensor
+    queries: Tensor
+    places: tuple[Tensor, Tensor]
+
+    def choose(self, states: Tensor, visible: Tensor) -> Tensor:
+        """As `Index.choose`; the last numbers of the states are the index's keys."""
+        held = _IndexKeys(states[..., -self.index.head_dim :])
+        numbers = self.index.forward(self.hidden, self.queries, self.places, visible, None, past_key_values=held)
+        return torch.zeros_like(visible).scatter(-1, numbers.long(), True)
+
+    def split(self, sizes: Sequence[int]) -> list[IndexedChoice]:
+        """As `Index.split`."""
+        rows = len(self.hidden)
+        parts = [x.expand(rows, -1, -1).split(list(sizes)) for x in (self.hidden, self.queries, *self.places)]
+        return [
+            IndexedChoice(self.index, hidden, queries, (c, s)) for hidden, queries, c, s in zip(*parts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _IndexKeys:
+    """The keys [B, S, n] of all slots, in place of a cache to which the index adds keys of new tokens."""
+
+    keys: Tensor
+
+    def update_indexer(self, *_: Any) -> Tensor:
+        return self.keys
+
+
+def begin_index(index: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of an index: note its inputs, and let it choose nothing yet but store its keys.
+
+    CacheError without a cache of kvexp, whose slots it would choose among.
+    """
+    if _forward.cache is None:
+        if index.config._attn_implementation != ATTN_IMPLEMENTATION:
+            return None
+        raise CacheError(
+            "an index chooses among the slots of a cache of kvexp's, and this forward has none: give it an "
+            "EvictionCache, or call the model without kvexp (unpatch_model)"
+        )
+    hidden, queries, places, _, *more = args
+    _forward.cache.layers[index.layer_idx].index = IndexedChoice(index, hidden, queries, places)
+    return (hidden, queries, places, torch.ones(1, 1, 1, dtype=torch.bool, device=hidden.device), *more), kwargs
+
+
+def _fresh_latents(module: Any) -> tuple[Tensor, Tensor, Expand, Index | None] | None:
+    """Rotary keys [B, 1, Q, d], marked, and latents [B, 1, Q, r] that this module has just cached.
+
+    With them how it expands them, and what chooses among slots. Behind latents lie keys of that index. None where it
+    caches keys and values, or the forward has no cache of kvexp. Found by the module's number, since what the module
+    makes of latents are new tensors.
+    """
+    if _forward.cache is None or not hasattr(module, "expand_kv"):
+        return None
+    layer = _forward.cache.layers[module.layer_idx]
+    if (latents := getattr(layer, "fresh", None)) is None:
+        return None
+    index, layer.fresh, layer.index = layer.index, None, None
+    return *latents, lambda rotary, latent: module.expand_kv(latent[..., : module.kv_lora_rank], rotary), index
 
 
 def kvexp_attention(
@@ -329,9 +404,16 @@ def kvexp_attention(
         others["softcap"] = softcap
     if s_aux is not None and not has_sinks(config):
         others["s_aux"] = s_aux
+    expand, index = None, None
+    if (latents := _fresh_latents(module)) is not None:
+        key, value, expand, index = latents
+    if index is not None:
+        others["indices"] = None
     _check_arguments(module, {**others, "dropout": dropout})
     said = _FULL if sliding_window is None else Layer("window", sliding_window)
     sight: Layer = getattr(attention_mask, "sight", said)
+    if index is not None and attention_mask is not None:
+        attention_mask = attention_mask[:, 0, 0]
     layer = getattr(key, LAYER_ATTR, None)
     keeps = getattr(layer, "kind", _FULL)
     least = keeps.size if layer is not None and layer.is_sliding else None
@@ -346,7 +428,7 @@ def kvexp_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     window = sight.size if sight.kind == "window" else None
-    params = AttentionParams(scale, window, softcap=softcap, sinks=s_aux)
+    params = AttentionParams(scale, window, softcap=softcap, sinks=s_aux, expand=expand, index=index)
     out = cached_attention(query, key, value, attention_mask, params)
     return out.transpose(1, 2).contiguous(), None
 
@@ -529,7 +611,7 @@ _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKey
 def attention_modules(model: nn.Module, sliding: Sliding = "auto") -> list[nn.Module]:
     """The attention modules of a model whose keys kvexp holds (`held_layers`), in the order of its layers."""
     held = traits_of(model.config, sliding).held
-    modules = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    modules = [module for module in model.modules() if type(module).__name__.endswith(("Attention", "MLA"))]
     modules = [module for module in modules if not hasattr(module, "attention")]  # GPT-Neo has one around each
     return [module for module in modules if getattr(module, "layer_idx", getattr(module, "layer_id", held[0])) in held]
 

@@ -167,7 +167,9 @@ class SecondPassCache(Cache):  # type: ignore[misc]
             if number not in held:
                 if hasattr(layer, "state"):
                     self.windows.append(RepeatedWindow(layer.state))
-                    layer = EvictionCacheLayer(self.windows[-1], None, layer.model_config, None, layer.kind)
+                    layer = EvictionCacheLayer(
+                        self.windows[-1], None, layer.model_config, None, layer.kind, latent=layer.latent
+                    )
                 layers.append(layer)
                 continue
             states = [cache.layers[number].state for cache in caches]
@@ -177,7 +179,7 @@ class SecondPassCache(Cache):  # type: ignore[misc]
             self.passes.append(
                 SecondPassLayer(first.require_slots(), group, observes=observes, sink=caches[0].config.score_sink)
             )
-            layers.append(EvictionCacheLayer(self.passes[-1], layer.rope, layer.model_config))
+            layers.append(EvictionCacheLayer(self.passes[-1], layer.rope, layer.model_config, latent=layer.latent))
         super().__init__(layers=layers)
 
 

@@ -108,6 +108,11 @@ def measure(model: PreTrainedModel) -> float:
             swap(stock=False)
         if not difference <= allowed:
             layer = _first_bad_layer(model, ids, mask, swap)
+            if layer and traits_of(model.config).latent:
+                module = type(attention_modules(model)[0]).__name__
+                layer += (
+                    f": what {module}.forward attends to is not what its expand_kv makes of the latents that it caches"
+                )
             raise ConfigError(
                 f"model family {title!r} is not supported: with nothing evicted, kvexp's logits differ from the "
                 f"model's own by {difference:.2g}, where {allowed:.2g} is rounding{layer}"

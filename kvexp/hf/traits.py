@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -28,6 +29,7 @@ Position = Literal["rope", "learned", "alibi", "none"]
 # Layers of transformers' own cache, by the class that holds what the layer keeps.
 KINDS: dict[str, Kind] = {
     "DynamicLayer": "full",
+    "DynamicIndexedLayer": "full",
     "DynamicSlidingWindowLayer": "window",
     "LinearAttentionLayer": "state",
     "LinearAttentionAndFullAttentionLayer": "hybrid",
@@ -53,18 +55,19 @@ TABLE_ROPE = ("gptj", "codegen")
 VERIFIED = frozenset(
     " ".join(
         [
-            "afmoe apertus arcee aria_text bamba beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text",
-            "ctrl cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma",
-            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant",
-            "gemma4_unified_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite",
-            "granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text",
-            "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba kolibri1 laguna",
-            "lfm2 lfm2_moe lfm3 llama llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text",
-            "ministral ministral3 mistral mixtral modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron",
-            "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3",
-            "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open",
-            "stablelm starcoder2 vaultgemma zamba zamba2 zaya",
-            "gemma4 gemma4_text codegen gpt_neo gpt_neox_japanese bloom falcon",
+            "afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom codegen cohere",
+            "cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1 emu3",
+            "ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3",
+            "gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_assistant",
+            "gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode",
+            "gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa",
+            "granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax",
+            "internlm3 iquestcoder jais2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4",
+            "llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral",
+            "ministral3 mistral mixtral modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron nemotron_h",
+            "olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5",
+            "qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm",
+            "starcoder2 vaultgemma youtu zamba zamba2 zaya",
         ]
     ).split()
 )
@@ -84,10 +87,12 @@ WHOLE_PROMPTS = frozenset({"jamba", "zamba", "zamba2"})
 # Types whose heads have attention sinks, one logit per query head.
 SINK_TYPES = frozenset({"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
-LATENTS = "its cache holds latents that attention expands (MLA), and kvexp keeps and chooses keys and values of heads"
+# With older versions caches hold the keys and values that latents are expanded to.
+LATENTS_SINCE = (5, 17)
+_OLD = "its cache holds latents, which transformers expands before it caches them below version {}.{}: update it"
 _OWN = "its attention does not go through transformers' attention interface"
 _STATES = "no layer of it keeps the keys of its tokens, so there is nothing to evict"
-_INDEXED = "an index chooses the tokens that its layers attend to, by the number of their slot"
+_SHARED_INDEX = "some of its layers attend to what the index of another layer has chosen, by the number of its slots"
 _NOT_A_DECODER = "it is an encoder, one half of an encoder-decoder, or not a model of text alone"
 # Types that kvexp cannot serve, by the reason.
 REFUSED: dict[str, str] = {
@@ -97,7 +102,11 @@ REFUSED: dict[str, str] = {
         _STATES: "mamba mamba2 falcon_mamba xlstm",
         "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
         "each of its layers attends twice, to values of its own": "diffllama",
-        _INDEXED: "qwen4_exp qwen4_exp_text dots3_note dots3_note_text",
+        "an index chooses blocks of neighbouring tokens, which are not neighbours once some are evicted": (
+            "qwen4_exp qwen4_exp_text"
+        ),
+        "its layers with a window keep latents of another width than those with an index": "dots3_note dots3_note_text",
+        _SHARED_INDEX: "hy_v4",
         "it adds a number made of a token's value to the logits of that token": "doge",
         "it attends to images by cross-attention": "mllama",
         "it keeps keys for its experts and repeats them afterwards": "jetmoe",
@@ -138,7 +147,9 @@ class Traits:
     per kv head), key_dim D, value_dim Dv: of the layers whose keys kvexp holds. limit: the longest sequence in tokens
     that the configuration names, before a stretched RoPE; None: it names none. shared: numbers of layers whose keys
     later layers attend to as well. verified: whether tests hold a tiny model of this type against transformers.
-    sliding: as of `held_layers`.
+    sliding: as of `held_layers`. latent: whether a slot of them is a latent and its rotary key, of which attention
+    makes keys and values of all query heads: then H is 1, D the rotary key's and Dv the latent's width. indexed: and
+    an index chooses for each query among the slots, by keys of its own that lie behind the latents: Dv is of both.
     """
 
     type: str
@@ -152,6 +163,8 @@ class Traits:
     shared: frozenset[int] = frozenset()
     verified: bool = False
     sliding: Sliding = "auto"
+    latent: bool = False
+    indexed: bool = False
 
     @property
     def whole_prompts(self) -> bool:
@@ -222,8 +235,11 @@ def check_type(config: Any) -> None:
             raise _refused(name, REFUSED[name])
     if _field(text, "model_type") == "falcon" and text.alibi:
         raise _refused("falcon with ALiBi", "transformers adds its ALiBi twice in eager attention, and rounded")
-    if _field(text, "kv_lora_rank") is not None:
-        raise _refused(str(_field(text, "model_type")), LATENTS)
+    if "shared" in (_field(text, "indexer_types") or ()):
+        raise _refused(str(_field(text, "model_type")), _SHARED_INDEX)
+    installed = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if _field(text, "kv_lora_rank") is not None and installed < LATENTS_SINCE:
+        raise _refused(str(_field(text, "model_type")), _OLD.format(*LATENTS_SINCE))
 
 
 def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
@@ -255,6 +271,13 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
         or heads
     )
     key_dim = _field(layer, "head_dim") or layer.hidden_size // heads
+    value_dim = _field(layer, "v_head_dim") or key_dim
+    latent = _field(layer, "kv_lora_rank")
+    if latent is not None:
+        kv_heads, key_dim, value_dim = 1, layer.qk_rope_head_dim, latent
+    indexed = latent is not None and "indexed_attention" in (_field(text, "layer_types") or ())
+    if indexed:
+        value_dim += layer.index_head_dim
     rope = _field(text, "rope_parameters") is not None or model_type in TABLE_ROPE
     without: Position = "none" if any(layer.kind in ("state", "hybrid") for layer in layers) else "learned"
     return Traits(
@@ -263,12 +286,14 @@ def traits_of(config: Any, sliding: Sliding = "auto") -> Traits:
         kv_heads=int(kv_heads),
         group=int(heads) // int(kv_heads),
         key_dim=int(key_dim),
-        value_dim=int(_field(layer, "v_head_dim") or key_dim),
+        value_dim=int(value_dim),
         position="alibi" if model_type in ("mpt", "bloom") else "rope" if rope else without,
         limit=next((int(value) for name in LIMITS if isinstance(value := _field(text, name), int)), None),
         shared=frozenset(i for i, mode in enumerate(_field(text, "kv_sharing_modes") or ()) if mode == "store"),
         verified=not VERIFIED.isdisjoint((model_type, _field(config, "model_type"))),
         sliding=sliding,
+        latent=latent is not None,
+        indexed=indexed,
     )
 
 
@@ -297,8 +322,7 @@ def _layers(text: Any, model_type: str) -> tuple[Layer, ...]:
     for layer, named, mode in zip(cache_layers, kinds, sharing, strict=True):
         name = type(layer).__name__
         if name not in KINDS:
-            why = _INDEXED if "Indexed" in name else f"what its layers of kind {named!r} keep is not known"
-            raise _refused(model_type, why)
+            raise _refused(model_type, f"what its layers of kind {named!r} keep is not known")
         kind = "shared" if mode == "reuse" else "chunk" if named == "chunked_attention" else KINDS[name]
         if named == "local":  # GPT-Neo's, of which transformers' cache keeps every token
             layers.append(Layer("window", text.window_size))
@@ -323,8 +347,16 @@ def head_dim(config: Any) -> int:
 
 
 def query_shape(config: Any) -> tuple[int, int, int, int]:
-    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head."""
+    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head.
+
+    Statistics of heads have this shape: ConfigError where a cache holds latents, which have none.
+    """
     traits = traits_of(config)
+    if traits.latent:
+        raise ConfigError(
+            f"in {traits.title} a slot is a latent that all heads of a layer expand: it has no use for statistics of "
+            "keys and queries of heads, which a calibration pass makes. Take a method of attention: h2o, say"
+        )
     return len(traits.held), traits.kv_heads, traits.group, traits.key_dim
 
 
@@ -479,6 +511,11 @@ def check_sizes(config: Any) -> None:
                 f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must "
                 "be a whole number that divides num_attention_heads"
             )
+    if _field(config, "kv_lora_rank") is not None and config.num_key_value_heads != heads:
+        raise ConfigError(
+            f"num_key_value_heads must be num_attention_heads ({heads}) where a latent is expanded for every query "
+            f"head, got {config.num_key_value_heads!r}"
+        )
     if not _field(by_layer[0], "head_dim") and config.hidden_size % heads:
         raise ConfigError(
             f"{_own(config, 'hidden_size')} must be a multiple of {_own(config, 'num_attention_heads')}, got "

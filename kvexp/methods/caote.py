@@ -33,6 +33,7 @@ class CAOTE(Method):
     """
 
     name: ClassVar[str] = "caote"
+    reads_states: ClassVar[bool] = True
     later: ClassVar[tuple[str, ...]] = ("window", "kernel")
     form: Literal["exact", "fast"] = "exact"  # fast: FastCAOTE, the mean value in place of the output
     alpha: Literal["newest", "accumulated", "window"] = "newest"  # accumulated: over H2O's score; window: DropKV

@@ -26,6 +26,7 @@ class CUR(Method):
     """
 
     name: ClassVar[str] = "cur"
+    reads_states: ClassVar[bool] = True
     evicts_while_decoding: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = "compares each token of the prompt with the block around it"
     n_sinks: Annotated[int, AtLeast(0)] = 4  # kvpress

@@ -26,6 +26,7 @@ class KeyDiff(Method):
     """
 
     name: ClassVar[str] = "keydiff"
+    reads_states: ClassVar[bool] = True
     protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: as the paper; counts the token being generated
 
     def priority(self, ctx: EvictionContext) -> Tensor:

@@ -21,6 +21,7 @@ class KNorm(Method):
     """
 
     name: ClassVar[str] = "knorm"
+    reads_states: ClassVar[bool] = True
 
     def initial_score(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)

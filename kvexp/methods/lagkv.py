@@ -26,6 +26,7 @@ class LagKV(Method):
     """
 
     name: ClassVar[str] = "lagkv"
+    reads_states: ClassVar[bool] = True
     evicts_while_decoding: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = "compares each partition of the prompt with the next one"
     n_sinks: Annotated[int, AtLeast(0)] = 16  # the release; kvpress: 4

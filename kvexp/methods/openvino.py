@@ -64,6 +64,10 @@ class OpenVINO(ChoosesSlots, GrantsSlots):
         return Needs(last_queries=NEWEST if self.aggregation == "adaptive_rkv" else 0)
 
     @property
+    def reads_states(self) -> bool:
+        return self.aggregation == "adaptive_rkv"
+
+    @property
     def sinks(self) -> int:
         return self.start_size
 

@@ -36,6 +36,7 @@ class RKV(Method):
     """
 
     name: ClassVar[str] = "rkv"
+    reads_states: ClassVar[bool] = True
     later: ClassVar[tuple[str, ...]] = ("aggregate",)
     window: Annotated[int, AtLeast(1)] = 8  # queries, and newest tokens kept
     kernel: Annotated[int, Odd(1)] = 7

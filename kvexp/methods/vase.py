@@ -34,6 +34,7 @@ class VaSE(Method):
     """
 
     name: ClassVar[str] = "vase"
+    reads_states: ClassVar[bool] = True
     n_sinks: Annotated[int, AtLeast(0)] = 4
     window: Annotated[int, AtLeast(1)] = 64  # queries, and newest tokens kept
     kernel: Annotated[int, Odd(1)] = 5

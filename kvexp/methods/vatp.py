@@ -23,6 +23,7 @@ class VATP(Method):
     """
 
     name: ClassVar[str] = "vatp"
+    reads_states: ClassVar[bool] = True
     n_sinks: Annotated[int, AtLeast(0)] = 20  # the release
     recent_ratio: Annotated[float, Range(0, 1)] = 0.5  # H2O's
 

@@ -231,6 +231,7 @@ def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> Non
     ConfigError for what cannot be read, loaded or written; everything but the weights is looked at before they load.
     """
     name, spec = composed_model(words)
+    query_shape(config_of_spec(spec))
     texts = calibration_texts(data, "training")
     tokenizer = tokenizer_of(spec)
     # A prompt is fed again behind itself: half of the positions, less the instruction.
@@ -293,6 +294,7 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int, ou
     """
     name, spec = composed_model(words)
     config = config_of_spec(spec)
+    query_shape(config)
     if out is not None and (traits_of(config).position != "rope" or traits_of(config).type in TABLE_ROPE):
         raise ConfigError(
             f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits_of(config).title} does not: "

@@ -540,6 +540,7 @@ def calibrated(
         lacks = "budget.heads=duo needs scores of the model's heads from a calibration pass"
         fields["head_scores"] = _kept(HEADS, model, lacks, f"kvexp calibrate {shlex.join(words)}", (layers, heads))
     if getattr(method.needs, "surrogate", False):
+        query_shape(config_of_spec(model))
         command = f"kvexp calibrate kvzap {shlex.join(words)}"
         lacks = f"method={method.name} needs a trained surrogate of its scores"
         fields["surrogate"] = _kept(SURROGATES, model, lacks, command)

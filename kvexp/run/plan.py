@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
+from kvexp.core.quantized import SlotBytes
 from kvexp.hf.load import ModelSize, parse_dtype, random_config, shape_of
 from kvexp.run.batches import prefill_groups
 from kvexp.run.jobs import HydraJob, report_failure, runs_of
 from kvexp.run.labels import refusal
 from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_spec, tokenizer_of
 from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, no_room, tokenize
-from kvexp.run.rows import environment, head_slot_bytes, slots_held
+from kvexp.run.rows import environment, slots_held
 from kvexp.run.session import Session
 from kvexp.run.settings import Settings
 from kvexp.run.store import IN_ITS_TABLE, TABLE, Run, run_hash, run_name, runs
@@ -463,7 +464,8 @@ def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float, copi
 def slots_bytes(shape: ModelSize, settings: Settings, slots: int) -> int:
     """Bytes of so many slots per kv head in all layers, in as many bits as the run stores them."""
     itemsize = parse_dtype(settings.model.dtype).itemsize
-    return shape.layers * shape.kv_heads * head_slot_bytes(settings, shape.head_dim, itemsize).of(slots)
+    held = SlotBytes(shape.key_dim, shape.value_dim, settings.cache.quantization, itemsize)
+    return shape.layers * shape.kv_heads * held.of(slots)
 
 
 def machine_here(device: str) -> Machine:

@@ -304,21 +304,16 @@ def fit_together(batches: Sequence[PromptBatch], model: Model, processes: int = 
 
 def kv_bytes_needed(runs: Sequence[Settings], model: Model, batch: Items) -> tuple[int, list[int]]:
     """Bytes of the prompts, which the runs share, and of what each run keeps, in as many bits as it stores them."""
-    from kvexp.hf.traits import head_dim, num_kv_heads, num_layers
+    from kvexp.hf.traits import traits_of
 
-    config, lengths = model.config, [prompt.size for _, prompt in batch]
+    lengths = [prompt.size for _, prompt in batch]
 
     def kept(settings: Settings) -> int:
-        heads = num_layers(config, settings.cache.evict_sliding) * num_kv_heads(config)
-        held = head_slot_bytes(settings, head_dim(config), int(model.dtype.itemsize))
-        return heads * sum(map(held.of, slots_held(settings, lengths, cached=True)))
+        traits, itemsize = traits_of(model.config, settings.cache.evict_sliding), int(model.dtype.itemsize)
+        held = SlotBytes(traits.key_dim, traits.value_dim, settings.cache.quantization, itemsize)
+        return len(traits.held) * traits.kv_heads * sum(map(held.of, slots_held(settings, lengths, cached=True)))
 
     return token_bytes(model) * sum(lengths), [kept(settings) for settings in runs]
-
-
-def head_slot_bytes(settings: Settings, width: int, itemsize: int) -> SlotBytes:
-    """Bytes of the slots of one kv head of `width` channels; itemsize: bytes of a number that is not quantised."""
-    return SlotBytes(width, width, settings.cache.quantization, itemsize)
 
 
 def slots_held(settings: Settings, lengths: Sequence[int], *, cached: bool = False) -> list[int]:
@@ -342,10 +337,10 @@ def slots_held(settings: Settings, lengths: Sequence[int], *, cached: bool = Fal
 
 def token_bytes(model: Model) -> int:
     """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
-    from kvexp.hf.traits import head_dim, num_kv_heads, num_layers
+    from kvexp.hf.traits import traits_of
 
-    config = model.config
-    return 2 * num_layers(config) * num_kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)
+    traits = traits_of(model.config)
+    return len(traits.held) * traits.kv_heads * (traits.key_dim + traits.value_dim) * int(model.dtype.itemsize)
 
 
 def free_bytes(model: Model) -> int:

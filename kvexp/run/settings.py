@@ -275,7 +275,7 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
     node |= {
         "bytes_ratio": share,
         "key_dim": width,
-        "value_dim": traits.value_dim if traits.composed else width,
+        "value_dim": traits.value_dim if traits.composed or traits.latent else width,
         "others": other_layers_of(traits),
         "quantization": quantization_of(config["cache"]),
     }

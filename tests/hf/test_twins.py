@@ -34,7 +34,7 @@ from kvexp.hf.patch import SHIMS, forward_columns, forward_logits
 from kvexp.hf.probe import layer_ropes
 from kvexp.hf.self_check import ATOL, RTOL, measure
 from kvexp.hf.traits import REFUSED, VERIFIED, check_type, traits_of
-from kvexp.methods import H2O, Full, KNorm, KVzip, StreamingLLM
+from kvexp.methods import H2O, TOVA, Full, KNorm, KVzip, StreamingLLM
 from kvexp.util.errors import ConfigError
 
 NEW = 10
@@ -54,6 +54,9 @@ KINDS = {
     "gemma3n_text": "layers that share keys",
     "gemma4_text": "layers that share keys, for the newest queries alone",
     "gpt_neo": "attention of its own, whole and in windows, and learned positions",
+    "deepseek_v3": "latents",
+    "deepseek_v32": "latents among which an index chooses",
+    "kimi_linear": "latents without RoPE, and linear attention",
     "mpt": "ALiBi",
     "falcon": "kv heads that its own cache repeats",
 }
@@ -175,10 +178,16 @@ class Truth:
         self.seen, self.probabilities, self.keys = {}, {}, {}
 
     def attention(self, module, query, key, value, mask, **more):
-        own, layer = sys.modules[type(module).__module__].eager_attention_forward, module.layer_idx
+        layer, own = module.layer_idx, self.eager(module)
         if mask is None:
             mask = torch.zeros(1, 1, query.shape[2], key.shape[2])
-        out, weights = own(module, query, key, value, self.hide(layer, mask, query.shape[1]), **more)
+        chosen = more.pop("indices", None)
+        mask = self.hide(layer, mask, query.shape[1])
+        if chosen is not None and layer in self.source:
+            seen = self.seen[self.source[layer]]
+            hidden = torch.ones_like(seen).scatter(-1, chosen.long()[:, None], False)
+            mask = mask.masked_fill(hidden, torch.finfo(query.dtype).min)
+        out, weights = own(module, query, key, value, mask, **more)
         self.note(layer, weights, key)
         return out, weights
 
@@ -192,8 +201,18 @@ class Truth:
 
     def note(self, layer, weights, key):
         if layer in self.held and layer not in self.probabilities:
-            self.probabilities[layer] = weights.unflatten(1, (key.shape[1], -1)).sum(2)
+            self.probabilities[layer] = weights.unflatten(1, (self.seen[self.source[layer]].shape[1], -1)).sum(2)
             self.keys[layer] = key
+
+    def choose(self, index, args):
+        """Forward pre-hook of an index: it is to choose among what its layer still has."""
+        hidden, queries, places, mask, *more = args
+        unseen = ~self.seen[index.layer_idx][:, 0]
+        return hidden, queries, places, mask.masked_fill(unseen, torch.finfo(mask.dtype).min), *more
+
+    @staticmethod
+    def eager(module):
+        return sys.modules[type(module).__module__].eager_attention_forward
 
     @torch.no_grad()
     def logits(self, ids):
@@ -203,6 +222,9 @@ class Truth:
         AttentionInterface.register("truth", self.attention)
         AttentionMaskInterface.register("truth", eager_mask)
         self.model.set_attn_implementation("truth")
+        for module in self.model.modules():
+            if hasattr(module, "indexer"):
+                module.indexer.register_forward_pre_hook(self.choose)
         return self.model(ids, use_cache=False).logits
 
     def own_logits(self, ids):
@@ -240,21 +262,31 @@ def kept_after(method, probabilities, keys, held, count, recent, window):
     if isinstance(method, KNorm):
         value = {p: -float(f"{float(keys[p].norm()):.4e}") for p in held}  # as near as 16 bits tell
     else:
-        value = {p: float(probabilities[:, p].sum()) for p in held}
+        rows = probabilities[-1:] if isinstance(method, TOVA) else probabilities
+        value = {p: float(rows[:, p].sum()) for p in held}
     last = max(held) + 1 - window if window else -1  # the newest position that the next query does not see
     rest = sorted((p for p in held if p not in newest), key=lambda p: (p > last, value[p], p), reverse=True)
     return {*newest, *rest[: count - len(newest)]}
 
 
 METHODS = (StreamingLLM(), KNorm(), H2O())
+LATENTS = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_linear",
+)  # which have no keys to measure; TOVA keeps one set for all heads
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def methods_for(name):
+    return (StreamingLLM(), TOVA(), H2O()) if name in LATENTS else METHODS
+
+
+@pytest.mark.parametrize("method", range(3))
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(name, method):
     """Every kept set follows from the truth's own attention and keys; every logit is what that mask gives."""
-    follows_the_rules(name, method, Budget(tokens=15), "auto", lambda window: 15)
+    follows_the_rules(name, methods_for(name)[method], Budget(tokens=15), "auto", lambda window: 15)
 
 
 # Layers with a sliding window that are evicted from, beside layers that keep every token.
@@ -305,7 +337,7 @@ def follows_the_rules(name, method, given, sliding, budget_of):
     for number, layer in enumerate(truth.held):
         budget = budget_of(truth.windows[number])
         for head in range(len(kept[0][number])):
-            rows, keys = truth.probabilities[layer][0, head], truth.keys[layer][0, head]
+            rows, keys = truth.probabilities[layer][0, head], truth.keys[layer][0, head]  # keys: of latents' first head
             held = set(range(prompt))
             for step, each in enumerate(kept):
                 count = len(each[number][head])
@@ -402,6 +434,7 @@ def test_every_argument_of_attention_is_known():
     known = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "attention_mask"}
     known |= {
         "output_attentions",
+        "indices",  # of an index, which is asked again
         "block_indices",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
@@ -474,7 +507,7 @@ class Watcher(Method):
         return ctx.positions.float()
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3"])
 @torch.no_grad()
 def test_a_second_pass_sees_windows_and_chunks_as_they_are_behind_the_prompt(name):
     """Attention is the type's own model's over prompt and repetition in one forward; windows stay as they were."""
