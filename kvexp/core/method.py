@@ -414,7 +414,7 @@ class Method:
 
 # The hooks that read a cache's tensors.
 READING = (
-    *("initial_score", "priority", "kept", "after_eviction", "hidden_next_step", "query_mask"),
+    *("initial_score", "priority", "kept", "rewrite", "after_eviction", "hidden_next_step", "query_mask"),
     *("relevance", "select", "build", "extend"),
 )
 # What `kvexp.core.special_methods` adds to `Method` -> the class.
@@ -422,6 +422,7 @@ SPECIAL = {
     **dict.fromkeys(("per_query", "simulation_only", "hidden_next_step", "query_mask"), "Simulated"),
     **dict.fromkeys(("joins_layers", "join_layers"), "JoinsLayers"),
     **{"after_eviction": "ChangesScores", "kept": "ChoosesSlots", "effective_budget": "GrantsSlots"},
+    **dict.fromkeys(("rewrites", "rewrite"), "Rewrites"),
 }
 GUARDED = "_kvexp_guarded"  # attribute of a hook that is
 

@@ -318,7 +318,7 @@ def kv_bytes_needed(runs: Sequence[Settings], model: Model, batch: Items) -> tup
 
 def head_slot_bytes(settings: Settings, width: int, itemsize: int) -> SlotBytes:
     """Bytes of the slots of one kv head of `width` channels; itemsize: bytes of a number that is not quantised."""
-    return SlotBytes(width, width, settings.cache.quantization, itemsize)
+    return SlotBytes(width, width, settings.cache.quantization, itemsize, settings.cache.slot_bias)
 
 
 def slots_held(settings: Settings, lengths: Sequence[int], *, cached: bool = False) -> list[int]:
