@@ -631,14 +631,16 @@ class EvictionLayer:
         if self.config.method.needs.second_pass is None:
             self.evict_due()
 
-    def evict_due(self, attention: Tensor | None = None, peak_bytes: int = 0) -> None:
+    def evict_due(self, attention: Tensor | None = None, peak_bytes: int = 0, logits: Tensor | None = None) -> None:
         """Carry out the eviction that waited for the other layers, or for a second pass over the prompt.
 
-        attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: of the pass, without the slots.
+        attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: of the pass, without the slots;
+        logits [B, H, G, n, S]: of queries of the pass, if the method wants them.
         """
         slots, due = self.require_slots(), self.due_eviction
         assert due is not None
         self.due_eviction = None
+        due = due if logits is None else replace(due, last_logits=logits)
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.kv_bytes + peak_bytes)
         self._select(due, attention)
         self._settle()

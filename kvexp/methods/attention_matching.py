@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core import EvictionContext, Needs, Rewrites, Rewritten
+from kvexp.core import EvictionContext, Needs, Rewrites, Rewritten, SecondPass
 from kvexp.core.fitting import bounded_least_squares, fit_dtype, least_squares, matching_pursuit
+from kvexp.methods.kvzip import FIRST, LATER
 from kvexp.util.fields import AtLeast
 
 STEPS = 2  # of gradient descent behind the clamped solution, in the authors' `AM-HighestAttnKeys`
@@ -19,8 +20,8 @@ LOG_BOUNDS = {"rms": (-3.0, 3.0), "omp": (-math.log(1e12), 7.0)}  # of the bias,
 
 @dataclass(frozen=True)
 class AttentionMatching(Rewrites):
-    """Keep sinks and the newest `window` tokens as they are, and C: of the other slots those of the largest
-    sqrt(mean_q softmax(x_q)[j]^2). C's slots get biases b = log w and values V' by which attention among the other
+    """Keep sinks and the newest `window` tokens as they are, and C, the other slots with the largest root mean square
+    of softmax(x_q)[j] over queries q. C's slots get biases b = log w and values V' by which attention among the other
     slots comes out as before, with E[q, j] = exp(x_q[j] - max_j x_q[j]):
     w = argmin sum_q (sum_(j in C) w_j E[q, j] - sum_j E[q, j])^2 within bounds,
     V' = argmin sum_q |softmax_(j in C)(x_q[j] + b_j) V' - softmax_j(x_q[j]) V|^2.
@@ -28,14 +29,16 @@ class AttentionMatching(Rewrites):
 
     `choose="omp"`: C by orthogonal matching pursuit of sum_j E[q, j]. `bias="mass"`: one b = -log(the mean share of
     attention that C has), which spreads what is dropped over C. `bias="none"` and `values="kept"`: plain eviction by
-    the same choice. A head whose equations have no one solution keeps its slots as they are (info.fits_failed).
+    the same choice. `reference="repeat"`: q are `queries` of a second pass that repeats the prompt behind KVzip's
+    instruction (`instruct=false`: without it). A head whose equations have no one solution keeps its slots as they are
+    (info.fits_failed).
 
     Source: Zweiger et al., Fast KV Compaction via Attention Matching (arXiv:2602.16284), and the authors' code: bounds
     e^-3 to e^3 and two steps of gradient descent behind a clamped solution (rms), 1e-12 to e^7 and none (omp, one slot
-    at a time). Departures: the reference queries are the prompt's last `queries`, each seeing what is before it (the
-    authors: all of the context's, or generated ones, seeing everything); their text's frame is kept as it is, here
-    sinks and window; every kv head has the same budget; power iterations start from ones; no slot of tiny weight is
-    replaced (omp); biases are float32 and counted in bytes.
+    at a time). Departures: with `reference="prompt"` each query sees what is before it (the authors': everything; they
+    also let the model ask itself questions); their text's frame is kept as it is, here sinks and window; every kv head
+    has the same budget; power iterations start from ones; no slot of tiny weight is replaced (omp); biases are float32
+    and counted in bytes.
     """
 
     name: ClassVar[str] = "attention_matching"
@@ -43,13 +46,18 @@ class AttentionMatching(Rewrites):
     n_sinks: Annotated[int, AtLeast(0)] = 4
     window: Annotated[int, AtLeast(1)] = 32
     queries: Annotated[int, AtLeast(1)] = 512
+    reference: Literal["prompt", "repeat"] = "prompt"
+    instruct: bool = True
     choose: Literal["rms", "omp"] = "rms"
     bias: Literal["fitted", "mass", "none"] = "fitted"
     values: Literal["fitted", "kept"] = "fitted"
 
     @property
     def needs(self) -> Needs:
-        return Needs(last_queries=self.queries)
+        if self.reference == "prompt":
+            return Needs(last_queries=self.queries)
+        first, later = (FIRST, LATER) if self.instruct else ("", "")
+        return Needs(second_pass=SecondPass(0, instruction=first, next_instruction=later, queries=self.queries))
 
     @property
     def rewrites(self) -> tuple[str, ...]:

@@ -71,7 +71,8 @@ def pursued(e: np.ndarray, slots: list[int], count: int) -> list[int]:
 def matched(method: AttentionMatching, attention: np.ndarray, keys: np.ndarray, values: np.ndarray) -> Head:
     count = len(keys)
     open_slots = list(range(SINKS, count - WINDOW + 1))  # the budget counts the coming token as one of the window
-    rows = [row for head in attention[:, -QUERIES:] for row in head]
+    queries = slice(-QUERIES, None) if method.reference == "prompt" else slice(count, None, -(-count // QUERIES))
+    rows = [row[:count] for head in attention[:, queries] for row in head]
     e = np.zeros((len(rows), count))
     for q, row in enumerate(rows):
         e[q, open_slots] = row[open_slots] / max(row[open_slots])
@@ -139,9 +140,11 @@ def by_hand(method: Method, row: int) -> list[Tensor]:
     """Logits [V] of the prompt's last token and of each following one, of the stock model with a rewritten cache."""
     model, cache = stock("llama"), DynamicCache()
     read = model(torch.tensor([PROMPTS[row]]), past_key_values=cache, use_cache=True, output_attentions=True)
+    twice = model(torch.tensor([PROMPTS[row] * 2]), output_attentions=True)
+    repeats = isinstance(method, AttentionMatching) and method.reference == "repeat"
     logits, biases, count = [read.logits[0, -1]], [], len(PROMPTS[row])
     for layer in range(LAYERS):
-        attention = read.attentions[layer][0].double().unflatten(0, (KV_HEADS, GROUP)).numpy()
+        attention = (twice if repeats else read).attentions[layer][0].double().unflatten(0, (KV_HEADS, GROUP)).numpy()
         stored = cache.layers[layer]
         heads = [
             (attention[h], stored.keys[0, h].double().numpy(), stored.values[0, h].double().numpy())
@@ -181,6 +184,7 @@ METHODS = {
     "matching_mass": AttentionMatching(bias="mass", values="kept", **MATCHING),
     "matching_bias": AttentionMatching(values="kept", **MATCHING),
     "matching_values": AttentionMatching(bias="none", **MATCHING),
+    "matching_repeat": AttentionMatching(reference="repeat", instruct=False, **MATCHING),
     "matching_plain": AttentionMatching(bias="none", values="kept", **MATCHING),
     "d2o": D2O(n_sinks=1),
     "d2o_mean": D2O(n_sinks=1, weights="mean"),
