@@ -17,11 +17,14 @@ from kvexp.methods import (
     CAKE,
     CAOTE,
     CUR,
+    D2O,
     H2O,
     H2OC,
     RKV,
     TOVA,
     VATP,
+    AttentionMatching,
+    CaM,
     CapKV,
     Compactor,
     DefensiveKV,
@@ -197,6 +200,16 @@ CASES: dict[str, Case] = {
     "caote_fast": Case(CAOTE(form="fast"), oracles.fast_caote, None, "++ +++++ -- -+ - +"),
     "caote_over_h2o": Case(CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
     "dropkv": Case(CAOTE(alpha="window", window=3), oracles.dropkv, properties=True),
+    # What these put into their slots: test_rewriting.py.
+    "attention_matching": Case(
+        AttentionMatching(n_sinks=1, window=2, queries=3, bias="none", values="kept"), oracles.attention_matching,
+        properties=True, unbounded="a whole prompt"),
+    # Two of 96 rows that look at nothing else: a mean square of 2/96, for the distractors' 1/144 at most.
+    "attention_matching_1": Case(
+        AttentionMatching(n_sinks=1, window=2, bias="none", values="kept"), planted="++ +-+++ ++ ++ + -"),
+    "attention_matching_fitted": Case(AttentionMatching(), unbounded="rewrites"),
+    "d2o": Case(D2O(n_sinks=1), planted="++ +-++- ++ ++ + -", unbounded="rewrites"),
+    "cam": Case(CaM(n_sinks=1), unbounded="rewrites"),
     "capkv": Case(CapKV(n_sinks=1, n_future=5), oracles.capkv, properties=True),
     # Values that nothing else spans: every plant's is of its own, whether few or many look at it.
     "capkv_default": Case(CapKV(), planted="++ +++++ ++ ++ + +"),

@@ -268,6 +268,20 @@ def dropkv(past: Past) -> set[int]:
     return top(past, value, recent=4)
 
 
+def attention_matching(past: Past) -> set[int]:
+    """One sink, the newest two; the mean square of three queries' attention among the rest; chosen once."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    inside = [p for p in past.held if 0 < p < past.newest]
+    squares = dict.fromkeys(inside, 0.0)
+    for rows in past.head_rows:
+        for row in rows:
+            whole = sum(row.get(p, 0.0) for p in inside)
+            for p in inside:
+                squares[p] += (row.get(p, 0.0) / whole) ** 2
+    return top(past, lambda p: squares[p], recent=2, sinks=1)
+
+
 def capkv(past: Past) -> set[int]:
     """One sink; five positions to come; the leverage of each value among those that the mean query points to."""
     if past.newest >= past.prompt:

@@ -18,13 +18,14 @@ from kvexp.core.noise import Noise
 from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
-from kvexp.core.slots import Slots
+from kvexp.core.slots import Rewritten, Slots
 from kvexp.core.special_methods import (
     ChangesScores,
     ChoosesSlots,
     GrantsSlots,
     JoinsLayers,
     KeepsEverything,
+    Rewrites,
     Simulated,
 )
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
@@ -52,6 +53,8 @@ __all__ = [
     "Noise",
     "Quantization",
     "QueryCalibration",
+    "Rewrites",
+    "Rewritten",
     "RoPE",
     "SecondPass",
     "SequenceState",

@@ -159,6 +159,7 @@ class AttentionInputs:
     in_column_order: slot i holds column i, so query row i of a prompt needs only the first S - Q + i + 1 slots.
     padded: whether some row has padding; False spares the mask.
     all_visible: whether every query row is known to see every slot, which spares the mask as well.
+    bias [B, H, S]: added to the logits of each slot, as of `Slots`; None: none.
     """
 
     query: Tensor
@@ -173,6 +174,7 @@ class AttentionInputs:
     in_column_order: bool = False
     padded: bool = True
     all_visible: bool = False
+    bias: Tensor | None = None
 
     def mask(self, rows: slice, slots: int, *, include_evicted: bool = False) -> Tensor:
         """Which of the first `slots` slots the query rows `rows` see: bool [B, H or 1, rows, slots].
@@ -214,8 +216,9 @@ class AttentionInputs:
         b, h, g, q, d = query.shape
         x = qk_matmul(query.reshape(b, keys.shape[1], h * g * q // keys.shape[1], d), keys).view(b, h, g, q, slots)
         x = softcapped((x if x.dtype == torch.float64 else x.float()) * self.params.scale, self.params.softcap)
-        bias = self.alibi_bias(rows, slots)
-        x = x if bias is None else x + bias
+        alibi = self.alibi_bias(rows, slots)
+        x = x if alibi is None else x + alibi
+        x = x if self.bias is None else x + self.bias[:, :, None, None, :slots]
         if self.all_visible:
             return x
         return x.masked_fill_(~self.mask(rows, slots, include_evicted=include_evicted)[:, :, None], -torch.inf)
@@ -273,7 +276,7 @@ def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
 
     So it is where gradients are wanted. observers: on a CPU alone. SDPA is called once where a causal mask suffices:
     for a whole prompt without padding, ALiBi, and a sliding window shorter than it. Else in blocks of QUERY_BLOCK query
-    rows, each with its mask; so are softcaps and sinks, which SDPA does not know, from the logits.
+    rows, each with its mask; so are softcaps, sinks and biases, which SDPA does not know, from the logits.
     """
     count, params = inputs.query.shape[3], inputs.params
     states = (inputs.query, inputs.keys, inputs.values, *(() if params.sinks is None else (params.sinks,)))
@@ -284,7 +287,7 @@ def compute_attention(inputs: AttentionInputs, observers: Sequence[Observer] = (
             return out
     whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count
     whole &= inputs.visible is None and inputs.chosen is None
-    known = params.softcap is None and params.sinks is None
+    known = params.softcap is None and params.sinks is None and inputs.bias is None
     if known and whole and params.alibi is None and (params.sliding_window or count) >= count:
         return _sdpa(inputs, slice(0, count), count, causal=True)
     blocks = (slice(a, min(a + QUERY_BLOCK, count)) for a in range(0, count, QUERY_BLOCK))
@@ -367,6 +370,7 @@ def _without_padding(inputs: AttentionInputs, row: int) -> tuple[AttentionInputs
         query_positions=inputs.query_positions[at, cut:],
         visible=None if inputs.visible is None else inputs.visible[at, :, pads:],
         chosen=None if inputs.chosen is None else inputs.chosen[at, cut:, pads:],
+        bias=None if inputs.bias is None else inputs.bias[at, :, pads:],
         rope_positions=None if place is None else (place[0][at, :, pads:], place[1][at, :, cut:]),
     )
     return row_inputs, pads, cut, in_order and consecutive
@@ -413,6 +417,8 @@ def _tile_logits(
         bias = inputs.alibi_bias(rows, seen.stop)
         assert bias is not None
         x += bias[0, heads, :, :, seen.start :]
+    if inputs.bias is not None:
+        x += inputs.bias[0, heads, None, None, seen]
     if inputs.all_visible:
         return x
     if not diagonal:

@@ -163,7 +163,8 @@ class Mask(EvictionBackend):
 def compact(slots: Slots, ranked: RankedSlots, allowed: LayerSlots, reserve: int, free: int = 0) -> None:
     """Keep the first `allowed.kept_by_head` slots of every row, in order of position, with `reserve` dead ones behind.
 
-    free: where heads keep different numbers, dead slots behind each head's own, for tokens to come.
+    free: where heads keep different numbers, dead slots behind each head's own, for tokens to come. Heads that lose a
+    slot are rewritten where the method does so.
     """
     max_keep = min(max(allowed.most), slots.length)
     positions = slots.positions[:, :, : slots.length]
@@ -171,8 +172,12 @@ def compact(slots: Slots, ranked: RankedSlots, allowed: LayerSlots, reserve: int
     if isinstance(slots, RaggedSlots):
         assert allowed.by_head is not None
         slots.pack(index, keep, reserve, [[kept + free for kept in heads] for heads in allowed.by_head])
-    else:
-        slots.gather(index, keep, reserve)
+        return
+    rewritten = None if ranked.rewrite is None else ranked.rewrite(index, keep)
+    loses = ((positions >= 0).sum(-1) > keep.sum(-1))[..., None]
+    slots.gather(index, keep, reserve)
+    if rewritten is not None:
+        slots.rewrite(rewritten, keep & loses)
 
 
 def stackable_width(slots: int, device: torch.device) -> int:

@@ -272,7 +272,8 @@ class BytesBudget(Budget):
     tokens and threshold. `resolve` raises ConfigError where not one slot fits.
 
     others: windows and states of other layers, which count and are not evicted: `bytes_ratio` is of all bytes, and what
-    they take is taken from the slots. None: there are none. `EvictionCache` fills it in.
+    they take is taken from the slots. None: there are none. `EvictionCache` fills it in. bias: bytes of a slot's bias;
+    `CacheConfig` fills it in.
     """
 
     bytes_ratio: Annotated[float, Range(0, 1, above=True)] = 0.25
@@ -280,11 +281,12 @@ class BytesBudget(Budget):
     value_dim: Annotated[int, AtLeast(1)] = 64
     quantization: Quantization | EngineQuantization | None = None
     others: OtherLayers | None = None
+    bias: int = 0
 
     @property
     def slot_bytes(self) -> SlotBytes:
         """The bytes of this budget's slots, at 16 bits per unquantised number."""
-        return SlotBytes(self.key_dim, self.value_dim, self.quantization)
+        return SlotBytes(self.key_dim, self.value_dim, self.quantization, bias=self.bias)
 
     def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
         whole = self._base(length, prompts)

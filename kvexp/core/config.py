@@ -12,7 +12,7 @@ from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.method import AttentionScoreSpec, Method, Needs, SinkScore
 from kvexp.core.quantized import EngineQuantization, Quantization
 from kvexp.core.selection import SlotSelection
-from kvexp.core.special_methods import ChoosesSlots, JoinsLayers, KeepsEverything, Simulated
+from kvexp.core.special_methods import ChoosesSlots, JoinsLayers, KeepsEverything, Rewrites, Simulated
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.util.errors import ConfigError, Rule, did_you_mean, refuse
 from kvexp.util.fields import AtLeast, check_fields
@@ -92,6 +92,8 @@ class CacheConfig:
             object.__setattr__(self, "mode", "compact")
         if self.positions is None:
             object.__setattr__(self, "positions", self.method.positions)
+        if self.slot_bias and isinstance(self.budget, BytesBudget):
+            object.__setattr__(self, "budget", replace(self.budget, bias=self.slot_bias))
         refuse(self, REFUSED)
         if self.bounded_chunk is not None:
             refuse(self, [(when, f"{why}: leave bounded_chunk at null") for when, why in NOT_BOUNDED])
@@ -138,6 +140,16 @@ class CacheConfig:
     def chooses_slots(self) -> bool:
         """Whether the method says itself which slots stay, which needs them in the order of their positions."""
         return isinstance(self.method, ChoosesSlots)
+
+    @property
+    def rewritten(self) -> tuple[str, ...]:
+        """What the method gives the slots it keeps other numbers of: bias, values, keys; empty: nothing."""
+        return self.method.rewrites if isinstance(self.method, Rewrites) else ()
+
+    @property
+    def slot_bias(self) -> int:
+        """Bytes of a slot's bias, which is float32; 0 where slots have none."""
+        return 4 if "bias" in self.rewritten else 0
 
     @property
     def joins_layers(self) -> bool:
@@ -393,6 +405,21 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} chooses the slots itself, and when to drop some: leave the group select, "
         "evict_at_prefill and evict_every alone",
     ),
+    # Methods that rewrite what they keep.
+    (
+        lambda c: c.rewritten and c.mode == "mask",
+        "method {c.method.name} puts other numbers into the slots it keeps, and mode=mask drops and changes none: set "
+        "mode=overwrite",
+    ),
+    (
+        lambda c: c.rewritten and c.renumbered,
+        "method {c.method.name} fits what slots hold to queries at their positions, which cache.positions=renumbered "
+        "moves: set cache.positions=original",
+    ),
+    (
+        lambda c: c.rewritten and c.is_ragged,
+        "method {c.method.name} rewrites as many slots in every kv head: {c.budget.heads_remedy}",
+    ),
     (
         lambda c: c.quantization is not None and c.keeps_everything,
         "method {c.method.name} keeps everything in a memory and an index of its own: key_bits and value_bits below 16 "
@@ -444,6 +471,7 @@ NOT_BOUNDED: tuple[Rule[CacheConfig], ...] = (
         "method {c.method.name} reads the whole prompt a second time",
     ),
     (lambda c: c.chooses_slots, "method {c.method.name} drops nothing before a prompt has ended"),
+    (lambda c: c.rewritten, "method {c.method.name} rewrites what is left of a whole prompt"),
     (lambda c: c.method.needs_whole_prompt, "method {c.method.name} {c.method.needs_whole_prompt}"),
     (
         lambda c: c.method.needs.local_chunks is not None,

@@ -289,15 +289,15 @@ def stack_order(state: EvictionLayer) -> tuple[int, str]:
     return (0, "") if state.score_spec.is_plain else (1, repr(state.score_spec.noise))
 
 
-def stack_kind(state: EvictionLayer) -> tuple[bool, bool, int, int]:
-    """What caches of one stack have in common: renumbered positions, how slots are chosen, and when they evict.
+def stack_kind(state: EvictionLayer) -> tuple[bool, bool, int, int, bool]:
+    """What caches of one stack have in common: renumbered positions, how slots are chosen, when they evict, biases.
 
     Those that only grow go with caches that evict after every step.
     """
-    config, backend = state.config, state.backend
+    config, backend, biased = state.config, state.backend, state.require_slots().bias is not None
     if config.only_grows or not isinstance(backend, InPlace):
-        return config.renumbered, True, 1, 1
-    return config.renumbered, config.plain_choice, backend.every or 1, backend.num_free
+        return config.renumbered, True, 1, 1, biased
+    return config.renumbered, config.plain_choice, backend.every or 1, backend.num_free, biased
 
 
 def group_by_noise(states: list[EvictionLayer], sizes: list[int], start: int) -> list[NoisedObserver]:

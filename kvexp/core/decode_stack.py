@@ -402,6 +402,8 @@ class StackedLayer:
             x = decode_logits(query, keys, slots.positions[:, :, :columns], newest, params)
         else:
             x = products.logits(query, newest, params)
+        if slots.bias is not None:
+            x += slots.bias[:, :, None, None, :columns]
         offset: Tensor | None = None
         if (rotation := self.sink_rerotation) is not None:
             whole = self.eviction.no_padding_slots and self.eviction.every == 1

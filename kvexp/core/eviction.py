@@ -40,11 +40,11 @@ from kvexp.core.observe import (
     pool_sums,
     weighted_column_sums,
 )
-from kvexp.core.quantized import QuantizedSlots, settled
+from kvexp.core.quantized import QuantizedSlots, bytes_at_16, settled
 from kvexp.core.ranking import RankedSlots, among_heads, float_priority, joined, rank
 from kvexp.core.sequence import SequenceState
-from kvexp.core.slots import LatentSlots, RaggedSlots, Slots
-from kvexp.core.special_methods import ChangesScores, JoinsLayers, Simulated
+from kvexp.core.slots import LatentSlots, RaggedSlots, Rewritten, Slots
+from kvexp.core.special_methods import ChangesScores, JoinsLayers, Rewrites, Simulated
 from kvexp.core.statistics import LastQueries, QueryStatistics
 from kvexp.util.errors import CacheError
 
@@ -231,8 +231,8 @@ class EvictionLayer:
     eviction; first_eviction: per row, decode tokens seen when the first slot was lost, None: not yet;
     due_eviction: the eviction at the end of the prompt while it waits for a budget or a second pass. predicted
     [B, H, Q]: scores of the next forward's tokens, see `take_input`. retained_attention [B]: the share of the last
-    prompt query's attention that the eviction at the end of the prompt kept; None: there was none. nan_flag: as of
-    `EvictionContext`, of a user's method.
+    prompt query's attention that the eviction at the end of the prompt kept; None: there was none. failed [B, H] bool:
+    as of `Rewritten`. nan_flag: as of `EvictionContext`, of a user's method.
     """
 
     _stack: StackedLayer | None  # this layer alone, as fast decode steps take it
@@ -266,6 +266,7 @@ class EvictionLayer:
         self.has_evicted = False
         self.first_eviction: list[int | None] = []
         self.retained_attention: Tensor | None = None
+        self.failed: Tensor | None = None
         self.statistics = PromptStatistics()
         self.due_eviction: DueEviction | None = None
         self.nan_flag: Tensor | None = None
@@ -311,6 +312,7 @@ class EvictionLayer:
             in_column_order=slots.same_order,
             padded=sequence.padded or (sequence.in_prompt and not sequence.prompt_complete),
             all_visible=hides_nothing and decodes_one and slots.same_order and not sequence.padded,
+            bias=None if slots.bias is None else slots.bias[:, :, :s],
         )
         if config.renumbered and self.has_evicted:
             inputs = with_renumbered_positions(inputs, slots.positions[:, :, :s].expand(b, h, s))
@@ -571,8 +573,12 @@ class EvictionLayer:
 
     @property
     def bytes_at_16(self) -> int | None:
-        """Bytes held with unquantised numbers as 16 bits each; None where nothing is quantised."""
-        return self.slots.bytes_at_16 if isinstance(self.slots, QuantizedSlots) else None
+        """Bytes held with unquantised keys and values as 16 bits each; None where nothing is quantised or biased."""
+        if isinstance(self.slots, QuantizedSlots):
+            return self.slots.bytes_at_16
+        if self.slots is None or self.slots.bias is None:
+            return None
+        return bytes_at_16(*self.slots.kv_buffers) + self.slots.bias_bytes
 
     # -- evict: when, how many slots, which ---------------------------------------------------------------------------
 
@@ -637,14 +643,16 @@ class EvictionLayer:
         if self.config.method.needs.second_pass is None:
             self.evict_due()
 
-    def evict_due(self, attention: Tensor | None = None, peak_bytes: int = 0) -> None:
+    def evict_due(self, attention: Tensor | None = None, peak_bytes: int = 0, logits: Tensor | None = None) -> None:
         """Carry out the eviction that waited for the other layers, or for a second pass over the prompt.
 
-        attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: of the pass, without the slots.
+        attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: of the pass, without the slots;
+        logits [B, H, G, n, S]: of queries of the pass, if the method wants them.
         """
         slots, due = self.require_slots(), self.due_eviction
         assert due is not None
         self.due_eviction = None
+        due = due if logits is None else replace(due, last_logits=logits)
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.kv_bytes + peak_bytes)
         self._select(due, attention)
         self._settle()
@@ -698,8 +706,17 @@ class EvictionLayer:
         """
         assert self.layer_slots is not None
         ctx = self._context(newest, due, second)
-        window, projection = due.params.sliding_window, self.output_projection
-        return rank(self.config, ctx, self.layer_slots, self.sequence, window, projection)
+        window, projection, method = due.params.sliding_window, self.output_projection, self.config.method
+        ranked = rank(self.config, ctx, self.layer_slots, self.sequence, window, projection)
+        rewrites = isinstance(method, Rewrites) and method.rewrites
+        return replace(ranked, rewrite=partial(self._rewritten, ctx)) if rewrites else ranked
+
+    def _rewritten(self, ctx: EvictionContext, index: Tensor, keep: Tensor) -> Rewritten:
+        """What the method puts into the slots that it keeps, and note where it could not; as of `Rewrites.rewrite`."""
+        assert isinstance(self.config.method, Rewrites)
+        rewritten = self.config.method.rewrite(ctx, index, keep)
+        self.failed = rewritten.failed
+        return rewritten
 
     def _select(self, due: DueEviction, second: Tensor | None = None) -> None:
         """Rank the slots, decide how many each kv head keeps, and evict; second: as of `_rank`.
@@ -936,6 +953,8 @@ class EvictionLayer:
             self.first_eviction = [self.first_eviction[i] for i in rows.tolist()] if self.first_eviction else []
             if self.retained_attention is not None:
                 self.retained_attention = self.retained_attention[rows.to(self.retained_attention.device)]
+            if self.failed is not None:
+                self.failed = self.failed[rows.to(self.failed.device)]
 
     def kept_positions(self, rows: slice = slice(None)) -> list[list[list[int]]]:
         """Position ids of the slots held, per batch row and kv head, ascending (in mask mode: of visible slots)."""

@@ -29,7 +29,8 @@ class SecondPass:
     `overlap` tokens before the chunk. end_turn: where the tokenizer has a chat template, its end of the user's turn
     stands between instruction and chunk, else a newline. instruction="": chunks are fed behind the `overlap` tokens
     alone, which takes no tokenizer. over_input: each query's attention is divided by the 2-norm of the attention
-    layer's input at that query.
+    layer's input at that query. queries: how many of what is fed, spread over the pass, give their logits over the
+    prompt (`EvictionContext.last_logits`); 0: none.
     """
 
     start: int = 0
@@ -39,6 +40,7 @@ class SecondPass:
     next_instruction: str = ""
     end_turn: bool = True
     over_input: bool = False
+    queries: int = 0
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.overlap < 0:
@@ -218,9 +220,10 @@ class EvictionContext:
     token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
     [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; output_factors
     [H, G, n, Dv]: see `output_norms`; last_logits [B, H, G, n, S]: of the newest queries, newest last, -inf where they
-    do not look; calibration: of this layer; rope: the model's (None: it has none); local_attention [B, H, S]: the sums
-    of `LocalAttention`; second_pass_attention [B, H, G, S]: of the queries that repeat the prompt, the largest to
-    every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
+    do not look, or of queries of a second pass (`SecondPass.queries`); calibration: of this layer; rope: the model's
+    (None: it has none); local_attention [B, H, S]: the sums of `LocalAttention`; second_pass_attention [B, H, G, S]: of
+    the queries that repeat the prompt, the largest to every slot, 0 for slots that were not repeated. All are None
+    where the method's `needs` do not declare them.
     compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
     sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
     kept_prompt [B]: how many of the first tokens `keep=prompt` keeps; None: it does not. output_projection
@@ -429,7 +432,7 @@ class Method:
 
 # The hooks that read a cache's tensors.
 READING = (
-    *("initial_score", "priority", "kept", "after_eviction", "hidden_next_step", "query_mask"),
+    *("initial_score", "priority", "kept", "rewrite", "after_eviction", "hidden_next_step", "query_mask"),
     *("relevance", "select", "build", "extend"),
 )
 # What `kvexp.core.special_methods` adds to `Method` -> the class.
@@ -437,6 +440,7 @@ SPECIAL = {
     **dict.fromkeys(("per_query", "simulation_only", "hidden_next_step", "query_mask"), "Simulated"),
     **dict.fromkeys(("joins_layers", "join_layers"), "JoinsLayers"),
     **{"after_eviction": "ChangesScores", "kept": "ChoosesSlots", "effective_budget": "GrantsSlots"},
+    **dict.fromkeys(("rewrites", "rewrite"), "Rewrites"),
 }
 GUARDED = "_kvexp_guarded"  # attribute of a hook that is
 

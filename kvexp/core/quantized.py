@@ -590,19 +590,21 @@ class SlotBytes:
     """Bytes of the slots of one kv head, from a configuration alone.
 
     key_dim, value_dim: channels D and Dv of a head; quantization: None for slots as the model makes them; itemsize:
-    bytes of a number that is not quantised.
+    bytes of a number that is not quantised; bias: bytes of a slot's bias, where slots have one.
     """
 
     key_dim: int
     value_dim: int
     quantization: AnyQuantization | None = None
     itemsize: int = HALF_BYTES
+    bias: int = 0
 
     def of(self, slots: int) -> int:
         """Bytes of so many slots, all of which hold a token; it never falls as slots grow."""
         how = self.quantization
         keys, values = (None, None) if how is None else (how.keys, how.values)
-        return self._of_side(keys, self.key_dim, slots) + self._of_side(values, self.value_dim, slots)
+        sides = self._of_side(keys, self.key_dim, slots) + self._of_side(values, self.value_dim, slots)
+        return sides + slots * self.bias
 
     def _of_side(self, codec: Codec | ByteCodec | None, width: int, slots: int) -> int:
         """Bytes of keys, or of values, with `width` channels."""
@@ -630,7 +632,7 @@ class QuantizedSlots(Slots):
     """
 
     def __init__(self, positions: Tensor, score: Tensor, length: int, keys: PlainStates, values: PlainStates) -> None:
-        self.positions, self.score, self.visible = positions, score, None
+        self.positions, self.score, self.visible, self.bias = positions, score, None, None
         self.key_states, self.value_states = keys, values
         self.length = length
         self.same_order = False
@@ -654,7 +656,7 @@ class QuantizedSlots(Slots):
             states_of(quantization.keys, slots.keys, positions, newest),
             states_of(quantization.values, slots.values, positions, newest),
         )
-        quantized.same_order = slots.same_order
+        quantized.same_order, quantized.bias = slots.same_order, slots.bias
         quantized._peak_bytes = max(slots.take_peak_bytes(), slots.kv_bytes + quantized.kv_bytes)
         return quantized
 
@@ -692,17 +694,18 @@ class QuantizedSlots(Slots):
     def buffers(self) -> dict[str, Tensor]:
         parts = zip(("keys", "values"), self._states, strict=True)
         codes = {f"{name}.{of}": tensor for name, states in parts for of, tensor in states.tensors.items()}
-        return {"positions": self.positions, "score": self.score} | codes | self._dense
+        named = {"positions": self.positions, "score": self.score} | codes | self._dense
+        return named if self.bias is None else named | {"bias": self.bias}
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of codes, scales and zeros, group starts, tokens in full precision and their slots; room included."""
-        return self.key_states.nbytes + self.value_states.nbytes
+        """Bytes of codes, scales and zeros, group starts, biases, tokens in full precision, their slots; with room."""
+        return self.key_states.nbytes + self.value_states.nbytes + self.bias_bytes
 
     @property
     def bytes_at_16(self) -> int:
-        """`kv_bytes` with numbers in full precision as 16 bits each, whatever their dtype."""
-        return sum(bytes_at_16(*states.tensors.values()) for states in self._states)
+        """`kv_bytes` with keys and values in full precision as 16 bits each, whatever their dtype."""
+        return sum(bytes_at_16(*states.tensors.values()) for states in self._states) + self.bias_bytes
 
     def settle(self, newest: Tensor) -> None:
         """End a forward, after its eviction: quantise what has left the window. newest [B]: as of `of_prompt`."""
@@ -728,9 +731,9 @@ class QuantizedSlots(Slots):
         self._peak_bytes = max(self._peak_bytes, held + self.kv_bytes)
 
     def _move(self, index: Tensor, reserve: int) -> None:
-        """Positions and scores of the slots index [B, H, N] in new tensors, with `reserve` dead slots behind."""
+        """Positions, scores and biases of the slots index [B, H, N] in new tensors, with `reserve` dead ones behind."""
         b, h, n = index.shape
-        for name, dead in (("positions", -1), ("score", 0)):
+        for name, dead in (("positions", -1), ("score", 0), *([] if self.bias is None else [("bias", 0)])):
             old = getattr(self, name)
             new = old.new_full((b, h, n + reserve), dead)
             new[:, :, :n] = old.gather(2, index)
@@ -762,6 +765,7 @@ class QuantizedSlots(Slots):
         rows = rows.to(self.positions.device)
         self._dense, held = {}, self.kv_bytes
         self.positions, self.score = self.positions.index_select(0, rows), self.score.index_select(0, rows)
+        self.bias = None if self.bias is None else self.bias.index_select(0, rows)
         for states in self._states:
             states.select_rows(rows)
         self._peak_bytes = max(self._peak_bytes, held + self.kv_bytes)
@@ -773,6 +777,7 @@ class QuantizedSlots(Slots):
         positions, score = self.positions.index_select(0, index), self.score.index_select(0, index)
         other = QuantizedSlots(positions, score, self.length, keys, values)
         other.same_order = self.same_order
+        other.bias = None if self.bias is None else self.bias.index_select(0, index)
         return other
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from kvexp.core.config import CacheConfig, Keep
 from kvexp.core.method import EvictionContext, Method, check_priorities, checked, is_users, nan_error, undeclared
 from kvexp.core.sequence import MarkedSpans, SequenceState
 from kvexp.core.slot_order import kept_mask
+from kvexp.core.slots import Rewritten
 from kvexp.core.special_methods import ChoosesSlots, JoinsLayers, Simulated
 from kvexp.util.errors import ConfigError
 
@@ -24,7 +25,8 @@ class RankedSlots:
     """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Simulated.hidden_next_step`.
 
     threshold: what a priority must reach where slots are shared out by `Budget.threshold`, else None. kept: the slots
-    that stay, where the method chooses them itself (`ChoosesSlots.kept`), else None.
+    that stay, where the method chooses them itself (`ChoosesSlots.kept`), else None. rewrite: what they are given,
+    where the method rewrites them (`Rewrites.rewrite`, of index and keep), else None.
     """
 
     priority: Tensor
@@ -33,6 +35,7 @@ class RankedSlots:
     hidden: Tensor | None
     threshold: float | None = None
     kept: Tensor | None = None
+    rewrite: Callable[[Tensor, Tensor], Rewritten] | None = None
 
     def share(self, kept: list[int], budget: Budget) -> Tensor:
         """How many slots each head keeps, [B, H], where a row's heads keep kept[b] on average; or by a threshold."""

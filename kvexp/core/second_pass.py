@@ -22,6 +22,7 @@ from kvexp.core.attention import (
 )
 from kvexp.core.method import SinkScore
 from kvexp.core.observe import BLOCK_ELEMENTS
+from kvexp.core.slot_order import INT64_MAX
 from kvexp.core.slots import Slots
 from kvexp.util.errors import CacheError
 
@@ -46,15 +47,18 @@ class SecondPassLayer:
     """One layer's slots as a second pass sees them, a `LayerCache` whose forwards store nothing.
 
     slots: of the prompt, none evicted, slot i holding column i. group: query heads per kv head. observes: whether this
-    layer's attention is wanted; sink: as of `AttentionScoreSpec`. chunk: the one in progress. attention [B, H, G, S]
-    float32: the largest attention of any fed query to each slot so far, 0 where no chunk held it. peak_bytes: of keys
-    and values copied for one forward.
+    layer's attention is wanted; sink: as of `AttentionScoreSpec`; queries: as of `SecondPass`. chunk: the one in
+    progress. attention [B, H, G, S] float32: the largest attention of any fed query to each slot so far, 0 where no
+    chunk held it. peak_bytes: of keys and values copied for one forward.
     """
 
-    def __init__(self, slots: Slots, group: int, *, observes: bool, sink: SinkScore = "applied") -> None:
+    def __init__(
+        self, slots: Slots, group: int, *, observes: bool, sink: SinkScore = "applied", queries: int = 0
+    ) -> None:
         if not slots.same_order:
             raise CacheError("a second pass needs the prompt as it came, and slots of it were evicted")
-        self.slots, self.observes, self.sink = slots, observes, sink
+        self.slots, self.observes, self.sink, self.queries = slots, observes, sink, queries
+        self._sampled: list[Tensor] = []  # logits of the queries taken so far, chunk by chunk
         self.chunk: RepeatedChunk | None = None
         b, h = slots.keys.shape[:2]
         self.attention = torch.zeros(b, h, group if observes else 0, slots.length, device=slots.keys.device)
@@ -88,6 +92,7 @@ class SecondPassLayer:
         inputs = expanded(held_and_fed)
         if self.observes:
             self._observe(inputs, inputs.keys[:, :, self.seq_len :], rows)
+            self._sample(inputs, rows)
         return compute_attention(inputs).flatten(1, 2)
 
     def _observe(self, inputs: AttentionInputs, key: Tensor, rows: Tensor) -> None:
@@ -103,6 +108,30 @@ class SecondPassLayer:
         index = torch.where(repeated < 0, self.seq_len, repeated)[:, None, None].expand_as(largest)
         placed = torch.zeros(*largest.shape[:3], self.seq_len + 1, device=key.device).scatter(-1, index, largest)
         self.attention[rows] = torch.maximum(self.attention[rows], placed[..., :-1])
+
+    def _sample(self, inputs: AttentionInputs, rows: Tensor) -> None:
+        """Take the logits of every nth fed query of the chunk over the prompt; inputs, rows: as of `_observe`.
+
+        n by the row's own prompt, behind which what is fed stands, so that no row depends on its neighbours.
+        """
+        if not self.queries:
+            return
+        fed = inputs.query_positions
+        prompt = fed.masked_fill(fed < 0, INT64_MAX).amin(1, keepdim=True)
+        taken = (fed >= 0) & ((fed - prompt) % -(-prompt // self.queries) == 0)
+        order = taken.int().argsort(dim=1, descending=True, stable=True)[:, : int(taken.sum(1).max())]
+        positions = fed.gather(1, order).masked_fill(~taken.gather(1, order), -1)
+        query = inputs.query.take_along_dim(order[:, None, None, :, None], dim=3)
+        x = replace(inputs, query=query, query_positions=positions).logits(slice(None), self.seq_len)
+        x = x.masked_fill(positions[:, None, None, :, None] < 0, -torch.inf)
+        whole = torch.full((len(self.slots.positions), *x.shape[1:]), -torch.inf, dtype=x.dtype, device=x.device)
+        whole[rows] = x
+        self._sampled.append(whole)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Logits [B, H, G, n, S] over the prompt of the queries taken, -inf for padding; None: none were wanted."""
+        return torch.cat(self._sampled, dim=3) if self._sampled else None
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Always a CacheError: the rows belong to the cache whose prompt is repeated."""

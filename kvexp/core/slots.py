@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -13,18 +14,42 @@ from kvexp.util.errors import ConfigError
 GROWTH = 64  # slots added at a time when a cache grows and its final size is not known
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """What an eviction puts into the N slots of each kv head that it keeps, in the order of their positions.
+
+    bias [B, H, N] float32: added to a slot's logits. values [B, H, N, Dv], keys [B, H, N, D]. None: as they were.
+    failed [B, H] bool: heads whose numbers could not be computed, and whose slots stay as they were; None: no head.
+    """
+
+    bias: Tensor | None = None
+    values: Tensor | None = None
+    keys: Tensor | None = None
+    failed: Tensor | None = None
+
+
 class Slots:
     """Buffers keys [B, H, C, D], values [B, H, C, Dv], positions [B, H, C] int64 (-1: dead), score [B, H, C] float32.
 
     length: slots in use, from the left; the other C - length are room to grow. visible [B, H, C] bool: in mask mode
     the slots not evicted; None: every live slot is attended. same_order: every head holds the same position in the same
-    slot, in the order of the columns, as after a prompt from which nothing was evicted.
+    slot, in the order of the columns, as after a prompt from which nothing was evicted. bias [B, H, C] float32: added
+    to the logits of a slot that stands for more than its token (`rewrite`); None: of no slot.
 
     Copies (`index_rows`) share keys and values with these slots until either side overwrites one.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, visible: Tensor | None = None):
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        score: Tensor,
+        visible: Tensor | None = None,
+        bias: Tensor | None = None,
+    ):
         self.keys, self.values, self.positions, self.score, self.visible = keys, values, positions, score, visible
+        self.bias = bias
         self.length = keys.shape[2]
         self.same_order = False
         self._borrowed = False
@@ -48,7 +73,8 @@ class Slots:
     def tensors(self) -> dict[str, Tensor]:
         """The buffers by name: everything that moves when a slot moves."""
         named = {"keys": self.keys, "values": self.values, "positions": self.positions, "score": self.score}
-        return named if self.visible is None else named | {"visible": self.visible}
+        optional = {"visible": self.visible, "bias": self.bias}
+        return named | {name: tensor for name, tensor in optional.items() if tensor is not None}
 
     def _replace(self, name: str, tensor: Tensor) -> None:
         """Put another buffer in place of the one called `name`, and count the bytes while both are in memory."""
@@ -71,12 +97,18 @@ class Slots:
     def buffers(self) -> dict[str, Tensor]:
         """All buffers by name, in whatever layout; none is made for it."""
         named = {"positions": self.positions, "score": self.score}
+        named |= {} if self.bias is None else {"bias": self.bias}
         return named | dict(zip(("keys", "values"), self.kv_buffers, strict=False))
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, room to grow included."""
-        return sum(buffer.nbytes for buffer in self.kv_buffers)
+        """Bytes of keys, values and biases, room to grow included."""
+        return sum(buffer.nbytes for buffer in self.kv_buffers) + self.bias_bytes
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of the biases: 4 a slot and kv head, 0 without them."""
+        return 0 if self.bias is None else self.bias.nbytes
 
     def valid(self) -> Tensor:
         """[B, H, length] bool: the slots that hold a token."""
@@ -104,6 +136,8 @@ class Slots:
         self.positions[:, :, new], self.score[:, :, new] = positions[:, None], score
         if self.visible is not None:
             self.visible[:, :, new] = True
+        if self.bias is not None:
+            self.bias[:, :, new] = 0
         self.length += count
 
     def make_room(self, count: int, reserve: int = 0) -> None:
@@ -184,6 +218,17 @@ class Slots:
         self._shared = False
         self.length, self.same_order = n + reserve, False
 
+    def rewrite(self, rewritten: Rewritten, where: Tensor) -> None:
+        """Give the slots just gathered other biases, values and keys where `where` [B, H, N] bool says so."""
+        count = where.shape[-1]
+        if rewritten.bias is not None:
+            self.bias = torch.zeros(self.score.shape, device=self.score.device)
+            self.bias[:, :, :count] = rewritten.bias.masked_fill(~where, 0.0)
+        for buffer, states in ((self.values, rewritten.values), (self.keys, rewritten.keys)):
+            if states is not None:
+                held = buffer[:, :, :count]
+                held.copy_(torch.where(where[..., None], states.to(held.dtype), held))
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder batch rows: rows [n] are indices of the old rows."""
         rows = rows.to(self.keys.device)
@@ -206,17 +251,17 @@ class Slots:
         """
         sizes = [slots.keys.shape[0] for slots in parts]
         capacities = [slots.keys.shape[2] for slots in parts]
-        whole = []
+        whole = {}
         for name, like in parts[0].tensors.items():
             buffer = like.new_empty(sum(sizes), like.shape[1], most, *like.shape[3:])
             for slots, rows, count in zip(parts, buffer.split(sizes), capacities, strict=True):
                 rows[:, :, :count] = slots.tensors[name]
                 _fill_invalid(name, rows[:, :, count:])
                 setattr(slots, name, rows[:, :, :count])
-            whole.append(buffer)
+            whole[name] = buffer
         for slots in parts:
             slots._shared = False
-        return cls(*whole)
+        return cls(**whole)
 
     def index_rows(self, rows: Tensor) -> Slots:
         """A copy of the batch rows `rows` [n], which may repeat, without room to grow.

@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvexp.core.method import EvictionContext, Method
+from kvexp.core.slots import Rewritten
 
 
 class KeepsEverything(Method):
@@ -74,5 +75,23 @@ class JoinsLayers(Method):
         """Priorities [L, B, H, S] of all layers' slots, by position, as those to evict by; same shape.
 
         All layers hold the same positions in a kv head, and go on doing so.
+        """
+        raise NotImplementedError
+
+
+class Rewrites(Method):
+    """A method that gives the slots it keeps at the end of a prompt other numbers, which stand for what is dropped."""
+
+    evicts_while_decoding: ClassVar[bool] = False
+
+    @property
+    def rewrites(self) -> tuple[str, ...]:
+        """What it changes with these settings: of bias, values and keys; empty: nothing, it drops slots like others."""
+        return ("bias", "values", "keys")
+
+    def rewrite(self, ctx: EvictionContext, index: Tensor, keep: Tensor) -> Rewritten:
+        """What the slots index [B, H, N] of `ctx` become; keep [B, H, N] bool: False where a row keeps fewer.
+
+        A row or head that loses nothing stays as it is, whatever is returned for it.
         """
         raise NotImplementedError

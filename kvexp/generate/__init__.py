@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 from kvexp.core.config import CacheConfig
-from kvexp.generate.inputs import EvictionStats, Generation, GenerationParams, Timing, pad_left, receipts
+from kvexp.generate.inputs import EvictionStats, Generation, GenerationParams, Timing, failed_fits, pad_left, receipts
 from kvexp.generate.kl import KL, Forcing, divergence_from_full, divergence_of_batches
 from kvexp.generate.loglikelihood import (
     Token,
@@ -35,6 +35,7 @@ __all__ = [
     "decode_batches",
     "divergence_from_full",
     "divergence_of_batches",
+    "failed_fits",
     "forward_last",
     "generate",
     "generate_from_context",

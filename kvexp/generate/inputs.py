@@ -31,7 +31,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvexp.core import CacheConfig, MemoryTracker
+from kvexp.core import CacheConfig, EvictionLayer, MemoryTracker
 from kvexp.core.config import OPTIONS, check_keywords
 from kvexp.core.method import nan_error
 from kvexp.core.noise import gumbel
@@ -702,6 +702,15 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
         kv_bytes_at_16=_at_16(cache, rows),
         **ledger,
     )
+
+
+def failed_fits(cache: EvictionCache) -> list[dict[str, int]]:
+    """Count the heads of all layers whose kept slots could not be rewritten, by sample; {} for other methods."""
+    beams, rewrites = cache.sequence.num_beams, bool(cache.config.rewritten)
+    layers = [state for state in cache.layer_states if isinstance(state, EvictionLayer)]
+    counts = [state.failed.sum(-1).cpu() for state in layers if rewrites and state.failed is not None]
+    by_row = sum(counts, torch.zeros_like(cache.sequence.seeds, device="cpu"))[::beams].tolist()
+    return [{"fits_failed": count} if rewrites else {} for count in by_row]
 
 
 def _bytes(cache: EvictionCache, rows: int) -> tuple[int, int]:

@@ -136,6 +136,10 @@ NO_LATENTS: tuple[Rule[CacheConfig], ...] = (
         "as h2o, tova, snapkv, kvzip or streaming_llm",
     ),
     (
+        lambda c: c.rewritten,
+        "method {c.method.name} fits or merges keys and values of heads: take a method that drops slots alone",
+    ),
+    (
         lambda c: c.select.values == "critical",
         "select.values=critical weighs attention by values of heads: leave select.values at none",
     ),

@@ -162,7 +162,8 @@ class SecondPassCache(Cache):  # type: ignore[misc]
         self.passes: list[SecondPassLayer] = []
         self.windows: list[RepeatedWindow] = []
         layers: list[Any] = []
-        group, held = caches[0].traits.group, caches[0].held
+        group, held, prompt = caches[0].traits.group, caches[0].held, caches[0].repeated_prompt
+        queries = 0 if prompt is None else prompt.how.queries
         for number, layer in enumerate(caches[0].layers):
             if number not in held:
                 if hasattr(layer, "state"):
@@ -177,7 +178,9 @@ class SecondPassCache(Cache):  # type: ignore[misc]
             assert isinstance(first, EvictionLayer)
             observes = any(isinstance(state, EvictionLayer) and state.due_eviction is not None for state in states)
             self.passes.append(
-                SecondPassLayer(first.require_slots(), group, observes=observes, sink=caches[0].config.score_sink)
+                SecondPassLayer(
+                    first.require_slots(), group, observes=observes, sink=caches[0].config.score_sink, queries=queries
+                )
             )
             layers.append(EvictionCacheLayer(self.passes[-1], layer.rope, layer.model_config, latent=layer.latent))
         super().__init__(layers=layers)
@@ -230,7 +233,7 @@ def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> N
     for member in caches:
         for state, layer in zip(member.layer_states, cache.passes, strict=True):
             if isinstance(state, EvictionLayer) and state.due_eviction is not None:
-                state.evict_due(layer.attention, layer.peak_bytes)
+                state.evict_due(layer.attention, layer.peak_bytes, layer.logits)
 
 
 @contextmanager

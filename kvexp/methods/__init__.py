@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from kvexp.methods.a2sf import A2SF
+from kvexp.methods.attention_matching import AttentionMatching
 from kvexp.methods.cake import CAKE
+from kvexp.methods.cam import CaM
 from kvexp.methods.caote import CAOTE
 from kvexp.methods.capkv import CapKV
 from kvexp.methods.compactor import Compactor
 from kvexp.methods.cur import CUR
+from kvexp.methods.d2o import D2O
 from kvexp.methods.defensivekv import DefensiveKV
 from kvexp.methods.dilated_window import DilatedWindow
 from kvexp.methods.expected_attention import ExpectedAttention
@@ -44,11 +47,14 @@ __all__ = [
     "CAKE",
     "CAOTE",
     "CUR",
+    "D2O",
     "H2O",
     "H2OC",
     "RKV",
     "TOVA",
     "VATP",
+    "AttentionMatching",
+    "CaM",
     "CapKV",
     "Compactor",
     "DefensiveKV",

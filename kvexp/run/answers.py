@@ -329,6 +329,7 @@ def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
     """The rows of a `Generation`."""
     times = dataclasses.asdict(result.timing)
     seconds = {key.removesuffix("_s"): None if math.isnan(value) else value for key, value in times.items()}
+    graph = {} if result.cuda_graph is None else {"cuda_graph": result.cuda_graph}
     return [
         ModelOutput(
             tokenizer.decode(tokens, skip_special_tokens=True),
@@ -338,10 +339,14 @@ def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
             finish_reason=ending.reason,
             stop_reason=ending.text if ending.token is None else tokenizer.decode([ending.token]),
             tokens=list(tokens),
-            info={} if result.cuda_graph is None else {"cuda_graph": result.cuda_graph},
+            info=graph | failed,
         )
-        for tokens, ending, receipt in zip(
-            result.tokens, result.endings, generation.receipts(result.cache, result.early_stats), strict=True
+        for tokens, ending, receipt, failed in zip(
+            result.tokens,
+            result.endings,
+            generation.receipts(result.cache, result.early_stats),
+            generation.failed_fits(result.cache),
+            strict=True,
         )
     ]
 

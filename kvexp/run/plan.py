@@ -464,7 +464,8 @@ def kv_bytes(shape: ModelSize, settings: Sequence[Settings], prompt: float, copi
 def slots_bytes(shape: ModelSize, settings: Settings, slots: int) -> int:
     """Bytes of so many slots per kv head in all layers, in as many bits as the run stores them."""
     itemsize = parse_dtype(settings.model.dtype).itemsize
-    held = SlotBytes(shape.key_dim, shape.value_dim, settings.cache.quantization, itemsize)
+    cache = settings.cache
+    held = SlotBytes(shape.key_dim, shape.value_dim, cache.quantization, itemsize, cache.slot_bias)
     return shape.layers * shape.kv_heads * held.of(slots)
 
 

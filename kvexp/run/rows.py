@@ -310,7 +310,8 @@ def kv_bytes_needed(runs: Sequence[Settings], model: Model, batch: Items) -> tup
 
     def kept(settings: Settings) -> int:
         traits, itemsize = traits_of(model.config, settings.cache.evict_sliding), int(model.dtype.itemsize)
-        held = SlotBytes(traits.key_dim, traits.value_dim, settings.cache.quantization, itemsize)
+        cache = settings.cache
+        held = SlotBytes(traits.key_dim, traits.value_dim, cache.quantization, itemsize, cache.slot_bias)
         return len(traits.held) * traits.kv_heads * sum(map(held.of, slots_held(settings, lengths, cached=True)))
 
     return token_bytes(model) * sum(lengths), [kept(settings) for settings in runs]
