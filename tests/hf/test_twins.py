@@ -206,7 +206,7 @@ class Truth:
         return self.model(ids, use_cache=False).logits
 
     def own_logits(self, ids):
-        """Of a model whose attention is no function: its modules are given other masks, and tell their weights."""
+        """Logits of a model whose attention is no function; its modules get other masks, and tell their weights."""
         cache, weights = DynamicCache(), {}
         config = self.model.config
         stock = SHIMS[config.model_type].__mro__[1]
