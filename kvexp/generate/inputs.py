@@ -295,9 +295,8 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[T
 
 def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """The id used for padding: the tokenizer's or the model's padding token, else an end token, else 0."""
-    for value in [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)] + eos_ids(
-        model, "model"
-    ):
+    pads = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
+    for value in pads + eos_ids(model, "model"):
         if isinstance(value, int) and 0 <= value < model.config.vocab_size:
             return value
     return 0

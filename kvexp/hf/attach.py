@@ -169,13 +169,13 @@ class _Patch:
 def _put_shims(model: PreTrainedModel, traits: Traits, record: _Patch) -> None:
     """Give every attention module of the model the class that attends through kvexp; ConfigError if it cannot."""
     shim = SHIMS[traits.type]
-    own: Any = shim.__mro__[1]
+    stock: Any = shim.__mro__[1]
     if shim is KvexpMptAttention and not model.config.attn_config.alibi:
         raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
     for module in model.modules():
-        if not isinstance(module, own):
+        if not isinstance(module, stock):
             continue
-        if type(module) is not own:
+        if type(module) is not stock:
             name = type(module).__name__
             raise ConfigError(f"{name} cannot be adapted: load the model with attn_implementation='eager'")
         record.set(module, "__class__", shim)

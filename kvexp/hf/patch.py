@@ -89,7 +89,7 @@ class SeenMask(Tensor):
         return mask
 
     def to(self, *given: Any, **named: Any) -> SeenMask:
-        """The same mask on another device, to which models on several move it."""
+        """Mask with the same marks on another device, to which models on several move it."""
         return SeenMask.of(super().to(*given, **named), self.sight, self.queries)
 
     def __getitem__(self, index: Any) -> Tensor:

@@ -228,7 +228,7 @@ class Truth:
         return self.model(ids, use_cache=False).logits
 
     def own_logits(self, ids):
-        """Of a model whose attention is no function: its modules are given other masks, and tell their weights."""
+        """Logits of a model whose attention is no function; its modules get other masks, and tell their weights."""
         cache, weights = DynamicCache(), {}
         config = self.model.config
         stock = SHIMS[config.model_type].__mro__[1]
@@ -291,14 +291,8 @@ def test_under_eviction_kept_sets_are_the_rules_and_logits_are_those_of_a_mask(n
 
 # Layers with a sliding window that are evicted from, beside layers that keep every token.
 SLIDING = ("gemma3_text", "gemma2", "gpt_oss", "gemma3n_text")
-OTHER_HEADS = [
-    "mimo_v2_flash",
-    "gemma4",
-    "gemma4_text",
-    "gemma4_unified",
-    "gemma4_unified_text",
-    "gemma4_unified_assistant",
-]
+ENDS = ("", "_text", "_unified", "_unified_text", "_unified_assistant")
+OTHER_HEADS = ("mimo_v2_flash", *(f"gemma4{end}" for end in ENDS))
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -379,19 +373,8 @@ def test_windows_that_are_evicted_from_lose_nothing_with_room_for_all(name):
 
 # -- other number formats ----------------------------------------------------------------------------------------------
 
-HALVES = [
-    "llama",
-    "qwen3",
-    "gemma3_text",
-    "gemma2",
-    "gpt_oss",
-    "llama4_text",
-    "olmo3",
-    "lfm2",
-    "phi3",
-    "cohere2",
-    "gemma4_text",
-]
+HALVES = ("llama", "qwen3", "gpt_oss", "llama4_text", "olmo3", "lfm2", "phi3", "cohere2")
+HALVES += ("gemma2", "gemma3_text", "gemma4_text", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese")
 
 
 @pytest.mark.slow
