@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvexp.gate.sides import Answer, Prompt, Role, Side, SideError, Token, diver
 from kvexp.gate.terms import EXIT, WORDS, Judgement, Terms, is_json, prompts_of
 from kvexp.results import promise, stats
 from kvexp.results.blocks import Column, estimate, numeric, plain, print_columns
-from kvexp.results.divergence import PerExample, rests_on, share_interval
+from kvexp.results.divergence import PerExample, share_interval
 from kvexp.run.store import OWN, Line, Run
 from kvexp.util.errors import CacheError, ConfigError
 from kvexp.util.fields import keys_text
@@ -106,12 +106,12 @@ class Gate:
         """The prompt as both models are fed it; ConfigError where their tokenizers or chat templates differ."""
         ours, theirs = (side.tokenize(prompt) for side in self.sides)
         if ours != theirs:
-            place = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-            at = min(len(ours), len(theirs)) if place is None else place
+            pairs = enumerate(zip_longest(ours, theirs))
+            place, pair = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
             raise ConfigError(
                 f"the tokenizers or chat templates differ: of prompt {prompt.name} the baseline makes {len(ours)} "
-                f"tokens and the candidate {len(theirs)}, first different at token {at + 1} ({_at(ours, at)} and "
-                f"{_at(theirs, at)}); the two cannot be compared"
+                f"tokens and the candidate {len(theirs)}, first different at token {place + 1} ({pair[0]} and "
+                f"{pair[1]}); the two cannot be compared"
             )
         if not ours:
             raise ConfigError(f"prompt {prompt.name} has no tokens; leave it out")
@@ -129,14 +129,15 @@ class Gate:
         fails = f"fail with {least} or more" if least is not None else "cannot fail"
         say(f"{n} prompts {passes}, {fails} (share {terms.share:g} at confidence {terms.confidence:g})")
         seconds = self.seconds()
+        if dry:
+            say(f"at most about {duration(seconds * n)} from nothing")
+            return None
         run = self._run_folder()
         with run.claim(timeout=0):
             rows = {row["example"]: row for row in run.rows()}
             left = [place for place in range(n) if str(place) not in rows]
             kept = f"{len(rows)} of them have rows; " if rows else ""
             say(f"{kept}at most about {duration(seconds * len(left))}; rows in {run.path}", flush=True)
-            if dry:
-                return None
             trouble = ""
             try:
                 self._measure(run, left, rows)
@@ -221,14 +222,11 @@ class Gate:
         line: Line = {"example": str(place), "index": place, "text": OWN, "first_by_prefill": False, "tokens": text}
         line |= {name: [] for name in ("kl", "full_logprob", "logprob", "same_top1")}
         bounded = False
-        for full, other, token in zip(
-            *(side.places(ids, text, self.terms.top) for side in self.sides), text, strict=True
-        ):
+        places = [side.places(ids, text, self.terms.top) for side in self.sides]
+        for full, other, token in zip(*places, text, strict=True):
             if full.whole and other.whole and len(full.tokens) != len(other.tokens):
-                raise SideError(
-                    f"candidate: gives {len(other.tokens)} tokens with their log-probabilities, and the baseline "
-                    f"{len(full.tokens)}: another vocabulary"
-                )
+                sizes = f"{len(other.tokens)} tokens, and the baseline's {len(full.tokens)}"
+                raise SideError(f"candidate: another vocabulary, of {sizes}")
             bounded |= not (full.whole and other.whole)
             line["kl"].append(divergence(full, other))
             line["same_top1"].append(int(full.likeliest == other.likeliest))
@@ -245,7 +243,6 @@ class Gate:
         terms, judgement = self.terms, Judgement.of(self.terms, rows)
         verdict = "undecided" if trouble else judgement.verdict
         low, high = judgement.bounds
-        prompts = [{**row, "state": terms.state(row)} for row in rows]
         known = ("kl", "top1", "length", "valid", "share", "confidence", "places", "max_tokens", "top")
         return {
             **{"verdict": verdict, "exit_code": EXIT[verdict], "trouble": trouble or None},
@@ -254,7 +251,7 @@ class Gate:
             **{"planned": len(self.prompts), "measured": len(rows), "n": judgement.n, "beyond": judgement.beyond},
             **{"not_known": judgement.unknown, "share_low": low, "share_high": high},
             **{"needed": judgement.needed if verdict == "undecided" and not trouble else None},
-            **{"all": _in_all(rows, lines), "prompts": prompts},
+            **{"all": _in_all(rows, lines), "prompts": [{**row, "state": terms.state(row)} for row in rows]},
         }
 
     def show(self, report: Json) -> None:
@@ -262,20 +259,16 @@ class Gate:
         rows, console = report["prompts"], Console(markup=False, width=None if sys.stdout.isatty() else 110)
         if rows:
             bounded = any(row["lower_bound"] for row in rows)
-            table = [{**row, **_lengths(row)} for row in rows]
+            table = [*({**row, **_lengths(row)} for row in rows), {**report["all"], "name": "all"}]
             console.print()
-            print_columns([*table, {**report["all"], "name": "all"}], _columns(bounded, report["terms"]), 1, console)
+            print_columns(table, _columns(bounded, report["terms"]), 1, console)
         for line in said(report):
             console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
-def _at(tokens: Sequence[Token], place: int) -> str:
-    return str(tokens[place]) if place < len(tokens) else "none"
-
-
 def _kept(answer: Answer) -> Json:
-    words = {"output": answer.text, "new_tokens": len(answer.tokens), "ended": answer.ended}
-    return words | {"valid": is_json(answer.text)}
+    count, valid = len(answer.tokens), is_json(answer.text)
+    return {"output": answer.text, "new_tokens": count, "ended": answer.ended, "valid": valid}
 
 
 def _in_all(rows: Sequence[Json], lines: Mapping[str, Line]) -> Json:
@@ -287,16 +280,15 @@ def _in_all(rows: Sequence[Json], lines: Mapping[str, Line]) -> Json:
     ours, theirs = (np.array([row[role]["new_tokens"] for row in rows], dtype=float) for role in ROLES)
     kl, differs = (share_interval(sums, measured.tokens, stats.LEVEL) for sums in (measured.kl, measured.differs))
     longer = stats.interval_of_mean(theirs - ours)
-    few, share = rests_on(measured.kl)
     numbers = {
         **{"kl": measured.kl.sum() / total, "kl_low": kl[0], "kl_high": kl[1]},
         **{"top1": 1 - measured.differs.sum() / total, "top1_low": 1 - differs[1], "top1_high": 1 - differs[0]},
         **{"change": measured.change.sum() / total, "change_rms": math.sqrt(squares / total)},
         **{"ours": ours.mean(), "theirs": theirs.mean(), "longer": (theirs - ours).mean()},
-        **{"longer_low": longer[0], "longer_high": longer[1], "rests_on_share": share},
+        **{"longer_low": longer[0], "longer_high": longer[1]},
     }
     finite = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
-    return {**finite, "tokens": int(total), "rests_on": [rows[place]["name"] for place in few]}
+    return {**finite, "tokens": int(total)}
 
 
 def _lengths(row: Json) -> Json:
@@ -307,10 +299,8 @@ def _lengths(row: Json) -> Json:
 
 
 def _columns(bounded: bool, terms: Mapping[str, Any]) -> list[Column]:
-    def valid(row: Mapping[str, Any]) -> str | None:
-        if "baseline" not in row:
-            return None
-        return " ".join("yes" if row[role]["valid"] else "no" for role in ROLES)
+    def valid(row: Mapping[str, Any]) -> str:
+        return " ".join("yes" if row[role]["valid"] else "no" for role in ROLES if role in row)
 
     return [
         plain("name", "prompt", right=False),
@@ -338,9 +328,6 @@ def said(report: Mapping[str, Any]) -> list[str]:
         )
         if least:
             lines.append("A lower bound, since not all log-probabilities were given: by it kl= can fail, not pass.")
-        if whole["rests_on"]:
-            share = whole["rests_on_share"]
-            lines.append(f"{share:.0%} of the KL is of prompt {' and '.join(whole['rests_on'])}.")
     if without := report["measured"] - report["n"]:
         lines.append(f"{without} prompts count nowhere: there the baseline's own answer is no JSON.")
     if report["trouble"]:
@@ -348,19 +335,16 @@ def said(report: Mapping[str, Any]) -> list[str]:
     share, confidence = terms["share"], terms["confidence"]
     counts = f"{report['beyond']} of {report['n']} prompts are beyond the limit"
     stays = f"of new prompts of this kind stay {report['limits']}"
-    if report["verdict"] == "pass":
-        lines.append(
-            f"pass: at least {math.floor(1000 * report['share_low']) / 1000:g} {stays} ({counts}; {confidence:g} sure)."
-        )
-    elif report["verdict"] == "fail":
-        lines.append(
-            f"fail: at most {math.ceil(1000 * report['share_high']) / 1000:g} {stays} ({counts}; {confidence:g} sure)."
-        )
-    else:
-        more = f"about {report['needed']} prompts would decide at this rate" if report["needed"] else ""
-        if not report["trouble"] and not more:
-            more = "no number of prompts would decide at this rate"
-        if report["not_known"] and not report["trouble"]:
-            more = f"{report['not_known']} may be, which a lower bound cannot tell: use top1=, or servers that give all"
-        lines.append(f"undecided whether {share:g} {stays}: {counts}{f'; {more}' if more else ''}.")
+    bounds = {
+        "pass": f"at least {math.floor(1000 * report['share_low']) / 1000:g}",
+        "fail": f"at most {math.ceil(1000 * report['share_high']) / 1000:g}",
+    }
+    if bound := bounds.get(report["verdict"]):
+        lines.append(f"{report['verdict']}: {bound} {stays} ({counts}; confidence {confidence:g}).")
+        return lines
+    more = f"about {report['needed'] or 'no number of'} prompts would decide at this rate"
+    if report["not_known"]:
+        more = f"{report['not_known']} may be, which a lower bound cannot tell: use top1=, or servers that give all"
+    more = "" if report["trouble"] else f"; {more.replace('about no', 'no')}"
+    lines.append(f"undecided whether {share:g} {stays}: {counts}{more}.")
     return lines

@@ -92,30 +92,21 @@ def transformers(role: Role, words: str) -> Local:
     ends = frozenset(eos_ids(model, "model"))
 
     @torch.no_grad()
-    def rows(ids: Sequence[int], following: Callable[[Logits], int | None]) -> list[Logits]:
-        """Logits [V] behind a prompt and behind each token that `following` makes of the last ones."""
-        cache, tokens, logits = DynamicCache(), list(ids), list[Logits]()
-        while True:
-            fed = torch.tensor([tokens], device=model.device)
-            logits.append(model(fed, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().cpu().numpy())
-            token = following(logits[-1])
-            if token is None:
-                return logits
-            tokens = [token]
+    def walk(ids: Sequence[int], new: int, text: Sequence[int] | None) -> tuple[list[int], list[Logits]]:
+        """Tokens behind a prompt, of a text or the greedy ones, and the logits [V] in front of each."""
+        cache, fed, tokens, logits = DynamicCache(), list(ids), list[int](), list[Logits]()
+        while len(tokens) < new and not (text is None and ends.intersection(tokens[-1:])):
+            row = model(torch.tensor([fed], device=model.device), past_key_values=cache, logits_to_keep=1).logits
+            logits.append(row[0, -1].float().cpu().numpy())
+            fed = [int(logits[-1].argmax()) if text is None else text[len(tokens)]]
+            tokens += fed
+        return tokens, logits
 
     def decode(ids: Sequence[int], new: int) -> list[int]:
-        answer = list[int]()
-
-        def following(logits: Logits) -> int | None:
-            answer.append(int(logits.argmax()))
-            return None if len(answer) == new or answer[-1] in ends else answer[-1]
-
-        rows(ids, following)
-        return answer
+        return walk(ids, new, None)[0]
 
     def force(ids: Sequence[int], text: Sequence[int]) -> Logits:
-        left = iter(text[:-1])
-        return np.stack(rows(ids, lambda _: next(left, None)))
+        return np.stack(walk(ids, len(text), text)[1])
 
     name = f"transformers {words}"
     return Local(role, name, max_positions(spec), spec.identity(), tokenizer, ends, decode, force)

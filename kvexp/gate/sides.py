@@ -78,7 +78,8 @@ class Place:
     @property
     def whole(self) -> bool:
         ids = self.tokens
-        return bool(np.issubdtype(ids.dtype, np.integer) and ids[0] == 0 and ids[-1] == len(ids) - 1 and len(ids) > 1)
+        is_range = np.issubdtype(ids.dtype, np.integer) and ids[0] == 0 and ids[-1] == len(ids) - 1
+        return bool(is_range and np.exp(self.logprobs).sum() > 1 - ROUNDING * 10)
 
     @property
     def likeliest(self) -> Token:

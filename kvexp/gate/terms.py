@@ -32,20 +32,14 @@ WORDS: dict[str, tuple[Any, str]] = {
     "baseline": (str, "the reference: a server's URL, llama_cpp:FILE.gguf or transformers:FOLDER"),
     "candidate": (str, "what is judged by it: the same, with settings as in llama_cpp:FILE.gguf?cache_k=q4_0"),
     "data": (str, 'a file of prompts, one {"prompt": TEXT} or {"messages": [...]} a line'),
-    "kl": (
-        Annotated[float, Range(0, above=True)],
-        f"nats per token that a prompt may lose ({EPSILON_KL} where no limit is given)",
-    ),
+    "kl": (Annotated[float, Range(0, above=True)], "nats per token that a prompt may lose (0.05 without any limit)"),
     "top1": (Annotated[float, Range(0, 1, above=True)], "share of tokens whose likeliest token stays the same"),
-    "length": (
-        Annotated[float, Range(0)],
-        "by which share of its length an answer may be longer or shorter",
-    ),
+    "length": (Annotated[float, Range(0)], "by which share of its length an answer may be longer or shorter"),
     "valid": (Literal["json"], "json: an answer must be JSON where the baseline's is"),
     "share": (advise.OWN_WORDS["share"][0], "of new prompts that are to stay within all of these (0.90)"),
     "confidence": (advise.OWN_WORDS["confidence"][0], "of a pass, and of a fail (0.95)"),
     "places": (Annotated[int, AtLeast(1)], "tokens of the baseline's answer at which distributions are compared (16)"),
-    "max_tokens": (Annotated[int, AtLeast(1)], "of an answer (128)"),
+    "max_tokens": (Annotated[int, AtLeast(1)], "of an answer (64)"),
     "top": (str, "log-probabilities asked for at a place: all (default), or the likeliest K, which is faster"),
     "limit": (Annotated[int, AtLeast(1)], "take the first prompts alone"),
     "timeout": (Annotated[float, Range(0, above=True)], "seconds that a reply may take (300)"),
@@ -67,7 +61,7 @@ class Terms:
     share: float = 0.9
     confidence: float = 0.95
     places: int = 16
-    max_tokens: int = 128
+    max_tokens: int = 64
     top: int | None = None
     limit: int | None = None
     timeout: float = 300.0
