@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, zip_longest
 from typing import Any
 
@@ -151,19 +151,15 @@ class Gate:
         return report
 
     def seconds(self) -> float:
-        """Seconds that a prompt takes at most, by the first: an answer's tokens, and a place, of each model."""
+        """Seconds that a prompt takes at most, by the first: reading it, tokens of an answer, places, of each model."""
         terms, ids, total = self.terms, self.read[0], 0.0
         size = float(np.mean([len(tokens) for tokens in self.read])) / len(ids)
         for side in self.sides:
-            new = min(PROBED, terms.max_tokens)
-            start = time.monotonic()
-            tokens = side.answer(ids, new).tokens
-            cold, start = time.monotonic() - start, time.monotonic()
-            side.answer(ids, new)
-            warm, start = time.monotonic() - start, time.monotonic()
-            list(side.places(ids, tokens[:1], terms.top))
-            place = time.monotonic() - start
-            total += size * max(0.0, cold - warm) + terms.max_tokens * warm / max(1, len(tokens)) + terms.places * place
+            cold, warm, more = (_timed(side.answer, ids, new) for new in (1, 1, PROBED))
+            text = side.answer(ids, 2).tokens
+            single, double = (_timed(_walk, side, ids, text[:new], terms.top) for new in (1, 2))
+            total += cold * size + terms.max_tokens * max(0.0, more - warm) / (PROBED - 1)
+            total += double + terms.places * max(0.0, double - single)
         return total
 
     def _run_folder(self) -> Run:
@@ -264,6 +260,17 @@ class Gate:
             print_columns(table, _columns(bounded, report["terms"]), 1, console)
         for line in said(report):
             console.print(Text(line), soft_wrap=not console.is_terminal)
+
+
+def _timed(function: Callable[..., Any], *words: Any) -> float:
+    start = time.monotonic()
+    function(*words)
+    return time.monotonic() - start
+
+
+def _walk(side: Side, *words: Any) -> None:
+    for _ in side.places(*words):
+        pass
 
 
 def _kept(answer: Answer) -> Json:

@@ -2,8 +2,8 @@
 
 llama-server and vLLM are fed token ids. A text is walked: what is fed grows by a token from request to request, one
 token is generated, and the server's prefix cache holds the rest, so that a cache is read as it is while decoding.
-vLLM's prompt_logprobs would give all places in one reply, but those of the prompt too: for 1,000 tokens and 49,152
-entries some 4 GB. Other servers are fed texts, and a token is known by its text.
+vLLM's prompt_logprobs would give all places in one reply, and every place of the prompt too: for 1,000 tokens and
+49,152 entries some 4 GB. Other servers are fed texts, and a token is known by its text.
 
 A URL is what the user named and nothing else: no redirect is followed, no proxy and no netrc is read, certificates are
 verified, replies have a limit, and the one credential comes from the environment.

@@ -105,7 +105,7 @@ class Terms:
         )
 
     def state(self, row: Mapping[str, Any]) -> State:
-        """Where a prompt stands. not known: its KL is a lower bound; left out: the baseline itself is not valid."""
+        """State of a prompt. not known: its KL is a lower bound; left out: the baseline itself is not valid."""
         ours, theirs = row["baseline"], row["candidate"]
         if self.valid and not ours["valid"]:
             return "left out"
