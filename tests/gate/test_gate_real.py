@@ -21,7 +21,8 @@ from kvexp.generate.llama_cpp import NO_ROTATION
 from kvexp.hf import load_model, load_tokenizer
 from kvexp.tasks.articles import articles
 
-pytestmark = [pytest.mark.real, needs_package]
+pytestmark = pytest.mark.real
+VLLM = os.environ.get("KVEXP_VLLM_URL")  # of a server with the real model in float32 and --max-logprobs -1
 FEW = ["share=0.6", "confidence=0.8", "limit=4"]  # the fewest prompts that carry a pass
 
 
@@ -88,6 +89,7 @@ def gate(capsys, tmp_path, baseline, candidate, data, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
+@needs_package
 @pytest.mark.parametrize(("cache_type", "low", "high"), [("f16", 0, 0), ("q8_0", 3e-5, 2e-3), ("q4_0", 0.01, 0.1)])
 def test_a_llama_server_passes_with_the_kl_of_its_cache(
     gguf, baseline, prompts, tmp_path, capsys, cache_type, low, high
@@ -99,6 +101,7 @@ def test_a_llama_server_passes_with_the_kl_of_its_cache(
     assert not any(row["lower_bound"] for row in report["prompts"])
 
 
+@needs_package
 def test_a_planted_fault_fails_by_its_defaults_before_all_prompts_are_read(gguf, baseline, prompts, tmp_path, capsys):
     """Four bits without the rotation that llama.cpp ships: three times the KL."""
     start = time.monotonic()
@@ -110,6 +113,7 @@ def test_a_planted_fault_fails_by_its_defaults_before_all_prompts_are_read(gguf,
     assert report["terms"]["kl"] == 0.05 and report["share_high"] < 0.9
 
 
+@needs_package
 def test_chats_and_a_lower_bound_by_the_likeliest_thousand(gguf, baseline, tmp_path, capsys):
     data = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": article.text[:200]} for article in articles()[:2]]
@@ -121,6 +125,7 @@ def test_chats_and_a_lower_bound_by_the_likeliest_thousand(gguf, baseline, tmp_p
     assert 0.5 * whole["all"]["kl"] < bound["all"]["kl"] < 1.02 * whole["all"]["kl"]
 
 
+@needs_package
 @pytest.mark.parametrize("first", ["transformers:{model}", "{url}"])
 def test_engines_in_this_process_take_the_place_of_a_server(gguf, baseline, smollm2, prompts, tmp_path, capsys, first):
     """In float16 weights and cache, llama.cpp is 4e-6 from transformers (three texts of 1,024 tokens)."""
@@ -128,3 +133,12 @@ def test_engines_in_this_process_take_the_place_of_a_server(gguf, baseline, smol
     code, report = gate(capsys, tmp_path, place, f"llama_cpp:{gguf}?cache_k=f16", prompts, *FEW, "kl=0.001")
     assert code == 0
     assert report["all"]["kl"] < 1e-4
+
+
+@pytest.mark.servers
+@pytest.mark.skipif(not VLLM, reason="KVEXP_VLLM_URL names no vLLM server")
+def test_vllm_in_float32_is_transformers(smollm2, prompts, tmp_path, capsys):
+    code, report = gate(capsys, tmp_path, f"transformers:{smollm2}", VLLM, prompts, *FEW, "kl=0.001")
+    assert code == 0
+    assert report["all"]["kl"] < 1e-8
+    assert report["candidate"]["kind"] == "vLLM"
