@@ -168,8 +168,8 @@ $(OPENVINO)/.stamp: $(VENV)/.stamp
 	@$(BIN)/pip install --quiet --no-deps --target $(OPENVINO) openvino==$(OPENVINO_VERSION) openvino-tokenizers==$(OPENVINO_VERSION).0 openvino-genai==$(OPENVINO_VERSION).0
 	@touch $@
 
-test-llama-cpp: $(VENV)/.stamp $(LLAMA_CPP)/.stamp ## llama.cpp against transformers and kvexp: full cache, formats, evictions (needs 34 MB of it)
-	@PYTHONPATH=$(LLAMA_CPP) $(PYTEST) tests/generate/test_llama_cpp.py tests/run/test_engine_llama_cpp.py $(ARGS)
+test-llama-cpp: $(VENV)/.stamp $(LLAMA_CPP)/.stamp ## llama.cpp against transformers and kvexp: full cache, formats, evictions; kvexp gate on llama-server (needs 34 MB of it)
+	@PYTHONPATH=$(LLAMA_CPP) $(PYTEST) tests/generate/test_llama_cpp.py tests/run/test_engine_llama_cpp.py tests/gate/test_gate_real.py $(ARGS)
 
 llama-cpp: $(LLAMA_CPP)/.stamp ## fetch the pinned xllamacpp into build/ (test-llama-cpp does it by itself)
 

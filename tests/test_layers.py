@@ -61,6 +61,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     ),
     "results": ("util core tasks run", {"plotly", "wandb", *LAB, *CONFIGURED}),
     "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),
+    "gate": ("util generate hf tasks run results", {"httpx", "torch", "transformers", *LAB}),
     "engines": ("util core methods hf generate run diagnose", {"torch", "numpy"}),
     "cli": ("util run", set()),
 }
@@ -79,6 +80,7 @@ WITH_TORCH = {
     "kvexp.results.advise_search",
     "kvexp.results.curves",
     "kvexp.results.sweep_callback",
+    "kvexp.gate.local",
 }  # what runs, as well as reads
 
 
@@ -216,5 +218,5 @@ def test_imports_with_torch_and_transformers_alone() -> None:
 def test_imports_without_torch() -> None:
     modules = ["kvexp", "kvexp.util", "kvexp.cli", "kvexp.run.store"]
     if importlib.util.find_spec("pandas") is not None:  # it comes with kvexp[eval]
-        modules += [name for name in modules_under("results") if name not in WITH_TORCH]
+        modules += [name for layer in ("results", "gate") for name in modules_under(layer) if name not in WITH_TORCH]
     import_without((modules, ("torch", "transformers")))

@@ -94,6 +94,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
     "llama_model_get_vocab": (c_void_p, [c_void_p]),
     "llama_vocab_n_tokens": (c_int32, [c_void_p]),
+    "llama_vocab_is_eog": (c_bool, [c_void_p, c_int32]),
     "ggml_type_name": (c_char_p, [c_int32]),
     "ggml_row_size": (c_size_t, [c_int32, ctypes.c_int64]),
 }
@@ -228,7 +229,14 @@ class Weights:
         self.pointer = self.library.llama_model_load_from_file(str(gguf).encode(), params)
         if not self.pointer:
             raise ConfigError(f"engine=llama_cpp cannot load {gguf}: {''.join(list(LOG)[-3:]).strip()}")
-        self.vocabulary = self.library.llama_vocab_n_tokens(self.library.llama_model_get_vocab(self.pointer))
+        self.tokens = self.library.llama_model_get_vocab(self.pointer)
+        self.vocabulary = self.library.llama_vocab_n_tokens(self.tokens)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer by the file's tokenizer."""
+        is_end = self.library.llama_vocab_is_eog
+        return frozenset(token for token in range(self.vocabulary) if is_end(self.tokens, token))
 
     def __del__(self) -> None:
         if getattr(self, "pointer", None):

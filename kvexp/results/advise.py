@@ -12,7 +12,6 @@ import json
 import math
 import shlex
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from kvexp.results.stats import Floats, lower_is_better
 from kvexp.results.table import bytes_share
 from kvexp.run.store import OWN
 from kvexp.util.errors import ConfigError, did_you_mean
-from kvexp.util.fields import AtLeast, Range, typed
+from kvexp.util.fields import AtLeast, Range, keys_text, number_of, typed, typed_words
 from kvexp.util.files import explained, locked, replace
 from kvexp.util.output import Console, say, size, tells_errors, tells_warnings
 
@@ -122,19 +121,9 @@ class Terms:
     @classmethod
     def of(cls, words: Sequence[str]) -> Terms:
         """Read KEY=VALUE words; ConfigError names the key and what is allowed."""
-        values: dict[str, Any] = {}
-        rest = []
-        for word in words:
-            key, equals, value = word.partition("=")
-            if key not in OWN_WORDS:
-                if not equals:
-                    raise ConfigError(f"advise takes a folder of runs or KEY=VALUE, got {word!r}")
-                rest.append(word)
-                continue
-            if key in values:
-                raise ConfigError(f"{key} is given twice, as {values[key]} and as {value}: give one")
-            kind = OWN_WORDS[key][0]
-            values[key] = typed(value if kind is str else _number(value, key), kind, key)
+        values, rest = typed_words(words, OWN_WORDS)
+        if wrong := [word for word in rest if "=" not in word]:
+            raise ConfigError(f"advise takes a folder of runs or KEY=VALUE, got {wrong[0]!r}")
         if len(given := [name for name in LOSSES if name in values]) > 1:
             raise ConfigError(f"{' and '.join(given)} are two losses: give one")
         loss = given[0] if given else "kl"
@@ -144,7 +133,7 @@ class Terms:
                 values[name] = tuple(filter(None, values[name].split(",")))
         budget = Annotated[float, Range(0, 1, above=True)]
         values["budgets"] = tuple(
-            typed(_number(word, "budgets"), budget, "budgets") for word in values.get("budgets", ())
+            typed(number_of(word, "budgets"), budget, "budgets") for word in values.get("budgets", ())
         )
         if target := values.get("target"):
             from kvexp.run.compose import options  # late: Hydra
@@ -221,16 +210,6 @@ class Terms:
             f"{_rounded_down(promise.largest_share(n, error)):.3f}, and {self.share:g} with {none} beyond the limit "
             f"({may + 1} would take {more} prompts)"
         )
-
-
-def _number(text: str, key: str) -> Any:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{key} must be a number, got {text!r}")
-    return value
 
 
 # Judging: nothing here knows of runs.
@@ -596,14 +575,12 @@ prompts (docs/advise.md).
 
 def usage() -> str:
     """What `kvexp advise --help` prints."""
-    lines = (f"  {name + '=':<12} {about}" for name, (_, about) in OWN_WORDS.items())
-    keys = "\n".join(textwrap.fill(line, 79, subsequent_indent=" " * 15) for line in lines)
     rest = (
         "Other words: with OUTPUTS, labels of the runs to take (task=news\n"
         "method=h2o,keyformer); with data= or task=, settings of kvexp run (model=,\n"
         "task.max_new_tokens=, limit=, outputs_dir=)."
     )
-    return f"{ABOUT}\n{keys}\n\n{rest}"
+    return f"{ABOUT}\n{keys_text(OWN_WORDS)}\n\n{rest}"
 
 
 @tells_warnings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvexp.run import model_spec
@@ -28,6 +29,13 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
     if not isinstance(name, str):
         raise ConfigError(f"name must be a model's name, a folder, a GGUF file or a hub id, got {name!r}")
     watch_torch()
+    model_spec.forget_changed()
+    model, tokenizer = model_spec.load(spec_of(name, settings))
+    return model, copy.deepcopy(tokenizer)  # whose template and tokens may be changed, where runs go on with theirs
+
+
+def spec_of(name: str, settings: Mapping[str, Any]) -> model_spec.ModelSpec:
+    """The model of a name, folder, GGUF file or hub id, with these settings of `model`; ConfigError where none is."""
     if name in options("model"):
         node = dict(option("model", name))
         if node.get("path") == "???":
@@ -39,10 +47,7 @@ def load(name: str = MODEL, **settings: Any) -> tuple[Model, Tokenizer]:
         raise ConfigError(
             f"there is no model {name!r}{near or '; `kvexp models` lists them'} (or give a folder or hub id)"
         )
-    model_spec.forget_changed()
-    spec = model_spec.ModelSpec.of({**with_packaged_path(node, "model.path"), **settings})
-    model, tokenizer = model_spec.load(spec)
-    return model, copy.deepcopy(tokenizer)  # whose template and tokens may be changed, where runs go on with theirs
+    return model_spec.ModelSpec.of({**with_packaged_path(node, "model.path"), **settings})
 
 
 @in_python(None)

@@ -28,11 +28,14 @@ from kvexp.util.hub import forbidden, unreachable
 from kvexp.util.output import size
 
 
-def json_rows(path: Path) -> Iterator[Row]:
-    """A list of objects, or one object per line (empty lines are none); ConfigError names the line or row."""
+def json_rows(path: Path, option: str = "task.data_files") -> Iterator[Row]:
+    """A list of objects, or one object per line (empty lines are none); ConfigError names the line or row.
+
+    option: that named the file.
+    """
     try:
         if path.stat().st_size == 0:
-            raise ConfigError(f"task.data_files: {path} is empty; name a file with at least one row")
+            raise ConfigError(f"{option}: {path} is empty; name a file with at least one row")
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             if path.suffix == ".json" and not _is_lines(file.readline()):
                 file.seek(0)
@@ -45,9 +48,9 @@ def json_rows(path: Path) -> Iterator[Row]:
                 if line.strip():
                     yield json_row(line, f"line {number} of {path}")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"task.data_files: {path} is not UTF-8 text ({error}); save it in that encoding") from error
+        raise ConfigError(f"{option}: {path} is not UTF-8 text ({error}); save it in that encoding") from error
     except OSError as error:
-        raise ConfigError(f"task.data_files: cannot read {path}: {error.strerror or error}") from error
+        raise ConfigError(f"{option}: cannot read {path}: {error.strerror or error}") from error
 
 
 def json_row(line: str | bytes, where: str) -> Row:

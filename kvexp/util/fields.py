@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
+import textwrap
 import types
 import typing
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -111,6 +114,40 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     if not fits:
         raise ConfigError(f"{where} must be {_allowed(hint, value)}, got {value!r}")
     return value
+
+
+def typed_words(words: Sequence[str], kinds: Mapping[str, tuple[Any, str]]) -> tuple[dict[str, Any], list[str]]:
+    """(Values of KEY=VALUE words, all words whose key is not in `kinds`). kinds: key -> its type, and what it is."""
+    values: dict[str, Any] = {}
+    rest = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in kinds:
+            rest.append(word)
+            continue
+        if key in values:
+            raise ConfigError(f"{key} is given twice, as {values[key]} and as {value}: give one")
+        kind = kinds[key][0]
+        is_text = kind is str or typing.get_origin(kind) is typing.Literal
+        values[key] = typed(value if is_text else number_of(value, key), kind, key)
+    return values, rest
+
+
+def number_of(text: str, key: str) -> Any:
+    """The number that a word of a command line gives; ConfigError for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key} must be a number, got {text!r}")
+    return value
+
+
+def keys_text(kinds: Mapping[str, tuple[Any, str]]) -> str:
+    """A command's keys as lines of its --help."""
+    lines = (f"  {name + '=':<12} {about}" for name, (_, about) in kinds.items())
+    return "\n".join(textwrap.fill(line, 79, subsequent_indent=" " * 15) for line in lines)
 
 
 def as_python(value: Any) -> Any:
