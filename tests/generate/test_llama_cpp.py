@@ -80,7 +80,8 @@ def test_removed_positions_are_kvexps_streaming_llm(weights, positions, renumber
     for place, token in enumerate(text[:-1]):
         rows.append(decode_step(twin, torch.tensor([[token]]), torch.tensor([[300 + place]]), cache.cache))
     expected = torch.cat(rows).numpy()
-    engine = LlamaEngine(weights, LlamaCpp(), Eviction(4, lambda _: held - 1, renumbered))
+    eviction = Eviction(lambda _: held - 1, lambda _, places: np.arange(4, max(4, len(places) + 5 - held)), renumbered)
+    engine = LlamaEngine(weights, LlamaCpp(), eviction)
     assert abs(np.mean(kl_of(expected, engine.logits(ids, text)))) < 1e-9
     assert (
         min(kl_of(LlamaEngine(weights, LlamaCpp()).logits(ids, text)[1:], expected[1:])) > 1e-6

@@ -19,6 +19,7 @@ from kvexp.util.errors import ConfigError
 
 GQA = ["model=testbed_gqa", "task=testbed_summary", "limit=2", "batch_size=1", "task.max_new_tokens=8"]
 ENGINE = "engine=llama_cpp"
+RANDOM_ATTENTION = ["random", "method.per=model", "method.redraw=true", "method.protect_recent=8", "budget.heads=union"]
 FULL, HALF = "method=full", ["method=streaming_llm", "kv_ratio=0.5"]
 
 
@@ -30,9 +31,13 @@ def settings(*words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["method=h2o"], "shows no attention weights, so method=h2o cannot choose there"),
-        (["method=random"], "set method=full, streaming_llm or window"),
-        ([*HALF, "budget.layers=pyramid"], "leave budget.heads and budget.layers alone"),
+        (["method=h2o"], "shows neither keys nor attention weights .*, so method=h2o cannot choose there"),
+        (["method=random"], "set method.per=model, got head"),
+        ([*HALF, "budget.layers=pyramid"], "set budget.heads=uniform or union, and leave budget.layers alone"),
+        ([*HALF, "budget.heads=adaptive"], "set budget.heads=uniform or union"),
+        ([*HALF, "engine.shift=half", "cache.positions=original"], "set .* cache.positions=renumbered"),
+        (["method=random", "method.per=model"], "set method.protect_recent=2 or more, or cache.positions=renumbered"),
+        (["method=window", "engine.shift=half"], "set method=streaming_llm .* cache.positions=renumbered"),
         ([*HALF, "cache.evict_every=4"], "leave out cache.evict_every"),
         ([FULL, "cache.bits=4"], "has no cache.bits"),
         ([*HALF, "generation=beam4"], "set generation=greedy"),
@@ -100,9 +105,14 @@ def test_rows_and_divergence_are_recorded_and_resumed(tmp_path, monkeypatch):
 
 @needs_package
 @pytest.mark.parametrize("positions", ["original", "renumbered"])
-def test_a_run_that_evicts_is_kvexps_own(tmp_path, monkeypatch, positions):
+@pytest.mark.parametrize(
+    "method", [["streaming_llm"], ["random", "method.per=model", "method.protect_recent=2"], RANDOM_ATTENTION]
+)
+def test_a_run_that_evicts_is_kvexps_own(tmp_path, monkeypatch, method, positions):
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
-    words = [*GQA, *HALF, f"cache.positions={positions}", f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
+    name, *more = method
+    words = [*GQA, f"method={name}", *more, "kv_ratio=0.5", f"cache.positions={positions}"]
+    words += [f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
     pairs = []
     for asked in (settings(*words), settings(*words, ENGINE)):
         evaluate_run(asked, Session())
