@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,15 @@ import numpy as np
 
 from kvexp.core.budget import Cadence, PromptSizes
 from kvexp.core.budget_resolution import resolve_layer_slots
-from kvexp.generate.engine import model_file
+from kvexp.generate.engine import check_family, model_file
 from kvexp.generate.llama_cpp import BLOCK, Eviction, LlamaCpp, LlamaEngine, Places, Weights, library
 from kvexp.hf.fetch import is_gguf
 from kvexp.hf.traits import head_dim
 from kvexp.methods import Full, Random, StreamingLLM, Window
-from kvexp.run.model_spec import config_of_spec, model_digest
-from kvexp.util.errors import Rule
+from kvexp.run.model_spec import config_of_spec, load, model_digest
+from kvexp.util.errors import CacheError, ConfigError, Rule
 from kvexp.util.files import path_of
+from kvexp.util.output import say, tells_errors
 
 if TYPE_CHECKING:
     from kvexp.core import Budget
@@ -146,3 +148,16 @@ class LlamaCppDriver:
         if gguf is None:
             gguf = model_file(model, model_digest(settings.model), np.float32)
         return LlamaEngine(_loaded(gguf), options, eviction_of(settings, seed), torch.get_num_threads())
+
+
+@tells_errors(ConfigError, CacheError)
+def fetch_main(words: Sequence[str]) -> int:
+    """`kvexp fetch llama_cpp model=NAME`: write the float32 GGUF file that runs would; 2 for what cannot be done."""
+    from kvexp.run.jobs import composed_model
+
+    library()
+    name, spec = composed_model(words)
+    check_family(config_of_spec(spec))
+    gguf = model_file(load(spec)[0], model_digest(spec), np.float32)
+    say(f"{name} for engine=llama_cpp: {gguf}, {gguf.stat().st_size / 1e6:.0f} MB")
+    return 0
