@@ -33,6 +33,7 @@ from kvexp.util.files import file_digest
 
 PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
 NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"  # the library's environment variable
+TURNED = 64  # channels of a head that are rotated together: a head's size must be a multiple
 BLOCK = 32  # numbers of a head that share a scale
 CacheType = Literal["f32", "f16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}  # ggml_type

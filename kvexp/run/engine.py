@@ -169,6 +169,16 @@ def engine_answer(
     return output, answer.logits
 
 
+def full_logits(model: Model, ids: Sequence[int], text: Sequence[int]) -> NDArray[np.float32]:
+    """Logits [N, V] of transformers' full cache that predict each of the N tokens of a text behind a prompt."""
+    import torch
+
+    with torch.no_grad():
+        whole = torch.tensor([[*ids, *text[:-1]]])
+        logits: NDArray[np.float32] = model(whole, use_cache=False, logits_to_keep=len(text)).logits[0].numpy()
+    return logits
+
+
 class EngineText:
     """A text behind a prompt, both token ids, along which runs of an engine are compared with its full cache.
 
@@ -183,13 +193,9 @@ class EngineText:
         text: Sequence[int],
         full: NDArray[np.float32] | None,
     ) -> None:
-        import torch
-
         self.model, self.ids, self.text = model, ids, text
         self.full = self.logits(settings, 0) if full is None else full
-        with torch.no_grad():
-            whole = torch.tensor([[*ids, *text[:-1]]])
-            self.plain = model(whole, use_cache=False, logits_to_keep=len(text)).logits[0].numpy()
+        self.plain = full_logits(model, ids, text)
         self.engine_kl = kl_of(self.plain, self.full)
 
     def logits(self, settings: Settings, seed: int) -> NDArray[np.float32]:

@@ -12,7 +12,18 @@ import numpy as np
 from kvexp.core.budget import Cadence, PromptSizes
 from kvexp.core.budget_resolution import resolve_layer_slots
 from kvexp.generate.engine import check_family, model_file
-from kvexp.generate.llama_cpp import BLOCK, Eviction, LlamaCpp, LlamaEngine, Places, Weights, library
+from kvexp.generate.llama_cpp import (
+    BLOCK,
+    PLAIN,
+    TURNED,
+    VERSION,
+    Eviction,
+    LlamaCpp,
+    LlamaEngine,
+    Places,
+    Weights,
+    library,
+)
 from kvexp.hf.fetch import is_gguf
 from kvexp.hf.traits import head_dim
 from kvexp.methods import Full, Random, StreamingLLM, Window
@@ -36,6 +47,13 @@ def _shifts(c: Settings) -> bool:
     return c.method.is_window and c.cache.renumbered
 
 
+def _unturned(c: Settings) -> bool:
+    """Whether keys are in blocks that are not rotated, which the library cannot move."""
+    options = c.engine
+    assert isinstance(options, LlamaCpp)
+    return options.cache_k not in PLAIN and not (options.rotate and head_dim(config_of_spec(c.model)) % TURNED == 0)
+
+
 REFUSED: tuple[Rule[Settings], ...] = (
     (
         lambda c: not isinstance(c.method, Full | StreamingLLM | Window | Random),
@@ -56,6 +74,11 @@ REFUSED: tuple[Rule[Settings], ...] = (
         lambda c: isinstance(c.engine, LlamaCpp) and c.engine.shift == "half" and not _shifts(c),
         "engine.shift=half is llama-server's context shift, of the oldest tokens and with the others moved: set "
         "method=streaming_llm (or window) and cache.positions=renumbered, or leave it at one",
+    ),
+    (
+        lambda c: c.method.evicts and c.cache.renumbered and _unturned(c),
+        f"llama.cpp {VERSION} moves keys in blocks only where they are rotated, for which heads are of a multiple of "
+        f"{TURNED}, and else ends the process: set cache.positions=original, or engine.cache_k=f16",
     ),
     (
         lambda c: c.budget is not None and _uneven(c.budget),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 from llama_package import needs_package
 
 from experiments.studies import composed_runs
-from kvexp.generate.llama_cpp import VERSION
+from kvexp.generate.llama_cpp import VERSION, Context
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import read_runs
-from kvexp.run.batches import evaluate_run, group_key, measure_rest
+from kvexp.run.batches import evaluate_run, group_key, measure_rest, prefill_groups, run_group
+from kvexp.run.engine import full_logits
+from kvexp.run.engine_llama_cpp import eviction_of, fetch_main
 from kvexp.run.labels import refusal
 from kvexp.run.session import Session
-from kvexp.run.store import run_hash
+from kvexp.run.store import Run, run_hash
 from kvexp.util.errors import ConfigError
 
 GQA = ["model=testbed_gqa", "task=testbed_summary", "limit=2", "batch_size=1", "task.max_new_tokens=8"]
@@ -48,6 +51,10 @@ def settings(*words):
         ([FULL, "engine.cache_k=q4_0", "engine.flash=false"], "engine.cache_v=q4_0 needs flash attention"),
         ([FULL, "engine.weights=file"], "set model=local model.path=FILE.gguf"),
         (
+            [*HALF, "engine.cache_k=q8_0"],
+            "moves keys in blocks only where they are rotated, .* a multiple of 64, .*cache.positions=original",
+        ),
+        (
             [FULL, "engine.cache_k=q8_0", "model=tiny"],
             "need heads of a multiple of 32",
         ),
@@ -76,6 +83,26 @@ def test_identity_has_package_library_and_formats_and_every_format_one_baseline(
 
 
 @needs_package
+def test_the_engines_file_is_written_once_and_its_size_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path))
+    for said in ("writing the model for the engine, once: 4 MB", ""):
+        assert fetch_main(["model=testbed_gqa"]) == 0
+        out, err = capsys.readouterr()
+        assert out.endswith("model.gguf, 4 MB\n")
+        assert said in err
+        assert bool(said) == ("writing" in err)
+    assert fetch_main(["model=testbed_rope"]) == 2
+    assert "models of type llama, qwen2, qwen3, and this one is gptj" in capsys.readouterr().err
+
+
+@needs_package
+def test_a_prompt_that_is_too_long_is_not_told_to_go_where_the_engine_cannot(tmp_path):
+    words = [*GQA, ENGINE, FULL, "task.max_new_tokens=100000", f"outputs_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"lower task.max_new_tokens \(or generation.max_new_tokens\)$"):
+        evaluate_run(settings(*words))
+
+
+@needs_package
 def test_rows_and_divergence_are_recorded_and_resumed(tmp_path, monkeypatch):
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
     where = [f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
@@ -101,6 +128,40 @@ def test_rows_and_divergence_are_recorded_and_resumed(tmp_path, monkeypatch):
     for row in run.rows():
         assert row["receipt"]["kv_bytes"] == row["receipt"]["slots"] * 2 * 4 * 4 * 18
         assert len(row["info"]["output_logprobs"]) == row["new_tokens"]
+
+
+@needs_package
+def test_a_sweep_reads_each_prompt_once_for_each_format_and_measures_what_runs_alone_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
+    sliding = [*HALF, "cache.positions=original"]
+    asked = [[FULL, "engine.cache_k=q4_0"], [*sliding, "engine.cache_k=q4_0"], sliding]
+    words = [[*GQA, ENGINE, "divergence=true", *more] for more in asked]
+    together = [settings(*more, f"outputs_dir={tmp_path / 'a'}") for more in words]
+    prompts, forwards = [], []
+    read = Context.read
+    monkeypatch.setattr(Context, "read", lambda self, ids: (len(ids) > 1 and prompts.append(ids), read(self, ids))[1])
+    monkeypatch.setattr("kvexp.run.engine.full_logits", lambda *args: (forwards.append(1), full_logits(*args))[1])
+    (group,) = prefill_groups(together)
+    run_group(group, Session())
+    assert len(prompts) == 2 * 2  # prompts, formats
+    assert len(forwards) == 2
+    for run in together:
+        one = settings(*words[together.index(run)], f"outputs_dir={tmp_path / 'b'}")
+        measure_rest(one, Session())
+        both = [Run.load(each.outputs_dir / run_hash(each.identity)).divergence() for each in (run, one)]
+        assert len(both[0]) == 2
+        assert both[0] == both[1]
+
+
+def test_a_shift_drops_half_of_what_is_no_sink():
+    """As llama-server's: n_discard = (n_past - n_keep) / 2, once n_past is the context's size."""
+    words = [*GQA, ENGINE, "method=streaming_llm", "kv_ratio=1.0", "cache.positions=renumbered", "engine.shift=half"]
+    eviction = eviction_of(settings(*words), 0)
+    held = np.arange(100)
+    assert eviction.dropped(100, held).tolist() == list(range(4, 4 + 48))
+    held = np.delete(held, range(4, 52))
+    assert not len(eviction.dropped(100, np.append(held, range(100, 147))))
+    assert eviction.dropped(100, np.append(held, range(100, 148))).tolist() == list(range(4, 52))
 
 
 @needs_package
