@@ -210,7 +210,7 @@ class LlamaCpp:
 
     @property
     def stored(self) -> LlamaCpp:
-        """The settings that what is stored of a prompt goes by."""
+        """The settings that decide how a prompt is stored."""
         return replace(self, shift="one")
 
     def identity(self) -> dict[str, Any]:
