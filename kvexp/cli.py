@@ -38,6 +38,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "export": ("kvexp.cli:export", "files for other programs: traces, to check a port to an engine"),
 }
 PARTS = {  # the same, of commands under one of the above
+    "fetch llama_cpp": ("kvexp.run.engine_llama_cpp:fetch_main", "the float32 GGUF file of engine=llama_cpp, once"),
     "export trace": ("kvexp.engines.trace:main", "what a method kept, step by step, to check another engine's port"),
 }
 

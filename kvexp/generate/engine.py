@@ -33,7 +33,8 @@ class EngineAnswer:
     """What the engine returned for one prompt.
 
     tokens, logprobs: greedy ones, the end token included; first_s, rest_s: seconds to the first token and after it;
-    peak_blocks, blocks: blocks of its cache in use at most after a step, and after the last one but one.
+    peak_blocks, blocks: blocks of its cache in use at most after a step, and after the last one but one. logits
+    [N, V]: that predict each token, of an engine that gives them.
     """
 
     tokens: list[int]
@@ -42,6 +43,7 @@ class EngineAnswer:
     rest_s: float
     peak_blocks: int
     blocks: int
+    logits: NDArray[np.float32] | None = None
 
 
 class Engine(Protocol):

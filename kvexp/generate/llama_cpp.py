@@ -14,9 +14,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint8, c_uint32, c_void_p
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -34,9 +33,11 @@ from kvexp.util.files import file_digest
 
 PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
 NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"  # the library's environment variable
+TURNED = 64  # channels of a head that are rotated together: a head's size must be a multiple
 BLOCK = 32  # numbers of a head that share a scale
 CacheType = Literal["f32", "f16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}  # ggml_type
+Places = NDArray[np.int64]
 PLAIN = ("f32", "f16")  # types without blocks
 
 
@@ -90,6 +91,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_get_memory": (c_void_p, [c_void_p]),
     "llama_memory_seq_rm": (c_bool, [c_void_p, c_int32, c_int32, c_int32]),
     "llama_memory_seq_add": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    "llama_state_seq_get_size": (c_size_t, [c_void_p, c_int32]),
+    "llama_state_seq_get_data": (c_size_t, [c_void_p, c_void_p, c_size_t, c_int32]),
+    "llama_state_seq_set_data": (c_size_t, [c_void_p, c_void_p, c_size_t, c_int32]),
     "llama_decode": (c_int32, [c_void_p, _Batch]),
     "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
     "llama_model_get_vocab": (c_void_p, [c_void_p]),
@@ -163,7 +167,8 @@ class LlamaCpp:
     """Formats of the engine's cache. None is replaced when the object is made: cache_v: as cache_k; flash: on but where
     keys and values are both f32, of which it would not be exact. rotate: False where nothing is in blocks.
 
-    weights: float32 ones that kvexp writes for the engine, or the model's own GGUF file as it is.
+    weights: float32 ones that kvexp writes for the engine, or the model's own GGUF file as it is. shift: where there
+    are too many tokens, one: those go that are too many; half: half of those that are not sinks, as llama-server does.
     """
 
     name: ClassVar[str] = "llama_cpp"
@@ -173,6 +178,7 @@ class LlamaCpp:
     flash: bool | None = None
     rotate: bool = True
     weights: Literal["f32", "file"] = "f32"
+    shift: Literal["one", "half"] = "one"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -198,6 +204,16 @@ class LlamaCpp:
         """Whether keys or values are stored in blocks that share a scale."""
         return self.cache_k not in PLAIN or self.cache_v not in PLAIN
 
+    @property
+    def types(self) -> tuple[int, int]:
+        """Numbers of the types of keys and values."""
+        return TYPES[self.cache_k], TYPES[str(self.cache_v)]
+
+    @property
+    def stored(self) -> LlamaCpp:
+        """The settings that decide how a prompt is stored."""
+        return replace(self, shift="one")
+
     def identity(self) -> dict[str, Any]:
         """What identifies the engine of a run: package, digest of its library, settings."""
         return {"name": f"{PACKAGE}=={VERSION}", "library": file_digest(_place()), **asdict(self)}
@@ -209,13 +225,15 @@ class LlamaCpp:
 
 @dataclass(frozen=True)
 class Eviction:
-    """The first `sinks` tokens and the newest ones stay: before a token is read, as many as `kept` says.
+    """What goes before a token is read.
 
-    kept: prompt's length -> tokens; renumbered: survivors get the positions 0, 1, 2, ...
+    kept: prompt's length -> tokens that stay at most. dropped: prompt's length and the positions in the text of the
+    tokens that are held, ascending -> places among these of those that go, ascending. renumbered: survivors get the
+    positions 0, 1, 2, ...
     """
 
-    sinks: int
     kept: Callable[[int], int]
+    dropped: Callable[[int, Places], Places]
     renumbered: bool
 
 
@@ -226,6 +244,7 @@ class Weights:
         self.library, self.header = library(), read_header(gguf)
         params = self.library.llama_model_default_params()
         params.gpu_layers = 0
+        self._context: Context | None = None
         self.pointer = self.library.llama_model_load_from_file(str(gguf).encode(), params)
         if not self.pointer:
             raise ConfigError(f"engine=llama_cpp cannot load {gguf}: {''.join(list(LOG)[-3:]).strip()}")
@@ -238,24 +257,43 @@ class Weights:
         is_end = self.library.llama_vocab_is_eog
         return frozenset(token for token in range(self.vocabulary) if is_end(self.tokens, token))
 
+    def context(self, options: LlamaCpp, threads: int, tokens: int) -> Context:
+        """A context of at least so many tokens: the last one, where it stores its cache so, else a new one."""
+        known = self._context
+        if known is None or (known.options, known.threads) != (options.stored, threads) or known.tokens < tokens:
+            self._close()
+            self._context = known = Context(self, options.stored, threads, tokens)
+        return known
+
+    def _close(self) -> None:
+        if self._context is not None:
+            self._context.close()
+        self._context = None
+
     def __del__(self) -> None:
         if getattr(self, "pointer", None):
+            self._close()
             self.library.llama_model_free(self.pointer)
 
 
-class _Sequence:
-    """One prompt and what follows in a context of its own. tokens: the most that are read; prompt: of the prompt."""
+class Context:
+    """A cache of the engine that holds up to `tokens` tokens of one prompt and what follows.
 
-    def __init__(self, engine: LlamaEngine, tokens: int, prompt: int) -> None:
-        self.engine, self.library = engine, engine.weights.library
-        options, params = engine.options, self.library.llama_context_default_params()
-        params.n_ctx, params.n_threads, params.n_threads_batch = tokens, engine.threads, engine.threads
-        params.flash, (params.type_k, params.type_v) = int(bool(options.flash)), engine.types
+    The prompt read last is kept as it was stored, so that runs that store it alike read it once. held: positions in the
+    text of the tokens that the cache holds; peak: most of them so far; seconds: reading the prompt took.
+    """
+
+    def __init__(self, weights: Weights, options: LlamaCpp, threads: int, tokens: int) -> None:
+        self.library, self.vocabulary = weights.library, weights.vocabulary
+        self.options, self.threads, self.tokens = options, threads, tokens
+        params = self.library.llama_context_default_params()
+        params.n_ctx, params.n_threads, params.n_threads_batch = tokens, threads, threads
+        params.flash, (params.type_k, params.type_v) = int(bool(options.flash)), options.types
         before = os.environ.pop(NO_ROTATION, None)
         try:
             if not options.rotate:
                 os.environ[NO_ROTATION] = "1"
-            self.pointer = self.library.llama_init_from_model(engine.weights.pointer, params)
+            self.pointer = self.library.llama_init_from_model(weights.pointer, params)
         finally:
             os.environ.pop(NO_ROTATION, None)
             if before is not None:
@@ -263,16 +301,34 @@ class _Sequence:
         if not self.pointer:
             raise CacheError(f"llama.cpp made no context of {tokens} tokens: {''.join(list(LOG)[-3:]).strip()}")
         self.memory, self.most = self.library.llama_get_memory(self.pointer), params.n_batch
-        self.kept = None if engine.eviction is None else engine.eviction.kept(prompt)
-        self.held = self.peak = self.next = self.removed = 0
+        self.prompt: tuple[list[int], NDArray[np.float32], Any] | None = None  # ids, logits behind them, the cache
+        self.seconds = 0.0
 
     def close(self) -> None:
         """Free the context."""
         self.library.llama_free(self.pointer)
 
+    def begin(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [V] behind a prompt, which alone is held then."""
+        self._remove(-1, -1)
+        self.held, self.seen, self.next, self.peak = np.arange(0), 0, 0, 0
+        if self.prompt is not None and self.prompt[0] == list(ids):
+            _, logits, stored = self.prompt
+            self._count(len(ids))
+            done = self.library.llama_state_seq_set_data(self.pointer, stored, len(stored), 0)
+        else:
+            self.prompt, start = None, time.perf_counter()
+            logits = self.read(ids)
+            self.seconds = time.perf_counter() - start
+            stored = (c_uint8 * self.library.llama_state_seq_get_size(self.pointer, 0))()
+            done = self.library.llama_state_seq_get_data(self.pointer, stored, len(stored), 0)
+            self.prompt = list(ids), logits, stored
+        if done != len(stored):
+            raise CacheError(f"llama.cpp copied {done} of the {len(stored)} bytes of a prompt's cache")
+        return logits
+
     def read(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits [V] behind the tokens, which are read after the one eviction that makes room for them."""
-        self.evict()
+        """Logits [V] behind the tokens that come next."""
         for first in range(0, len(tokens), self.most):
             now = tokens[first : first + self.most]
             count, sequence = len(now), c_int32(0)
@@ -287,28 +343,32 @@ class _Sequence:
             )
             if (code := self.library.llama_decode(self.pointer, batch)) != 0:
                 raise CacheError(f"llama.cpp could not read {count} tokens (code {code})")
-            self.next, self.held = self.next + count, self.held + count
-            self.peak = max(self.peak, self.held)
+            self._count(count)
         row = self.library.llama_get_logits_ith(self.pointer, -1)
-        logits = np.ctypeslib.as_array(row, (self.engine.weights.vocabulary,)).copy()
+        logits = np.ctypeslib.as_array(row, (self.vocabulary,)).copy()
         if not np.isfinite(logits).all():
             raise NotFinite("llama.cpp gave a logit that is not finite")
         return logits
 
-    def evict(self) -> None:
-        """Remove the oldest tokens behind the sinks that are too many."""
-        eviction = self.engine.eviction
-        if eviction is None or self.kept is None or (many := self.held - self.kept) <= 0:
-            return
-        first = eviction.sinks + self.removed
-        if not self.library.llama_memory_seq_rm(self.memory, 0, first, first + many):
-            raise CacheError(f"llama.cpp did not remove positions {first} to {first + many - 1}")
-        self.held -= many
-        if eviction.renumbered:
-            self.library.llama_memory_seq_add(self.memory, 0, first + many, self.next, -many)
-            self.next -= many
-        else:
-            self.removed += many
+    def _count(self, more: int) -> None:
+        """Note that so many more tokens are held."""
+        self.held = np.append(self.held, np.arange(self.seen, self.seen + more))
+        self.seen, self.next, self.peak = self.seen + more, self.next + more, max(self.peak, len(self.held))
+
+    def drop(self, gone: Places, *, renumbered: bool) -> None:
+        """Remove the tokens at these places of `held`; renumbered: others get the positions 0, 1, 2, ..."""
+        places = np.arange(len(self.held)) if renumbered else self.held
+        for neighbours in reversed(np.split(gone, np.flatnonzero(np.diff(places[gone]) != 1) + 1)):
+            first, end = int(places[neighbours[0]]), int(places[neighbours[-1]]) + 1
+            self._remove(first, end)
+            if renumbered:
+                self.library.llama_memory_seq_add(self.memory, 0, end, self.next, first - end)
+                self.next -= end - first
+        self.held = np.delete(self.held, gone)
+
+    def _remove(self, first: int, end: int) -> None:
+        if not self.library.llama_memory_seq_rm(self.memory, 0, first, end):
+            raise CacheError(f"llama.cpp did not remove positions {first} to {end - 1}")
 
 
 class LlamaEngine:
@@ -321,11 +381,10 @@ class LlamaEngine:
 
     def __init__(self, weights: Weights, options: LlamaCpp, eviction: Eviction | None = None, threads: int = 1) -> None:
         self.weights, self.options, self.eviction, self.threads = weights, options, eviction, threads
-        self.types = TYPES[options.cache_k], TYPES[str(options.cache_v)]
         header = weights.header
         self.layers, width = header.integer("block_count"), header.head_size
         numbers = header.integer("attention.head_count_kv", header.integer("attention.head_count")) * width
-        self.block_bytes = self.layers * sum(weights.library.ggml_row_size(kind, numbers) for kind in self.types)
+        self.block_bytes = self.layers * sum(weights.library.ggml_row_size(kind, numbers) for kind in options.types)
 
     def first_eviction(self, prompt: int) -> int | None:
         """The step that first evicts behind a prompt of so many tokens, 0: its end; None for the full cache."""
@@ -333,25 +392,33 @@ class LlamaEngine:
 
     def answer(self, ids: Sequence[int], new: int, ends: Collection[int] = (), least: int = 0) -> EngineAnswer:
         """Decode greedily up to `new` tokens, or an end token after `least` of them."""
-        start, tokens, logprobs = time.perf_counter(), list[int](), list[float]()
-        with closing(_Sequence(self, len(ids) + new, len(ids))) as sequence:
-            logits = sequence.read(ids)
-            first = time.perf_counter()
-            while True:
-                open_ends = list(ends) if len(tokens) < least else []
-                allowed = logits.copy()
-                allowed[open_ends] = -np.inf
-                tokens.append(int(allowed.argmax()))
-                logprobs.append(float(log_softmax(allowed)[tokens[-1]]))
-                if len(tokens) == new or tokens[-1] in ends:
-                    break
-                logits = sequence.read(tokens[-1:])
-            end = time.perf_counter()
-            sequence.evict()
-            return EngineAnswer(tokens, logprobs, first - start, end - first, sequence.peak, sequence.held)
+        context = self.weights.context(self.options, self.threads, len(ids) + new)
+        rows, tokens, logprobs = [context.begin(ids)], list[int](), list[float]()
+        start = time.perf_counter()
+        while True:
+            open_ends = list(ends) if len(tokens) < least else []
+            allowed = rows[-1].copy()
+            allowed[open_ends] = -np.inf
+            tokens.append(int(allowed.argmax()))
+            logprobs.append(float(log_softmax(allowed)[tokens[-1]]))
+            if len(tokens) == new or tokens[-1] in ends:
+                break
+            rows.append(self._step(context, len(ids), tokens[-1]))
+        seconds = time.perf_counter() - start
+        self._evict(context, len(ids))
+        logits = np.stack(rows)
+        return EngineAnswer(tokens, logprobs, context.seconds, seconds, context.peak, len(context.held), logits)
 
     def logits(self, ids: Sequence[int], text: Sequence[int]) -> NDArray[np.float32]:
         """Logits [N, V] that predict each of the N tokens of a text behind a prompt."""
-        with closing(_Sequence(self, len(ids) + len(text), len(ids))) as sequence:
-            rows = [sequence.read(ids), *(sequence.read([token]) for token in text[:-1])]
-        return np.stack(rows)
+        context = self.weights.context(self.options, self.threads, len(ids) + len(text))
+        return np.stack([context.begin(ids), *(self._step(context, len(ids), token) for token in text[:-1])])
+
+    def _step(self, context: Context, prompt: int, token: int) -> NDArray[np.float32]:
+        """Logits [V] behind one more token, before which room is made for it; prompt: its tokens."""
+        self._evict(context, prompt)
+        return context.read([token])
+
+    def _evict(self, context: Context, prompt: int) -> None:
+        if self.eviction is not None and len(gone := self.eviction.dropped(prompt, context.held)):
+            context.drop(gone, renumbered=self.eviction.renumbered)

@@ -126,23 +126,30 @@ def distances(runs: Runs) -> dict[str, Row]:
 def with_distances(runs: Runs) -> pd.DataFrame:
     """The table of all runs with the columns of DISTANCE, None where nothing was measured.
 
-    far_n: examples that were forced; full_peak: the full cache's peak_kv_bytes.
+    far_n: examples that were forced; full_peak: the full cache's peak_kv_bytes; gives_kl: False of an engine that tells
+    no distributions.
     """
     frame, far = runs.frame(quality.quality_table), distances(runs)
     measured = [far.get(key, {}) for key in frame["hash"]]
     columns: dict[str, Any] = {name: [row.get(name) for row in measured] for name in DISTANCE}
     columns["far_n"] = [row.get("n", 0) for row in measured]
     peaks = dict(zip(frame["hash"], frame["peak_kv_bytes"], strict=True))
-    return frame.assign(**columns, full_peak=frame["baseline"].map(peaks))
+    known = {folder.run.hash: _gives_kl(folder) for folder in runs.ran}
+    return frame.assign(**columns, full_peak=frame["baseline"].map(peaks), gives_kl=frame["hash"].map(known))
 
 
 def _is_full(row: Row) -> bool:
     return bool(row["verdict99"] == "baseline")
 
 
-def _of_engine(row: Row) -> bool:
-    """Whether the answers are OpenVINO's, whose full caches of several precisions are each a baseline."""
-    return any(word == "engine=openvino" for word in str(row.get("setting") or "").split())
+def _gives_kl(folder: Folder) -> bool:
+    """Whether the run's model, or the engine in its place, tells distributions."""
+    name = (folder.run.config.get("engine") or {}).get("name")
+    if name is None:
+        return True
+    from kvexp.run.engine import DRIVERS
+
+    return name not in DRIVERS or bool(DRIVERS[name].options.gives_logits)
 
 
 def _only_distance(row: Row) -> bool:
@@ -231,7 +238,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
         enough = any(not absent(row["kl_low"]) for row in ran)
         text = {str(row["text"]) for row in ran if not absent(row["kl"])}
         head = "KL over\nchoices" if text == {"choices"} else "KL to\nfull"
-        columns.append(Column(head, lambda row: "0" if _is_full(row) and not _of_engine(row) else _nats(row["kl"])))
+        columns.append(Column(head, lambda row: "0" if _is_full(row) and row["gives_kl"] else _nats(row["kl"])))
         columns += [Column("95 %", _kl_interval, right=False)] if enough else []
         limits = {row["epsilon"] for row in ran if not absent(row["epsilon"])}
         limit = f"vs {limits.pop():g}" if len(limits) == 1 else "vs its\nlimit"
@@ -338,12 +345,11 @@ def _below(rows: list[Record], one_path: bool) -> Iterator[str]:
 
 
 def _has_one_path(folder: Folder) -> bool:
-    """Whether KL can be measured along the answers: greedy, not OpenVINO's, and no conversation's (--view turns)."""
+    """Whether KL can be measured along the answers: greedy, and no conversation's (--view turns)."""
     if "history" in folder.run.config.get("task", {}):
         return False
     options = folder.run.config.get("generation") or {}
-    engine = str((folder.run.config.get("engine") or {}).get("name"))
-    return options.get("num_beams") == 1 and not options.get("sample") and not engine.startswith("openvino")
+    return options.get("num_beams") == 1 and not options.get("sample") and _gives_kl(folder)
 
 
 def _needed(rows: Sequence[Row]) -> str:

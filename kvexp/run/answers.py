@@ -22,7 +22,7 @@ import kvexp.generate as generation
 from kvexp.generate import KL, Forcing, PrefilledContext
 from kvexp.generate.inputs import check_length, eos_ids
 from kvexp.generate.kl import read_questions
-from kvexp.run.engine import engine_answers, engine_texts
+from kvexp.run.engine import EngineText, engine_answer
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.prompts import (
     ItemPrompt,
@@ -173,25 +173,29 @@ def _answers_alone(
 
 
 def _outputs_of_engine(model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch) -> Iterator[Outputs]:
-    """Outputs of runs that another engine answers and is forced texts, each run by itself. place: the batch's."""
-    answers = dict[int, dict[int, ModelOutput]]()
-    for run in batch.answering:
-        answers[run] = engine_answers(batch.runs[run], model, tokenizer, batch.prompts)
-        yield Outputs(place, run, answers[run])
-    for kind, places in batch.texts.items():
-        assert batch.full is not None
-        full, lines = batch.runs[batch.full], defaultdict[int, list[Line]](list)
-        if kind == OWN and batch.full not in answers:
-            answers[batch.full] = engine_answers(full, model, tokenizer, batch.prompts)
-        for index, prompt in batch.prompts:
-            text = answers[batch.full][index].tokens if kind == OWN else _reference(full, tokenizer, prompt)
-            if text:
-                runs = [full, *(batch.runs[run] for run in places)]
-                for run, (row, more) in zip(places, engine_texts(runs, model, prompt.ids, text), strict=True):
-                    # A cache in other numbers has been read by the prompt's own later tokens.
-                    exact = batch.runs[run].engine == full.engine
-                    lines[run].append(_line(index, prompt, kind, row, first_by_prefill=exact) | more)
-        yield from (Outputs(place, run, lines=lines[run]) for run in places)
+    """Outputs of runs that another engine answers and is forced texts. place: the batch's.
+
+    Prompt by prompt, the full cache first, then runs that store it alike one after the other: these read it once.
+    """
+    order = sorted(range(len(batch.runs)), key=lambda run: (run != batch.full, str(batch.runs[run].engine)))
+    for index, prompt in batch.prompts:
+        texts = dict[str, EngineText]()
+        for run in order:
+            settings, seed, logits = batch.runs[run], sampling_seed(batch.runs[run], prompt.example), None
+            if run in batch.answering or (run == batch.full and OWN in batch.texts):
+                answer, logits = engine_answer(settings, model, tokenizer, prompt.ids, seed)
+                if run in batch.answering:
+                    yield Outputs(place, run, {index: answer})
+            if run == batch.full:
+                for kind in batch.texts:
+                    text = answer.tokens if kind == OWN else _reference(settings, tokenizer, prompt)
+                    if text:
+                        full = logits if kind == OWN else None
+                        texts[kind] = EngineText(settings, model, prompt.ids, text, full)
+            compared = {kind: texts[kind].compared(settings, seed) for kind in texts if run in batch.texts[kind]}
+            lines = [_line(index, prompt, kind, row, **more) for kind, (row, more) in compared.items()]
+            if lines:
+                yield Outputs(place, run, lines=lines)
 
 
 def _reference(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> list[int]:
@@ -200,10 +204,10 @@ def _reference(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExampl
     return continuation(prompt, tokenizer, chat=settings.model.chat, words=words)[:new] if words.strip() else []
 
 
-def _line(index: int, prompt: TokenizedExample, kind: str, row: KL, *, first_by_prefill: bool) -> Line:
-    """The line of divergence.jsonl of one run and example."""
+def _line(index: int, prompt: TokenizedExample, kind: str, row: KL, *, first_by_prefill: bool, **more: Any) -> Line:
+    """The line of divergence.jsonl of one run and example; more: what it has of an engine."""
     known = {"example": prompt.example.id, "index": index, "text": kind, "first_by_prefill": first_by_prefill}
-    return known | row.line
+    return known | row.line | more
 
 
 def _by_index(batch: Items, outputs: Sequence[ModelOutput]) -> dict[int, ModelOutput]:

@@ -24,7 +24,7 @@ from kvexp.core import CacheConfig
 from kvexp.hf.load import FULL, one_row_per_forward
 from kvexp.methods import Full
 from kvexp.run.answers import PromptBatch, outputs_of_batches, shares_score_across_batch
-from kvexp.run.engine import check_installed, engine_answers
+from kvexp.run.engine import check_installed, engine_answer
 from kvexp.run.guard import check_stored
 from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
 from kvexp.run.model_spec import check_cache_fits_model, hub_commit, load, prepare_for_fork, rows_alone, tokenizer_of
@@ -170,7 +170,7 @@ def why_alone(settings: Settings) -> str | None:
     """Why a run cannot share its prefill with others and write the rows it would write alone; None where it can."""
     task, decoding, model, name = settings.task, settings.decoding, settings.model, settings.labels["method"]
     reasons = {
-        "another engine answers": settings.engine is not None,
+        "another engine answers": settings.engine is not None and not settings.engine.gives_logits,
         f"model.dtype={model.dtype} on a CPU takes one row at a time": one_row_per_forward(
             model.dtype, model.resolved_device()
         ),
@@ -626,8 +626,9 @@ def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
     if not answerable:
         return
     if settings.engine is not None:  # which compiles its kernels here, and loads the model
-        few = replace(settings.decoding, max_new_tokens=NEW, min_new_tokens=0)
-        engine_answers(replace(settings, decoding=few), model, tokenizer, batch)
+        few = replace(settings, decoding=replace(settings.decoding, max_new_tokens=NEW, min_new_tokens=0))
+        for prompt in answerable:
+            engine_answer(few, model, tokenizer, prompt.ids[:PROMPT], 0)
         return
     prompts = [prompt.ids[:PROMPT] for prompt in answerable]
     failed = True

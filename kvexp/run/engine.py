@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvexp.generate.engine import Engine, EngineAnswer, check_family, kl_of
 from kvexp.generate.inputs import EvictionStats, eos_ids
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from kvexp.generate.engine import ForcedEngine
     from kvexp.generate.kl import KL
     from kvexp.hf.load import Model, Tokenizer
-    from kvexp.run.prompts import Items
+    from kvexp.run.answers import ModelOutput
     from kvexp.run.settings import Settings
 
 
@@ -61,8 +64,11 @@ class Driver(Protocol):
     def check_installed(self) -> None:
         """ConfigError where the engine's package is not installed."""
 
-    def engine(self, settings: Settings, model: Model) -> Engine:
-        """The engine with the model and the run's settings; kept until another is asked for."""
+    def engine(self, settings: Settings, model: Model, seed: int) -> Engine:
+        """The engine with the model and the run's settings; weights are kept until others are asked for.
+
+        seed: of the noise of the run's method.
+        """
 
 
 DRIVERS: dict[str, Driver] = {driver.options.name: driver for driver in (OpenVINODriver(), LlamaCppDriver())}
@@ -137,51 +143,84 @@ def check_installed(settings: Settings) -> None:
         driver_of(settings).check_installed()
 
 
-def engine_answers(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items) -> dict[int, Any]:
-    """Index -> `ModelOutput`, of prompts that the run's engine answers one after the other."""
+def engine_answer(
+    settings: Settings, model: Model, tokenizer: Tokenizer, ids: Sequence[int], seed: int
+) -> tuple[ModelOutput, NDArray[np.float32] | None]:
+    """The answer of the run's engine to a prompt, and its logits [N, V] where the engine gives them.
+
+    seed: of the noise of the run's method.
+    """
     from kvexp.run.answers import ModelOutput
 
-    decoding, engine = settings.decoding, driver_of(settings).engine(settings, model)
-    ends, answers = eos_ids(model, decoding.eos), dict[int, Any]()
-    for index, prompt in batch:
-        answer = engine.answer(prompt.ids, decoding.max_new_tokens, ends, decoding.min_new_tokens)
-        stopped = answer.tokens[-1] in ends
-        answers[index] = ModelOutput(
-            tokenizer.decode(answer.tokens, skip_special_tokens=True),
-            len(answer.tokens),
-            vars(_receipt(engine, answer, len(prompt.ids))),
-            {"ttft": answer.first_s, "tt2t": None, "tpot": answer.rest_s / max(1, len(answer.tokens) - 1)},
-            finish_reason="stop" if stopped else "length",
-            stop_reason=tokenizer.decode(answer.tokens[-1:]) if stopped else None,
-            tokens=answer.tokens,
-            info={"output_logprobs": answer.logprobs},
-        )
-    return answers
+    decoding, engine = settings.decoding, driver_of(settings).engine(settings, model, seed)
+    ends = eos_ids(model, decoding.eos)
+    answer = engine.answer(ids, decoding.max_new_tokens, ends, decoding.min_new_tokens)
+    stopped = answer.tokens[-1] in ends
+    output = ModelOutput(
+        tokenizer.decode(answer.tokens, skip_special_tokens=True),
+        len(answer.tokens),
+        vars(_receipt(engine, answer, len(ids))),
+        {"ttft": answer.first_s, "tt2t": None, "tpot": answer.rest_s / max(1, len(answer.tokens) - 1)},
+        finish_reason="stop" if stopped else "length",
+        stop_reason=tokenizer.decode(answer.tokens[-1:]) if stopped else None,
+        tokens=answer.tokens,
+        info={"output_logprobs": answer.logprobs},
+    )
+    return output, answer.logits
 
 
-def engine_texts(
-    runs: Sequence[Settings], model: Model, ids: Sequence[int], text: Sequence[int]
-) -> Iterator[tuple[KL, dict[str, list[float]]]]:
-    """Each run's comparison with the first, the engine's full cache, along a text behind a prompt, both token ids.
-
-    Also a number per token of the text: kl_transformers, KL(transformers' full cache || the run), and engine_kl, the
-    same of the engine's full cache, which is what the engine itself costs.
-    """
+def full_logits(model: Model, ids: Sequence[int], text: Sequence[int]) -> NDArray[np.float32]:
+    """Logits [N, V] of transformers' full cache that predict each of the N tokens of a text behind a prompt."""
     import torch
-
-    from kvexp.generate.kl import KL, compare
 
     with torch.no_grad():
         whole = torch.tensor([[*ids, *text[:-1]]])
-        plain = model(whole, use_cache=False, logits_to_keep=len(text)).logits[0].numpy()
-    engines = (cast("ForcedEngine", driver_of(run).engine(run, model)) for run in runs)
-    full, *variants = (engine.logits(ids, text) for engine in engines)
-    engine_kl = kl_of(plain, full)
-    for logits in variants:
-        compared = compare(torch.from_numpy(full), torch.from_numpy(logits), torch.tensor(text))
-        kl, full_logprob, logprob, same = compared.tolist()
-        row = KL(list(text), kl, full_logprob, logprob, [agrees > 0.5 for agrees in same])
-        yield row, {"kl_transformers": kl_of(plain, logits), "engine_kl": engine_kl}
+        logits: NDArray[np.float32] = model(whole, use_cache=False, logits_to_keep=len(text)).logits[0].numpy()
+    return logits
+
+
+class EngineText:
+    """A text behind a prompt, both token ids, along which runs of an engine are compared with its full cache.
+
+    full: the full cache's logits [N, V] that predict its tokens; None: they are computed by its run, `settings`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: Model,
+        ids: Sequence[int],
+        text: Sequence[int],
+        full: NDArray[np.float32] | None,
+    ) -> None:
+        self.model, self.ids, self.text = model, ids, text
+        self.full = self.logits(settings, 0) if full is None else full
+        self.plain = full_logits(model, ids, text)
+        self.engine_kl = kl_of(self.plain, self.full)
+
+    def logits(self, settings: Settings, seed: int) -> NDArray[np.float32]:
+        """Logits [N, V] of a run that predict the text's tokens; seed: of the noise of its method."""
+        engine = cast("ForcedEngine", driver_of(settings).engine(settings, self.model, seed))
+        return engine.logits(self.ids, self.text)
+
+    def compared(self, settings: Settings, seed: int) -> tuple[KL, dict[str, Any]]:
+        """The run's comparison with the full cache, and more of the text's line.
+
+        first_by_prefill: whether the first token is predicted alike: nothing is evicted yet, and formats are the same.
+        Per token: kl_transformers, KL(transformers' full cache || the run), and engine_kl, the same of the engine's
+        full cache, which is what the engine itself costs.
+        """
+        import torch
+
+        from kvexp.generate.kl import KL, compare
+
+        logits = self.logits(settings, seed)
+        rows = compare(torch.from_numpy(self.full), torch.from_numpy(logits), torch.tensor(self.text))
+        kl, full_logprob, logprob, same = rows.tolist()
+        row = KL(list(self.text), kl, full_logprob, logprob, [agrees > 0.5 for agrees in same])
+        alike = bool(np.array_equal(self.full[0], logits[0]))
+        more = {"kl_transformers": kl_of(self.plain, logits), "engine_kl": self.engine_kl}
+        return row, {"first_by_prefill": alike, **more}
 
 
 def _receipt(engine: Engine, answer: EngineAnswer, prompt: int) -> EvictionStats:

@@ -3,42 +3,87 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvexp.core.budget import Cadence, PromptSizes
-from kvexp.core.budget_resolution import layer_slots
-from kvexp.generate.engine import model_file
-from kvexp.generate.llama_cpp import BLOCK, Eviction, LlamaCpp, LlamaEngine, Weights, library
+from kvexp.core.budget_resolution import resolve_layer_slots
+from kvexp.generate.engine import check_family, model_file
+from kvexp.generate.llama_cpp import (
+    BLOCK,
+    PLAIN,
+    TURNED,
+    VERSION,
+    Eviction,
+    LlamaCpp,
+    LlamaEngine,
+    Places,
+    Weights,
+    library,
+)
 from kvexp.hf.fetch import is_gguf
 from kvexp.hf.traits import head_dim
-from kvexp.methods import Full, StreamingLLM, Window
-from kvexp.run.model_spec import config_of_spec, model_digest
-from kvexp.util.errors import Rule
+from kvexp.methods import Full, Random, StreamingLLM, Window
+from kvexp.run.model_spec import config_of_spec, load, model_digest
+from kvexp.util.errors import CacheError, ConfigError, Rule
 from kvexp.util.files import path_of
+from kvexp.util.output import say, tells_errors
 
 if TYPE_CHECKING:
     from kvexp.core import Budget
+    from kvexp.core.budget_resolution import LayerSlots
     from kvexp.hf.load import Model
     from kvexp.run.settings import Settings
 
 
 def _uneven(budget: Budget) -> bool:
-    return budget.heads != "uniform" or budget.threshold is not None or budget.splits_layers
+    return budget.heads not in ("uniform", "union") or budget.threshold is not None or budget.splits_layers
+
+
+def _shifts(c: Settings) -> bool:
+    return c.method.is_window and c.cache.renumbered
+
+
+def _unturned(c: Settings) -> bool:
+    """Whether keys are in blocks that are not rotated, which the library cannot move."""
+    options = c.engine
+    assert isinstance(options, LlamaCpp)
+    return options.cache_k not in PLAIN and not (options.rotate and head_dim(config_of_spec(c.model)) % TURNED == 0)
 
 
 REFUSED: tuple[Rule[Settings], ...] = (
     (
-        lambda c: not isinstance(c.method, Full | StreamingLLM | Window),
-        "engine=llama_cpp can only drop the same positions in all layers and heads, and shows no attention weights, so "
-        "method={c.method.name} cannot choose there: set method=full, streaming_llm or window, or leave out engine",
+        lambda c: not isinstance(c.method, Full | StreamingLLM | Window | Random),
+        "engine=llama_cpp can only drop the same positions in all layers and heads, and shows neither keys nor "
+        "attention weights (its callback cb_eval might, untested), so method={c.method.name} cannot choose there: set "
+        "method=full, streaming_llm, window or random, or leave out engine",
+    ),
+    (
+        lambda c: isinstance(c.method, Random) and c.method.per != "model",
+        "engine=llama_cpp drops the same positions in all layers and heads: set method.per=model, got {c.method.per}",
+    ),
+    (
+        lambda c: isinstance(c.method, Random) and c.method.protect_recent < 2 and not c.cache.renumbered,
+        "engine=llama_cpp reads a token only behind the one before it, which method=random may drop: set "
+        "method.protect_recent=2 or more, or cache.positions=renumbered",
+    ),
+    (
+        lambda c: isinstance(c.engine, LlamaCpp) and c.engine.shift == "half" and not _shifts(c),
+        "engine.shift=half is llama-server's context shift, of the oldest tokens and with the others moved: set "
+        "method=streaming_llm (or window) and cache.positions=renumbered, or leave it at one",
+    ),
+    (
+        lambda c: c.method.evicts and c.cache.renumbered and _unturned(c),
+        f"llama.cpp {VERSION} moves keys in blocks only where they are rotated, for which heads are of a multiple of "
+        f"{TURNED}, and else ends the process: set cache.positions=original, or engine.cache_k=f16",
     ),
     (
         lambda c: c.budget is not None and _uneven(c.budget),
-        "engine=llama_cpp drops the same positions in all layers and heads: give kv_ratio or budget.tokens, and leave "
-        "budget.heads and budget.layers alone",
+        "engine=llama_cpp drops the same positions in all layers and heads: give kv_ratio or budget.tokens, set "
+        "budget.heads=uniform or union, and leave budget.layers alone",
     ),
     (
         lambda c: c.budget is not None and (c.cache.cadence != Cadence() or c.cache.bounded_chunk is not None),
@@ -68,21 +113,36 @@ def _file(settings: Settings) -> Path | None:
     return path_of(path, "model.path") if is_gguf(path) else None
 
 
-def eviction_of(settings: Settings) -> Eviction | None:
-    """What the run's method keeps; None for the full cache."""
-    from kvexp.run.settings import batch_budget
+def eviction_of(settings: Settings, seed: int) -> Eviction | None:
+    """What the run's method keeps of an example with this seed; None for the full cache."""
+    import torch
 
-    method = settings.method
+    from kvexp.run.settings import batch_cache
+
+    method, options = settings.method, settings.engine
+    assert isinstance(options, LlamaCpp)
     if not method.evicts:
         return None
 
-    def kept(prompt: int) -> int:
-        budget = batch_budget(settings, [prompt])
-        assert budget is not None
-        (slots,) = layer_slots(method, budget, PromptSizes([prompt], prompt, settings.decoding.max_new_tokens, 1), 0)
-        return slots - budget.counts_self
+    @functools.cache
+    def allowed(prompt: int) -> LayerSlots:
+        sizes = PromptSizes([prompt], prompt, settings.decoding.max_new_tokens, 1)
+        return resolve_layer_slots(batch_cache(settings, [prompt]), sizes, 0, torch.device("cpu"))
 
-    return Eviction(method.sinks, kept, settings.cache.renumbered)
+    def dropped(prompt: int, held: Places) -> Places:
+        (kept,), (recent,) = allowed(prompt).kept, allowed(prompt).recent
+        if (many := len(held) - kept) <= 0:
+            return held[:0]
+        order, free = held, (held >= method.sinks) & (held <= held[-1] - recent)
+        if isinstance(method, Random):
+            newest = torch.from_numpy(held[-1:]) if method.redraw else None
+            draws = method.draws(torch.from_numpy(held)[None, None], torch.tensor([seed]), 0, 1, newest)
+            order = draws[0, 0].numpy()
+        if options.shift == "half":
+            many = max(many, free.sum() // 2)
+        return np.sort(np.argsort(np.where(free, order, np.inf), kind="stable")[:many])
+
+    return Eviction(lambda prompt: allowed(prompt).kept[0], dropped, settings.cache.renumbered)
 
 
 @functools.lru_cache(maxsize=1)
@@ -101,7 +161,7 @@ class LlamaCppDriver:
         library()
 
     @staticmethod
-    def engine(settings: Settings, model: Model) -> LlamaEngine:
+    def engine(settings: Settings, model: Model, seed: int) -> LlamaEngine:
         """The engine with the model in float32 or its own file; the weights are kept until others are asked for."""
         import torch
 
@@ -110,4 +170,17 @@ class LlamaCppDriver:
         gguf = _file(settings) if options.weights == "file" else None
         if gguf is None:
             gguf = model_file(model, model_digest(settings.model), np.float32)
-        return LlamaEngine(_loaded(gguf), options, eviction_of(settings), torch.get_num_threads())
+        return LlamaEngine(_loaded(gguf), options, eviction_of(settings, seed), torch.get_num_threads())
+
+
+@tells_errors(ConfigError, CacheError)
+def fetch_main(words: Sequence[str]) -> int:
+    """`kvexp fetch llama_cpp model=NAME`: write the float32 GGUF file that runs would; 2 for what cannot be done."""
+    from kvexp.run.jobs import composed_model
+
+    library()
+    name, spec = composed_model(words)
+    check_family(config_of_spec(spec))
+    gguf = model_file(load(spec)[0], model_digest(spec), np.float32)
+    say(f"{name} for engine=llama_cpp: {gguf}, {gguf.stat().st_size / 1e6:.0f} MB")
+    return 0

@@ -90,7 +90,7 @@ class OpenVINODriver:
         genai()
 
     @staticmethod
-    def engine(settings: Settings, model: Model) -> Engine:
+    def engine(settings: Settings, model: Model, _seed: int) -> Engine:
         """The pipeline with the model in float16; kept until another is asked for."""
         import torch
 

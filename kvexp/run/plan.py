@@ -157,7 +157,7 @@ def _room(settings: Settings, new: int) -> float:
     shape = model_shape(settings.model)
     holds = float("inf") if settings.cache.beyond_context or shape is None else shape.positions - new
     if shape is not None and holds < 1:
-        raise no_room(new, shape.positions)
+        raise no_room(settings, new, shape.positions)
     return max(1, min(holds, settings.task.max_prompt_tokens or float("inf")))
 
 

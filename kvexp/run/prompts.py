@@ -290,16 +290,21 @@ def check_max_new_tokens(settings: Settings, todo: list[tuple[int, Example]]) ->
     if settings.cache.beyond_context or not generates or all(example.choices for _, example in todo):
         return
     if longest > room:
-        raise no_room(longest, room)
+        raise no_room(settings, longest, room)
 
 
-def no_room(longest: int, room: int) -> ConfigError:
+def no_room(settings: Settings, longest: int, room: int) -> ConfigError:
     """The error of answers that take all `room` positions of a model."""
     return ConfigError(
         f"max_new_tokens={longest} leaves no room for a prompt, the model holds {room} positions for both: lower "
-        "task.max_new_tokens (or generation.max_new_tokens), or go beyond them with cache.beyond_context=true (not "
-        "for learned positions)"
+        f"task.max_new_tokens (or generation.max_new_tokens){_beyond(settings)}"
     )
+
+
+def _beyond(settings: Settings) -> str:
+    """What else a run can do whose prompts do not fit; an engine cannot."""
+    beyond = ", or go beyond them with cache.beyond_context=true (not for learned positions)"
+    return beyond if settings.engine is None else ""
 
 
 def fit_examples(
@@ -627,8 +632,7 @@ def _check_runnable(settings: Settings, prompts: Prompts) -> None:
         why += (
             f"; task.max_prompt_tokens={limit} allows no more: raise it, or see task.truncate"
             if limit is not None and limit < holds
-            else f"; the model holds {holds} positions: see task.truncate and task.max_prompt_tokens, or go beyond "
-            "them with cache.beyond_context=true (not for learned positions)"
+            else f"; the model holds {holds} positions: see task.truncate and task.max_prompt_tokens{_beyond(settings)}"
         )
     total = len(prompts.examples)
     raise ConfigError(why if total == 1 else f"none of the {total} examples can be run: {why}")

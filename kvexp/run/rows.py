@@ -293,8 +293,10 @@ def free_memory() -> None:
 def fit_together(batches: Sequence[PromptBatch], model: Model, processes: int = 1) -> bool:
     """Whether the caches of all runs of these batches fit into a process's share of the memory that is free.
 
-    Of several batches a cache is copied as it stands when its answer ends, while others go on.
+    Of several batches a cache is copied as it stands when its answer ends, while others go on. An engine holds one.
     """
+    if batches[0].runs[0].engine is not None:
+        return True
     needed, several = 0, len(batches) > 1
     for batch in batches:
         prompts, sizes = kv_bytes_needed(batch.runs, model, batch.prompts)

@@ -8,20 +8,26 @@ import numpy as np
 import pytest
 import torch
 from llama_package import needs_package
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvexp.core import Budget
+from kvexp.core.codecs import CODECS
 from kvexp.generate import llama_cpp as driver
 from kvexp.generate import prefill
 from kvexp.generate.engine import kl_of, log_softmax, write_gguf
 from kvexp.generate.llama_cpp import LOG, TYPES, Eviction, LlamaCpp, LlamaEngine, Weights, check_layout, library
 from kvexp.generate.prefill import decode_step
-from kvexp.hf import patch_model
+from kvexp.hf import load_tokenizer, patch_model
+from kvexp.hf.fetch import located
 from kvexp.methods import StreamingLLM
+from kvexp.tasks.articles import articles
 from kvexp.util.errors import ConfigError
 
 TESTBED = "kvexp/tasks/testbed_models/testbed_gqa"
 NEW = 24
+REAL = (pytest.mark.real, pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,8 @@ def test_removed_positions_are_kvexps_streaming_llm(weights, positions, renumber
     for place, token in enumerate(text[:-1]):
         rows.append(decode_step(twin, torch.tensor([[token]]), torch.tensor([[300 + place]]), cache.cache))
     expected = torch.cat(rows).numpy()
-    engine = LlamaEngine(weights, LlamaCpp(), Eviction(4, lambda _: held - 1, renumbered))
+    eviction = Eviction(lambda _: held - 1, lambda _, places: np.arange(4, max(4, len(places) + 5 - held)), renumbered)
+    engine = LlamaEngine(weights, LlamaCpp(), eviction)
     assert abs(np.mean(kl_of(expected, engine.logits(ids, text)))) < 1e-9
     assert (
         min(kl_of(LlamaEngine(weights, LlamaCpp()).logits(ids, text)[1:], expected[1:])) > 1e-6
@@ -119,6 +126,67 @@ def test_blocks_are_rotated_where_heads_are_of_64_unless_it_is_switched_off(tmp_
         assert all(f"= {size}," in line for line in lines)
         monkeypatch.setenv(driver.NO_ROTATION, "1")  # a user's own, which the setting overrules and puts back
     assert driver.os.environ[driver.NO_ROTATION] == "1"
+
+
+class StoredCache(DynamicCache):
+    """transformers' cache with keys and values as formats of kvexp store them, before any query reads them."""
+
+    def __init__(self, formats):
+        super().__init__()
+        self.formats = formats
+
+    def update(self, keys, values, *more, **options):
+        stored = (f.decode(f.encode(x), x.shape[-1]) for f, x in zip(self.formats, (keys, values), strict=True))
+        return super().update(*stored, *more, **options)
+
+
+def testbed(_):
+    """A trained model with heads of 32 channels, which are not rotated, and three texts."""
+    return AutoModelForCausalLM.from_pretrained(TESTBED, dtype=torch.float32), [prompt(300, seed) for seed in range(3)]
+
+
+def smollm2_135m(request):
+    """The real model and the beginnings of three articles."""
+    path = request.getfixturevalue("smollm2")
+    ids = [load_tokenizer(path)(article.text).input_ids[:256] for article in articles()[:3]]
+    return AutoModelForCausalLM.from_pretrained(located(path)[0], dtype=torch.float32), ids
+
+
+def of_64_channels(_):
+    """A llama whose heads are large enough to be rotated; its weights are wide, so that what is stored matters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{"vocab_size": 260, "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3},
+    )
+    return LlamaForCausalLM(config).eval(), [prompt(300, seed) for seed in range(3)]
+
+
+@needs_package
+@torch.no_grad()
+@pytest.mark.parametrize("codec", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("load", [testbed, of_64_channels, pytest.param(smollm2_135m, marks=REAL)])
+def test_kvexps_formats_lose_what_the_engines_do(load, codec, tmp_path, request, monkeypatch):
+    """Mean KL within 3 % on three texts whose every token is read as it is stored, and each distribution far nearer."""
+    model, texts = load(request)
+    write_gguf(model, tmp_path / "model.gguf", np.float32)
+    weights = Weights(tmp_path / "model.gguf")
+    formats = CODECS[codec].formats(SimpleNamespace(rotate=None, neighbours=True))
+
+    def rounded(module, query, *more, **options):
+        query = formats[0].query.decode(formats[0].query.encode(query), query.shape[-1])
+        return sdpa_attention_forward(module, query, *more, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", rounded)
+    lost = []
+    for first, *text in texts:
+        full, stored = (LlamaEngine(weights, LlamaCpp(name)).logits([first], text) for name in ("f32", codec))
+        twin = model(torch.tensor([[first, *text[:-1]]]), past_key_values=StoredCache(formats)).logits[0].numpy()
+        lost.append([np.mean(kl_of(*pair)) for pair in ((full, stored), (full, twin), (stored, twin))])
+    engine, ours, apart = np.mean(lost, 0)
+    print(f"{codec}: {engine:.6f} in the engine, {ours:.6f} by kvexp's format, {apart:.2g} apart")
+    assert ours == pytest.approx(engine, rel=0.03)
+    assert apart < engine / 50
 
 
 @needs_package

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 from llama_package import needs_package
 
 from experiments.studies import composed_runs
-from kvexp.generate.llama_cpp import VERSION
+from kvexp.generate.llama_cpp import VERSION, Context
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import read_runs
-from kvexp.run.batches import evaluate_run, group_key, measure_rest
+from kvexp.run.batches import evaluate_run, group_key, measure_rest, prefill_groups, run_group
+from kvexp.run.engine import full_logits
+from kvexp.run.engine_llama_cpp import eviction_of, fetch_main
 from kvexp.run.labels import refusal
 from kvexp.run.session import Session
-from kvexp.run.store import run_hash
+from kvexp.run.store import Run, run_hash
 from kvexp.util.errors import ConfigError
 
 GQA = ["model=testbed_gqa", "task=testbed_summary", "limit=2", "batch_size=1", "task.max_new_tokens=8"]
 ENGINE = "engine=llama_cpp"
+RANDOM_ATTENTION = ["random", "method.per=model", "method.redraw=true", "method.protect_recent=8", "budget.heads=union"]
 FULL, HALF = "method=full", ["method=streaming_llm", "kv_ratio=0.5"]
 
 
@@ -30,9 +34,13 @@ def settings(*words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["method=h2o"], "shows no attention weights, so method=h2o cannot choose there"),
-        (["method=random"], "set method=full, streaming_llm or window"),
-        ([*HALF, "budget.layers=pyramid"], "leave budget.heads and budget.layers alone"),
+        (["method=h2o"], "shows neither keys nor attention weights .*, so method=h2o cannot choose there"),
+        (["method=random"], "set method.per=model, got head"),
+        ([*HALF, "budget.layers=pyramid"], "set budget.heads=uniform or union, and leave budget.layers alone"),
+        ([*HALF, "budget.heads=adaptive"], "set budget.heads=uniform or union"),
+        ([*HALF, "engine.shift=half", "cache.positions=original"], "set .* cache.positions=renumbered"),
+        (["method=random", "method.per=model"], "set method.protect_recent=2 or more, or cache.positions=renumbered"),
+        (["method=window", "engine.shift=half"], "set method=streaming_llm .* cache.positions=renumbered"),
         ([*HALF, "cache.evict_every=4"], "leave out cache.evict_every"),
         ([FULL, "cache.bits=4"], "has no cache.bits"),
         ([*HALF, "generation=beam4"], "set generation=greedy"),
@@ -42,6 +50,10 @@ def settings(*words):
         ([FULL, "engine.cache_k=q4_k"], r"engine.cache_k must be .*q4_0.*, got 'q4_k'"),
         ([FULL, "engine.cache_k=q4_0", "engine.flash=false"], "engine.cache_v=q4_0 needs flash attention"),
         ([FULL, "engine.weights=file"], "set model=local model.path=FILE.gguf"),
+        (
+            [*HALF, "engine.cache_k=q8_0"],
+            "moves keys in blocks only where they are rotated, .* a multiple of 64, .*cache.positions=original",
+        ),
         (
             [FULL, "engine.cache_k=q8_0", "model=tiny"],
             "need heads of a multiple of 32",
@@ -68,6 +80,26 @@ def test_identity_has_package_library_and_formats_and_every_format_one_baseline(
     assert eight.labels["method"] == "full_quantised"
     assert refusal(eight) is None
     assert group_key(eight) == group_key(full) != group_key(plain)
+
+
+@needs_package
+def test_the_engines_file_is_written_once_and_its_size_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path))
+    for said in ("writing the model for the engine, once: 4 MB", ""):
+        assert fetch_main(["model=testbed_gqa"]) == 0
+        out, err = capsys.readouterr()
+        assert out.endswith("model.gguf, 4 MB\n")
+        assert said in err
+        assert bool(said) == ("writing" in err)
+    assert fetch_main(["model=testbed_rope"]) == 2
+    assert "models of type llama, qwen2, qwen3, and this one is gptj" in capsys.readouterr().err
+
+
+@needs_package
+def test_a_prompt_that_is_too_long_is_not_told_to_go_where_the_engine_cannot(tmp_path):
+    words = [*GQA, ENGINE, FULL, "task.max_new_tokens=100000", f"outputs_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"lower task.max_new_tokens \(or generation.max_new_tokens\)$"):
+        evaluate_run(settings(*words))
 
 
 @needs_package
@@ -99,10 +131,49 @@ def test_rows_and_divergence_are_recorded_and_resumed(tmp_path, monkeypatch):
 
 
 @needs_package
-@pytest.mark.parametrize("positions", ["original", "renumbered"])
-def test_a_run_that_evicts_is_kvexps_own(tmp_path, monkeypatch, positions):
+def test_a_sweep_reads_each_prompt_once_for_each_format_and_measures_what_runs_alone_do(tmp_path, monkeypatch):
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
-    words = [*GQA, *HALF, f"cache.positions={positions}", f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
+    sliding = [*HALF, "cache.positions=original"]
+    asked = [[FULL, "engine.cache_k=q4_0"], [*sliding, "engine.cache_k=q4_0"], sliding]
+    words = [[*GQA, ENGINE, "divergence=true", *more] for more in asked]
+    together = [settings(*more, f"outputs_dir={tmp_path / 'a'}") for more in words]
+    prompts, forwards = [], []
+    read = Context.read
+    monkeypatch.setattr(Context, "read", lambda self, ids: (len(ids) > 1 and prompts.append(ids), read(self, ids))[1])
+    monkeypatch.setattr("kvexp.run.engine.full_logits", lambda *args: (forwards.append(1), full_logits(*args))[1])
+    (group,) = prefill_groups(together)
+    run_group(group, Session())
+    assert len(prompts) == 2 * 2  # prompts, formats
+    assert len(forwards) == 2
+    for run in together:
+        one = settings(*words[together.index(run)], f"outputs_dir={tmp_path / 'b'}")
+        measure_rest(one, Session())
+        both = [Run.load(each.outputs_dir / run_hash(each.identity)).divergence() for each in (run, one)]
+        assert len(both[0]) == 2
+        assert both[0] == both[1]
+
+
+def test_a_shift_drops_half_of_what_is_no_sink():
+    """As llama-server's: n_discard = (n_past - n_keep) / 2, once n_past is the context's size."""
+    words = [*GQA, ENGINE, "method=streaming_llm", "kv_ratio=1.0", "cache.positions=renumbered", "engine.shift=half"]
+    eviction = eviction_of(settings(*words), 0)
+    held = np.arange(100)
+    assert eviction.dropped(100, held).tolist() == list(range(4, 4 + 48))
+    held = np.delete(held, range(4, 52))
+    assert not len(eviction.dropped(100, np.append(held, range(100, 147))))
+    assert eviction.dropped(100, np.append(held, range(100, 148))).tolist() == list(range(4, 52))
+
+
+@needs_package
+@pytest.mark.parametrize("positions", ["original", "renumbered"])
+@pytest.mark.parametrize(
+    "method", [["streaming_llm"], ["random", "method.per=model", "method.protect_recent=2"], RANDOM_ATTENTION]
+)
+def test_a_run_that_evicts_is_kvexps_own(tmp_path, monkeypatch, method, positions):
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
+    name, *more = method
+    words = [*GQA, f"method={name}", *more, "kv_ratio=0.5", f"cache.positions={positions}"]
+    words += [f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
     pairs = []
     for asked in (settings(*words), settings(*words, ENGINE)):
         evaluate_run(asked, Session())
