@@ -25,6 +25,7 @@ from kvexp.core.special_methods import (
     GrantsSlots,
     JoinsLayers,
     KeepsEverything,
+    RenewsScores,
     Simulated,
 )
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
@@ -52,6 +53,7 @@ __all__ = [
     "Noise",
     "Quantization",
     "QueryCalibration",
+    "RenewsScores",
     "RoPE",
     "SecondPass",
     "SequenceState",

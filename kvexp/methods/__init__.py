@@ -10,8 +10,10 @@ from kvexp.methods.compactor import Compactor
 from kvexp.methods.cur import CUR
 from kvexp.methods.defensivekv import DefensiveKV
 from kvexp.methods.dilated_window import DilatedWindow
+from kvexp.methods.epikv import EpiKV
 from kvexp.methods.expected_attention import ExpectedAttention
 from kvexp.methods.full import Full
+from kvexp.methods.gkv import GKV
 from kvexp.methods.h2o import H2O
 from kvexp.methods.h2o_c import H2OC
 from kvexp.methods.h2o_damping import H2ODamping
@@ -44,6 +46,7 @@ __all__ = [
     "CAKE",
     "CAOTE",
     "CUR",
+    "GKV",
     "H2O",
     "H2OC",
     "RKV",
@@ -53,6 +56,7 @@ __all__ = [
     "Compactor",
     "DefensiveKV",
     "DilatedWindow",
+    "EpiKV",
     "ExpectedAttention",
     "Full",
     "H2ODamping",

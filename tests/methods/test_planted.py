@@ -21,6 +21,7 @@ from kvexp.hf import EvictionCache, calibrate_queries, train_surrogate
 from kvexp.methods import (
     H2O,
     TOVA,
+    EpiKV,
     Full,
     KeyAttention,
     Keyformer,
@@ -229,6 +230,6 @@ def test_padding_is_neither_seen_nor_heard(pad: str, method: Method) -> None:
 
 def test_the_table_is_complete() -> None:
     assert all(len(case.planted.replace(" ", "")) == len(PLANTS) for case in TABLE.values())
-    # OpenVINO drops nothing before the question has been read; VaSE keeps most of its slots by lot.
-    covered = {type(case.method) for case in TABLE.values()} | {Random, OpenVINO, VaSE}
+    # OpenVINO drops nothing before the question has been read, EpiKV nothing of a prompt; VaSE keeps most by lot.
+    covered = {type(case.method) for case in TABLE.values()} | {Random, OpenVINO, EpiKV, VaSE}
     assert covered == {getattr(kvexp.methods, name) for name in kvexp.methods.__all__}
