@@ -22,6 +22,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
     "results": ("kvexp.results.views:main", "tables and figures of finished runs, with intervals and verdicts"),
     "advise": ("kvexp.results.advise:main", "which method and budget are safe for your prompts, with a guarantee"),
+    "claim": ("kvexp.results.claims:main", "a paper's claim in one file: measured, judged, checked again"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain, draw"),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
