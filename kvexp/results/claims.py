@@ -1,8 +1,8 @@
 """`kvexp claim`: what a paper says of a method, as one file that anybody can run, judge and check again.
 
 A claim is a YAML file with the fields of `Claim`. Both of its sides are words of `kvexp run`; the prompts are the same,
-so a verdict comes from the interval of one paired difference. Rows that were computed before stand in ROWS beside the
-file, under a digest of the claim's words: a claim that is changed is measured anew.
+so a verdict comes from the interval of one paired difference. Rows that were computed before stand in ROWS of the
+same folder, under a digest of the claim's words: a claim that is changed is measured anew.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ROWS = "rows.csv"  # in the folder of the claims
 HEAD = ("claim", "words", "model", "numerics", "example", "method", "rival")
 KL, FULL = "kl", "full"
 FEWEST = 16  # examples; an interval is at least as wide as Student's
-SHOWN = 12  # claims on the page; the board has all
+SHOWN = 10  # claims on the page; the board has all
 OWN_PAPER = "kvexp"  # how `paper` begins of what this repository says itself
 HOLDS, CONTRADICTED, UNDECIDED, MISSING_ROWS = VERDICTS = "holds", "contradicted", "undecided", "not measured"
 # A row that another machine computes may differ by so many nats or points, and by this share (docs/recheck.md).
@@ -192,8 +192,8 @@ class Judged:
             return f"{self.verdict}: {self.why}"
         sign = "" if self.claim.against_full else "+"
         ends = "..".join(fixed(end, 3, sign) for end in (self.low, self.high))
-        more = f", {in_short(self.needed)} to decide" if self.verdict == UNDECIDED else ""
-        return f"{self.verdict} {fixed(self.ahead, 3, sign)} ({ends}), n {self.n}{more}"
+        more = f"; decides: n={in_short(self.needed)}" if self.verdict == UNDECIDED else ""
+        return f"{self.verdict} {fixed(self.ahead, 3, sign)} ({ends}), n={self.n}{more}"
 
 
 def judged(claim: Claim, model: str, numerics: str, pairs: Pairs) -> Judged:
@@ -219,7 +219,7 @@ def judged(claim: Claim, model: str, numerics: str, pairs: Pairs) -> Judged:
     return Judged(claim, model, verdict, n, *shown, needed, numerics)
 
 
-# Rows: those beside the claims, and those of runs.
+# Rows: those that are recorded in the claims' folder, and those of runs.
 
 
 class NotMeasured(RuntimeError):
@@ -352,7 +352,7 @@ def recheck(claim: Claim, model: str, recorded: Recorded, outputs: str, seed: in
     return within
 
 
-# What is shown: a table, the card of one claim, docs/claims.md and a board beside it.
+# What is shown: a line of each verdict, the card of one claim, docs/claims.md and its board.
 
 
 def card(claim: Claim, judgements: Sequence[Judged]) -> Iterator[str]:
@@ -474,7 +474,7 @@ def parser() -> argparse.ArgumentParser:
     add("place", nargs="*", type=Path, metavar="FILE", help=f"claims, or folders of them (default: {FOLDER})")
     add("--model", nargs="+", default=[], help="judge on these models in place of the claim's")
     add("--outputs", default="outputs", metavar="FOLDER", help="of runs (default: outputs)")
-    add("--record", action="store_true", help=f"keep the rows of runs in {ROWS} beside the claim")
+    add("--record", action="store_true", help=f"keep the rows of runs in {ROWS} of the claim's folder")
     add("--recheck", nargs="?", const=0, type=int, metavar="SEED", help="compute one recorded example of each again")
-    add("--page", nargs="?", const=PAGE, type=Path, metavar="FILE", help=f"write {PAGE} and a board beside it")
+    add("--page", nargs="?", const=PAGE, type=Path, metavar="FILE", help=f"write {PAGE} and its board")
     return result

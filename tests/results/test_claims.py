@@ -11,7 +11,7 @@ import yaml
 from scipy import stats as scipy_stats
 
 from experiments import claims as recorded_claims
-from kvexp.results.claims import PAGE, Claim, Recorded, expanded, judged, main
+from kvexp.results.claims import PAGE, SHOWN, Claim, Recorded, expanded, judged, main
 from kvexp.results.claims import page as page_of
 from kvexp.util.errors import ConfigError
 
@@ -109,7 +109,7 @@ def test_a_claim_is_run_recorded_read_back_and_computed_again(tmp_path, capsys):
             sums[method].setdefault(row["example"], []).append(kl)
     assert all(len(of) == 2 for side in sums.values() for of in side.values())
     lead = np.mean([np.mean(sums["window"][name]) - np.mean(of) for name, of in sums["h2o"].items()])
-    assert f" {lead:+.3f} (" in said and "n 16" in said
+    assert f" {lead:+.3f} (" in said and "n=16" in said
 
     claim, kept = Claim.read(file), Recorded(tmp_path)
     _, pairs = kept.of(claim, "tiny")
@@ -162,7 +162,7 @@ def test_the_page_and_the_board_are_made_of_the_claims(monkeypatch):
     assert main(["--page"]) == 0
     assert set(texts) == {str(PAGE), str(PAGE.with_suffix(".html"))}
     assert all(Path(name).read_text("utf-8") == text for name, text in texts.items())
-    assert texts[str(PAGE)].count("\n| [") == 12
+    assert texts[str(PAGE)].count("\n| [") == SHOWN
     every = recorded_claims.claims()
     assert len(every) >= 30 and len({claim.paper for claim in every}) >= 14
     assert sum("gemma3_270m" in claim.models for claim in every) >= 10
