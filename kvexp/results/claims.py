@@ -219,7 +219,7 @@ def judged(claim: Claim, model: str, numerics: str, pairs: Pairs) -> Judged:
     return Judged(claim, model, verdict, n, *shown, needed, numerics)
 
 
-# Rows: those that are recorded in the claims' folder, and those of runs.
+# Rows that are recorded in the claims' folder, and rows of runs.
 
 
 class NotMeasured(RuntimeError):
@@ -245,8 +245,8 @@ class Recorded:
 
     def of(self, claim: Claim, model: str) -> tuple[str, Pairs] | None:
         """What is recorded of a claim as it stands; None where that has too few examples."""
-        found = self.rows.get((claim.name, claim.digest, model))
-        return found if found is not None and len(found[1]) >= claim.examples else None
+        rows = self.rows.get((claim.name, claim.digest, model))
+        return rows if rows is not None and len(rows[1]) >= claim.examples else None
 
     def add(self, claim: Claim, model: str, numerics: str, pairs: Pairs) -> None:
         """Take these rows in place of what stands there of the claim and model; `write` keeps them."""
@@ -259,7 +259,9 @@ class Recorded:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(HEAD)
         for key, (of, values) in sorted(self.rows.items()):
-            writer.writerows([*key, of, example, f"{one:.6g}", f"{two:.6g}"] for example, (one, two) in values.items())
+            writer.writerows(
+                [*key, of, example, f"{method:.6g}", f"{rival:.6g}"] for example, (method, rival) in values.items()
+            )
         replace(self.file, text.getvalue().encode())
 
 
@@ -285,7 +287,7 @@ def measured(claim: Claim, model: str, outputs: str, example: str | None = None)
                     words = [f"outputs_dir={outputs}", *with_user_classes(with_places(words))]
                     (settings,) = runs_of(job_of(words), session)
                     if example is not None:
-                        ids = [one.id for one in settings.task.examples()]
+                        ids = [prompt.id for prompt in settings.task.examples()]
                         if example not in ids and not example.isdecimal():
                             continue  # of another of its tasks
                         words.append(f"shard={ids.index(example) if example in ids else example}/{len(ids)}")
@@ -445,13 +447,15 @@ def files_of(places: Sequence[Path]) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvexp claim`; exit code 0, 1 where a claim was not measured or left its tolerance, 2 for a wrong claim."""
     args = parser().parse_args(argv)
-    claims = sorted(map(Claim.read, files_of(args.place or [FOLDER])), key=lambda one: (one.year, one.paper, one.name))
+    claims = sorted(
+        map(Claim.read, files_of(args.place or [FOLDER])), key=lambda claim: (claim.year, claim.paper, claim.name)
+    )
     recorded = {folder: Recorded(folder) for folder in {claim.file.parent for claim in claims}}
-    asked = [(claim, model) for claim in claims for model in args.model or claim.models]
+    pairs = [(claim, model) for claim in claims for model in args.model or claim.models]
     if args.recheck is not None:
         outputs = str(Path(args.outputs) / "recheck")
-        return 0 if all([recheck(*of, recorded[of[0].file.parent], outputs, args.recheck) for of in asked]) else 1
-    judgements = [judge(*of, recorded[of[0].file.parent], args.outputs, args.record) for of in asked]
+        return 0 if all([recheck(*of, recorded[of[0].file.parent], outputs, args.recheck) for of in pairs]) else 1
+    judgements = [judge(*of, recorded[of[0].file.parent], args.outputs, args.record) for of in pairs]
     if len(claims) == 1:
         say("\n".join(card(claims[0], judgements)))
     else:
