@@ -15,7 +15,7 @@ from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.recordings import RECORDINGS, DecodingRecording, Recording, SweepRecording
 from kvexp.results.claims import Claim, Pairs, Recorded
 from kvexp.util.errors import ConfigError
-from kvexp.util.output import tells_errors
+from kvexp.util.output import tells_errors, watch_pipes
 
 FOLDER = HERE / "claims"
 
@@ -86,4 +86,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

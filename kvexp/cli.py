@@ -97,13 +97,6 @@ def _lines(commands: dict[str, tuple[str, str]]) -> list[str]:
 
 def export(words: list[str]) -> int:
     """`kvexp export` without one of its kinds."""
-    if words[:1] == ["transformers"]:
-        say(
-            "error: kvexp export transformers is no more: install kvexp and give model.generate() an EvictionCache as "
-            "past_key_values (docs/python.md)",
-            file=sys.stderr,
-        )
-        return 2
     kinds = {name: about for name, about in PARTS.items() if name.startswith("export ")}
     print("\n".join(["usage: kvexp export KIND ...", "", *_lines(kinds)]))
     return 0 if words[:1] in (["-h"], ["--help"]) else 2
