@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import math
+import os
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -381,34 +382,36 @@ def command_of(claim: Claim) -> str:
 def counted(judgements: Iterable[Judged]) -> str:
     """How many have which verdict: "14 hold, 9 are contradicted, 12 are undecided"."""
     times = Counter(of.verdict for of in judgements)
-    return f"{times[HOLDS]} hold, {times[CONTRADICTED]} are contradicted, {times[UNDECIDED]} are undecided"
+    words = {HOLDS: "hold", **{verdict: f"are {verdict}" for verdict in VERDICTS[1:]}}
+    return ", ".join(f"{times[verdict]} {said}" for verdict, said in words.items() if times[verdict])
 
 
-def page(judgements: Sequence[Judged]) -> dict[str, str]:
-    """Ending -> text: of a page (.md) with a claim of each of the newest papers, and of a board (.html) with all."""
+def page(judgements: Sequence[Judged], folder: Path) -> dict[str, str]:
+    """Ending -> text: of a page (.md) with a claim of each of the newest papers, and of a board (.html) with all.
+
+    folder: where they will stand.
+    """
     by_claim: dict[Claim, dict[str, Judged]] = {}
     for of in judgements:
         by_claim.setdefault(of.claim, {})[of.model] = of
     models = list(dict.fromkeys(of.model for of in judgements))
     field = [claim for claim in by_claim if not claim.paper.startswith(OWN_PAPER + ",")]
-    counts = [
-        f"of {len(verdicts)} claims on {model} {counted(verdicts)}"
-        for model in models
-        if (verdicts := [by_claim[claim][model] for claim in field if model in by_claim[claim]])
-    ]
+    counts = []
+    for model in models:
+        verdicts = [by_claim[claim][model] for claim in field if model in by_claim[claim]]
+        counts.append(f"of {len(verdicts)} claims on {model} {counted(verdicts)}")
     newest = sorted(field, key=lambda claim: (-claim.year, claim.paper, -len(by_claim[claim])))
     first = {claim.paper: claim for claim in reversed(newest)}
-    shown = [claim for claim in newest if first[claim.paper] is claim][:SHOWN]
     head = ["paper", "it says", "measured", *models]
     table = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for claim in shown:
-        title = f"[{claim.paper.partition(',')[0]}]({'../' * len(PAGE.parts[1:])}{claim.file})"
+    for claim in list(reversed(first.values()))[:SHOWN]:
+        title = f"[{claim.paper.partition(',')[0]}]({os.path.relpath(claim.file, folder)})"
         cells = [by_claim[claim][model].words() if model in by_claim[claim] else "-" for model in models]
         table.append(f"| {' | '.join([title, claim.sentence, measured_in_short(claim), *cells])} |")
     about = {
         "counts": "; ".join(counts).capitalize(),
         "papers": len(first),
-        "years": f"{min(claim.year for claim in field)} to {max(claim.year for claim in field)}" if field else "-",
+        "years": " to ".join(str(end([claim.year for claim in field], default="-")) for end in (min, max)),
         "table": "\n".join(table),
         "heads": "".join(f"<th>{html.escape(name)}</th>" for name in head),
         "rows": "\n".join(_board_row(claim, models, of_models) for claim, of_models in by_claim.items()),
@@ -464,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{of.claim.name:<{width}}  {of.model}  {of.words()}")
         say(f"{len(claims)} claims, {len(judgements)} verdicts: {counted(judgements)}")
     if args.page is not None:
-        for ending, text in page(judgements).items():
+        for ending, text in page(judgements, args.page.parent).items():
             args.page.with_suffix(ending).write_text(text, encoding="utf-8")
             say(f"wrote {args.page.with_suffix(ending)}")
     return 1 if any(of.verdict == MISSING_ROWS for of in judgements) else 0

@@ -172,4 +172,4 @@ def test_the_page_and_the_board_are_made_of_the_claims(monkeypatch):
 def test_a_board_escapes_what_a_claim_says(tmp_path):
     claim = Claim.read(written(tmp_path, sentence="<script>alert(1)</script>"))
     of = judged(claim, "tiny", "12", {str(n): (0.0, 1.0) for n in range(16)})
-    assert "<script>alert" not in page_of([of])[".html"]
+    assert "<script>alert" not in page_of([of], tmp_path)[".html"]
