@@ -416,7 +416,8 @@ def page(judgements: Sequence[Judged], folder: Path) -> dict[str, str]:
         "heads": "".join(f"<th>{html.escape(name)}</th>" for name in head),
         "rows": "\n".join(_board_row(claim, models, of_models) for claim, of_models in by_claim.items()),
     }
-    return {ending: Template(asset(f"claims{ending}")).substitute(about) for ending in (".md", ".html")}
+    templates = {".md": "claims.txt", ".html": "claims.html"}
+    return {ending: Template(asset(name)).substitute(about) for ending, name in templates.items()}
 
 
 def measured_in_short(claim: Claim) -> str:
