@@ -4,7 +4,7 @@ python -m experiments.methods_league --data FOLDER                    all of it,
 python -m experiments.methods_league --data FOLDER --plan             what is left to do, and how long it takes here
 python -m experiments.methods_league --data FOLDER news news_qa       these tasks alone; --question in_prompt: seen
 python -m experiments.methods_league --record                         keep the numbers for docs/methods_league.md
-python -m experiments.methods_league --tables                         print all tables of what is kept
+python -m experiments.methods_league --tables                         print the table of what is kept
 
 First the calibrations that methods need are made, on the twelve articles of kvexp's own that no task of the league asks
 about; then one sweep after the other (experiments/lib/league.py), split by what fits into memory. The rows of
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrote {league.record(where)}")
         return 0
     if args.tables:
-        print(league.text_of(league.recorded()))
+        print(league.leaders(league.recorded()))
         return 0
     wanted = _checked(args)
     if not args.plan and any(_calibrated(piece) for piece in wanted):
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{len(failed)} of {len(wanted)} sweeps failed: {', '.join(failed)}", file=sys.stderr)
     print(f"{len(wanted)} sweeps, {sum(filter(None, seconds)) / 3600:.1f} hours{' left' if args.plan else ''}")
     if not args.plan:
-        print(league.text_of(league.frame_of(where)))
+        print(league.leaders(league.frame_of(where)))
     return 1 if failed else 0
 
 

@@ -23,6 +23,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "results": ("kvexp.results.views:main", "tables and figures of finished runs, with intervals and verdicts"),
     "advise": ("kvexp.results.advise:main", "which method and budget are safe for your prompts, with a guarantee"),
     "gate": ("kvexp.gate.command:main", "does a served build, format or port still answer as its baseline does"),
+    "claim": ("kvexp.results.claims:main", "a paper's claim in one file: measured, judged, checked again"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain, draw"),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
@@ -98,13 +99,6 @@ def _lines(commands: dict[str, tuple[str, str]]) -> list[str]:
 
 def export(words: list[str]) -> int:
     """`kvexp export` without one of its kinds."""
-    if words[:1] == ["transformers"]:
-        say(
-            "error: kvexp export transformers is no more: install kvexp and give model.generate() an EvictionCache as "
-            "past_key_values (docs/python.md)",
-            file=sys.stderr,
-        )
-        return 2
     kinds = {name: about for name, about in PARTS.items() if name.startswith("export ")}
     print("\n".join(["usage: kvexp export KIND ...", "", *_lines(kinds)]))
     return 0 if words[:1] in (["-h"], ["--help"]) else 2

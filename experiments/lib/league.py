@@ -26,11 +26,10 @@ from kvexp.results.divergence import (
     compared_means,
     divergence_table,
     example_means,
-    holm_corrected,
     share_interval,
 )
 from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, folders
-from kvexp.results.stats import LEVEL, corrected_level
+from kvexp.results.stats import corrected_level
 from kvexp.results.table import table, without_question
 from kvexp.run.store import EPSILON_KL, OWN
 from kvexp.tasks.articles import training_articles
@@ -204,18 +203,12 @@ def _digests(model: str) -> dict[str, str | None]:
 
 RECORDED = HERE / "methods_league.csv"
 NOT_RECORDED = "The league is not recorded yet."
-# https://huggingface.co/spaces/nvidia/kvpress-leaderboard: RULER-4k, 8B models, question hidden; better first.
-PUBLISHED = (
-    (("h2o", "duo"), ("expected_attention", "adaptive"), ("keydiff", "")),
-    (("snapkv", ""),),
-    (("h2o", ""), ("knorm", "")),
-)
 COLUMNS = ("numerics", "task", "question", "method", "how", "kv_ratio")
 COLUMNS += ("n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
 OF_ROWS = ["of_full", "slots"]  # known where answers were written
 EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names
 
-MARKS = ("ahead_of", "behind", "order")
+MARKS = ("ahead_of", "behind")
 TASKS = {"news": "news", "cnn_dailymail": "CNN", "news_qa": "questions", "needle": "needles"}  # as pages say
 SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
 
@@ -280,8 +273,7 @@ def marked(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with MARKS of every row.
 
     ahead_of, behind: names of methods that diverge more, or less, at this budget and by more than chance (Holm over all
-    pairs of the budget). order: names of those that PUBLISHED has one place below, each behind + (holds), - (reversed)
-    or ? (Holm over the pairs of PUBLISHED alone, which were named before any run).
+    pairs of the budget).
     """
     frame = frame.assign(**dict.fromkeys(MARKS, ""))
     for _, part in frame.groupby(["task", "question", "kv_ratio"]):
@@ -293,40 +285,14 @@ def marked(frame: pd.DataFrame) -> pd.DataFrame:
             worse = pair["other"] if pair["better"] == pair["one"] else pair["one"]
             ahead[pair["better"]].append(worse)
             behind[worse].append(pair["better"])
-        for mark, found in zip(MARKS, (ahead, behind, _order(pairs)), strict=True):
+        for mark, found in zip(MARKS, (ahead, behind), strict=True):
             frame.loc[part.index, mark] = [" ".join(sorted(found.get(name, []))) for name in means]
     return frame
-
-
-def _order(pairs: pd.DataFrame) -> dict[str, list[str]]:
-    """A method of PUBLISHED -> those one place below it, each behind the sign of its outcome."""
-    gaps = {}
-    for _, pair in pairs.iterrows():
-        one, other = pair["one"], pair["other"]
-        gaps[one, other], gaps[other, one] = (-pair["difference"], pair["p"]), (pair["difference"], pair["p"])
-    named = [pair for pair in _pairs() if pair in gaps]
-    corrected = holm_corrected(np.array([gaps[pair][1] for pair in named])) if named else []
-    found: dict[str, list[str]] = {}
-    for (better, worse), p in zip(named, corrected, strict=True):
-        sign = "?" if not p < 1 - LEVEL else "+" if gaps[better, worse][0] > 0 else "-"
-        found.setdefault(better, []).append(f"{sign}{worse}")
-    return found
 
 
 def name_of(row: Any) -> str:
     """A method as the page calls it: snapkv, snapkv+adaptive."""
     return f"{row['method']}+{row['how']}" if row["how"] else str(row["method"])
-
-
-def text_of(frame: pd.DataFrame) -> str:
-    """Tables as Markdown: the nearest by budget, and what became of the published order; NOT_RECORDED without a row."""
-    if frame.empty:
-        return NOT_RECORDED
-    parts = dict(_blocks(frame))
-    signs = [(f"{a} > {b}", *(f"`{_signs(part, a, b)}`" for part in parts.values())) for a, b in _pairs()]
-    sentence = f"The published order at {', '.join(map(str, RATIOS))}: + holds, - reversed, ? undecided, . not run"
-    order = markdown(["pair", *parts], *signs, right=True)
-    return f"{leaders(frame)}\n\n{sentence}\n\n{order}"
 
 
 def _blocks(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -338,7 +304,12 @@ def _blocks(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def leaders(frame: pd.DataFrame) -> str:
-    """A Markdown table of the method of least KL that evicts: a row for each block, a column for each budget."""
+    """A Markdown table of the method of least KL that evicts: a row for each block, a column for each budget.
+
+    NOT_RECORDED without a row.
+    """
+    if frame.empty:
+        return NOT_RECORDED
     rows = [(name, *(_leader(part[part["kv_ratio"].eq(ratio)]) for ratio in RATIOS)) for name, part in _blocks(frame)]
     return markdown(["nearest at", *(f"{100 * ratio:g} %" for ratio in RATIOS)], *rows)
 
@@ -346,16 +317,6 @@ def leaders(frame: pd.DataFrame) -> str:
 def entries(frame: pd.DataFrame) -> list[str]:
     """The methods' names of all rows; one with another chunk on long prompts keeps its plain name."""
     return [name_of(row).removesuffix(f"+{CHUNKED}") for row in frame.to_dict("records")]
-
-
-def _signs(part: pd.DataFrame, better: str, worse: str) -> str:
-    """One sign per budget of RATIOS: what became of this pair of the published order; "." where it was not run."""
-    mine = part[[name_of(row) == better for _, row in part.iterrows()]].set_index("kv_ratio")["order"]
-    found = ""
-    for ratio in RATIOS:
-        marks = [mark[0] for mark in str(mine.get(ratio, "")).split() if mark[1:] == worse]
-        found += marks[0] if marks else "."
-    return found
 
 
 def keep_all() -> set[str]:
@@ -389,14 +350,6 @@ def _leader(at: pd.DataFrame) -> str:
     behind = [other for other in best["ahead_of"].split() if other.partition("+")[0] not in keep_all()]
     alike = count - 1 - len(behind)
     return f"{name}{f', +{alike}' if alike else ''}<br>{f'**{kl}**' if high < EPSILON_KL else kl}"
-
-
-def _pairs() -> Iterator[tuple[str, str]]:
-    """(better, worse) of the published order: each method and those one place below it."""
-    for upper, lower in itertools.pairwise(PUBLISHED):
-        for one in upper:
-            for other in lower:
-                yield tuple("+".join(filter(None, each)) for each in (one, other))  # type: ignore[misc]
 
 
 def recorded() -> pd.DataFrame:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.claims import FOLDER, claims
 from experiments.pages import ROOT, blank, dots, markdown
-from experiments.studies.ruler_board import CONCLUSIONS, HIDDEN, METHODS, SEEN, by_length, mean_of, read_wide, verdict
+from experiments.studies.ruler_board import HIDDEN, METHODS, SEEN, by_length, mean_of, read_wide
+from kvexp.results.claims import Recorded, judged
 
 
 def short() -> pd.DataFrame:
@@ -31,6 +33,11 @@ def draw() -> Figure:
 
 
 def table() -> str:
-    rows = short()
-    lines = [(claim, source, *verdict(rows, nearer, other)) for claim, source, nearer, other in CONCLUSIONS]
-    return markdown(("published conclusion", "source", "here", "more KL of the other"), lines)
+    recorded, lines = Recorded(FOLDER), []
+    for claim in (claim for claim in claims() if claim.recorded == "docs/ruler_board.csv"):
+        (model,) = claim.models
+        of = judged(claim, model, *recorded.of(claim, model))
+        lead = f"{of.ahead:+.2f} ({of.low:+.2f}..{of.high:+.2f})"
+        said = f"{claim.sentence} `{claim.method.split()[0]}`, `{claim.rival.split()[0]}`"
+        lines.append((said, claim.paper.partition(", ")[2], of.verdict, lead))
+    return markdown(("claim: method, rival", "source", "here", "more KL of the rival"), lines)

@@ -1,15 +1,13 @@
-"""Which conclusions of published RULER boards hold on SmolLM2-135M: tables from the runs of `experiment=ruler_board`.
+"""What ten methods lose on RULER, on SmolLM2-135M: tables from the runs of `experiment=ruler_board`.
 
     python -m experiments.studies.ruler_board OUTPUTS
     python -m experiments.studies.ruler_board [OUTPUTS] --rows docs/ruler_board.csv
 
 The second adds the tasks and lengths of OUTPUTS to the rows of a file, so that they need not be run on one day. It
-prints every conclusion at every length, and KL by method, question and budget.
+prints KL by length, method, question and budget. What the boards conclude are claims (experiments/claims).
 
 Every number is KL from the full cache along its own answer, nats per token, mean over the tokens of an answer, then
-over examples; every task has the same number of examples. A conclusion is a difference of two means over the same
-examples, with a 95 % interval; where it is of several budgets, an example's mean over them counts once. The boards
-report scores of models of billions of parameters: what can agree is the order of methods, not a number.
+over examples; every task has the same number of examples.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -37,59 +34,6 @@ METHODS += ("expected_attention",)
 RATIOS = (0.5, 0.25, 0.125)
 LONG, AT_LONG = 4096, ("random", "streaming_llm", "tova", "snapkv", "expected_attention")  # half of the methods
 LEAST, LEAST_LONG = 8, 4  # examples of a task below LONG, and there
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one side of a conclusion is the mean of: a method, where the question stands, budgets."""
-
-    method: str
-    question: str
-    ratios: tuple[float, ...] = RATIOS
-
-    def means(self, rows: pd.DataFrame) -> pd.Series:
-        """Mean KL of every example over the budgets."""
-        mine = rows["method"].eq(self.method) & rows["question"].eq(self.question) & rows["kv_ratio"].isin(self.ratios)
-        return rows[mine].groupby(["task", "example"])["kl"].mean()
-
-
-# (conclusion, source, the side that is nearer to the full cache, the other one)
-CONCLUSIONS = (
-    (
-        "SnapKV has to see the question",
-        "kvpress's board; KVzip, arXiv:2505.23416",
-        Side("snapkv", SEEN),
-        Side("snapkv", HIDDEN),
-    ),
-    ("question seen: SnapKV is ahead of H2O", "arXiv:2404.14469", Side("snapkv", SEEN), Side("h2o", SEEN)),
-    (
-        "question seen: SnapKV is ahead of sinks and a window",
-        "arXiv:2404.14469",
-        Side("snapkv", SEEN),
-        Side("streaming_llm", SEEN),
-    ),
-    (
-        "question seen, an eighth: PyramidKV is ahead of SnapKV",
-        "arXiv:2406.02069",
-        Side("pyramidkv", SEEN, (0.125,)),
-        Side("snapkv", SEEN, (0.125,)),
-    ),
-    ("question seen: TOVA is ahead of H2O", "arXiv:2401.06104", Side("tova", SEEN), Side("h2o", SEEN)),
-    (
-        "question hidden: Expected Attention is ahead of SnapKV",
-        "arXiv:2510.00636",
-        Side("expected_attention", HIDDEN),
-        Side("snapkv", HIDDEN),
-    ),
-    (
-        "question hidden: KeyDiff is ahead of SnapKV",
-        "arXiv:2504.15364",
-        Side("keydiff", HIDDEN),
-        Side("snapkv", HIDDEN),
-    ),
-    ("question hidden: LagKV is ahead of SnapKV", "arXiv:2504.04704", Side("lagkv", HIDDEN), Side("snapkv", HIDDEN)),
-    ("question hidden: small key norms beat chance", "arXiv:2406.11430", Side("knorm", HIDDEN), Side("random", HIDDEN)),
-)
 
 
 def length_of(rows: pd.DataFrame) -> pd.Series:
@@ -154,16 +98,6 @@ def mean_of(rows: pd.DataFrame, method: str, question: str, ratio: float) -> tup
     return float(values.mean()), *interval_of_mean(values)
 
 
-def verdict(rows: pd.DataFrame, nearer: Side, other: Side) -> tuple[str, str]:
-    """(holds, contradicted or open; how much more KL the other side has, with its interval); else ("not run", "")."""
-    gaps = (other.means(rows) - nearer.means(rows)).dropna()
-    if gaps.empty:
-        return "not run", ""
-    low, high = interval_of_mean(gaps.to_numpy())
-    word = "holds" if low > 0 else "contradicted" if high < 0 else "open"
-    return word, f"{gaps.mean():+.2f} ({low:+.2f}..{high:+.2f})"
-
-
 def by_length(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Lengths -> the rows of as many examples of each task: all lengths below LONG together, then each length."""
     rows = rows.sort_values(COLUMNS[:-1], ignore_index=True)  # so that a file of rows gives the same intervals
@@ -174,16 +108,11 @@ def by_length(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def text(rows: pd.DataFrame) -> str:
-    """The conclusions by length, and KL of each length by method, question and share of the cache, as Markdown."""
-    parts = by_length(rows)
-    said = [
-        (claim, *(" ".join(verdict(part, nearer, other)).strip() for part in parts.values()))
-        for claim, _, nearer, other in CONCLUSIONS
-    ]
-    tables = [markdown(("conclusion; more KL of the other", *parts), *said)]
+    """KL of each length by method, question and share of the cache, as Markdown."""
+    tables = []
     columns = [(question, ratio) for question in (SEEN, HIDDEN) for ratio in RATIOS]
     heads = [f"{'seen' if question == SEEN else 'hidden'}, {ratio:g}" for question, ratio in columns]
-    for length, part in parts.items():
+    for length, part in by_length(rows).items():
         tasks = part.groupby("task")["example"].nunique()
         cells = [
             (method, *("{:.2f} ({:.2f}..{:.2f})".format(*mean_of(part, method, *column)) for column in columns))

@@ -10,7 +10,6 @@ import math
 import netrc
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -230,12 +229,6 @@ is its hash: published again, it is the same run there."""
 @tells_errors(ConfigError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvexp log`; exit code 0, 1 where no run was chosen, 2 for a wrong request."""
-    words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["dashboards"]:
-        raise ConfigError(
-            "log dashboards is gone: kvexp report OUTPUTS has the same panels in one HTML file, and kvexp log OUTPUTS "
-            "publishes a sweep's table and figures with its runs"
-        )
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
@@ -243,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--online", action="store_const", dest="mode", const="online", help="even if no account is found")
     how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     paths = [folder.run.path for folder in read_runs(args.outputs, chosen_by(args)).ran]
     if not paths:
         say(unmatched(args.outputs, chosen_by(args)))

@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvexp.run.compose import RETIRED, root_values
+from kvexp.run.compose import root_values
 from kvexp.run.user_code import BASES, admitted
 from kvexp.util.errors import ConfigError
 from kvexp.util.fields import field_types, typed
@@ -81,8 +81,7 @@ def made(cls: Any, node: Mapping[str, Any], where: str, keys: Mapping[str, str] 
     hints, known = field_types(cls), {field.name for field in dataclasses.fields(cls)}
     for name in node:
         if name not in known:
-            own = f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}"
-            raise ConfigError(RETIRED.get(f"{where}.{name}", own))
+            raise ConfigError(f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}")
     values = {
         name: typed(value, hints.get(name, Any), keys.get(name, f"{where}.{name}")) for name, value in node.items()
     }

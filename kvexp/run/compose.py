@@ -34,12 +34,6 @@ PAIRS = ("model_task", "protocol_task")  # groups whose options are of two other
 OF_THE_ROOT = (*PAIRS, "experiment")  # listed groups whose options set keys of the root
 LISTED = ("method", "model", "task", *OF_THE_ROOT)  # groups whose options stand together in one file
 SUGGESTIONS = 4
-# Settings and options that are no more -> what to write in their place.
-RETIRED = dict.fromkeys(
-    ("budget=pyramid", "budget.pyramid"),
-    "budget=pyramid and budget.pyramid are no more: write budget.layers=pyramid, by which early layers get more slots",
-)
-RETIRED["method_file"] = "method_file is no more: write method=FILE.py or method=FILE.py:CLASS"
 
 
 @functools.cache
@@ -217,8 +211,6 @@ def explained(error: Exception, words: Sequence[str]) -> str:
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if f"{group}={name}" in RETIRED:
-            return RETIRED[f"{group}={name}"]
         if group:
             known = [entry for entry in error.options if not entry.endswith("/")]
             known += sorted(installed(group)) if group in BASES else []
@@ -286,8 +278,6 @@ def _python_words(message: str, dot: str | None, given: Iterable[str]) -> str:
 
 def unknown(key: str, chosen: Mapping[str, Any]) -> str:
     """Explain that there is no such setting, and which was probably meant. chosen: group -> its option, if known."""
-    if key in RETIRED:
-        return RETIRED[key]
     group, _, name = key.partition(".")
     taken, known = chosen.get(group), settings()
     if having := known.get(key):

@@ -109,12 +109,12 @@ def test_a_sweep_that_fails_is_told_and_the_others_are_run(capsys, monkeypatch, 
     assert "news/after_eviction/old/knorm: 60.0 minutes left" in said and "2 sweeps, 2.0 hours left" in said
 
 
-def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", each=None, **more):
+def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", each=None, **more):
     each = examples(0.9 * kl, 0.2 * kl / 19) if each is None else each
     ends = {"kl_low": kl * 0.9, "kl_high": kl * 1.1}
     made = {"task": "news", "question": "after_eviction", "method": method, "how": how, "kv_ratio": ratio, "n": 20}
     made |= {"kl": kl, **ends, "top1": 0.9, "of_full": math.nan, "slots": 100.0, "kl_each": each}
-    return made | {"ahead_of": ahead, "behind": behind, "order": order} | more
+    return made | {"ahead_of": ahead, "behind": behind} | more
 
 
 def test_a_cell_is_the_nearest_method_and_how_many_are_not_told_from_it():
@@ -143,37 +143,6 @@ def test_the_interval_of_the_smallest_is_corrected_for_the_choice():
     others = [row(name, 1.0) for name in [*league.OLD, *league.NEW, "rkv", "vase"] if name != "keydiff"]
     assert len(others) == 25
     assert "| keydiff, +25<br>0.040 (0.023..0.05" in league.leaders(pd.DataFrame([best, *others]))
-
-
-def test_the_published_order_is_shown_by_block():
-    frame = pd.DataFrame(
-        [
-            row("snapkv", 0.3, ratio=0.25, order="?knorm"),
-            row("snapkv", 0.2, ratio=0.75, order="-knorm"),
-            row("snapkv", 0.5, order="+knorm", question="in_prompt"),
-        ]
-    )
-    text = league.text_of(frame)
-    assert "| pair | news, hidden | news, seen |" in text
-    assert "| snapkv > knorm | `.?.-` | `..+.` |" in text
-    assert "| h2o+duo > snapkv | `....` | `....` |" in text
-
-
-def test_the_published_order_is_corrected_for_its_own_pairs_alone():
-    pairs = pd.DataFrame(
-        [
-            {"one": "snapkv", "other": "keydiff", "difference": 0.2, "p": 0.01},  # keydiff diverges less
-            {"one": "snapkv", "other": "h2o", "difference": 0.1, "p": 0.012},  # and h2o does
-            {"one": "snapkv", "other": "knorm", "difference": -0.1, "p": 0.04},
-            *(
-                {"one": "random", "other": other, "difference": 1.0, "p": 0.9}
-                for other in ("keydiff", "snapkv", "h2o", "knorm")
-            ),
-        ]
-    )
-    assert league._order(pairs) == {"keydiff": ["+snapkv"], "snapkv": ["-h2o", "+knorm"]}
-    doubted = pairs.assign(p=[0.02, 0.03, 0.04, *[0.9] * 4])
-    assert league._order(doubted) == {"keydiff": ["?snapkv"], "snapkv": ["?h2o", "?knorm"]}
 
 
 def examples(start, step=0.001, count=20):
@@ -216,7 +185,6 @@ def test_marks_are_those_of_paired_examples():
     )
     marks = league.marked(frame).set_index(["method", "kv_ratio"])
     assert marks.loc[("keydiff", 0.5), "ahead_of"] == "h2o snapkv" and marks.loc[("snapkv", 0.5), "behind"] == "keydiff"
-    assert marks.loc[("keydiff", 0.5), "order"] == "+snapkv" and marks.loc[("snapkv", 0.5), "order"] == "?h2o"
     assert marks.loc[("snapkv", 0.25), "ahead_of"] == ""
 
 

@@ -271,8 +271,3 @@ def no_account(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     (home / "netrc").touch()
     monkeypatch.setenv("NETRC", str(home / "netrc"))
-
-
-def test_dashboards_are_refused_with_what_stands_in_their_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dashboards", "outputs"]) == 2
-    assert "log dashboards is gone: kvexp report OUTPUTS has the same panels" in capsys.readouterr().err

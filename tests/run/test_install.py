@@ -179,11 +179,6 @@ def test_a_command_is_misspelt(monkeypatch, capsys):
     assert code == 2 and "one of run, results" in err
 
 
-def test_the_folder_for_transformers_is_no_more(monkeypatch, capsys):
-    code, _, err = command(monkeypatch, capsys, "export", "transformers", "FOLDER")
-    assert code == 2 and "EvictionCache as past_key_values" in err and err.count("\n") == 1
-
-
 def test_an_interrupted_command_ends_without_a_traceback(monkeypatch, capsys):
     def interrupted(words):
         raise KeyboardInterrupt

@@ -590,9 +590,9 @@ FILES = {  # what stands in an experiment's file: words of the refusal
     "defaults: [{override /method: evil.KeyDiff}]": "there is no method=evil.KeyDiff",
     "defaults: [{override /method: mine}]": "method._target_ must name a class of kvexp",
     "defaults: [{override /method: keydiff_package}]": "there is no method=keydiff_package",
-    "method_file: evil.py": "method_file is no more: write method=FILE.py",
+    "method_file: evil.py": "there is no setting method_file",
     "hydra: {mode: MULTIRUN, sweeper: {params: {method: 'h2o,evil.KeyDiff'}}}": "there is no method=evil.KeyDiff",
-    "hydra: {mode: MULTIRUN, sweeper: {params: {+method_file: evil.py}}}": "method_file is no more: write method=",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {+method_file: evil.py}}}": "there is no setting method_file",
     "hydra: {mode: MULTIRUN, sweeper: {params: {method._target_: evil.KeyDiff}}}": "method._target_ must name a class",
     "method: {_target_: '${evil}'}\nevil: evil.KeyDiff": "there is no setting evil",
 }
