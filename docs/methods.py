@@ -60,6 +60,7 @@ AUTHORS = {
     **dict.fromkeys((f"tests/golden/pqcache_{what}" for what in ("pq_", "adaptive_iters", "lfu")), ("pqcache",)),
     "tests/fixtures/authors_2025.npz": ("cake", "rkv", "triattention", "vatp"),
     "tests/fixtures/authors_2026.npz": ("capkv", "defensivekv", "triattention", "vase"),
+    "tests/fixtures/authors_decoding.npz": ("epikv", "gkv", "lagkv"),
 }
 KVPRESS = {
     "eager": (

@@ -18,6 +18,7 @@ from kvexp.methods import (
     CAOTE,
     CUR,
     D2O,
+    GKV,
     H2O,
     H2OC,
     RKV,
@@ -252,6 +253,10 @@ CASES: dict[str, Case] = {
     "rkv": Case(RKV(window=3, kernel=3, importance=0.9), oracles.rkv, properties=True),
     "rkv_release": Case(RKV(window=3, kernel=3, importance=0.07, form="release"), oracles.rkv_release),
     "rkv_defensive": Case(RKV(window=3, kernel=3, importance=0.9, aggregate="defensive"), oracles.rkv_defensive),
+    "gkv": Case(GKV(window=3, memory=0.5, importance=0.9), oracles.gkv, properties=True),
+    # As snapkv_4 at the end of the prompt. A long answer forgets: 45 steps leave 0.8^45 of the needle's score, less
+    # than any query that is being decoded gives to the crowd.
+    "gkv_attention": Case(GKV(window=4, importance=1.0), planted="++ +---+ -+ ++ - -"),
     "vase": Case(VaSE(n_sinks=1, window=2, kernel=3, large=0.4), oracles.vase, properties=True),
     # The last four tokens and seven more. A rare key resembles few, which is worth 0.0058 more than filler; a tenth of
     # I is 0.0062 for the crowd and its neighbours, more slots than there are. Two mentions in four rows beat that,
@@ -266,6 +271,9 @@ CASES: dict[str, Case] = {
     "lagkv": Case(LagKV(n_sinks=1, lag=2), oracles.lagkv, properties=True, unbounded="compares each partition"),
     # The sink, 3 tokens behind the 23 partitions, the last partition, and one token of each of the three before; once.
     "lagkv_4": Case(LagKV(n_sinks=1, lag=4), planted="++ ----- -+ ++ - -"),
+    "lagkv_causal": Case(
+        LagKV(n_sinks=0, lag=3, against="previous", protect_recent=3), oracles.lagkv_causal, properties=True
+    ),
     "cur": Case(CUR(n_sinks=1, block=4), oracles.cur, properties=True, unbounded="compares each token"),
     # Values have one length, but the sink's is empty: a share of 1/15 in the first block and of 1/16 in all others, so
     # four sinks and the block's newest seven stay, 9 to 15; where the sink says something too, the newest. Once.

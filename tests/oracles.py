@@ -339,6 +339,21 @@ def lagkv(past: Past) -> set[int]:
     return top(past, lambda p: places.get(p, 2), sinks=1)
 
 
+def lagkv_causal(past: Past) -> set[int]:
+    """Two newest, partitions of three of what is held, each in units of the spread of the one before it."""
+    parts = [past.held[i : i + 3] for i in range(0, len(past.held), 3)]
+    worth = dict.fromkeys(past.held, 0.0)
+    for place, part in enumerate(parts):
+        for x in (past.keys, past.values):
+            spread = [(min(column), max(column)) for column in zip(*(x[p] for p in parts[place - 1]), strict=True)]
+            for p in part:
+                each = [(v - low) / (high - low + 1e-9) for v, (low, high) in zip(x[p], spread, strict=True)]
+                each = each if place else x[p]
+                mean = sum(each) / len(each)
+                worth[p] += math.sqrt(sum((v - mean) ** 2 for v in each) / (len(each) - 1))
+    return top(past, lambda p: worth[p], recent=3)  # the 2 and the token to come
+
+
 def leverages(past: Past) -> Row:
     """The product of key's and value's share of the squared norms in their block of 4, as shares of the head's sum."""
 
@@ -603,6 +618,28 @@ def rkv(past: Past) -> set[int]:
         return 0.9 * sum(around(row, past.held, p) for row in rows) / 3 - 0.1 * repeated[p]
 
     return top(past, score, recent=4)  # the 3 and the token to come
+
+
+def gkv(past: Past) -> set[int]:
+    """The last 3 queries, whose tokens stay; half of each score remembered; nine parts to one of redundancy.
+
+    All evictions so far, one after the other: what stays of one is what the next one looks at.
+    """
+    score: Row = {}
+    held: list[int] = []
+    for newest in [*past.evictions, past.newest]:
+        held = [*held, *range(max(held, default=-1) + 1, newest + 1)]
+        then, older_tokens = replace(past, held=held), held[:-3]
+        mean = dict.fromkeys(older_tokens, 0.0)
+        for q in range(newest - 2, newest + 1):
+            heads = [softmax(logits) for logits in head_logits(then, q)]
+            mean = {p: mean[p] + max(row[p] for row in heads) / 3 for p in older_tokens}
+        score = {p: max(score.get(p, 0.0) / 2, mean[p] / max(mean.values())) for p in older_tokens}
+        alike = redundancy({p: past.keys[p] for p in held})
+        most = max(alike[p] for p in older_tokens)
+        worth = {p: 0.9 * score[p] - 0.1 * alike[p] / most for p in older_tokens}
+        held = sorted(top(then, lambda p, worth=worth: worth.get(p, math.inf), recent=4))
+    return set(held)
 
 
 def rkv_release(past: Past) -> set[int]:

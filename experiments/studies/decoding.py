@@ -37,7 +37,7 @@ from kvexp.core import Budget, CacheConfig, Cadence, Method
 from kvexp.generate import divergence_from_full, prefill_together
 from kvexp.hf import EvictionCache
 from kvexp.hf.calibrate import QUERIES
-from kvexp.methods import RKV, Full, SnapKV, TriAttention, VaSE, Window
+from kvexp.methods import GKV, RKV, EpiKV, Full, LagKV, SnapKV, TriAttention, VaSE, Window
 from kvexp.methods import Random as Chance
 from kvexp.results.divergence import holm_corrected
 from kvexp.results.stats import t_quantile, t_tail
@@ -61,7 +61,7 @@ ROOM = 0.05  # of log KL, within which a mean is to be known
 PROMPT, SINKS = "prompt", "sinks"  # what is never evicted: the whole prompt, or its first four tokens
 LEVEL = 0.95  # one-sided
 
-# The six rules of the reduced grid. All protect the newest STEP tokens.
+# The six rules of the reduced grid, and three that came after it. All protect the newest STEP tokens.
 RULES: dict[str, Method] = {
     "redrawn": Chance(redraw=True, protect_recent=STEP),
     "recency": Window(),
@@ -69,8 +69,12 @@ RULES: dict[str, Method] = {
     "rkv": RKV(window=STEP),
     "vase": VaSE(window=STEP),
     "triattention": TriAttention(pruning="per_head", protect_recent=STEP),
+    "gkv": GKV(window=STEP),
+    "lagkv": LagKV(against="previous", n_sinks=0, protect_recent=STEP),
+    "epikv": EpiKV(protect_recent=STEP),
 }
 SCORED = ("snapkv", "rkv", "vase", "triattention")
+LATER = ("gkv", "lagkv", "epikv")  # with the prompt kept alone, and corrected among themselves: the others' tests stay
 REDUCED = ("solution", "ledger")  # kinds of text of the reduced grid: that do not and that do need their prompt
 AGES = (4, 8, 16, 32, 57)  # ends of blocks between a code and its question
 BEGIN = "<!-- decoding: made by python -m experiments.studies.decoding report FOLDER --page docs/decoding.md -->"
@@ -115,7 +119,7 @@ def margin(share: int, tokens: int = TOKENS) -> int:
 def arms(share: int, prompt: int, tokens: int = TOKENS) -> list[Arm]:
     """The arms of one budget for a prompt of so many tokens, the margin's among them."""
     slots = tokens // share // STEP * STEP
-    chosen = [Arm(rule, SINKS, slots) for rule in RULES]
+    chosen = [Arm(rule, SINKS, slots) for rule in RULES if rule not in LATER]
     if slots - STEP - prompt >= LEAST:
         chosen += [Arm(rule, PROMPT, slots) for rule in RULES]
         chosen.append(Arm("redrawn", PROMPT, margin(share, tokens)))
@@ -395,7 +399,7 @@ def run(args: argparse.Namespace) -> int:
     folder, (name, spec) = Path(args.folder), composed_model([f"model={args.model}"])
     shard, parts = (int(number) for number in args.shard.split("/"))
     calibration = QUERIES.read(model_digest(spec))
-    if calibration is None:
+    if calibration is None and any(RULES[rule].needs.calibration for rule in args.rules):
         raise ConfigError(f"triattention needs statistics of {name}'s queries: run kvexp calibrate model={args.model}")
     from kvexp.run.model_spec import tokenizer_of
 
@@ -507,15 +511,19 @@ def text_of(rows: Sequence[Row]) -> str:
     plain = [row for row in rows if row["kind"] != "codes"]
     cells, late, tests = logs(plain), logs(plain, "kl_late"), []
     for (kind, slots), cell in sorted(late.items()):
-        for rule in SCORED:
+        for rule in (*SCORED, *LATER):
             if len(ratios := paired(cell[rule, PROMPT], cell["more", PROMPT])) >= SHOWN:
                 tests.append((kind, slots, rule, ratios))
     # Two one-sided tests of e = log KL(rule, K) - log KL(redrawn, 1.25 K), Holm's correction over all that have a p.
-    p = np.array([two_tails(ratios) for *_, ratios in tests]).reshape(-1, 2)
-    corrected = [holm_corrected(column) for column in p.T]
+    corrected = {}
+    for family in (SCORED, LATER):
+        members = [test for test in tests if test[2] in family]
+        p = np.array([two_tails(ratios) for *_, ratios in members]).reshape(-1, 2)
+        columns = [holm_corrected(column) for column in p.T]
+        corrected |= {test[:3]: tails for test, *tails in zip(members, *columns, strict=True)}
     judged, levels, prompts = [], [], []
-    for place, (kind, slots, rule, ratios) in enumerate(tests):
-        less, more = corrected[0][place], corrected[1][place]
+    for kind, slots, rule, ratios in tests:
+        less, more = corrected[kind, slots, rule]
         verdict = "scoring is worth more" if less < 1 - LEVEL else "chance holds" if more < 1 - LEVEL else "open"
         if len(ratios) < FIRST:
             verdict = f"none before {FIRST} texts"

@@ -25,6 +25,7 @@ from kvexp.core.special_methods import (
     GrantsSlots,
     JoinsLayers,
     KeepsEverything,
+    RenewsScores,
     Rewrites,
     Simulated,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Noise",
     "Quantization",
     "QueryCalibration",
+    "RenewsScores",
     "Rewrites",
     "Rewritten",
     "RoPE",

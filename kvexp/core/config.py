@@ -295,6 +295,10 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         "surrogate=kvexp.hf.train_surrogate(...).surrogate",
     ),
     (
+        lambda c: c.method.needs.state_changes and c.keep != "prompt",
+        "method {c.method.name} scores generated tokens alone, by how they change hidden states: add keep=prompt",
+    ),
+    (
         lambda c: c.method.evicts and c.budget is None,
         "method {c.method.name} needs a budget: give kv_ratio or tokens",
     ),

@@ -44,8 +44,8 @@ from kvexp.core.quantized import QuantizedSlots, bytes_at_16, settled
 from kvexp.core.ranking import RankedSlots, among_heads, float_priority, joined, rank
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import LatentSlots, RaggedSlots, Rewritten, Slots
-from kvexp.core.special_methods import ChangesScores, JoinsLayers, Rewrites, Simulated
-from kvexp.core.statistics import LastQueries, QueryStatistics
+from kvexp.core.special_methods import ChangesScores, JoinsLayers, RenewsScores, Rewrites, Simulated
+from kvexp.core.statistics import LastQueries, QueryStatistics, StateChanges
 from kvexp.util.errors import CacheError
 
 
@@ -130,10 +130,10 @@ class MemoryTracker:
 class CacheState:
     """What all `layers` of one cache have in common.
 
-    memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None; windows: as
-    of `PromptSizes`; latent: whether slots hold latents (`AttentionParams.expand`); indexed: and an index chooses
-    among them; cross_layer_buffers: of decode steps; last_layer: evictions that wait until every layer has seen the
-    prompt.
+    memory_tracker: bytes; cross_layer_score: of a method whose one score spans all layers, else None; state_changes: of
+    a method that needs them, else None; windows: as of `PromptSizes`; latent: whether slots hold latents
+    (`AttentionParams.expand`); indexed: and an index chooses among them; cross_layer_buffers: of decode steps;
+    last_layer: evictions that wait until every layer has seen the prompt.
     """
 
     def __init__(
@@ -152,6 +152,8 @@ class CacheState:
         rest = [layer for layer in range(layers) if layer not in sliding]
         self.memory_tracker = MemoryTracker(layers, (rest, sliding) if sliding else ())
         self.cross_layer_score = CrossLayerScore(sequence) if spec is not None and spec.across_layers else None
+        shares = config.method.needs.state_changes
+        self.state_changes = StateChanges(shares, layers) if shares else None
         self.cross_layer_buffers = CrossLayerBuffers(layers)
         self.last_layer = LastLayer(layers)
 
@@ -376,8 +378,13 @@ class EvictionLayer:
             return torch.zeros(key.shape[:3], device=key.device)
         return checked(initial_score, key.shape[:3], self.config.method, "initial_score", "[B, H, Q]")
 
-    def take_input(self, hidden: Tensor) -> None:
-        """Let the surrogate predict the scores of the next forward's tokens from the layer's input [B, Q, n]."""
+    def take_input(self, hidden: Tensor, state: Tensor) -> None:
+        """Let the surrogate predict the scores of the next forward's tokens from the layer's input [B, Q, n].
+
+        state [B, Q, n]: the hidden state that the input is made of.
+        """
+        if self.common.state_changes is not None:
+            self.common.state_changes.note(self.index, state, self.sequence)
         if self.surrogate is not None and self.config.method.needs.surrogate:
             self.surrogate = self.surrogate.on(hidden.device)  # once: a copy at every step would stop the host
             self.predicted = self.surrogate.scores(hidden)
@@ -659,7 +666,7 @@ class EvictionLayer:
 
     def _context(self, newest: Tensor, due: DueEviction, second: Tensor | None = None) -> EvictionContext:
         """The `EvictionContext` of the slots; newest [B]: position id of the newest token; second: as of `_rank`."""
-        allowed, needs = self.layer_slots, self.config.method.needs
+        allowed, needs, changes = self.layer_slots, self.config.method.needs, self.common.state_changes
         assert allowed is not None
         if self.calibration is not None:
             self.calibration = self.calibration.to(newest.device)
@@ -685,10 +692,24 @@ class EvictionLayer:
             sinks=self._score_sinks(due.params),
             kept_prompt=self._kept_prompt(newest.device),
             output_projection=self.output_projection,
+            state_changes=None if changes is None else changes.before(self.sequence),
             steps=self.steps,
             layers=self.layers,
             nan_flag=self.nan_flag,
         )
+
+    def _ranking_context(self, newest: Tensor, due: DueEviction, second: Tensor | None = None) -> EvictionContext:
+        """As `_context`, for the one ranking of an eviction: a method that renews its scores has done so.
+
+        A row or head within its budget loses nothing, so that its scores stay.
+        """
+        ctx, method, allowed = self._context(newest, due, second), self.config.method, self.layer_slots
+        if isinstance(method, RenewsScores):
+            assert allowed is not None
+            renewed = checked(method.renewed_score(ctx), ctx.score.shape, method, "renewed_score", "[B, H, S]")
+            over = (newest[:, None] >= allowed.kept_by_head)[..., None] & (ctx.score > -torch.inf)
+            ctx.score.copy_(torch.where(over, renewed, ctx.score))
+        return ctx
 
     def _kept_prompt(self, device: torch.device) -> Tensor | None:
         """Tokens [B] of each row's prompt, where it is never evicted; else None."""
@@ -705,7 +726,7 @@ class EvictionLayer:
         newest [B]: as of `_context`; second [B, H, G, S]: attention of the second pass, if the method needs it.
         """
         assert self.layer_slots is not None
-        ctx = self._context(newest, due, second)
+        ctx = self._ranking_context(newest, due, second)
         window, projection, method = due.params.sliding_window, self.output_projection, self.config.method
         ranked = rank(self.config, ctx, self.layer_slots, self.sequence, window, projection)
         rewrites = isinstance(method, Rewrites) and method.rewrites
@@ -863,7 +884,7 @@ class EvictionLayer:
         if not config.plain_choice:
             ranked = self._rank(due, newest)
             return ranked.priority.masked_fill(ranked.protected, torch.inf)
-        ctx = self._context(newest, due)
+        ctx = self._ranking_context(newest, due)
         return among_heads(config, allowed, float_priority(config.method, ctx), ctx.positions)
 
     def begin_step(self) -> None:

@@ -37,6 +37,8 @@ def capture_obstacle(config: CacheConfig) -> str | None:
         return "its noise is a recording that the host reads"
     if not takes_step(config):
         return "its layers are computed as prompts are, with shapes and schedules of the host"
+    if method.needs.state_changes:
+        return "its model's hidden states are noted by the host"
     if not config.plain_choice:
         return "slots that are spared, or chosen by chunks or values, are found in tables that grow with the text"
     if not config.only_grows and reads(method, "steps"):

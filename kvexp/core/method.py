@@ -63,6 +63,8 @@ class Needs:
     trained `Surrogate` predicts from what the attention layer gets.
     second_pass: the prompt is fed once more before its eviction, and the largest attention of those queries to every
     slot is observed, each query head by itself; None: not needed. output_projection: its blocks for every query head.
+    state_changes: how much the hidden state changes from token to token, in layers that are these shares of the model's
+    depth (`kvexp.core.statistics.StateChanges`).
     """
 
     newest_attention: bool = False
@@ -75,6 +77,7 @@ class Needs:
     surrogate: bool = False
     second_pass: SecondPass | None = None
     output_projection: bool = False
+    state_changes: tuple[float, ...] = ()
 
 
 NOTHING = Needs()
@@ -90,6 +93,7 @@ DECLARED_BY = {
     "rope": "rope=True",
     "second_pass_attention": "second_pass=…",
     "output_projection": "output_projection=True",
+    "state_changes": "state_changes=(…)",
 }
 
 
@@ -227,7 +231,8 @@ class EvictionContext:
     compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
     sinks [H * G]: of the heads, to be given to `attention_probs` with `last_logits`; None: none, or left out.
     kept_prompt [B]: how many of the first tokens `keep=prompt` keeps; None: it does not. output_projection
-    [H, G, n, Dv]: blocks W of the model's, None where there is no model.
+    [H, G, n, Dv]: blocks W of the model's, None where there is no model. state_changes [B, layers asked for, steps]: of
+    the tokens generated before this forward, the first one behind the prompt first.
     steps: tokens since the prompt; layers: of the model. nan_flag [] bool: turns True, for good, where a priority of a
     held slot is NaN; None where nobody looks.
     """
@@ -250,6 +255,7 @@ class EvictionContext:
     sinks: Tensor | None = None
     kept_prompt: Tensor | None = None
     output_projection: Tensor | None = None
+    state_changes: Tensor | None = None
     steps: int = 0
     layers: int = 1
     nan_flag: Tensor | None = None
@@ -432,14 +438,16 @@ class Method:
 
 # The hooks that read a cache's tensors.
 READING = (
-    *("initial_score", "priority", "kept", "rewrite", "after_eviction", "hidden_next_step", "query_mask"),
+    *("initial_score", "priority", "kept", "rewrite", "after_eviction", "renewed_score"),
+    *("hidden_next_step", "query_mask"),
     *("relevance", "select", "build", "extend"),
 )
 # What `kvexp.core.special_methods` adds to `Method` -> the class.
 SPECIAL = {
     **dict.fromkeys(("per_query", "simulation_only", "hidden_next_step", "query_mask"), "Simulated"),
     **dict.fromkeys(("joins_layers", "join_layers"), "JoinsLayers"),
-    **{"after_eviction": "ChangesScores", "kept": "ChoosesSlots", "effective_budget": "GrantsSlots"},
+    **{"after_eviction": "ChangesScores", "renewed_score": "RenewsScores"},
+    **{"kept": "ChoosesSlots", "effective_budget": "GrantsSlots"},
     **dict.fromkeys(("rewrites", "rewrite"), "Rewrites"),
 }
 GUARDED = "_kvexp_guarded"  # attribute of a hook that is

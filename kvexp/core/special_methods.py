@@ -44,6 +44,14 @@ class ChangesScores(Method):
         raise NotImplementedError
 
 
+class RenewsScores(Method):
+    """A method that makes its score anew before every eviction, of the score so far and what it then looks at."""
+
+    def renewed_score(self, ctx: EvictionContext) -> Tensor:
+        """Score [B, H, S] that `priority` then reads as `ctx.score`, and with which rows go on."""
+        raise NotImplementedError
+
+
 class ChoosesSlots(Method):
     """A method that says itself which slots stay; they lie in the order of their positions (cache.mode=compact)."""
 

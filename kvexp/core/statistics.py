@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, RoPE, compute_attention
+from kvexp.core.sequence import SequenceState
 from kvexp.util.errors import CacheError, ConfigError
 
 
@@ -53,6 +54,52 @@ class LastQueries:
         """Keep, repeat or reorder batch rows."""
         rows = rows.to(self.query.device)
         self.query, self.positions = self.query[rows], self.positions[rows]
+
+
+class StateChanges:
+    """How much the hidden state changes from one generated token to the next: ||h_t - h_(t-1)||_2 of what layers get.
+
+    shares: of the model's depth, 0 to 1, which say what layers. A token's changes are known to all layers from the next
+    forward on. ConfigError where they are fewer layers than shares.
+    """
+
+    def __init__(self, shares: Sequence[float], layers: int) -> None:
+        self.places = [int(share * layers) for share in shares]
+        if len(set(self.places)) < len(shares) or max(self.places) >= layers:
+            given = ", ".join(f"{share:g}" for share in shares)
+            raise ConfigError(f"shares {given} of {layers} layers must be below 1 and name a layer each")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: another prompt may follow."""
+        self.seen = dict.fromkeys(self.places, 0)  # columns, by layer
+        self.last: dict[int, Tensor] = {}  # by layer, [B, 1, n]: the newest token's state
+        self.changes: dict[int, Tensor] = {}  # by layer, [B, steps]
+
+    def note(self, layer: int, state: Tensor, sequence: SequenceState) -> None:
+        """Add the states [B, Q, n] that a layer gets in a forward, where they are asked for."""
+        if layer not in self.places:
+            return
+        # The first layer gets its states before the sequence knows of the forward.
+        if self.seen[layer] == 0 or self.seen[layer] < (sequence.prompt_columns or 0):
+            self.changes[layer] = state.new_zeros(len(state), 0, dtype=torch.float32)
+        else:
+            sizes = torch.linalg.vector_norm(torch.cat([self.last[layer], state], 1).float().diff(dim=1), dim=-1)
+            self.changes[layer] = torch.cat([self.changes[layer], sizes], 1)
+        self.last[layer] = state[:, -1:].clone()
+        self.seen[layer] += state.shape[1]
+
+    def before(self, sequence: SequenceState) -> Tensor | None:
+        """Changes [B, layers asked for, steps] float32 of tokens generated before this forward; None in the prompt."""
+        if sequence.in_prompt:
+            return None
+        device, steps = self.changes[self.places[0]].device, sequence.decode_steps
+        return torch.stack([self.changes[place][:, :steps].to(device) for place in self.places], 1)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder batch rows."""
+        for by_layer in (self.last, self.changes):
+            by_layer |= {layer: x[rows.to(x.device)] for layer, x in by_layer.items()}
 
 
 BLOCK = 4096  # query rows taken at a time: their copy in float32 is not larger

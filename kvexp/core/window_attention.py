@@ -35,9 +35,14 @@ def window_rows(ctx: EvictionContext, window: int, *, among_older: bool = False)
     return rows.masked_fill_(blind if among_older else ~outside | blind, 0.0), number
 
 
+def oldest_first(ctx: EvictionContext) -> Tensor:
+    """Slots [B, H, S] in the order of their positions, which no eviction leaves them in; those not held come last."""
+    return ctx.positions.masked_fill(~ctx.held(), LAST).argsort(dim=-1, stable=True)
+
+
 def by_neighbours(x: Tensor, ctx: EvictionContext, kernel: int, pool: Literal["max", "avg"]) -> Tensor:
     """The largest or mean value x [B, H, ..., S] of every slot and its neighbours, `kernel` in all, by position."""
-    order = ctx.positions.masked_fill(~ctx.held(), LAST).argsort(dim=-1, stable=True)
+    order = oldest_first(ctx)
     order = order.view(*order.shape[:2], *[1] * (x.ndim - 3), -1).expand_as(x)
     taken = (max_pool1d if pool == "max" else avg_pool1d)(
         x.gather(-1, order).flatten(0, -2), kernel, stride=1, padding=kernel // 2

@@ -103,9 +103,9 @@ class TwinLayer:
         self._note(expanded(inputs), seen[..., : slots.length], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
         return out
 
-    def take_input(self, hidden: Tensor) -> None:
+    def take_input(self, *inputs: Tensor) -> None:
         """Hand on what this layer gets, as `MultiLayer`."""
-        self.joined.take_input(hidden)
+        self.joined.take_input(*inputs)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Always a CacheError, as by `MultiLayer`."""

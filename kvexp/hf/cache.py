@@ -28,9 +28,10 @@ from kvexp.core.decode import stack_kind, stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer
 from kvexp.core.eviction import CacheState
 from kvexp.core.method import needs_heads
-from kvexp.core.observe import ColumnSums, PromptSums, SumsKey
+from kvexp.core.observe import ColumnSums, CrossLayerScore, PromptSums, SumsKey
 from kvexp.core.row_mask import MaskedLayer, MaskFn
 from kvexp.core.sequence import Span
+from kvexp.core.statistics import StateChanges
 from kvexp.hf.layers import (
     EvictionCacheLayer,
     WindowLayer,
@@ -352,6 +353,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         count = len(traits.held)
         common = CacheState(config, count, self.sequence, traits.windows, traits.latent, traits.indexed)
         self.memory_tracker, self.cross_layer_score = common.memory_tracker, common.cross_layer_score
+        self.state_changes = common.state_changes
         states: list[EvictionLayer | RetrievalLayer]
         if isinstance(method, Retrieval):
             group = LayerGroup(calibration=calibrate(model, method))
@@ -364,7 +366,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if config.surrogate is not None and method.needs.surrogate:
             kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
             config.surrogate.check_shape(count, kv_heads, width)
-        inputs = layer_input(model) if method.needs.surrogate else None
+        inputs = layer_input(model) if method.needs.surrogate or method.needs.state_changes else None
         super().__init__(layers=compose(model.config, states, self.sequence, ropes, inputs, config.evict_sliding))
         self.traits, self.held, self.budget_windows = traits, traits.held, traits.windows
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
@@ -380,9 +382,14 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return [self.layers[number].state for number in self.held]
 
     @property
+    def _of_all_layers(self) -> list[CrossLayerScore | StateChanges]:
+        """What some layers note and others read."""
+        return [common for common in (self.cross_layer_score, self.state_changes) if common is not None]
+
+    @property
     def takes_chunks(self) -> bool:
         """Whether several known tokens can pass layer by layer, since no layer reads what another has made of them."""
-        apart = self.cross_layer_score is None and not self.config.joins_layers and self.moving is None
+        apart = not self._of_all_layers and not self.config.joins_layers and self.moving is None
         apart = apart and not self.traits.indexed
         return apart and all(type(layer) is EvictionCacheLayer and not layer.shared for layer in self.layers)
 
@@ -438,8 +445,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         self.logits_nan_flag = 0.0
         if self.repeated_prompt is not None:
             self.repeated_prompt.fed.clear()
-        if self.cross_layer_score is not None:
-            self.cross_layer_score.reset()
+        for common in self._of_all_layers:
+            common.reset()
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -504,8 +511,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             state.select_rows(rows, same_prompts=same_prompts)
         for layer in self.layers:
             select_states(layer, rows)
-        if self.cross_layer_score is not None:
-            self.cross_layer_score.select_rows(rows)
+        for common in self._of_all_layers:
+            common.select_rows(rows)
 
     def _sizes(self, lengths: Sequence[int], padded: int) -> PromptSizes:
         """Prompts of so many real tokens and padded columns, as budgets of this cache are resolved for them."""
@@ -640,7 +647,7 @@ class MultiLayer:
 
     def __init__(self, states: list[State], rows: list[int], fast_group: FastStepGroup) -> None:
         self.states, self.rows, self.fast_group = states, rows, fast_group
-        self._inputs: dict[int, Tensor] = {}  # of the layer, by cache, where methods score tokens by them
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}  # of the layer, by cache, where methods score tokens by them
         self._eligible: list[int] = []
         self._stacks: list[tuple[list[int], StackedLayer]] = []
 
@@ -649,13 +656,13 @@ class MultiLayer:
         """Tokens seen so far, padding included."""
         return self.states[0].seq_len
 
-    def take_input(self, hidden: Tensor) -> None:
-        """Hand what this layer gets [rows, Q, n] to the caches whose methods score tokens by it."""
-        parts = [hidden] * len(self.states) if self.seq_len == 0 else hidden.split(self.rows)
-        self._inputs = dict(enumerate(parts))
-        for state, member_input in zip(self.states, parts, strict=True):
+    def take_input(self, *inputs: Tensor) -> None:
+        """Hand what this layer gets, as `EvictionLayer.take_input`, to the caches whose methods score tokens by it."""
+        parts = [[x] * len(self.states) if self.seq_len == 0 else x.split(self.rows) for x in inputs]
+        self._inputs = dict(enumerate(zip(*parts, strict=True)))
+        for state, member_inputs in zip(self.states, self._inputs.values(), strict=True):
             if isinstance(state, EvictionLayer) and not state.sequence.by_token:
-                state.take_input(member_input)
+                state.take_input(*member_inputs)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
@@ -677,7 +684,7 @@ class MultiLayer:
                 token = {i: tuple(x[:, :, j : j + 1] for x in qkv) for i, qkv in by_token.items()}
                 for i in token:
                     if i in self._inputs and isinstance(state := self.states[i], EvictionLayer):
-                        state.take_input(self._inputs[i][:, j : j + 1])
+                        state.take_input(*(x[:, j : j + 1] for x in self._inputs[i]))
                 stacks = self._stacked(query[:, :, j : j + 1], None)
                 steps.append(self._step(token, stacks, params, None))
             outputs |= {i: torch.cat([step[i] for step in steps], dim=2) for i in by_token}

@@ -107,7 +107,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         check_patched(self.model_config)
         hidden = None if self.layer_input is None else self.layer_input.take()
         if hidden is not None:
-            self.state.take_input(hidden)  # type: ignore[attr-defined]
+            self.state.take_input(hidden, self.layer_input.state)  # type: ignore[attr-defined, union-attr]
         self.attended, self._reads = 0, []
         keys = value_states if self.latent else key_states
         tagged = keys.view_as(keys)
@@ -385,12 +385,15 @@ class SplitLayer(JoinedWindows):
         super().__init__([by_member[member] for member in range(len(rows))], rows)
         self.parts = parts
 
-    def take_input(self, hidden: Tensor) -> None:
-        """Hand what this layer gets [rows, Q, n] to the parts that evict."""
-        by_member = None if self.seq_len == 0 else hidden.split(self.rows)
+    def take_input(self, *inputs: Tensor) -> None:
+        """Hand what this layer gets, as `EvictionLayer.take_input`, to the parts that evict."""
         for members, joined in self.parts:
             if hasattr(joined, "take_input"):
-                joined.take_input(hidden if by_member is None else torch.cat([by_member[member] for member in members]))
+                parts = (x.split(self.rows) for x in inputs)
+                of_members = (
+                    [torch.cat([rows[member] for member in members]) for rows in parts] if self.seq_len else inputs
+                )
+                joined.take_input(*of_members)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None

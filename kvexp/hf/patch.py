@@ -665,23 +665,29 @@ _HOLDER = "_kvexp_layer_input"  # attribute of a model
 class LayerInput:
     """The input [B, Q, n] of the attention layer that computes right now, for methods that score tokens by it (KVzap).
 
-    n: the model's width; hooks put it in.
+    n: the model's width; hooks put it in. state [B, Q, n]: the hidden state, of which the layer's norm makes that input
+    (EpiKV).
     """
 
     def __init__(self) -> None:
         self.hidden: Tensor | None = None
+        self.state: Tensor | None = None
         self.hooks: list[RemovableHandle] = []
 
     def note(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of an attention module."""
         self.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
+    def note_state(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of a decoder layer."""
+        self.state = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
     def forget(self, model: Any, args: Any, output: Any) -> None:
         """Forward hook of the model: nothing is kept beyond a forward, whose cache may be of another method.
 
         Called also where the forward raises.
         """
-        self.hidden = None
+        self.hidden = self.state = None
 
     def take(self) -> Tensor | None:
         """The input, which is forgotten with that; None where no hook has put one in."""
@@ -696,6 +702,8 @@ def layer_input(model: PreTrainedModel) -> LayerInput:
         holder = LayerInput()
         attentions = attention_modules(model)
         holder.hooks = [module.register_forward_pre_hook(holder.note, with_kwargs=True) for module in attentions]
+        decoders = [module for module in model.modules() if any(child in attentions for child in module.children())]
+        holder.hooks += [module.register_forward_pre_hook(holder.note_state, with_kwargs=True) for module in decoders]
         holder.hooks.append(model.register_forward_hook(holder.forget, always_call=True))
         setattr(model, _HOLDER, holder)
     return holder

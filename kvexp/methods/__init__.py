@@ -13,8 +13,10 @@ from kvexp.methods.cur import CUR
 from kvexp.methods.d2o import D2O
 from kvexp.methods.defensivekv import DefensiveKV
 from kvexp.methods.dilated_window import DilatedWindow
+from kvexp.methods.epikv import EpiKV
 from kvexp.methods.expected_attention import ExpectedAttention
 from kvexp.methods.full import Full
+from kvexp.methods.gkv import GKV
 from kvexp.methods.h2o import H2O
 from kvexp.methods.h2o_c import H2OC
 from kvexp.methods.h2o_damping import H2ODamping
@@ -48,6 +50,7 @@ __all__ = [
     "CAOTE",
     "CUR",
     "D2O",
+    "GKV",
     "H2O",
     "H2OC",
     "RKV",
@@ -59,6 +62,7 @@ __all__ = [
     "Compactor",
     "DefensiveKV",
     "DilatedWindow",
+    "EpiKV",
     "ExpectedAttention",
     "Full",
     "H2ODamping",

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.core.window_attention import defended, older, window_rows
+from kvexp.core.window_attention import defended, older, oldest_first, window_rows
 from kvexp.util.fields import AtLeast, Odd, Range
 
 GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
 BLOCK = 64  # rows of the cosine matrix at a time: they stay in the processor's cache
-LAST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,9 @@ class RKV(Method):
         return self.window
 
     def priority(self, ctx: EvictionContext) -> Tensor:
-        # Neighbours and the newest similar key go by position; slots do not stand in that order after an eviction.
-        order = ctx.positions.masked_fill(~ctx.held(), LAST).argsort(dim=-1, stable=True)
-        held = ctx.held().gather(-1, order)
-        keys = ctx.slots.keys[:, :, : ctx.slots.length]
-        redundancy = self._redundancy(keys.gather(2, order[..., None].expand_as(keys)), held)
-        score = self.importance * self._importance(ctx, order) - (1 - self.importance) * redundancy
+        order = oldest_first(ctx)  # of which neighbours are, and the newest similar key
+        repeated = redundancy(ctx, order, self.similar)
+        score = self.importance * self._importance(ctx, order) - (1 - self.importance) * repeated
         # The window stays whole also where the budget counts the coming token as one of the recent ones.
         priority = torch.empty_like(score).scatter_(-1, order, score).float()
         return priority.masked_fill(ctx.age() < self.window, torch.inf)
@@ -79,18 +75,21 @@ class RKV(Method):
         pooled = max_pool1d(rows.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.view(rows.shape).sum(2) / number
 
-    def _redundancy(self, keys: Tensor, held: Tensor) -> Tensor:
-        """R [B, H, S] float64 of keys [B, H, S, D], oldest first, of which `held` [B, H, S] count."""
-        units = normalize(keys.float(), dim=-1) * held[..., None]
-        across = units.transpose(-1, -2) * GRID
-        columns = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int32)
-        sums = torch.zeros(held.shape, dtype=torch.float64, device=keys.device)
-        for start in range(0, keys.shape[2], BLOCK):
-            cosine = (units[:, :, start : start + BLOCK] @ across).round_()
-            cosine.diagonal(start, -2, -1).zero_()
-            spared = torch.where(cosine > self.similar * GRID, columns, -1).amax(-1, keepdim=True)
-            index = spared.clamp_min(0).long()
-            cosine.scatter_(-1, index, cosine.gather(-1, index).masked_fill(spared >= 0, 0.0))
-            sums += cosine.sum(2, dtype=torch.float64)
-        mean = sums / GRID / held.sum(-1, keepdim=True).clamp_min(1)
-        return mean.masked_fill(~held, -torch.inf).softmax(-1)
+
+def redundancy(ctx: EvictionContext, order: Tensor, similar: float) -> Tensor:
+    """R [B, H, S] float64 of the slots in `order`, oldest first; similar: the cosine above which keys are alike."""
+    held, keys = ctx.held().gather(-1, order), ctx.slots.keys[:, :, : ctx.slots.length]
+    keys = keys.gather(2, order[..., None].expand_as(keys))
+    units = normalize(keys.float(), dim=-1) * held[..., None]
+    across = units.transpose(-1, -2) * GRID
+    columns = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int32)
+    sums = torch.zeros(held.shape, dtype=torch.float64, device=keys.device)
+    for start in range(0, keys.shape[2], BLOCK):
+        cosine = (units[:, :, start : start + BLOCK] @ across).round_()
+        cosine.diagonal(start, -2, -1).zero_()
+        spared = torch.where(cosine > similar * GRID, columns, -1).amax(-1, keepdim=True)
+        index = spared.clamp_min(0).long()
+        cosine.scatter_(-1, index, cosine.gather(-1, index).masked_fill(spared >= 0, 0.0))
+        sums += cosine.sum(2, dtype=torch.float64)
+    mean = sums / GRID / held.sum(-1, keepdim=True).clamp_min(1)
+    return mean.masked_fill(~held, -torch.inf).softmax(-1)

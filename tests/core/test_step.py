@@ -37,6 +37,7 @@ from kvexp.hf import EvictionCache
 from kvexp.methods import (
     A2SF,
     CAOTE,
+    GKV,
     H2O,
     RKV,
     TOVA,
@@ -88,6 +89,8 @@ LOOKING = [  # at keys, values, newest queries or their attention; with scores f
     CAOTE(alpha="accumulated", recent_ratio=0.5),
     VATP(n_sinks=2),
     RKV(window=4),
+    GKV(window=4),
+    LagKV(against="previous", n_sinks=2, lag=8),
     VaSE(window=4, n_sinks=2),
     H2ODamping(),
 ]

@@ -45,7 +45,21 @@ from kvexp.core import (
 )
 from kvexp.core.eviction import CacheState
 from kvexp.hf.triattention_file import read_triattention, write_triattention
-from kvexp.methods import CAKE, H2O, RKV, VATP, CapKV, DefensiveKV, QFilters, SnapKV, TriAttention, VaSE
+from kvexp.methods import (
+    CAKE,
+    GKV,
+    H2O,
+    RKV,
+    VATP,
+    CapKV,
+    DefensiveKV,
+    EpiKV,
+    LagKV,
+    QFilters,
+    SnapKV,
+    TriAttention,
+    VaSE,
+)
 from kvexp.util.errors import ConfigError
 
 SEEN: list[Tensor] = []  # what a method made on its way, [H, T] of the first row, layer after layer
@@ -531,3 +545,74 @@ def test_capkv_has_the_same_scores(number: int, case: dict[str, Any]) -> None:
     NEWER.run(method, 40, rope=rope, given={"q": turned})
     score = NEWER.tensor(f"capkv/{number}/score")
     torch.testing.assert_close(torch.cat(SEEN)[..., sinks:], score[..., sinks:], rtol=1e-4, atol=1e-6)
+
+
+# Decoding: G-KV and causal LagKV, evictions on the way; EpiKV, an eviction at every token.
+
+DECODING = Recording("authors_decoding")
+
+
+@torch.inference_mode()
+def on_the_way(method: Method, tokens: int) -> tuple[list[Tensor], list[list[EvictionLayer]]]:
+    """[ends][L, H, T] bool: what the layers hold after every 16 tokens behind a prompt of 48; and the layers."""
+    config = CacheConfig(
+        method, Budget(tokens=tokens, counts_self=False), Cadence(at_prefill=False, every=DECODING.config["every"]),
+        keep="prompt" if method.name == "lagkv" else None,
+    )  # fmt: skip
+    prompt, every = DECODING.config["prompt"], DECODING.config["every"]
+    commons = [CacheState(config, 1, SequenceState(prompt_columns=prompt)) for _ in range(OLDER.layers)]
+    states, masks = [EvictionLayer(config, 0, common) for common in commons], []
+    parts = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, OLDER.length - 1))]
+    for part in parts:
+        for layer, state in enumerate(states):
+            inputs = (OLDER.given[name][layer][None, :, part] for name in "qkv")
+            state.forward(*inputs, AttentionParams(OLDER.width**-0.5), None)
+        if part.stop > prompt and (part.stop - prompt) % every == 0:
+            masks.append(kept(states, OLDER.length)[:, 0])
+    return masks, states
+
+
+def gkv_of(case: dict[str, Any]) -> GKV:
+    importance = case["mix_lambda"] if case["suppressing_redundancy"] else 1.0
+    return GKV(window=case["window_size"], memory=case["alpha"], importance=importance)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(DECODING.config["gkv"]["cases"])))
+def test_gkv_keeps_the_same_and_remembers_the_same(number: int, case: dict[str, Any]) -> None:
+    masks, states = on_the_way(gkv_of(case), case["budget"])
+    theirs = DECODING.mask(f"gkv/{number}/kept", OLDER.length)
+    assert torch.equal(torch.stack(masks), theirs)
+    for layer, state in enumerate(states):
+        slots, score = state.require_slots(), DECODING.tensor(f"gkv/{number}/score")[-1, layer]
+        held = slots.positions[0, :, : slots.length]
+        ours = slots.score[0, :, : slots.length].masked_fill(held < 0, 0.0)
+        want = score.gather(-1, held.clamp_min(0)).masked_fill(held < 0, 0.0)
+        torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-7)
+        assert (want > 0).sum() == 2 * (case["budget"] - case["window_size"])
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(DECODING.config["lagkv"]["cases"])))
+def test_causal_lagkv_keeps_the_same_in_each_head(number: int, case: dict[str, Any]) -> None:
+    method = LagKV(against="previous", n_sinks=0, lag=case["chunk_size"], protect_recent=case["keep_recent_k"])
+    masks, _ = on_the_way(method, case["cache_size"])
+    assert torch.equal(torch.stack(masks), DECODING.mask(f"lagkv/{number}/kept", OLDER.length))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("number", "case"), list(enumerate(DECODING.config["epikv"]["cases"])))
+def test_epikv_keeps_the_same_at_every_token(number: int, case: dict[str, Any]) -> None:
+    """In both layers and all heads; the states that two layers get are given, keys are of no account."""
+    prompt, states = DECODING.config["prompt_epikv"], DECODING.tensor("epikv/states") / 64
+    method = EpiKV(window=case["window"], rises=0.0, falls=0.5, protect_recent=case["keep_recent_k"])
+    config = CacheConfig(method, Budget(tokens=case["cache_size"], counts_self=False), keep="prompt")
+    common = CacheState(config, 2, SequenceState(prompt_columns=prompt))
+    layers, count = [EvictionLayer(config, layer, common) for layer in range(2)], states.shape[1] - 1
+    theirs = DECODING.mask(f"epikv/{number}/kept", prompt + count)
+    for token in range(count + 1):
+        new = prompt if token == 0 else 1
+        for layer, state in zip(layers, states[:, token], strict=True):
+            layer.take_input(state.new_zeros(1, new, 1), state.expand(1, new, -1))
+            layer.forward(*(torch.ones(1, 2, new, 4) for _ in "qkv"), AttentionParams(0.5), None)
+        if token:  # the last layer's step evicts from all
+            want = torch.nonzero(theirs[token - 1])[:, 0].tolist()
+            assert all(head == want for layer in layers for head in layer.kept_positions()[0]), token

@@ -22,6 +22,7 @@ from kvexp.methods import (
     H2O,
     TOVA,
     CaM,
+    EpiKV,
     Full,
     KeyAttention,
     Keyformer,
@@ -230,7 +231,7 @@ def test_padding_is_neither_seen_nor_heard(pad: str, method: Method) -> None:
 
 def test_the_table_is_complete() -> None:
     assert all(len(case.planted.replace(" ", "")) == len(PLANTS) for case in TABLE.values())
-    # OpenVINO drops nothing before the question has been read; VaSE keeps most of its slots by lot; CaM keeps h2o's
-    # slots and drowns what they say in values merged into it.
-    covered = {type(case.method) for case in TABLE.values()} | {Random, OpenVINO, VaSE, CaM}
+    # OpenVINO drops nothing before the question has been read, EpiKV nothing of a prompt; VaSE keeps most by lot; CaM
+    # keeps h2o's slots and drowns what they say in values merged into it.
+    covered = {type(case.method) for case in TABLE.values()} | {Random, OpenVINO, EpiKV, VaSE, CaM}
     assert covered == {getattr(kvexp.methods, name) for name in kvexp.methods.__all__}
