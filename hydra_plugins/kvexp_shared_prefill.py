@@ -14,6 +14,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 
+from kvexp.run.labels import with_controls
 from kvexp.run.session import Session, current
 
 HERE = "hydra_plugins.kvexp_shared_prefill"
@@ -70,6 +71,12 @@ class OnceComposedSweeper(BasicSweeper):  # type: ignore[misc]
     The launchers above compose all jobs of a batch before the first runs, so that once is enough; a sweep of ten jobs
     starts a second earlier.
     """
+
+    @staticmethod
+    def split_arguments(overrides: Any, max_batch_size: int | None) -> list[list[list[str]]]:
+        """Hydra's batches of jobs, with the control's at the end of the last."""
+        batches: list[list[list[str]]] = BasicSweeper.split_arguments(overrides, max_batch_size)
+        return [*batches[:-1], with_controls(batches[-1], [job for batch in batches for job in batch])]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Hydra's check, where jobs run before others are composed."""

@@ -619,6 +619,9 @@ def truncate_at_end(
     return tokens, endings
 
 
+PAGE = 16  # tokens, as vLLM's default
+
+
 @dataclass(frozen=True)
 class EvictionStats:
     """What eviction did to one sample.
@@ -637,6 +640,9 @@ class EvictionStats:
 
     kv_bytes_at_16: of quantised caches and retrieval methods, kv_bytes with every floating-point number that is not
     quantised counted as 16 bits, whatever dtype ran; None elsewhere, where all numbers are of one dtype.
+
+    page_slots: as slots, of whole pages: PAGE neighbouring tokens in all kv heads of a layer, which an engine frees
+    where no head holds any of them. None for a retrieval method.
     """
 
     slots: float
@@ -649,6 +655,7 @@ class EvictionStats:
     batch_size: int
     retrieval: dict[str, Any] | None = None
     kv_bytes_at_16: int | None = None
+    page_slots: float | None = None
 
 
 @dataclass(frozen=True)
@@ -684,6 +691,8 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
     row, rows = sample * beams, int(cache.sequence.seeds.shape[0]) // beams
     held = [state.kept_positions(slice(row, row + 1))[0] for state in cache.layer_states]
     by_layer = [sum(map(len, heads)) / len(heads) for heads in held]
+    pages = [len({position // PAGE for head in heads for position in head}) for heads in held]
+    retrieval = retrieval_stats(cache.layer_states, range(row, row + beams))
     watched = [float(s.retained_attention[row]) for s in cache.layer_states if s.retained_attention is not None]
     starts = [s.first_eviction[row] for s in cache.layer_states if s.first_eviction]
     steps = [step for step in starts if step is not None]
@@ -698,8 +707,9 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
         kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
         attention_kept=sum(watched) / len(watched) if watched else None,
         batch_size=rows,
-        retrieval=retrieval_stats(cache.layer_states, range(row, row + beams)),
+        retrieval=retrieval,
         kv_bytes_at_16=_at_16(cache, rows),
+        page_slots=PAGE * sum(pages) / len(pages) if retrieval is None else None,
         **ledger,
     )
 

@@ -33,7 +33,7 @@ from kvexp.results.table import (
     question_column,
     shared_settings,
 )
-from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, run_name
+from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, WORSE_KL, Line, Run, run_name
 from kvexp.util.errors import ConfigError
 from kvexp.util.output import Console
 
@@ -141,7 +141,8 @@ def divergence_table(
             config = (folder.run.command or {}).get("config") or {}
             kl = epsilon_kl or float(config.get("epsilon_kl") or EPSILON_KL)
             top1 = epsilon_top1 or float(config.get("epsilon_top1") or EPSILON_TOP1)
-            rows.append(_row(folder, measured, text, level, kl, top1))
+            beyond = float(config.get("worse_kl") or WORSE_KL)
+            rows.append(_row(folder, measured, text, level, kl, top1) | {"worse": _worse(measured, beyond)})
     return pd.DataFrame(rows)
 
 
@@ -171,6 +172,11 @@ def _row(
         values = np.array([number(receipt.get(name)) for receipt in receipts])
         row[name] = _mean(values[np.isfinite(values)])
     return row | {"few_slots": bool(row["slots"] < FEW_SLOTS), "hash": folder.run.hash}
+
+
+def _worse(measured: PerExample, beyond: float) -> float:
+    """Share of the examples whose mean KL is beyond so many nats per token."""
+    return float(np.mean(measured.kl / measured.tokens > beyond))
 
 
 def _of_an_engine(run: Run, text: str) -> dict[str, float]:

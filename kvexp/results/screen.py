@@ -46,7 +46,7 @@ from kvexp.util.output import Console, size
 # Of a row's divergence.
 DISTANCE = (
     *("kl", "kl_low", "kl_high", "text", "verdict_kl", "epsilon", "top1", "same_tokens", "ppl_ratio"),
-    *("rests_on", "rests_on_share"),
+    *("rests_on", "rests_on_share", "worse"),
 )
 COLUMNS = 100  # where the console has no width
 MORE = 5  # times as many examples are proposed where an interval holds its limit: it gets less than half as wide
@@ -246,13 +246,14 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
         columns.append(quality.STATUS)
     columns += telling(rows, Column("KV peak", "peak_kv_bytes", size))
     columns += [Column("vs full", _change, rank=1)] * any(_change(row) for row in rows)
+    columns += telling(rows, Column("KV in\npages", "page_bytes", size, rank=1))
     columns += telling(rows, quality.TTFT, quality.TPOT)
     further += [
         [quality.metric_column(name, task) for name in metrics if name != headline],
+        telling(rows, numeric("prompts\nworse %", "worse", 0, 100)),
+        telling(rows, numeric("length\n% of full", "length_of_full", 0)),
         telling(rows, quality.needed_column("n to decide\n99 / 99.9 %")) if enough else [],
         telling(rows, numeric("same\ntop-1 %", "top1", 1, 100)),
-        telling(rows, quality.SLOTS),
-        telling(rows, quality.TOKENS_PER_S),
         telling(rows, quality.ENDED),
         telling(rows, numeric("equal\ntokens %", "same_tokens", 0, 100)),
         telling(rows, numeric("perplexity\nratio", "ppl_ratio", 3)),

@@ -67,7 +67,7 @@ VERDICTS = (
     *("comparisons", "confidence", "length_of_full", "length_ok"),
 )
 COST = (
-    *("ended", "layers", "slots", "kv_ratio_reached", "kv_bytes", "bytes_share", "peak_kv_bytes"),
+    *("ended", "layers", "slots", "kv_ratio_reached", "kv_bytes", "page_bytes", "bytes_share", "peak_kv_bytes"),
     *("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed", "busy"),
     *("batch_size", "smallest_batch", *MEANS, "fell_back"),
 )
@@ -201,10 +201,11 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
     more. fell_back: notes of rows whose retrieval did less than asked, and `graph_note`.
 
     Per row (one prompt): slots, and over the prompt's tokens (kv_ratio_reached); kv_bytes and peak_kv_bytes, an equal
-    share of the batch's, its padding included; and tokens_per_s, the tokens of one row over the seconds it ran (a batch
-    makes up to batch_size times as many). Per batch: ttft_s, tt2t_s and tpot_s, how long the whole batch took to its
-    first, to its second and per further token (all after the first). batch_size: the largest number of prompts in one
-    forward, smallest_batch the least. Compare bytes and seconds only at equal batch_size.
+    share of the batch's, its padding included; page_bytes, kv_bytes of whole pages (`EvictionStats.page_slots`); and
+    tokens_per_s, the tokens of one row over the seconds it ran (a batch makes up to batch_size times as many). Per
+    batch: ttft_s, tt2t_s and tpot_s, how long the whole batch took to its first, to its second and per further token
+    (all after the first). batch_size: the largest number of prompts in one forward, smallest_batch the least. Compare
+    bytes and seconds only at equal batch_size.
     """
     rows = folder.scored.values()
     receipts, seconds = ([row.get(name) or {} for row in rows] for name in ("receipt", "seconds"))
@@ -224,6 +225,7 @@ def _cost(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
         "slots": _over(np.mean, (receipt.get("slots") for receipt in receipts)),
         "kv_ratio_reached": _over(np.mean, reached),
         "kv_bytes": _over(np.mean, (receipt.get("kv_bytes") for receipt in receipts)),
+        "page_bytes": _over(np.mean, map(_page_bytes, receipts)),
         "bytes_share": bytes_share(folder, baseline),
         "peak_kv_bytes": _over(np.max, (receipt.get("peak_kv_bytes") for receipt in receipts)),
         "ttft_s": _over(np.median, ttft),
@@ -310,6 +312,12 @@ def bytes_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
     ]
 
 
+def _page_bytes(receipt: Mapping[str, Any]) -> float | None:
+    """kv_bytes with whole pages in place of slots; None of rows recorded before pages were counted."""
+    slots, pages = number(receipt.get("slots")), receipt.get("page_slots")
+    return number(receipt.get("kv_bytes")) * pages / slots if pages is not None and slots > 0 else None
+
+
 def bytes_share(folder: Folder, baseline: Folder | None) -> float:
     """Mean bytes at the end of the rows over the baseline's, over the examples that both scored; NaN without any.
 
@@ -367,7 +375,7 @@ def _label(column: pd.Series[Any]) -> pd.Series[Any]:
 
 TOO_FEW_PAIRS = "a percentage of full and a verdict need at least"
 # Tasks whose metric `exact` asks whether the reference stands in the answer, not whether it is the answer.
-CONTAINS = ("context_qa", "dialogue", "needle", "needle_multi", "news_needle", "news_qa", "passkey")
+CONTAINS = ("context_qa", "dialogue", "memory", "needle", "needle_multi", "news_needle", "news_qa", "passkey")
 FEW_SLOTS = 8.0  # slots per layer and head: with fewer, what a method always keeps is most of what it keeps
 FEW_SLOTS_WORDS = f"under {FEW_SLOTS:g} slots per layer and head, where a budget is hardly a choice"
 

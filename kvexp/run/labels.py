@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvexp.run.build import KIVI, STORAGE, build, codec_keys
 from kvexp.run.compose import option, root_values
-from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
+from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, WORSE_KL, Run
 from kvexp.util.errors import ConfigError, Rule, reason_against
 from kvexp.util.fields import AtLeast, Range, typed
 from kvexp.util.files import CONF, model_folder, path_of
@@ -30,7 +30,7 @@ GROUPS = ("model", "task", "method", "model_task")  # choices with a label of th
 EXECUTION_KEYS = (
     *("limit", "batch_size", "shard", "retry", "outputs_dir", "threads", "log", "objective"),
     *("diagnose", "cache.graph"),
-    *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1"),
+    *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1", "worse_kl", "control"),
 )
 # Overrides that have a label of their own or change no number.
 NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
@@ -343,9 +343,27 @@ class DivergenceOptions:
         """
         value = typed(config.get("divergence", False), bool | Literal["auto", "only"], "divergence")
         text = typed(config.get("divergence_text", OWN), Literal[(*TEXTS, BOTH)], "divergence_text")
-        for name, default in (("epsilon_kl", EPSILON_KL), ("epsilon_top1", EPSILON_TOP1)):
+        for name, default in (("epsilon_kl", EPSILON_KL), ("epsilon_top1", EPSILON_TOP1), ("worse_kl", WORSE_KL)):
             typed(config.get(name, default), Annotated[float, Range(0, above=True)], name)
         return cls((TEXTS if text == BOTH else (text,)) if value else (), only=value == ONLY)
+
+
+# Of two methods that keep the prompt, random slots say whether either's score is worth anything (docs/decoding.md).
+CONTROL = ("method=random", "method.redraw=true", "method.protect_recent=8")
+
+
+def with_controls(jobs: Sequence[Sequence[str]], every: Sequence[Sequence[str]]) -> list[list[str]]:
+    """These jobs of a sweep, as words, with the control of each setting in which a job of `every` keeps the prompt.
+
+    None where control=false is typed, or a job is of random slots already.
+    """
+    rest: dict[tuple[str, ...], None] = {}
+    for words in every:
+        if "keep=prompt" in words and "control=false" not in words and "method=full" not in words:
+            rest[tuple(word for word in words if not word.lstrip("+").startswith(("method=", "method.")))] = None
+    if any("method=random" in words for words in every):
+        rest.clear()
+    return [*map(list, jobs), *([*CONTROL, *words] for words in rest)]
 
 
 def decided(config: Mapping[str, Any], overrides: Sequence[str], *, sweep: bool) -> Any:

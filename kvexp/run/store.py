@@ -43,6 +43,7 @@ NUMBER, WHOLE, TEXT, TRUTH, GROUP = "a number", "a whole number", "a text", "tru
 EACH = "*"  # every field of a group
 OWN, REFERENCE = "own", "reference"  # texts that are forced: the full cache's greedy answer; the reference answer
 TEXTS = (OWN, REFERENCE)
+WORSE_KL = 0.1  # nats per token: a prompt beyond it counts as clearly worse
 EPSILON_KL = 0.05  # nats per token; docs/kl_meaning.md: what answers lose there
 EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
 NUMBERS = ("kl", "full_logprob", "logprob")  # of a line of divergence.jsonl: lists, one entry per token
@@ -63,6 +64,7 @@ ROW: dict[str, Any] = {
     **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
     "receipt": {
         **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "kv_bytes_at_16", "attention_kept"), NUMBER),
+        "page_slots": NUMBER,
         "ledger": {"evicted_layers": WHOLE, "layers": WHOLE, **{line: [NUMBER] for line in LINES}},
         **{"first_eviction_step": WHOLE, "batch_size": WHOLE, "kept_digest": TEXT, "slots_by_layer": [NUMBER]},
         "retrieval": {

@@ -17,7 +17,7 @@ from kvexp.core.budget import PromptSizes
 from kvexp.core.quantized import SlotBytes, bytes_at_16
 from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.lm_eval import check_row_mask
-from kvexp.methods import H2O, Full, Window
+from kvexp.methods import H2O, Full, Random, StreamingLLM, Window
 from kvexp.results.read import folders
 from kvexp.results.table import table
 from kvexp.retrieval import PQCache, SparQ
@@ -317,3 +317,21 @@ def test_the_bytes_of_a_plan_are_those_that_the_run_holds(method: str, bits: int
     assert planned == (held if method == "full" else pytest.approx(held, rel=0.02))
     token = model_shape(given.model).token_bytes("float32")
     assert line == planned + token * prompt, "the prompt is read as it is"
+
+
+def test_a_page_counts_whole_where_any_head_holds_a_token_of_it():
+    """40 tokens and 3 more, less the last, which is not fed: a window of 20 lies in pages 1 and 2 of 16 tokens each."""
+    prompt = prompts_of(3, (40,))
+    for method, budget, slots, pages in (
+        (Full(), None, 42, 48),
+        (Window(), Budget(tokens=20, counts_self=False), 20, 32),
+        (StreamingLLM(n_sinks=4), Budget(tokens=14, counts_self=False), 14, 32),
+    ):
+        made = generate(tiny("llama"), prompt, method, budget, decoding=GenerationParams(3, eos=None))
+        (receipt,) = receipts(made.cache)
+        assert (receipt.slots, receipt.page_slots) == (slots, pages)
+    made = generate(tiny("llama"), prompt, Random(), Budget(tokens=9), decoding=GenerationParams(3, eos=None))
+    held = [layer.kept_positions()[0] for layer in made.cache.layer_states]
+    assert len(set(map(tuple, held[0]))) > 1  # heads differ
+    both = [{position // 16 for head in heads for position in head} for heads in held]
+    assert receipts(made.cache)[0].page_slots == 16 * sum(map(len, both)) / 2

@@ -159,7 +159,7 @@ def test_verdicts_of_made_up_rows(tmp_path: Path, capsys: Any) -> None:
     assert "| solution | 512 | `snapkv` | 20 | -37.5 %" in said
     assert "| 512 | `vase` | +0.50 | - | - | - | +2.00 |" in said
     rows = [row for row in read_rows(tmp_path) if row["number"] < 15]
-    assert text_of(rows).count("none before 16") == 8
+    assert text_of(rows).count("none before 16") == 14
     level = np.mean([row["kl"] for row in rows if row["kind"] == "solution" and row["rule"] == "vase"])
     assert f"| {' | '.join([f'{level:.3g}'] * 4)} | {0.8 * 2 * level:.3g} |" in text_of(rows)
     (page := tmp_path / "page.md").write_text(f"before\n{BEGIN}\nearlier\n{END}\nafter\n")

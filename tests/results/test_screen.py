@@ -130,7 +130,7 @@ def test_an_engines_full_caches_have_no_kl_and_nothing_asks_to_measure_it(tmp_pa
 
 def test_a_wider_console_gets_more_columns_and_a_narrow_one_all_of_its_own(sweep):
     narrow, wide = shown(sweep, 60), shown(sweep, 240)
-    for head in ("R-2", "slots", "perplexity"):
+    for head in ("R-2", "worse %", "perplexity"):
         assert head in wide and head not in shown(sweep)
     for cell in ("99 %?", "KV peak", "vs 0.05", "10 KiB", "equivalent"):
         assert cell in narrow

@@ -19,6 +19,7 @@ from small import small
 import kvexp.run.batches as together
 import kvexp.run.rows as memory
 from kvexp.hf import EvictionCache
+from kvexp.run.labels import CONTROL, with_controls
 from kvexp.run.plan import PlannedGroup, _planned, workload_of
 from kvexp.run.session import Session
 from kvexp.run.store import runs
@@ -47,6 +48,29 @@ def rounded(value):
     if isinstance(value, list):
         return [rounded(item) for item in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+KEPT = ("keep=prompt", "budget.of=generated")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "controls"),
+    [
+        ([("method=gkv", "kv_ratio=0.5", *KEPT), ("method=rkv", "method.window=4", "kv_ratio=0.5", *KEPT)], 1),
+        ([("method=gkv", f"kv_ratio={ratio}", *KEPT) for ratio in (0.2, 0.5)], 2),
+        ([("method=gkv", "kv_ratio=0.5")], 0),
+        ([("method=full", *KEPT)], 0),
+        ([("method=gkv", "control=false", *KEPT)], 0),
+        ([("method=gkv", *KEPT), ("method=random", *KEPT)], 0),
+    ],
+)
+def test_sweeps_that_keep_the_prompt_get_random_slots_at_the_same_budgets(jobs, controls):
+    batches = [list(map(list, jobs[:1])), list(map(list, jobs[1:]))] if len(jobs) > 1 else [list(map(list, jobs))]
+    last = with_controls(batches[-1], [job for batch in batches for job in batch])
+    added = last[len(batches[-1]) :]
+    assert last[: len(batches[-1])] == batches[-1] and len(added) == controls
+    rest = list(dict.fromkeys(tuple(w for w in job if not w.startswith("method")) for job in jobs))
+    assert added == [[*CONTROL, *words] for words in rest[:controls]]
 
 
 def filled(outputs, *methods):
