@@ -13,6 +13,7 @@ from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.longbench_v2 import LongBenchV2
 from kvexp.tasks.mathematics import Mathematics
+from kvexp.tasks.memory import Memory
 from kvexp.tasks.needle import Needle, NewsNeedle
 from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
 from kvexp.tasks.ruler import Ruler, RulerQA
@@ -52,6 +53,7 @@ __all__ = [
     "LongBench",
     "LongBenchV2",
     "Mathematics",
+    "Memory",
     "Needle",
     "News",
     "NewsNeedle",

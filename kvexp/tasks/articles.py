@@ -116,6 +116,13 @@ def own_words() -> dict[str, list[str]]:
 
 
 @cache
+def conversations() -> dict[str, Any]:
+    """Own English of conversations: "names", "facts" of a person, pairs of "talk", and what is "heard" of facts."""
+    words: dict[str, Any] = json.loads(_file("conversations"))
+    return words
+
+
+@cache
 def articles_digest() -> str:
     """16 hex digits of the names and bytes of the articles' files."""
     total = hashlib.sha256()
@@ -125,7 +132,7 @@ def articles_digest() -> str:
 
 
 def own_digest(name: str) -> str:
-    """16 hex digits of the bytes of the file "needles", "assistants" or "words"."""
+    """16 hex digits of the bytes of a file of own texts, such as "needles"."""
     return hashlib.sha256(_file(name)).hexdigest()[:16]
 
 
