@@ -89,5 +89,6 @@ class LagKV(Method):
 
     def _parts(self, states: Tensor, index: Tensor) -> Tensor:
         """Partitions [B, H, n, lag, D] float32 of keys or values [B, H, C, D] at index [B, H, n * lag]."""
-        parts: Tensor = states.gather(2, index[..., None].expand(-1, -1, -1, states.shape[-1])).float()
-        return parts.unflatten(2, (-1, self.lag))
+        parts = states.gather(2, index[..., None].expand(-1, -1, -1, states.shape[-1]))
+        in_lags: Tensor = parts.float().unflatten(2, (-1, self.lag))
+        return in_lags

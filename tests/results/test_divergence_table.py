@@ -54,7 +54,7 @@ def made(outputs, method, lines, kv_ratio=0.5):
 
 
 def test_prompts_clearly_worse_are_those_whose_mean_is_beyond_a_tenth(tmp_path):
-    """Of three: 0.2 and 0.11 are, 0.09 is not, whatever single tokens say; the first token does not count."""
+    """Means of 0.2 and 0.11 are, 0.09 is not, whatever single tokens say; the first token does not count."""
     run = made(tmp_path, "h2o", [line(0, [9, 0.1, 0.3]), line(1, [9, 0.22, 0.0]), line(2, [9, 0.18, 0.0])])
     assert divergence_table(read_runs(tmp_path).ran)["worse"].tolist() == [pytest.approx(2 / 3)]
     run.ask(run.labels, {"config": {"worse_kl": 0.15}})
