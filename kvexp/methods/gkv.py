@@ -30,6 +30,7 @@ class GKV(RenewsScores):
     """
 
     name: ClassVar[str] = "gkv"
+    reads_states: ClassVar[bool] = True
     window: Annotated[int, AtLeast(1)] = 16  # queries, and newest tokens kept
     memory: Annotated[float, Range(0, 1)] = 0.8  # of the score at the eviction before
     importance: Annotated[float, Range(0, 1)] = 0.5  # 1: no redundancy

@@ -161,7 +161,8 @@ def test_verdicts_of_made_up_rows(tmp_path: Path, capsys: Any) -> None:
     rows = [row for row in read_rows(tmp_path) if row["number"] < 15]
     assert text_of(rows).count("none before 16") == 14
     level = np.mean([row["kl"] for row in rows if row["kind"] == "solution" and row["rule"] == "vase"])
-    assert f"| {' | '.join([f'{level:.3g}'] * 4)} | {0.8 * 2 * level:.3g} |" in text_of(rows)
+    levels = [f"{x:.3g}" for x in (*[level] * 4, *[2 * level] * 3, 0.8 * 2 * level)]
+    assert f"| {' | '.join(levels)} |" in text_of(rows)
     (page := tmp_path / "page.md").write_text(f"before\n{BEGIN}\nearlier\n{END}\nafter\n")
     assert main(["report", str(tmp_path), "--page", str(page)]) == 0
     assert text_of(read_rows(tmp_path)) in page.read_text() and "earlier" not in page.read_text()
