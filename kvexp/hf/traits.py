@@ -92,7 +92,7 @@ LATENTS_SINCE = (5, 17)
 _OLD = "its cache holds latents, which transformers expands before it caches them below version {}.{}: update it"
 _OWN = "its attention does not go through transformers' attention interface"
 _STATES = "no layer of it keeps the keys of its tokens, so there is nothing to evict"
-_SHARED_INDEX = "some of its layers attend to what the index of another layer has chosen, by the number of its slots"
+_SHARED_INDEX = "some of its layers attend to slots that another layer's index has chosen"
 _NOT_A_DECODER = "it is an encoder, one half of an encoder-decoder, or not a model of text alone"
 # Types that kvexp cannot serve, by the reason.
 REFUSED: dict[str, str] = {
@@ -102,10 +102,8 @@ REFUSED: dict[str, str] = {
         _STATES: "mamba mamba2 falcon_mamba xlstm",
         "it adds a bias to every pair of tokens": "inkling_text inkling2_text",
         "each of its layers attends twice, to values of its own": "diffllama",
-        "an index chooses blocks of neighbouring tokens, which are not neighbours once some are evicted": (
-            "qwen4_exp qwen4_exp_text"
-        ),
-        "its layers with a window keep latents of another width than those with an index": "dots3_note dots3_note_text",
+        "an index chooses blocks of neighbouring tokens, which eviction parts": "qwen4_exp qwen4_exp_text",
+        "its layers with a window keep latents of another width": "dots3_note dots3_note_text",
         _SHARED_INDEX: "hy_v4",
         "it adds a number made of a token's value to the logits of that token": "doge",
         "it attends to images by cross-attention": "mllama",
