@@ -412,8 +412,8 @@ def kvexp_attention(
     _check_arguments(module, {**others, "dropout": dropout})
     said = _FULL if sliding_window is None else Layer("window", sliding_window)
     sight: Layer = getattr(attention_mask, "sight", said)
-    if index is not None and attention_mask is not None:
-        attention_mask = attention_mask[:, 0, 0]
+    if index is not None and isinstance(attention_mask, SeenMask):
+        attention_mask = SeenMask.of(attention_mask[:, 0, 0], sight, attention_mask.queries)
     layer = getattr(key, LAYER_ATTR, None)
     keeps = getattr(layer, "kind", _FULL)
     least = keeps.size if layer is not None and layer.is_sliding else None
