@@ -210,7 +210,7 @@ def test_a_replay_of_quantised_slots_is_refused_before_a_model_loads(tmp_path, c
     assert not command.failures
     run = run_of(tmp_path)
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
-    for words in (["replay", str(run.path), "0"], ["explain", str(run.path)], ["explain", str(run.path), "--kl"]):
+    for words in (["replay", str(run.path), "0"], ["explain", str(run.path)]):
         assert main(words) == 2
         assert "explain a run of the same method with cache.bits=16" in " ".join(capsys.readouterr().err.split())
 

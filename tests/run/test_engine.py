@@ -70,7 +70,7 @@ def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(twin, tmp_path, m
     for _, run in opened([asked.baseline(), asked]):
         run.append(*twin.rows())
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
-    for words in (["show", "0"], ["draw"], ["replay", "0"], ["explain"], ["explain", "--kl"]):
+    for words in (["show", "0"], ["draw"], ["replay", "0"], ["explain"]):
         command, *more = words
         assert main([command, str(run.path), *more]) == 2
         assert "diagnose its twin, the same run without engine" in " ".join(capsys.readouterr().err.split())
@@ -80,7 +80,7 @@ def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(twin, tmp_path, m
 
 def test_a_twins_evictions_are_not_undone_and_what_else_can_be_asked_is_said(twin, monkeypatch, capsys):
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
-    for command, *more in (["replay", "0"], ["explain"], ["explain", "--kl"]):
+    for command, *more in (["replay", "0"], ["explain"]):
         assert main([command, str(twin.path), *more]) == 2
         assert "take kvexp diagnose show, draw or gap" in " ".join(capsys.readouterr().err.split())
 
