@@ -324,7 +324,17 @@ CACHE = {
     "_is_user_defined",
 }
 OURS = {
-    *("config", "sequence", "memory_tracker", "cross_layer_score", "layer_states", "_select", "caches"),
+    *(
+        "config",
+        "sequence",
+        "memory_tracker",
+        "cross_layer_score",
+        "state_changes",
+        "_of_all_layers",
+        "layer_states",
+        "_select",
+        "caches",
+    ),
     *("logits_nan_flag", "repeated_prompt", "prompts", "first_layer", "held", "windows", "hand_out"),
 }
 
