@@ -42,7 +42,9 @@ def obstacles():
     found = {}
     for name in options("method"):
         method = build(option("method", name), "method", within=("kvexp.methods", "kvexp.retrieval"))
-        config = CacheConfig(method, HALF if method.evicts else None, mode="auto", **NOT_LOOKED_AT)
+        keep = "prompt" if method.needs.state_changes else None
+        budget = Budget(tokens=20, of="generated") if keep else HALF if method.evicts else None
+        config = CacheConfig(method, budget, mode="auto", keep=keep, **NOT_LOOKED_AT)
         found[name] = method, capture_obstacle(config)
     return found
 

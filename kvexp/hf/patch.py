@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -83,8 +83,10 @@ class SeenMask(Tensor):
 
     @classmethod
     def of(cls, padding: Tensor, sight: Layer, queries: int) -> SeenMask:
-        """These marks on a view of the padding mask."""
-        mask = padding.as_subclass(cls)
+        """These marks on a view of the padding mask; on one of a kind of its own, which cannot be cut as these are."""
+        mask = (
+            padding.as_subclass(cls) if type(padding) in (Tensor, cls) else cast("SeenMask", padding.view_as(padding))
+        )
         mask.sight, mask.queries = sight, queries
         return mask
 

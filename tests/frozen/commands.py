@@ -16,7 +16,7 @@ FIXTURES = ROOT / "tests" / "fixtures"
 
 # Methods that came after the recording: more rows in a step move the seventh digit of testbed_gqa's KL (DECISIONS.md, "A row's
 # numbers do not depend on its neighbours").
-NEWER = ("capkv", "defensivekv", "vase")
+NEWER = ("attention_matching", "cam", "capkv", "d2o", "defensivekv", "epikv", "gkv", "vase")
 # openvino: these prompts have too few of its blocks of 32.
 METHODS = sorted(set(adapter.options("method")) - {"openvino", *NEWER})
 EVICT_BY_ATTENTION = "h2o,keyformer,snapkv"
