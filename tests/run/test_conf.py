@@ -74,7 +74,7 @@ def test_methods(method, request):
         request.getfixturevalue("tiny_calibration")
     if method == "kvzap":
         request.getfixturevalue("tiny_surrogate")
-    extra = ["cache.positions=original"] if method == "streaming_llm" else []
+    extra = {"streaming_llm": ["cache.positions=original"], "epikv": ["keep=prompt", "budget.of=generated"]}.get(method, [])
     settings = settings_of(*composed(f"method={method}", *extra))
     assert settings.labels["method"] == method
     fields = {f.name for f in dataclasses.fields(settings.method)}
