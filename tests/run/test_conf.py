@@ -74,8 +74,8 @@ def test_methods(method, request):
         request.getfixturevalue("tiny_calibration")
     if method == "kvzap":
         request.getfixturevalue("tiny_surrogate")
-    extra = {"streaming_llm": ["cache.positions=original"], "epikv": ["keep=prompt", "budget.of=generated"]}.get(method, [])
-    settings = settings_of(*composed(f"method={method}", *extra))
+    needed = {"streaming_llm": ["cache.positions=original"], "epikv": ["keep=prompt", "budget.of=generated"]}
+    settings = settings_of(*composed(f"method={method}", *needed.get(method, [])))
     assert settings.labels["method"] == method
     fields = {f.name for f in dataclasses.fields(settings.method)}
     assert set(option("method", method)) - {"_target_"} == fields, "the option lists every setting of the method"
