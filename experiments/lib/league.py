@@ -62,6 +62,8 @@ SHORT_CHUNKS, CHUNKED = ("method.chunk=128",), "chunk128"
 DUO = ("budget.heads=duo", "budget.stream_sinks=4", "budget.stream_recent=28")
 CALIBRATED = ("qfilters", "triattention", "kvzap")  # methods that need a calibration; the heads of DUO need one too
 LEFT_OUT = {
+    **dict.fromkeys(("attention_matching", "cam", "d2o"), "it rewrites what it keeps: to be compared at equal bytes"),
+    **dict.fromkeys(("epikv", "gkv"), "it is of decoding: experiments.studies.decoding records it"),
     "full": "what all are measured against",
     "h2o_c": "it takes more slots than the budget",
     "h2o_keyformer_paper": "h2o with another recent window",

@@ -87,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("run", metavar="RUN", help="a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run")
     add("example", metavar="EXAMPLE", nargs="+", help="id of an example, its beginning, or its index")
-    profiles = "how memory lets tokens be dropped, one or more (default: per_head)"
-    add("--profile", choices=PROFILES, nargs="+", default=["per_head"], help=profiles)
+    profiles = f"how memory lets tokens be dropped: {', '.join(PROFILES)} (default: per_head)"
+    add("--profile", metavar="NAME", choices=PROFILES, nargs="+", default=["per_head"], help=profiles)
     add("--new-tokens", type=int, default=32, metavar="N", help="steps: of the full cache's answer (default: 32)")
     out = "a file .npz (default: trace.npz), or a folder for METHOD_PROFILE_INDEX.npz"
     add("--out", type=Path, default=Path("trace.npz"), metavar="FILE", help=out)

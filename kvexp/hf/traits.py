@@ -490,6 +490,9 @@ def check_activations(config: Any) -> None:
         )
 
 
+MOST_LAYERS = 10_000  # of a configuration whose layers are read one by one
+
+
 def check_sizes(config: Any) -> None:
     """ConfigError for sizes that no model can have, and for kinds of RoPE that transformers does not know.
 
@@ -502,7 +505,8 @@ def check_sizes(config: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{_own(config, name)} must be a whole number of at least 1, got {value!r}")
     heads = config.num_attention_heads
-    by_layer = list(_field(config, "per_layer_config") or [config])
+    few = config.num_hidden_layers <= MOST_LAYERS  # one of more is refused by its weights, if no memory is asked for
+    by_layer = list((_field(config, "per_layer_config") if few else None) or [config])
     for grouped in {_field(layer, "num_key_value_heads") for layer in by_layer} - {None}:
         if not isinstance(grouped, int) or grouped < 1 or heads % grouped:
             raise ConfigError(

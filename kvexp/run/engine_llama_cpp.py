@@ -178,6 +178,11 @@ def fetch_main(words: Sequence[str]) -> int:
     """`kvexp fetch llama_cpp model=NAME`: write the float32 GGUF file that runs would; 2 for what cannot be done."""
     from kvexp.run.jobs import composed_model
 
+    if words[:1] in (["-h"], ["--help"]):
+        say(
+            "usage: kvexp fetch llama_cpp [model=NAME]\n\nWrite the float32 GGUF file that engine=llama_cpp reads, once."
+        )
+        raise SystemExit(0)
     library()
     name, spec = composed_model(words)
     check_family(config_of_spec(spec))

@@ -18,7 +18,7 @@ from kvexp.core.budget_resolution import layer_slots
 from kvexp.generate import continuation_logprobs, generate, prefill
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, MultiMethodCache, calibrate_queries, train_surrogate
-from kvexp.methods import A2SF, H2O, Full, Ideal, SnapKV, StreamingLLM, Window
+from kvexp.methods import A2SF, H2O, EpiKV, Full, Ideal, SnapKV, StreamingLLM, Window
 from kvexp.results.table import table
 from kvexp.run.build import CACHE, STORAGE, build_cache
 from kvexp.run.store import refusals, runs
@@ -176,6 +176,7 @@ METHODS = [
     for package in (kvexp.methods, kvexp.retrieval)
     for cls in map(package.__dict__.get, package.__all__)
     if isinstance(cls, type) and issubclass(cls, Method) and cls.name and cls.evicts
+    if cls is not EpiKV  # which evicts nothing of a prompt
 ]
 
 

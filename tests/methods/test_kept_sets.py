@@ -30,7 +30,7 @@ from kvexp.core import Budget, ChoosesSlots, Noise, QueryCalibration, Surrogate
 from kvexp.core.budget_shares import LayerBudgets
 from kvexp.generate import pad_left
 from kvexp.hf import EvictionCache, calibrate_queries
-from kvexp.methods import CAKE, D2O, CaM, Compactor, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random, VaSE
+from kvexp.methods import CAKE, D2O, CaM, Compactor, EpiKV, Ideal, Keyformer, KVzap, KVzip, PyramidKV, Random, VaSE
 from kvexp.methods.compactor import sketch_matrix
 
 METHODS = {name: case for name, case in CASES.items() if case.oracle}
@@ -474,6 +474,6 @@ def test_chunks_never_evict_before_the_last_one() -> None:
 
 
 def test_every_method_has_an_oracle() -> None:
-    """Others are looked at elsewhere: Ideal, which chooses for each query, and mergers (test_rewriting.py)."""
+    """Others are looked at elsewhere: Ideal by query, mergers (test_rewriting.py), EpiKV (test_authors.py)."""
     covered = {type(case.method) for case in METHODS.values()}
-    assert covered | {Ideal, D2O, CaM} == {getattr(kvexp.methods, name) for name in kvexp.methods.__all__}
+    assert covered | {Ideal, D2O, CaM, EpiKV} == {getattr(kvexp.methods, name) for name in kvexp.methods.__all__}

@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused_before_a_model_loads(tmp_path, words, message
 
 
 def test_a_task_of_one_question_per_context_is_refused() -> None:
-    with pytest.raises(ConfigError, match="task=news has one: take news_qa, news_needle"):
+    with pytest.raises(ConfigError, match="task=news has one: take news_qa, memory, news_needle"):
         settings_of(*composed("task=news", "questions=all"))
 
 
