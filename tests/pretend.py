@@ -41,7 +41,11 @@ class Placed(torch.Tensor):
         device, dtype = device or self.device, dtype or self.dtype
         if not copy and (device, dtype) == (self.device, self.dtype):
             return self
-        return torch.ops.aten._to_copy.default(self, dtype=dtype, device=device, non_blocking=non_blocking)
+        moved = torch.ops.aten._to_copy.default(self, dtype=dtype, device=device, non_blocking=non_blocking)
+        for mark in ("sight", "queries"):  # of a mask, which `SeenMask.to` keeps
+            if hasattr(self, mark):
+                setattr(moved, mark, getattr(self, mark))
+        return moved
 
     def cpu(self):
         return self.to("cpu")

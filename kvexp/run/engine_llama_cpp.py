@@ -179,9 +179,7 @@ def fetch_main(words: Sequence[str]) -> int:
     from kvexp.run.jobs import composed_model
 
     if words[:1] in (["-h"], ["--help"]):
-        say(
-            "usage: kvexp fetch llama_cpp [model=NAME]\n\nWrite the float32 GGUF file that engine=llama_cpp reads, once."
-        )
+        say("usage: kvexp fetch llama_cpp [model=NAME]\n\nWrite the float32 file that engine=llama_cpp reads, once.")
         raise SystemExit(0)
     library()
     name, spec = composed_model(words)

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_eviction_log import case_of
-from test_replay import made
-from test_sweep_divergence import ONE_BY_ONE
+from test_eviction_log import case_of, run_of
+from test_sweep_divergence import ONE_BY_ONE, group
 
 from kvexp.core import Budget, CacheConfig
 from kvexp.engines.trace import BLOCK, main, trace_of, write_trace
@@ -22,6 +21,8 @@ from kvexp.engines.trace_check import PROFILES, SHOWN, TraceError, check_rules, 
 from kvexp.engines.trace_check import main as check_main
 from kvexp.generate.prefill import decode_step
 from kvexp.methods import A2SF, H2O, TOVA, Full, KeyDiff, Keyformer, SnapKV, StreamingLLM
+from kvexp.run.batches import run_group
+from kvexp.run.session import Session
 from kvexp.util.errors import ConfigError
 
 MODEL = {"name": "tiny"}
@@ -77,7 +78,9 @@ def test_the_profiles_keep_what_their_memory_can():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("traced"), *ONE_BY_ONE)
+    outputs = tmp_path_factory.mktemp("traced")
+    run_group(group(outputs, *ONE_BY_ONE, methods=("h2o",)), Session())
+    return run_of(outputs, "h2o")
 
 
 @pytest.mark.parametrize("profile", ["paged", *(pytest.param(each, marks=pytest.mark.slow) for each in PROFILES[:2])])
