@@ -68,7 +68,7 @@ def main(words: list[str]) -> int:
             return 0
         gate.show(report)
     if "--json" in flags:
-        print(json.dumps(report, indent=2, allow_nan=False))
+        say(json.dumps(report, indent=2, allow_nan=False))
     return int(report["exit_code"])
 
 
