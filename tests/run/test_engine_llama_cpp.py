@@ -153,6 +153,7 @@ def test_a_sweep_reads_each_prompt_once_for_each_format_and_measures_what_runs_a
         assert both[0] == both[1]
 
 
+@needs_package
 def test_a_shift_drops_half_of_what_is_no_sink():
     """As llama-server's: n_discard = (n_past - n_keep) / 2, once n_past is the context's size."""
     words = [*GQA, ENGINE, "method=streaming_llm", "kv_ratio=1.0", "cache.positions=renumbered", "engine.shift=half"]
