@@ -20,16 +20,18 @@ def least_squares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     a [H, n, t], b [H, n, k]. There is none where a has not full rank to the precision of its dtype: x is 0 there.
     """
     n, t = a.shape[-2:]
-    tall = n >= t
-    q, r = torch.linalg.qr(a if tall else a.transpose(-1, -2))
-    diagonal = r.diagonal(dim1=-2, dim2=-1).abs()
+    if n >= t:  # the triangle of (a, b) holds that of a and, beside it, Q^T b: Q itself is not formed
+        triangle, right = torch.linalg.qr(torch.cat([a, b], -1), mode="r").R[:, :t].split((t, b.shape[-1]), -1)
+    else:
+        q, triangle = torch.linalg.qr(a.transpose(-1, -2))
+    diagonal = triangle.diagonal(dim1=-2, dim2=-1).abs()
     floor = torch.finfo(a.dtype).eps * max(n, t) * diagonal.amax(-1)
     failed = ~(diagonal.amin(-1) > floor)
-    r = torch.where(failed[:, None, None], torch.eye(r.shape[-1], dtype=a.dtype, device=a.device), r)
-    if tall:
-        x = torch.linalg.solve_triangular(r, q.transpose(-1, -2) @ b, upper=True)
+    triangle = torch.where(failed[:, None, None], torch.eye(min(n, t), dtype=a.dtype, device=a.device), triangle)
+    if n >= t:
+        x = torch.linalg.solve_triangular(triangle, right, upper=True)
     else:
-        x = q @ torch.linalg.solve_triangular(r.transpose(-1, -2), b, upper=False)
+        x = q @ torch.linalg.solve_triangular(triangle.transpose(-1, -2), b, upper=False)
     failed = failed | ~x.isfinite().all(-1).all(-1)
     return torch.where(failed[:, None, None], 0.0, x), failed
 

@@ -29,9 +29,10 @@ class AttentionMatching(Rewrites):
 
     `choose="omp"`: C by orthogonal matching pursuit of sum_j E[q, j]. `bias="mass"`: one b = -log(the mean share of
     attention that C has), which spreads what is dropped over C. `bias="none"` and `values="kept"`: plain eviction by
-    the same choice. `reference="repeat"`: q are `queries` of a second pass that repeats the prompt behind KVzip's
-    instruction (`instruct=false`: without it). A head whose equations have no one solution keeps its slots as they are
-    (info.fits_failed).
+    the same choice. q are up to `queries` tokens' of a second pass that repeats the prompt behind KVzip's instruction
+    (`instruct=false`: without it), or, `reference="prompt"`, the prompt's own newest ones. With fewer than a prompt has
+    the fit follows those few and fails the others. A head whose equations have no one solution keeps its slots as they
+    are (info.fits_failed).
 
     Source: Zweiger et al., Fast KV Compaction via Attention Matching (arXiv:2602.16284), and the authors' code: bounds
     e^-3 to e^3 and two steps of gradient descent behind a clamped solution (rms), 1e-12 to e^7 and none (omp, one slot
@@ -45,8 +46,8 @@ class AttentionMatching(Rewrites):
     needs_whole_prompt: ClassVar[str] = "fits what is left to a whole prompt"
     n_sinks: Annotated[int, AtLeast(0)] = 4
     window: Annotated[int, AtLeast(1)] = 32
-    queries: Annotated[int, AtLeast(1)] = 512
-    reference: Literal["prompt", "repeat"] = "prompt"
+    queries: Annotated[int, AtLeast(1)] = 1024
+    reference: Literal["prompt", "repeat"] = "repeat"
     instruct: bool = True
     choose: Literal["rms", "omp"] = "rms"
     bias: Literal["fitted", "mass", "none"] = "fitted"
