@@ -9,6 +9,7 @@ import pytest
 from pages import ROOT
 
 from experiments import pages
+from experiments.studies import llama_cpp
 
 DOCS = ROOT / "docs"
 WORDS, DECIMALS, ANSWER_NUMBERS, TABLE_ROWS, CURVES = 700, 25, 3, 12, 7
@@ -89,6 +90,13 @@ def test_every_table_is_one(path):
         assert len(table) > 1 and re.fullmatch(r"\|(?: *:?-+:? *\|)+", table[1]), f"no table: {table[0]}"
         widths = {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) for line in table}
         assert len(widths) == 1, f"rows of {sorted(widths)} bars: {table[0]}"
+
+
+def test_the_table_of_llama_cpp_is_made_of_its_recording(tmp_path):
+    text, copy = (DOCS / "llama_cpp.md").read_text("utf-8"), tmp_path / "page.md"
+    copy.write_text(text, encoding="utf-8")
+    assert llama_cpp.main(["page", str(DOCS / "llama_cpp.csv"), "--page", str(copy)]) == 0
+    assert copy.read_text("utf-8") == text
 
 
 def test_answers_of_the_first_page_are_those_of_the_pages():

@@ -1,4 +1,4 @@
-"""docs/decoding.md: KL of five rules for long answers over that of random slots."""
+"""docs/decoding.md: KL of rules for long answers over that of random slots."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from experiments.pages import ROOT, Curve, blank, curves, markdown
 from experiments.studies.decoding import FIRST, PROMPT, logs, paired, percent, read_rows
 
 RULES = {"snapkv": "SnapKV", "rkv": "R-KV", "vase": "VaSE", "recency": "newest tokens", "triattention": "TriAttention"}
+LATER = {"gkv": "G-KV", "lagkv": "LagKV, causal", "epikv": "EpiKV"}  # at one number of slots: in the table alone
 KINDS = {"solution": "solutions, worked out step by step", "ledger": "ledgers of codes from the prompt"}
 
 
@@ -17,7 +18,7 @@ def percents() -> dict[tuple[str, str], dict[int, tuple[float, float, float]]]:
     cells = logs(read_rows(ROOT / "experiments" / "decoding"))
     table: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {}
     for (kind, slots), cell in sorted(cells.items()):
-        for rule in RULES if kind in KINDS else ():
+        for rule in (*RULES, *LATER) if kind in KINDS else ():
             gaps = paired(cell[rule, PROMPT], cell["redrawn", PROMPT])
             if len(gaps) >= FIRST:
                 table.setdefault((kind, rule), {})[slots] = percent(gaps)
@@ -42,5 +43,8 @@ def draw() -> Figure:
 def table() -> str:
     cells = percents()
     columns = [(kind, slots) for kind in KINDS for slots in sorted(cells[kind, "rkv"])]
-    rows = [[name, *(f"{cells[kind, rule][slots][0]:+.0f}" for kind, slots in columns)] for rule, name in RULES.items()]
+    rows = []
+    for rule, name in (RULES | LATER).items():
+        gaps = [cells.get((kind, rule), {}).get(slots) for kind, slots in columns]
+        rows.append([name, *("-" if gap is None else f"{gap[0]:+.0f}" for gap in gaps)])
     return markdown(["% more KL than random", *(f"{kind}, {slots}" for kind, slots in columns)], rows)

@@ -4,10 +4,10 @@
     python -m experiments.studies.engines table OUTPUTS --csv docs/engines.csv
 
 `record` makes the runs that OUTPUTS lacks: the engine's own answers with its full cache and under each setting; its
-twin's, whose divergence from its own full cache is measured along that cache's answers; formats of llama.cpp and
-vLLM, and kvexp's methods with as many slots as the engine has in use. A twin stands for an engine as long as their
-answers are equal, token for token; where one is not, `table` leaves its KL out. It has a line for each task, setting
-and size, of the examples that all recorded cells of a task have.
+twin's, whose divergence from its own full cache is measured along that cache's answers; and kvexp's methods with as
+many slots as the engine has in use. A twin stands for an engine as long as their answers are equal, token for token;
+where one is not, `table` leaves its KL out. It has a line for each task, setting and size, of the examples that all
+recorded cells of a task have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ SETTINGS = {
     "SUM, all queries (H2O)": ["method.aggregation=sum", "method.window=0"],
 }
 FULL, EIGHT = "full cache, f32", "full cache, u8 (default)"
-FORMATS = {f"full cache, {codec}": codec for codec in ("q8_0", "q4_0", "fp8")}  # of other engines, as kvexp stores them
 RIVALS = {  # with as many slots in each head as the engine has in use
     "h2o": ["method=h2o"],
     "snapkv, also while decoding": ["method=snapkv", "method.decoding=true"],
@@ -104,8 +103,6 @@ def cells(
         found.append(Cell(task, FULL, None, engine("method=full"), own("method=full")))
         eight = engine("engine.cache=u8", "method=full"), own("method=full", "cache.codec=u8")
         found.append(Cell(task, EIGHT, None, *eight))
-        for name, codec in FORMATS.items():
-            found.append(Cell(task, name, None, None, own("method=full", f"cache.codec={codec}")))
         for size in sizes:
             for name, given in SETTINGS.items():
                 asked = ["method=openvino", "budget=tokens", f"budget.tokens={size}", *given]

@@ -2,19 +2,25 @@
 
     python -m experiments.studies.llama_cpp record OUTPUTS          # goes on where it was; two hours of a core
     python -m experiments.studies.llama_cpp table OUTPUTS --csv docs/llama_cpp.csv
+    python -m experiments.studies.llama_cpp page docs/llama_cpp.csv --page docs/llama_cpp.md
 
-A line of the table is a task and a setting: KL from the engine's own full cache in f32 along that cache's answer, with
-its interval, and from transformers' full cache (kl_transformers), of which engine_kl is the engine's own.
+A line of the CSV is a task and a setting: KL from the engine's own full cache in f32 along that cache's answer, with
+its interval, and from transformers' full cache (kl_transformers), of which engine_kl is the engine's own. The page's
+table has a line for each setting.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.studies import carried_out, composed_runs
+import pandas as pd
+
+from experiments.lib.tables import markdown
+from experiments.studies import carried_out, composed_runs, write_tables
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import read_runs
 from kvexp.run.batches import measure_rest, prefill_groups, run_group
@@ -24,8 +30,8 @@ from kvexp.util.output import say, watch_pipes
 
 TASKS = {
     "news": ["task=news", "task.max_new_tokens=16", "limit=20", "divergence=only"],
-    "news_qa": ["task=news_qa", "task.question=in_prompt", "limit=12", "divergence=true"],
-    "ruler": ["task=ruler", "task.subset=niah_single_2", "task.lengths=[1024]", "limit=12", "divergence=true"],
+    "news_qa": ["task=news_qa", "task.question=in_prompt", "limit=20", "divergence=true"],
+    "ruler": ["task=ruler", "task.subset=niah_single_2", "task.lengths=[1024]", "limit=20", "divergence=true"],
 }
 FORMATS = ("f16", "q8_0", "q4_0")
 SLIDING = "method=streaming_llm kv_ratio=0.5"
@@ -50,6 +56,7 @@ COLUMNS = (
     *("numerics", "task", "method", "kv_ratio", "setting", "n", "kl", "kl_low", "kl_high", "top1"),
     *("kl_transformers", "engine_kl", "hash"),
 )
+BEGIN, END = "<!-- llama.cpp: python -m experiments.studies.llama_cpp page -->", "<!-- end of llama.cpp -->"
 ROUNDS_OF = {"news": 3, "news_qa": 1, "ruler": 1}
 
 
@@ -81,17 +88,39 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
+def _page(args: argparse.Namespace) -> int:
+    write_tables(text_of(pd.read_csv(args.outputs).fillna({"kv_ratio": ""})), args.page, BEGIN, END)
+    return 0
+
+
+def text_of(rows: pd.DataFrame) -> str:
+    """Markdown: KL with its 95 % interval, a line for each setting and a column for each task."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows.to_dict("records"):
+        words = re.sub(r"(engine=|task\.)\S+", "", row["setting"]).split()
+        if row["method"] != "full_quantised":
+            words = [f"method={row['method']}", f"kv_ratio={row['kv_ratio']:g}", *words]
+        number = "{kl:#.2g} ({kl_low:#.2g}..{kl_high:#.2g})".format(**row)
+        cells.setdefault(" ".join(words), {})[row["task"].partition("/")[0]] = number
+    order = sorted(cells, key=lambda words: ("method=" in words, words))
+    return markdown(
+        ("setting", *TASKS), *((f"`{words}`", *(cells[words].get(task, "") for task in TASKS)) for words in order)
+    )
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Record or show the study; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.llama_cpp", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for name, command in {"record": _record, "table": _table}.items():
+    for name, command in {"record": _record, "table": _table, "page": _page}.items():
         sub = commands.add_parser(name)
         sub.add_argument("outputs", type=Path, nargs="?", default=Path("outputs/llama_cpp"))
         sub.add_argument("--task", action="append", choices=list(TASKS))
         sub.add_argument("--words", nargs="*", default=[], help="further words of the command line, such as threads=2")
         if name == "table":
             sub.add_argument("--csv", type=Path, help="also write the table into this file")
+        if name == "page":
+            sub.add_argument("--page", type=Path, help="write the table into this page")
         sub.set_defaults(command=command)
     return carried_out(parser, words)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.studies.engines import EIGHT, FORMATS, FULL, RIVALS, SETTINGS, cells, main, table
+from experiments.studies.engines import EIGHT, FULL, RIVALS, SETTINGS, cells, main, table
 from kvexp.generate.openvino import WHEEL
 from kvexp.run.batches import evaluate_run, measure_rest, opened
 from kvexp.run.session import Session
@@ -18,18 +18,16 @@ TESTBED = ["model=testbed_gqa", "task.max_prompt_tokens=400", "task.max_new_toke
 
 def test_every_cell_is_the_engine_and_its_twin_or_kvexps_own_with_as_many_slots(tmp_path):
     made = cells(tmp_path, ["news"], (256, 512), 2, TESTBED)
-    assert [cell.setting for cell in made] == [FULL, EIGHT, *FORMATS, *[*SETTINGS, *RIVALS] * 2]
+    assert [cell.setting for cell in made] == [FULL, EIGHT, *[*SETTINGS, *RIVALS] * 2]
     for cell in made:
         assert cell.own.engine is None and cell.own.model.weights == "float16"
         assert cell.own.divergence.texts == (() if cell.setting == FULL else ("own",))
         if cell.setting in RIVALS:
             assert cell.engine is None and cell.own.budget.tokens == cell.size + 32
-        elif cell.setting in FORMATS:
-            assert cell.engine is None and cell.own.cache.quantization is not None
         else:
             assert cell.own.method == cell.engine.method and cell.own.budget == cell.engine.budget
     assert made[1].engine.engine.cache == "u8"
-    assert len({str(run.identity) for cell in made for run in cell.runs}) == 2 * len(made) - len(FORMATS) - 8
+    assert len({str(run.identity) for cell in made for run in cell.runs}) == 2 * len(made) - 8
 
 
 def test_a_recording_is_made_and_shown(tmp_path):
@@ -38,10 +36,10 @@ def test_a_recording_is_made_and_shown(tmp_path):
     assert main(["record", *asked]) == 0
     assert main(["table", *asked[:-4], "--csv", str(tmp_path / "table.csv"), *asked[-4:]]) == 0
     made = pd.read_csv(tmp_path / "table.csv").set_index("setting")
-    assert list(made.index) == [FULL, EIGHT, *FORMATS, *SETTINGS, *RIVALS]
+    assert list(made.index) == [FULL, EIGHT, *SETTINGS, *RIVALS]
     twins = made.loc[list(SETTINGS)]
     assert twins["stands"].all() and twins["equal"].eq(2).all() and twins["kl"].gt(0).all()
-    assert made["kl_third_3"].notna().sum() >= len(SETTINGS) and made.loc[list(FORMATS), "equal"].isna().all()
+    assert made["kl_third_3"].notna().sum() >= len(SETTINGS)
 
 
 def test_tables_are_of_the_examples_that_all_cells_have(tmp_path):
