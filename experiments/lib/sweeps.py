@@ -18,6 +18,7 @@ ALL_OF = {  # of each task what is fixed; of choices 16 items decode together: i
     "lm_eval": "limit=20 batch_size=16 task.num_fewshot=0",
     # Of each set; five rows could not show one above its floor.
     "longbench": "limit=12 task.max_prompt_tokens=4000 task.max_new_tokens=32",
+    "memory": "limit=48",  # asked after the eviction; eight to a conversation
     "needle": f"{HAYSTACKS} task.max_new_tokens=32",
     "news_qa": "limit=48",  # asked after the eviction; four to an article
     "passkey": HAYSTACKS,

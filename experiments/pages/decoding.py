@@ -46,5 +46,6 @@ def table() -> str:
     rows = []
     for rule, name in (RULES | LATER).items():
         gaps = [cells.get((kind, rule), {}).get(slots) for kind, slots in columns]
-        rows.append([name, *("-" if gap is None else f"{gap[0]:+.0f}" for gap in gaps)])
+        if any(gaps):
+            rows.append([name, *("-" if gap is None else f"{gap[0]:+.0f}" for gap in gaps)])
     return markdown(["% more KL than random", *(f"{kind}, {slots}" for kind, slots in columns)], rows)
