@@ -61,6 +61,7 @@ AUTHORS = {
     "tests/fixtures/authors_2025.npz": ("cake", "rkv", "triattention", "vatp"),
     "tests/fixtures/authors_2026.npz": ("capkv", "defensivekv", "triattention", "vase"),
     "tests/fixtures/authors_decoding.npz": ("epikv", "gkv", "lagkv"),
+    "tests/fixtures/authors_rewriting.npz": ("attention_matching", "cam", "d2o"),
 }
 KVPRESS = {
     "eager": (

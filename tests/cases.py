@@ -203,11 +203,12 @@ CASES: dict[str, Case] = {
     "dropkv": Case(CAOTE(alpha="window", window=3), oracles.dropkv, properties=True),
     # What these put into their slots: test_rewriting.py.
     "attention_matching": Case(
-        AttentionMatching(n_sinks=1, window=2, queries=3, bias="none", values="kept"), oracles.attention_matching,
-        properties=True, unbounded="a whole prompt"),
+        AttentionMatching(n_sinks=1, window=2, queries=3, reference="prompt", bias="none", values="kept"),
+        oracles.attention_matching, properties=True, unbounded="a whole prompt"),
     # Two of 96 rows that look at nothing else: a mean square of 2/96, for the distractors' 1/144 at most.
     "attention_matching_1": Case(
-        AttentionMatching(n_sinks=1, window=2, bias="none", values="kept"), planted="++ +-+++ ++ ++ + -"),
+        AttentionMatching(n_sinks=1, window=2, reference="prompt", bias="none", values="kept"),
+        planted="++ +-+++ ++ ++ + -"),
     "attention_matching_fitted": Case(AttentionMatching(), unbounded="rewrites"),
     "d2o": Case(D2O(n_sinks=1), planted="++ +-++- ++ ++ + -", unbounded="rewrites"),
     "cam": Case(CaM(n_sinks=1), unbounded="rewrites"),

@@ -61,10 +61,11 @@ def check_undoing(cache: CacheConfig) -> None:
             "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a run "
             "of the same method with cache.bits=16 (its log and its twin are there with any cache.bits)"
         )
-    if cache.chooses_slots:
+    if cache.chooses_slots or cache.rewritten:
+        does = "puts other numbers into kept slots" if cache.rewritten else "counts in blocks of neighbouring slots"
         raise ConfigError(
-            f"undoing an eviction keeps every token in sight, and method={cache.method.name} counts in blocks of slots "
-            "that are next to each other: take kvexp diagnose show, draw or gap, which ask what it kept and lost"
+            f"undoing an eviction keeps every token in sight, and method={cache.method.name} {does}: take kvexp "
+            "diagnose show, draw or gap, which ask what it kept and lost"
         )
 
 

@@ -155,6 +155,7 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
         lambda c: c.simulation_only or (c.method.score_spec is not None and c.method.score_spec.over == "full"),
         "method {c.method.name} exists as a simulation only, which no engine could follow",
     ),
+    (lambda c: c.rewritten, "method {c.method.name} puts other numbers into kept slots, which a trace does not hold"),
     (lambda c: c.renumbered, "traces are of original positions: set cache.positions=original"),
 )
 

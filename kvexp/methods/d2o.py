@@ -1,4 +1,4 @@
-"""D2O: a dropped token is merged into the kept one whose key is most like its kept_weight, if it is like enough."""
+"""D2O: a dropped token is merged into the kept one whose key is most like its own, if it is like enough."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ class D2O(Rewrites):
     k_j' = (e k_j + sum_i e^(u_i) k_i) / (e + sum_i e^(u_i)), values likewise. Chosen and merged once.
 
     Source: Wan et al., arXiv:2406.13035, section 3.3, and the authors' code, whose kept tokens are three heavy ones for
-    each recent one, the first four among them. `weights="mean"`: the code's (k_j + sum_i u_i k_i) / (1 + n). Keys are
-    compared and merged as cached, turned by RoPE at their kept_weight positions, as in the code; a merged key keeps the
-    position of its kept token. Departures: layers have equal budgets (the paper's are by the spread of attention), one
-    eviction and one threshold at the end of the prompt (theirs go on for every token, with a moving average), the
-    threshold is held against each head's token (the code: against the mean over heads of the i-th dropped token of
-    each).
+    each recent one, the first four among them. `weights="mean"`: the code's (k_j + sum_i u_i k_i) / (1 + n).
+    `threshold="rank"`: as in the code, the i-th dropped tokens of all heads are merged together or not at all, by the
+    mean of their u. Keys are compared and merged as cached, turned by RoPE at their own positions, as in the code; a
+    merged key keeps the position of its kept token. Departures: layers have equal budgets (the paper's are by the
+    spread of attention; the code leaves the first two layers and the last whole), one eviction and one threshold at the
+    end of the prompt (theirs go on for every token, with a moving average, from the first generated one on), query
+    heads that share a key share its slots (the code repeats keys).
     """
 
     name: ClassVar[str] = "d2o"
+    later: ClassVar[tuple[str, ...]] = ("threshold",)
     n_sinks: Annotated[int, AtLeast(0)] = 4
     recent_ratio: Annotated[float, Range(0, 1)] = 0.25  # heavy to recent 3 to 1
     weights: Literal["softmax", "mean"] = "softmax"  # mean: the authors' code
+    threshold: Literal["token", "rank"] = "token"  # rank: the authors' code
 
     @property
     def score_spec(self) -> AttentionScoreSpec:
@@ -52,7 +55,7 @@ class D2O(Rewrites):
         best, into = likeness.max(-1)
         best = best.masked_fill(~dropped, 0.0)
         threshold = best.sum((1, 2)) / dropped.sum((1, 2)).clamp_min(1)
-        merged = dropped & (best >= threshold[:, None, None])
+        merged = dropped & (self._held_against(best, dropped) >= threshold[:, None, None])
         weight, kept_weight = (best.exp(), math.e) if self.weights == "softmax" else (best, 1.0)
         weight = weight.masked_fill(~merged, 0.0)
         share = weight if self.weights == "softmax" else merged.float()
@@ -65,3 +68,11 @@ class D2O(Rewrites):
             return sums.scatter_add(2, target, weight[..., None] * states) / total
 
         return Rewritten(keys=merge(keys), values=merge(values))
+
+    def _held_against(self, best: Tensor, dropped: Tensor) -> Tensor:
+        """What the threshold is held against for every dropped slot [B, H, S]; best: likeness, 0 where not dropped."""
+        if self.threshold == "token":
+            return best
+        rank = (dropped.cumsum(-1) - 1).clamp_min(0)  # all heads of a row drop as many
+        means = torch.zeros_like(best[:, 0]).scatter_add(-1, rank.flatten(1), best.flatten(1)) / best.shape[1]
+        return means[:, None].expand_as(best).gather(-1, rank)

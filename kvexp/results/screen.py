@@ -62,7 +62,8 @@ LEGEND = (
     "full's, and the answers at least 90 % as long.",
     "Both verdicts are decided by intervals corrected (Bonferroni) for the number of compared runs of one model and "
     "task. undecided: the interval holds the limit.",
-    "KV peak: most bytes of keys and values at any time, and the difference from the full cache's.",
+    "KV held: bytes of keys, values and biases at the end, where slots do not tell them. KV peak: most at "
+    "any time, and the difference from the full cache's.",
     "TTFT, TPOT: median seconds to the first token, and per further token.",
     "Each run's rows, configuration and environment: OUTPUTS/<hash>/ (docs/results.md; words: docs/glossary.md).",
 )
@@ -225,6 +226,12 @@ def _change(row: Row) -> str:
     return "" if absent(full) or absent(peak) or not full else f"{100 * (peak / full - 1):+.0f} %"
 
 
+def _bytes_matter(ran: list[Record]) -> bool:
+    """Whether the runs have budgets of bytes, or some of them hold as many slots in different numbers of bytes."""
+    held = {(row["slots"], row["kv_bytes"]) for row in ran if not absent(row["slots"])}
+    return len({slots for slots, _ in held}) < len(held) or any("bytes_ratio=" in str(row["setting"]) for row in ran)
+
+
 def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
     """Columns that name a row, and the others; every console shows rank 0, higher ranks as there is room."""
     metrics, headline = quality.metrics_of(rows)
@@ -251,6 +258,7 @@ def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
         further.append([score] if enough else [])
     if any(row["status"] != "done" and not _only_distance(row) for row in rows):
         columns.append(quality.STATUS)
+    columns += telling(rows, Column("KV\nheld", "kv_bytes", size)) if _bytes_matter(ran) else []
     columns += telling(rows, Column("KV peak", "peak_kv_bytes", size))
     columns += [Column("vs full", _change, rank=1)] * any(_change(row) for row in rows)
     columns += telling(rows, Column("KV in\npages", "page_bytes", size, rank=1))

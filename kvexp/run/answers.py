@@ -384,8 +384,10 @@ class _Text:
         # Nothing was evicted yet, unless the prompt was evicted between chunks.
         unevicted = variant.cache.config.bounded_chunk is None
         lines = [
-            _line(index, prompt, self.kind, row, first_by_prefill=not prompt.question_ids and unevicted)
-            for (index, prompt), row in zip(self.prompts, rows, strict=True)
+            _line(index, prompt, self.kind, row, first_by_prefill=not prompt.question_ids and unevicted, **failed)
+            for (index, prompt), row, failed in zip(
+                self.prompts, rows, generation.failed_fits(variant.cache), strict=True
+            )
         ]
         return Outputs(self.batch, place, lines=lines)
 

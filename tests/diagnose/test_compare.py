@@ -205,14 +205,25 @@ def test_a_full_cache_in_few_bits_has_a_twin_that_shows_what_the_bits_do(tmp_pat
     assert read_table(run, row["example"], EVICTIONS).empty
 
 
-def test_a_replay_of_quantised_slots_is_refused_before_a_model_loads(tmp_path, command, capsys, monkeypatch):
-    run_job(job(tmp_path, "cache.bits=4", "cache.residual=8", "cache.group=8", limit=1))
+@pytest.mark.parametrize(
+    ("method", "options", "reason"),
+    [
+        (
+            "h2o",
+            ("cache.bits=4", "cache.residual=8", "cache.group=8"),
+            "explain a run of the same method with cache.bits=16",
+        ),
+        ("d2o", (), "method=d2o puts other numbers into kept slots"),
+    ],
+)
+def test_a_replay_is_refused_before_a_model_loads(tmp_path, command, capsys, monkeypatch, method, options, reason):
+    run_job(job(tmp_path, f"method={method}", *options, limit=1))
     assert not command.failures
-    run = run_of(tmp_path)
+    run = run_of(tmp_path, method)
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
     for words in (["replay", str(run.path), "0"], ["explain", str(run.path)]):
         assert main(words) == 2
-        assert "explain a run of the same method with cache.bits=16" in " ".join(capsys.readouterr().err.split())
+        assert reason in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,20 @@ keys and values; then it goes on over those slots, with biases added to its mask
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import LAYERS, distinct, feed, stock, tiny
+from recordings import Recording
+from tiny import LAYERS, Streams, distinct, feed, run_core, stock, tiny
 from torch import Tensor
 from transformers import DynamicCache
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization
 from kvexp.core.budget import BytesBudget
 from kvexp.core.fitting import least_squares, matching_pursuit
+from kvexp.core.slots import Slots
 from kvexp.generate import failed_fits, pad_left
 from kvexp.hf import EvictionCache
 from kvexp.methods import D2O, AttentionMatching, CaM
@@ -31,7 +32,7 @@ KV_HEADS, GROUP = 3, 5
 SEQUENCES = distinct(29, len(LENGTHS), max(LENGTHS) + NEW)
 PROMPTS = [SEQUENCES[row, NEW : NEW + n].tolist() for row, n in enumerate(LENGTHS)]
 CONTINUATION = SEQUENCES[:, :NEW]
-MATCHING: dict[str, Any] = {"n_sinks": SINKS, "window": WINDOW, "queries": QUERIES}
+MATCHING: dict[str, Any] = {"n_sinks": SINKS, "window": WINDOW, "queries": QUERIES, "reference": "prompt"}
 
 # A head's slots: attention [query heads, N, N], keys [N, D], values [N, D] -> kept positions, biases, keys, values.
 Head = tuple[list[int], np.ndarray, np.ndarray, np.ndarray]
@@ -127,11 +128,10 @@ def merged_cam(method: CaM, attention: np.ndarray, keys: np.ndarray, values: np.
     score = attention.sum((0, 1))
     kept = chosen(score, len(keys), BUDGET // 2 - 1, 1)
     new = values.copy()
-    for i in set(range(len(keys))) - set(kept):
-        following = [j for j in kept if j > i][: method.share]
-        if score[i] > np.mean(score[following]):
-            for j in following:
-                new[j] += values[i] / method.share
+    for i in range(len(keys)):
+        following = range(i + 1, min(i + 1 + method.share, len(keys)))
+        if i not in kept and score[i] > np.mean(score[following]):
+            new[following] += new[i] / method.share
     return kept, np.zeros(len(kept)), keys[kept], new[kept]
 
 
@@ -184,7 +184,7 @@ METHODS = {
     "matching_mass": AttentionMatching(bias="mass", values="kept", **MATCHING),
     "matching_bias": AttentionMatching(values="kept", **MATCHING),
     "matching_values": AttentionMatching(bias="none", **MATCHING),
-    "matching_repeat": AttentionMatching(reference="repeat", instruct=False, **MATCHING),
+    "matching_repeat": AttentionMatching(**(MATCHING | {"reference": "repeat", "instruct": False})),
     "matching_plain": AttentionMatching(bias="none", values="kept", **MATCHING),
     "d2o": D2O(n_sinks=1),
     "d2o_mean": D2O(n_sinks=1, weights="mean"),
@@ -209,17 +209,16 @@ def test_a_cache_rewritten_by_hand_gives_the_same_logits(name: str) -> None:
                 torch.testing.assert_close(out.logits[step][place], want, rtol=2e-4, atol=2e-4)
 
 
-AUTHORS = Path(__file__).parent.parent / "fixtures" / "attention_matching.npz"
+AUTHORS = Recording("authors_rewriting")  # the .md beside it says what of the authors' code was run, and how
 
 
-@pytest.mark.parametrize("choose", ["rms", "omp"])
-def test_the_authors_numbers(choose: str) -> None:
-    """The authors' code on random queries, keys and values (attention_matching.md says how it was run)."""
-    held = np.load(AUTHORS)
-    queries, keys, values = (torch.tensor(held[name]).double() for name in ("queries", "keys", "values"))
+@pytest.mark.parametrize("choose", AUTHORS.config["attention_matching"]["cases"])
+def test_the_authors_fits(choose: str) -> None:
+    held = {name: AUTHORS.tensor(f"attention_matching/{name}") for name in ("queries", "keys", "values")}
+    queries, keys, values = (states.double() for states in held.values())
     x = queries @ keys.T / keys.shape[1] ** 0.5
     e = torch.exp(x - x.amax(-1, keepdim=True))[None]
-    wanted = torch.tensor(held[f"{choose}_index"])[None]
+    wanted = AUTHORS.tensor(f"attention_matching/{choose}_index")[None]
     method = AttentionMatching(choose=choose)  # type: ignore[arg-type]
     if choose == "omp":
         assert matching_pursuit(e, e.sum(-1), wanted.shape[1], math.exp(7)).tolist() == wanted.tolist()
@@ -228,8 +227,57 @@ def test_the_authors_numbers(choose: str) -> None:
         assert set(share.square().mean(1)[0].topk(wanted.shape[1]).indices.tolist()) == set(wanted[0].tolist())
     bias, fitted, failed = method._fit(e, values[None], wanted)
     assert not failed.any()
-    np.testing.assert_allclose(bias[0], held[f"{choose}_bias"], atol=1e-5)
-    np.testing.assert_allclose(fitted[0], held[f"{choose}_values"], atol=2e-5)
+    np.testing.assert_allclose(bias[0], AUTHORS[f"attention_matching/{choose}_bias"], atol=1e-5)
+    np.testing.assert_allclose(fitted[0], AUTHORS[f"attention_matching/{choose}_values"], atol=2e-5)
+
+
+def rewritten(method: Method, budget: int, rows: int = 1) -> Slots:
+    """Slots of one layer after the authors' queries, keys and values [H, T, D], in rows that differ in their seeds."""
+    streams = Streams(*(AUTHORS.tensor(f"{method.name}/{name}").expand(1, rows, -1, -1, -1) for name in "qkv"))
+    config = CacheConfig(method, Budget(tokens=budget, counts_self=False))
+    return run_core(config, streams, [streams.q.shape[3]], seeds=range(rows)).states[0].require_slots()
+
+
+def test_the_slots_that_the_authors_d2o_merges() -> None:
+    (case,) = AUTHORS.config["d2o"]["cases"]
+    budget = case["hh_size"] + case["recent_size"]
+    method = D2O(recent_ratio=case["recent_size"] / budget, weights="mean", threshold="rank")
+    slots = rewritten(method, budget)
+    assert torch.equal(slots.positions[0, :, :budget], AUTHORS.tensor("d2o/index").long())
+    for got, name in ((slots.keys, "keys"), (slots.values, "values")):
+        np.testing.assert_allclose(got[0, :, :budget], AUTHORS[f"d2o/{name}"], atol=1e-6)
+
+
+def given_by_cam(number: int, rows: int = 1, **options: Any) -> tuple[Tensor, Tensor]:
+    """Values [rows, H, kept, D] as they are after the case's only eviction, and as the authors' code leaves them."""
+    case = AUTHORS.config["cam"]["cases"][number]
+    budget = case["start"] + case["recent"]
+    sizes = {"n_sinks": case["start"], "recent_ratio": case["recent"] / budget, "share": case["share"]}
+    slots = rewritten(CaM(**sizes, **options), budget, rows)
+    return slots.values[:, :, :budget], AUTHORS.tensor(f"cam/{number}/values")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_authors_cam_gives_the_same_value_as_often(number: int) -> None:
+    """One token leaves: `probability` [H] that its value is given, and the values where it is, are theirs."""
+    case, probability = AUTHORS.config["cam"]["cases"][number], AUTHORS.tensor(f"cam/{number}/probability")
+    plain = AUTHORS.tensor("cam/v")
+    plain = torch.cat([plain[:, : case["start"]], plain[:, case["start"] + 1 :]], dim=1)
+    above, merged = given_by_cam(number, draw="above")
+    torch.testing.assert_close(above[0], torch.where(probability[:, None, None] == 1, merged, plain), rtol=0, atol=1e-6)
+    drawn, merged = given_by_cam(number, rows=400)
+    gives = [(drawn - values).abs().amax((-1, -2)) < 1e-6 for values in (plain, merged)]
+    assert bool((gives[0] ^ gives[1]).all())
+    torch.testing.assert_close(gives[1].float().mean(0), probability, rtol=0, atol=4 * 0.5 / 400**0.5)
+
+
+@pytest.mark.parametrize("block", [256, 7])
+def test_the_authors_cam_gives_on_what_a_token_was_given(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """17 tokens leave one after the other, and all of them give."""
+    monkeypatch.setattr("kvexp.methods.cam.BLOCK", block)
+    monkeypatch.setattr(CaM, "_draws", lambda self, ctx: torch.zeros_like(ctx.score))
+    given, theirs = given_by_cam(2)
+    torch.testing.assert_close(given[0], theirs, rtol=0, atol=1e-6)
 
 
 def test_equations_without_one_solution_leave_the_slots_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,10 @@ VARIANTS = [
     CacheConfig(EpiKV(window=4, protect_recent=3), Budget(tokens=5, of="generated"), keep="prompt"),
     CacheConfig(VATP(n_sinks=1), HALF),
     CacheConfig(Random(), HALF),
-    CacheConfig(AttentionMatching(window=4, queries=12), HALF),
-    CacheConfig(AttentionMatching(n_sinks=1, window=3, queries=12, bias="mass", values="kept"), FIFTH),
+    CacheConfig(AttentionMatching(window=4, queries=12, reference="prompt"), HALF),
+    CacheConfig(
+        AttentionMatching(n_sinks=1, window=3, queries=12, reference="prompt", bias="mass", values="kept"), FIFTH
+    ),
     CacheConfig(D2O(n_sinks=1), HALF),
     CacheConfig(CaM(n_sinks=1, share=3), HALF),
     CacheConfig(H2O(), Budget(kv_ratio=1.0)),

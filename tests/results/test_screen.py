@@ -36,11 +36,12 @@ def record(
     engine=None,
     heavy=1.0,
     ended="length",
+    held=(),
     **labels,
 ):
     """A run whose scores and divergences differ a little from example to example; heavy: times the first one's KL."""
     receipt = {"kv_bytes": 10, "peak_kv_bytes": 1024 * (10 if baseline is None else 6), "batch_size": 1}
-    receipt["first_eviction_step"] = 0 if evicts and baseline else None
+    receipt |= {"first_eviction_step": 0 if evicts and baseline else None, **dict(held)}
     seconds = {"ttft": 0.1, "tpot": 0.01} if timed else {"ttft": None, "tpot": None}
     more = {"output": f"{method} says it " + "and more of it " * 60, "new_tokens": 8, "finish_reason": ended}
     scores = [{"rouge1": score + index % 5, "rouge2": score / 2} for index in range(n)]
@@ -62,6 +63,15 @@ def shown(folder, width=100, **options):
     out = io.StringIO()
     print_screen(read_runs(folder), Console(file=out, width=width, markup=False), **options)
     return out.getvalue()
+
+
+def test_bytes_held_are_shown_where_slots_do_not_tell_them(tmp_path):
+    full = record(tmp_path, "full")
+    for method, held in (("snapkv", 2000), ("d2o", 2000), ("attention_matching", 2048)):
+        assert " held" not in shown(tmp_path)
+        record(tmp_path, method, 0.5, baseline=full, held={"slots": 50.0, "kv_bytes": held})
+    (line,) = [line for line in shown(tmp_path).splitlines() if "attention_matching" in line]
+    assert " 2 KiB " in line
 
 
 @pytest.fixture
