@@ -25,7 +25,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "gate": ("kvexp.gate.command:main", "does a served build, format or port still answer as its baseline does"),
     "claim": ("kvexp.results.claims:main", "a paper's claim in one file: measured, judged, checked again"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
-    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain, draw"),
+    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain"),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
     "models": ("kvexp.cli:models", "the models, and the settings of one"),

@@ -64,7 +64,7 @@ def check_undoing(cache: CacheConfig) -> None:
     if cache.chooses_slots:
         raise ConfigError(
             f"undoing an eviction keeps every token in sight, and method={cache.method.name} counts in blocks of slots "
-            "that are next to each other: take kvexp diagnose show, draw or gap, which ask what it kept and lost"
+            "that are next to each other: take kvexp diagnose show or gap, which ask what it kept and lost"
         )
 
 
