@@ -154,19 +154,12 @@ def _listed(group: str, names: list[str]) -> int:
     if names[:1] in (["-h"], ["--help"]):
         print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
         return 0
-    from kvexp.run.user_code import installed, package_of
-
     known = described(group)
-    points = installed(group, known)
     if not names:
         for name, text in known.items():
             say(f"{name:<26} {text}")
-        for name, point in points.items():
-            say(f"{name:<26} {point.value}, from {package_of(point)}")
     for text in [
-        _settings_text(group, name, known[name])
-        if name in known
-        else _settings_of_users(group, name, [*known, *points])
+        _settings_text(group, name, known[name]) if name in known else _settings_of_users(group, name, known)
         for name in names
     ]:
         say(text)
