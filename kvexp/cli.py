@@ -25,7 +25,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "gate": ("kvexp.gate.command:main", "does a served build, format or port still answer as its baseline does"),
     "claim": ("kvexp.results.claims:main", "a paper's claim in one file: measured, judged, checked again"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
-    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain, draw"),
+    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, show, replay, explain"),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
     "models": ("kvexp.cli:models", "the models, and the settings of one"),
@@ -154,19 +154,12 @@ def _listed(group: str, names: list[str]) -> int:
     if names[:1] in (["-h"], ["--help"]):
         print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
         return 0
-    from kvexp.run.user_code import installed, package_of
-
     known = described(group)
-    points = installed(group, known)
     if not names:
         for name, text in known.items():
             say(f"{name:<26} {text}")
-        for name, point in points.items():
-            say(f"{name:<26} {point.value}, from {package_of(point)}")
     for text in [
-        _settings_text(group, name, known[name])
-        if name in known
-        else _settings_of_users(group, name, [*known, *points])
+        _settings_text(group, name, known[name]) if name in known else _settings_of_users(group, name, known)
         for name in names
     ]:
         say(text)

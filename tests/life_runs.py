@@ -1,10 +1,9 @@
-"""Run folders of a context's life, made by hand: conversations, questions, chunks, long answers, instructions."""
+"""Run folders of a context's life, made by hand: conversations, questions, chunks, long answers."""
 
 from pathlib import Path
 from typing import Any
 
 from kvexp.run.store import Run
-from kvexp.tasks.articles import assistants, own_digest
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -90,35 +89,8 @@ def long_answers(folder: Path) -> None:
         base = base or run
 
 
-def instructions(folder: Path, count: int = 24) -> None:
-    """The full cache, h2o with keep=span, which does the same, and h2o, which follows half and tells the secret once.
-
-    The first two tell the secret when asked, h2o tells it unasked.
-    """
-    bases: dict[str, Run] = {}
-    for task in ("instructions", "instructions_leak"):
-        for method, keep, share in (("full", None, 1.0), ("h2o", None, 0.5), ("h2o", "span", 1.0)):
-            labels = {"method": method, "kv_ratio": None if method == "full" else 0.2}
-            labels["setting"] = f"keep={keep}" if keep else ""
-            config = {
-                "task": {"name": task, "question": "in_prompt"},
-                "data": f"assistants:{own_digest('assistants')}:x",
-            }
-            run = opened(folder, task, labels, config | ({"keep": keep} if keep else {}), bases.get(task))
-            bases.setdefault(task, run)
-            for index, one in enumerate(assistants()[:count]):
-                info, said = {"assistant": one.id, "number": index}, "No."
-                if task == "instructions":
-                    metrics = {"followed": 100 * share, "all_followed": 100.0 * (share == 1), "rule": 0.0}
-                    said = f"It is {one.code.lower()}" if share < 1 and not index else said
-                    run.append(row(index, one.id, metrics, info=info, output=said, answered=True))
-                else:
-                    run.append(row(index, one.id, {"kept_secret": 100.0 * (share < 1)}, info=info))
-            run.finish(count)
-
-
 def outputs(folder: Path) -> Path:
     """All of them."""
-    for make in (conversations, questions, chunks, long_answers, instructions):
+    for make in (conversations, questions, chunks, long_answers):
         make(folder)
     return folder

@@ -52,8 +52,8 @@ LIFE = {
     # runs, about 140 minutes of a core; the plan says 72, since it leaves out that each answer is fed once more to
     # a full cache.
     "turns": (f"{MODEL} task=dialogue limit=140 | task.history=own,full method=streaming_llm,h2o,snapkv kv_ratio=0.3"),
-    # Instructions and a secret under eviction, with both remedies: kvexp results OUTPUTS --view instructions. The
-    # budget has to hold system prompt, sinks and recent window; 0.2 does not. 20 runs of 48, about 50 minutes.
+    # Instructions and a secret under eviction, with both remedies. The budget has to hold system prompt, sinks and
+    # recent window; 0.2 does not. 20 runs of 48, about 50 minutes.
     "instructions": (
         f"{MODEL} task=instructions limit=48 divergence=false | task=instructions,instructions_leak "
         "task.question=after_eviction method=streaming_llm,h2o,snapkv kv_ratio=0.5 keep=null,span,fair"

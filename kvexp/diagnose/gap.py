@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -140,6 +141,15 @@ def draw(frame: pd.DataFrame) -> Figure:
     handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
     return figure
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write the figure; ConfigError for another kind of picture. In an .svg letters stay letters, which is smaller."""
+    if file.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"{file} must end in .png, .svg or .pdf")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, dpi=110)
 
 
 def _bars(axis: Any, block: pd.DataFrame) -> None:

@@ -190,9 +190,9 @@ def _kv_heads(state: EvictionLayer | RetrievalLayer) -> int:
     return state.memory.keys.shape[1]
 
 
-def ensure_diagnosed(run: Run, rows: list[Row], kind: Log | None = None) -> None:
-    """Make the log (or `kind`) of the rows that have none; ConfigError where the run can have none."""
-    kind = kind or Log()
+def ensure_diagnosed(run: Run, rows: list[Row]) -> None:
+    """Make the log of the rows that have none; ConfigError where the run can have none."""
+    kind = Log()
     if not kind.rows_without(run, rows):
         return
     settings = settings_at(run)

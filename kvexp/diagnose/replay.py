@@ -65,7 +65,7 @@ def check_undoing(cache: CacheConfig) -> None:
         does = "puts other numbers into kept slots" if cache.rewritten else "counts in blocks of neighbouring slots"
         raise ConfigError(
             f"undoing an eviction keeps every token in sight, and method={cache.method.name} {does}: take kvexp "
-            "diagnose show, draw or gap, which ask what it kept and lost"
+            "diagnose show or gap, which ask what it kept and lost"
         )
 
 

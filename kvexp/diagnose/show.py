@@ -12,9 +12,9 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from kvexp.diagnose import gap, replay, twin
-from kvexp.diagnose.case import chosen, fed_prompt, opened, rows_of, run_at, title_of
-from kvexp.diagnose.options import Twin, check_diagnosable, ensure_diagnosed
+from kvexp.diagnose import gap, replay
+from kvexp.diagnose.case import chosen, fed_prompt, opened, rows_of, run_at
+from kvexp.diagnose.options import check_diagnosable, ensure_diagnosed
 from kvexp.hf.cache import mark
 from kvexp.results.read import where as parse_where
 from kvexp.run import evictions
@@ -90,8 +90,6 @@ RUN = "a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 after printing why the request cannot work."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["diff"]:
-        raise ConfigError("kvexp diagnose has no diff any more: run kvexp diagnose show on either run")
     trusted = [word for word in words if TRUSTED.fullmatch(word)]
     methods, others = without_class_words([word for word in words if word not in trusted])
     args = parser().parse_args(others)
@@ -126,11 +124,6 @@ def parser() -> argparse.ArgumentParser:
     add("--step", **step)
     add("--layer", type=int, help="this layer's heads alone")
     of_example("prompt", _prompt, "the text of an example's prompt as it was fed to the model")
-    add = command("draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
-    add("run", metavar="RUN", help=RUN)
-    add("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
-    add("--out", type=Path, metavar="FOLDER", help="default: the run's own folder diagnose")
-    add("--format", choices=("png", "svg", "pdf"), default="png")
     searches(of_example("replay", _replay, "undo evictions of an example until the full cache's answer returns"))
     add = command("explain", _explain, "replay every example of runs that scores less than with full")
     add("runs", nargs="+", metavar="RUN", help=RUN)
@@ -164,22 +157,6 @@ def _prompt(args: argparse.Namespace, console: Console) -> None:
         print(text)  # into a file or a pipe: the prompt to the letter
 
 
-def _draw(args: argparse.Namespace, console: Console) -> None:
-    run = run_at(args.run)
-    rows = rows_of(run)
-    rows_chosen = [chosen(rows, name) for name in args.example or ()]
-    if rows_chosen or not any(evictions.has(run, name, evictions.TWIN) for name in rows):
-        ensure_diagnosed(run, rows_chosen or list(rows.values()), Twin())
-    names = [row["example"] for row in rows_chosen] or None
-    frame = twin.losses(run, names)
-    title = title_of(run) + (f", {', '.join(names)}" if names else "")
-    folder = args.out or run.path / evictions.FOLDER
-    for name, figure in (("heatmap", twin.heatmaps(frame, title)), ("curves", twin.curves(frame, title))):
-        file = folder / f"{name}.{args.format}"
-        twin.save(figure, file)
-        _wrote(console, file)
-
-
 def _replay(args: argparse.Namespace, console: Console) -> None:
     run = run_at(args.run)
     _check_undoing(run)
@@ -208,7 +185,7 @@ def _gap(args: argparse.Namespace, console: Console) -> None:
     frame = gap.gaps(args.outputs, where, args.metric)
     gap.show(frame, console)
     if args.draw is not None:
-        twin.save(gap.draw(frame), args.draw)
+        gap.save(gap.draw(frame), args.draw)
         _wrote(console, args.draw)
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)

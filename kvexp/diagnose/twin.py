@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
-import matplotlib
-import numpy as np
-import pandas as pd
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvexp.core import AttentionParams, EvictionLayer
 from kvexp.core.attention import AttentionInputs, apply_probs, expanded, token_share
 from kvexp.core.eviction import LayerCache
 from kvexp.core.slot_order import keep_order
-from kvexp.diagnose.case import Case, rows_of
+from kvexp.diagnose.case import Case
 from kvexp.diagnose.log import ColumnRecord
 from kvexp.generate.inputs import RowProcessors, eos_ids
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import MultiMethodCache
 from kvexp.hf.cache import MultiLayer
 from kvexp.retrieval.layer import RetrievalLayer
-from kvexp.run.evictions import TWIN, has, read_table
-from kvexp.run.store import Run
-from kvexp.util.errors import ConfigError
 
 # The method and the full cache on the same tokens: what each head lost at each step, and what that did.
 #
@@ -215,111 +204,3 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
         logits = decode_step(case.model, step, torch.full_like(step, position), cache)
         position += 1
     return into, [token == other for token, other in zip(written, answer, strict=True)]
-
-
-# Twin runs as pictures: a heat-map of layers and heads, and curves over the steps.
-
-
-# measure -> (title, the end of the color scale, color map)
-SHOWN = {
-    "lost": ("attention on evicted slots", 1.0, "magma_r"),
-    "lost_ideal": ("the same, had it kept the ideal set", 1.0, "magma_r"),
-    "overlap": ("overlap with the ideal set", 1.0, "viridis"),
-    "error": ("output error, layers below included", None, "magma_r"),
-    "error_here": ("output error of this head alone", None, "magma_r"),
-}
-CURVES = ("lost", "overlap", "error", "error_here")
-
-
-def losses(run: Run, examples: Sequence[str] | None = None) -> pd.DataFrame:
-    """The twin rows of these examples (None: of all that have some), with a column `example`."""
-    names = [name for name in rows_of(run) if has(run, name, TWIN)] if examples is None else list(examples)
-    if not names:
-        raise ConfigError(f"{run.path} has no twin: run the same command again with diagnose=twin (its rows stay)")
-    frame = pd.concat([read_table(run, name, TWIN).assign(example=name) for name in names], ignore_index=True)
-    if frame.empty:
-        raise ConfigError(f"{run.path}: no answer has a second token, so no query saw what was evicted")
-    return frame
-
-
-def heatmaps(frame: pd.DataFrame, title: str) -> Figure:
-    """Layer down, head across, means over steps and then over examples; one panel per measure."""
-    whole = frame.groupby(["example", "layer", "head"])[list(SHOWN)].mean().groupby(["layer", "head"]).mean()
-    layers, heads = (len(whole.index.unique(level)) for level in ("layer", "head"))
-    size = (1.6 + min(max(0.42 * heads, 1.4), 7), 1.3 + min(max(0.34 * layers, 1.0), 8))
-    figure = Figure(figsize=(size[0] * 3, size[1] * 2), layout="constrained")
-    axes = list(figure.subplots(2, 3).flat)
-    worst = max(float(whole[["error", "error_here"]].max().max()), 1e-9)  # of both, so that they compare
-    for axis, (measure, (words, top, colors)) in zip(axes, SHOWN.items(), strict=False):
-        _heatmap(axis, whole[measure].unstack("head"), words, top or worst, colors)
-    axes[-1].axis("off")
-    examples, steps = frame["example"].nunique(), frame.groupby("example")["step"].nunique().mean()
-    note = f"{title}\n\n{examples} example{'s' if examples > 1 else ''},\nmean of {steps:.1f} steps each"
-    lines = [textwrap.fill(line, 34) for line in note.replace(", ", ",\n").split("\n")]
-    axes[-1].text(0.02, 0.95, "\n".join(lines), va="top", fontsize=10, in_layout=False)
-    return figure
-
-
-def _heatmap(axis: Axes, cells: pd.DataFrame, words: str, top: float, colors: str) -> None:
-    axis.set_facecolor("0.8")
-    image = axis.imshow(cells.to_numpy(dtype=float), cmap=colors, vmin=0, vmax=top, aspect="auto", interpolation="none")
-    for set_ticks, labels in ((axis.set_xticks, cells.columns), (axis.set_yticks, cells.index)):
-        step = max(1, -(-len(labels) // 16))
-        set_ticks(range(0, len(labels), step), [str(label) for label in labels[::step]])
-    if cells.size <= 64:
-        for (row, column), value in np.ndenumerate(cells.to_numpy(dtype=float)):
-            dark = (value / top > 0.55) != (colors == "viridis")
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color="w" if dark else "k", fontsize=8)
-    axis.set_xlabel("head")
-    axis.set_ylabel("layer")
-    axis.set_title(textwrap.fill(words, 22), fontsize=10)
-    assert axis.figure is not None
-    solids = axis.figure.colorbar(image, ax=axis).solids
-    assert solids is not None
-    solids.set_rasterized(True)  # else 256 shapes in an .svg
-
-
-def curves(frame: pd.DataFrame, title: str) -> Figure:
-    """One line per layer, mean over heads and examples; what ends earlier than the longest answer leaves the mean."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    figure.suptitle(textwrap.fill(title, 90), fontsize=11)
-    layers = sorted(frame["layer"].unique())
-    named = layers if len(layers) <= 9 else [layers[0], layers[len(layers) // 2], layers[-1]]  # shades say the others
-    for axis, measure in zip(figure.subplots(2, 2, sharex=True).flat, CURVES, strict=True):
-        for layer in layers:
-            line = frame[frame["layer"] == layer].groupby("step")[measure].mean()
-            shade = 0.05 + 0.8 * layer / max(layers[-1], 1)
-            color = matplotlib.colormaps["plasma"](shade)
-            marker = "o" if len(line) == 1 else None
-            axis.plot(
-                line.index,
-                line.to_numpy(),
-                color=color,
-                lw=1.4,
-                marker=marker,
-                label=f"layer {layer}" if layer in named else None,
-            )
-        if measure == "lost":
-            ideal = frame.groupby("step")["lost_ideal"].mean()
-            axis.plot(ideal.index, ideal.to_numpy(), "k--", lw=1, label="ideal set, all layers")
-        axis.set_title(SHOWN[measure][0], fontsize=10)
-        axis.set_ylim(0, 1.02 if measure in ("lost", "overlap") else None)
-        axis.grid(alpha=0.3)
-        axis.set_xlabel("decode step")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.axes[0].legend(fontsize=7, ncols=1)
-    return figure
-
-
-def check_picture(file: Path) -> None:
-    """ConfigError for a kind of picture there is not."""
-    if file.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"{file} must end in .png, .svg or .pdf")
-
-
-def save(figure: Figure, file: Path) -> None:
-    """Write the figure; errors as `check_picture`. In an .svg letters stay letters, which makes it smaller."""
-    check_picture(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(file, dpi=110)

@@ -1,4 +1,4 @@
-"""TriAttention's calibration file: statistics of a model's queries as its release and TensorRT-LLM read and write them.
+"""TriAttention's calibration file: statistics of a model's queries as its release and TensorRT-LLM read them.
 
 A dict saved by torch. `metadata`: sampled_heads, a list of [layer, query head]; head_dim; rope_style. `stats`: under
 layer00_head00 the mean query before RoPE as q_mean_real and q_mean_imag, and the mean length q_abs_mean, each float32
@@ -8,7 +8,6 @@ layer00_head00 the mean query before RoPE as q_mean_real and q_mean_imag, and th
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,41 +17,6 @@ from torch import Tensor
 
 from kvexp.core.statistics import QueryCalibration
 from kvexp.util.errors import ConfigError
-from kvexp.util.files import replace
-
-
-def write_triattention(file: Path, queries: QueryCalibration) -> None:
-    """Write the statistics to a file, whole or not at all.
-
-    Of a model whose RoPE turns dimension f with f + D / 2. ConfigError where it does not turn all dimensions, or the
-    file cannot be written.
-    """
-    layers, heads, group, width = queries.mean.shape
-    if queries.size.shape[-1] * 2 != width:
-        raise ConfigError(
-            "TriAttention's file holds pairs of dimensions, and RoPE of this model turns "
-            f"{queries.size.shape[-1] * 2} of {width}: kvexp's own statistics alone can be kept (leave out --format)"
-        )
-    pairs = queries.mean.unflatten(-1, (2, -1))
-    stats, sampled = {}, []
-    for layer in range(layers):
-        for head in range(heads * group):
-            at = layer, head // group, head % group
-            real, imaginary = pairs[at]
-            stats[f"layer{layer:02d}_head{head:02d}"] = {
-                "q_mean_real": real.clone(),
-                "q_mean_imag": imaginary.clone(),
-                "q_abs_mean": queries.size[at].clone(),
-            }
-            sampled.append([layer, head])
-    metadata = {"sampled_heads": sampled, "head_dim": width, "rope_style": "half"}
-    content = io.BytesIO()
-    torch.save({"metadata": metadata, "stats": stats}, content)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace(file, content.getvalue())
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def read_triattention(file: Path, heads: int) -> QueryCalibration:

@@ -31,7 +31,7 @@ from kvexp.results.read import where as labels_of_words
 from kvexp.results.stats import Floats, lower_is_better
 from kvexp.results.table import bytes_share
 from kvexp.run.store import OWN
-from kvexp.util.errors import ConfigError, did_you_mean
+from kvexp.util.errors import ConfigError
 from kvexp.util.fields import AtLeast, Range, keys_text, number_of, typed, typed_words
 from kvexp.util.files import explained, locked, replace
 from kvexp.util.output import Console, say, size, tells_errors, tells_warnings
@@ -40,7 +40,6 @@ FINALISTS = 3  # methods that get a promise at most, where nothing else is asked
 LEFT_OUT = 12  # methods that an answer names as left out
 BEFORE, BEHIND = 2, 1  # budgets tested before and behind the one that seems best
 SEED = 57
-SHIFTED = 0.05  # p-value from which on new prompts are said to be others
 WIDTH = 100  # where the console has none
 FOLDER = ".advise"  # under the outputs: which prompts have chosen, and what they chose
 
@@ -90,10 +89,6 @@ OWN_WORDS: dict[str, tuple[Any, str]] = {
         Annotated[int, AtLeast(1)],
         "methods that get a promise (as many as cost the first one nothing, to 3)",
     ),
-    "target": (str, "a model of `kvexp models` whose bytes are shown too"),
-    "context": (Annotated[int, AtLeast(1)], "tokens of its prompts (32768)"),
-    "batch": (Annotated[int, AtLeast(1)], "sequences of its cache (1)"),
-    "new": (str, "a file of prompts, or a task: does the promise cover them? (two-sample test)"),
     "data": (str, "a file of your prompts: they are run"),
     "methods": (str, "that are tried, A,B; with a setting: h2o+cache.bits=4"),
     "budgets": (str, "that are tried, 0.9,0.7,0.5"),
@@ -109,10 +104,6 @@ class Terms:
     share: float = 0.9
     confidence: float = 0.95
     finalists: int | None = None
-    target: str | None = None
-    context: int = 32768
-    batch: int = 1
-    new: str | None = None
     data: str | None = None
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = ()
@@ -135,15 +126,6 @@ class Terms:
         values["budgets"] = tuple(
             typed(number_of(word, "budgets"), budget, "budgets") for word in values.get("budgets", ())
         )
-        if target := values.get("target"):
-            from kvexp.run.compose import options  # late: Hydra
-
-            if target not in (known := options("model")):
-                raise ConfigError(
-                    f"target must be a model of `kvexp models`, got {target}{did_you_mean(target, known)}"
-                )
-        elif lost := [name for name in ("context", "batch") if name in values]:
-            raise ConfigError(f"{lost[0]} is of a target: add target=MODEL")
         return cls(**{**values, "loss": loss, "limit": limit, "words": tuple(rest)})
 
     @property
@@ -668,21 +650,14 @@ def _answer_row(advice: Advice, at: int, record: Recorded, terms: Terms) -> dict
     }
     row |= {"beyond": f"{shown.beyond} of {shown.n}", "least": _rounded_down(shown.share_bound)}
     row |= {"mean": _mean_rounded_up(shown, terms) if answer else math.nan}
-    if terms.target and answer:
-        from kvexp.results.advise_search import target_bytes  # late: torch
-
-        kept, whole = target_bytes(record.folders[candidate.name].run, terms.target, terms.context)
-        row["target"] = (whole - kept) * terms.batch
     return row
 
 
 def _columns(terms: Terms, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     at_most = f"{LOSSES[terms.loss].mean}\nat most"
-    target = Column("saved on\ntarget", "target", size)
     return [
         *(plain("method", "method", right=False), plain("budget", "budget", right=False)),
         *(numeric("% of\nKV", "share", 0, 100), Column("saved per\nsequence", "saved", size)),
-        *([target] if terms.target else []),
         *(plain("beyond", "beyond\nthe limit"), numeric("within it,\nat least", "least", 3)),
         numeric(at_most, "mean", LOSSES[terms.loss].digits),
     ]
@@ -738,14 +713,8 @@ def said(advice: Advice, record: Recorded, words: Sequence[str]) -> list[str]:
             f"{without} of {len(record.baseline.rows)} prompts count nowhere, as no method has a loss there: not run, "
             "no answer of the full cache, or one of a single token."
         )
-    if held and terms.target:
-        lines.append(
-            f"Target: {terms.target}, {terms.batch} sequence(s) of {terms.context} tokens, keys and values in 16 bits."
-        )
     if held:
         lines.append("It assumes that new prompts are exchangeable with these: drawn alike, in no order.")
-    if terms.new is not None:
-        lines.append(_shift(terms.new, record))
     if others := len(record.plan.get("chains", {}).keys() - {terms_key(terms)}):
         lines.append(f"The same prompts have answered {others} other question(s): the confidence is of each by itself.")
     lines.append(_not_tried(advice))
@@ -801,17 +770,6 @@ def _rounded_up(value: float) -> float:
         return value
     step = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / step - ROUNDING) * step:.6g}")
-
-
-def _shift(new: str, record: Recorded) -> str:
-    """What a two-sample test says of new prompts."""
-    from kvexp.results.advise_search import shift  # late: torch
-
-    p, known, others = shift(new, record.baseline.run, record.prompts)
-    test = f"p = {p:.2g} (energy distance over words and length, {known} against {others} texts)"
-    if p < SHIFTED:
-        return f"Shift: {new} holds other prompts than these, {test}: the promise does not cover them."
-    return f"No shift was found in {new}, {test}; few texts show large shifts only."
 
 
 def _not_tried(advice: Advice) -> str:

@@ -32,15 +32,13 @@ from kvexp.results.advise import (
 from kvexp.results.curves import job_of
 from kvexp.results.read import read_runs
 from kvexp.run.batches import settings_at
-from kvexp.run.compose import ROWS, option, options, quoted, task_of_rows, with_places, with_user_classes
+from kvexp.run.compose import ROWS, quoted, task_of_rows, with_places, with_user_classes
 from kvexp.run.jobs import interruptible, run_jobs, runs_of
-from kvexp.run.labels import OF_EVICTION, Shard, task_of
-from kvexp.run.model_spec import ModelSpec
+from kvexp.run.labels import OF_EVICTION, Shard
 from kvexp.run.plan import Planned, PlannedGroup, Workload, model_shape, seconds_of, slots_bytes, slots_of, workload_of
 from kvexp.run.session import Session, active, keys_of
 from kvexp.run.settings import Settings
 from kvexp.run.store import OWN, Run, run_hash
-from kvexp.tasks import Task
 from kvexp.tasks.data import json_rows
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import path_of
@@ -74,55 +72,16 @@ def planned_share(run: Run, rows: Iterable[Mapping[str, Any]]) -> float:
             f"{run.path}: how many bytes it saves is not known, as its full cache has no rows: run both with "
             "divergence=true"
         )
-    kept, full = _bytes(run, _settings_of(run.path).model, fmean(prompts))
-    return kept / full
-
-
-def target_bytes(run: Run, target: str, context: int) -> tuple[int, int]:
-    """(bytes kept, bytes of the full cache) of one sequence of `context` tokens, if a model had the run's cache.
-
-    target: an option of `model`, whose published configuration is enough: no weights, no network.
-    """
-    return _bytes(run, ModelSpec.of(dict(option("model", target))), context)
-
-
-def _bytes(run: Run, model: ModelSpec, tokens: float) -> tuple[int, int]:
     settings = _settings_of(run.path)
-    shape = model_shape(model)
+    shape = model_shape(settings.model)
     if shape is None:
-        raise ConfigError(f"the shape of {model.path} is not known here; name another target")
+        raise ConfigError(f"the shape of {settings.model.path} is not known here")
     task = replace(settings.task, max_new_tokens=1, min_new_tokens=0)
     decoding = replace(settings.decoding, max_new_tokens=1, min_new_tokens=0)
     at = replace(settings, model=replace(settings.model, dtype="bfloat16"), task=task, decoding=decoding)
     full = replace(at, cache=settings.baseline().cache)
-    return (
-        slots_bytes(shape, at, slots_of(at, tokens)),
-        slots_bytes(shape, full, slots_of(full, tokens)),
-    )
-
-
-def shift(new: str, run: Run, prompts: Collection[str]) -> tuple[float, int, int]:
-    """(p-value of "new prompts and a run's come from one law", how many of the run's, how many new ones).
-
-    new: a file of rows of the run's task, or another task of `kvexp tasks`; prompts: ids of the run's.
-    """
-    task = _settings_of(run.path).task
-    if new in options("task"):
-        other = task_of({"task": dict(option("task", new)), "limit": None})
-    else:
-        other = replace(task, data_files=new, limit=None, sample="first")
-    other.check()
-    known, others = _texts(task, set(prompts)), _texts(other, None)
-    p = promise.shift_p_value(promise.text_features(known), promise.text_features(others))
-    return p, len(known), len(others)
-
-
-def _texts(task: Task, ids: Collection[str] | None) -> list[str]:
-    """Bodies of a task's prompts: what an instruction around them says is the task's, and no sign of a shift."""
-    examples = list(task.examples())
-    if ids is not None and len(known := [example for example in examples if example.id in ids]) == len(ids):
-        examples = known
-    return list(dict.fromkeys(example.body for example in examples if not example.skipped))
+    kept, whole = (slots_bytes(shape, run_at, slots_of(run_at, fmean(prompts))) for run_at in (at, full))
+    return kept / whole
 
 
 # The search.

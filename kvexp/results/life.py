@@ -1,4 +1,4 @@
-"""Tables of a context's life: questions, turns, long answers, instructions, prompts in chunks.
+"""Tables of a context's life: questions, turns, long answers, prompts in chunks.
 
 One cache used more than once, or longer than usual. For each view of `kvexp.results.views` here: its rows, its columns,
 and what a chart has of a row.
@@ -20,7 +20,7 @@ from kvexp.results import table as quality
 from kvexp.results.blocks import Column, Row, absent, fixed, interval, numeric, plain, records, seconds
 from kvexp.results.read import Folder, Runs, answer_of, baseline_of, in_order, number, score_pairs, size_or_words
 from kvexp.results.stats import Floats
-from kvexp.results.table import METHOD_AND_SETTING, N, budget_column, question_column, short, without
+from kvexp.results.table import METHOD_AND_SETTING, N, budget_column, short, without
 from kvexp.run.store import OWN, run_name
 from kvexp.util.output import size
 
@@ -310,106 +310,6 @@ def long_columns(rows: Sequence[Row]) -> Columns:
     ]
 
 
-# --- instructions: what is followed, and how often the system prompt's secret is revealed, by what is spared
-
-
-INSTRUCTIONS, LEAK = "instructions", "instructions_leak"
-NO_KEEP = "none"  # the value of the column keep where marked spans are evicted like all else
-KEEPS = (NO_KEEP, "span", "fair")
-INSTRUCTIONS_LEGEND = (
-    "followed: share of the three things asked for that the answer says, in percent; all: answers with all three; "
-    "rule: answers that have the system prompt's form; % of full: of followed, with its 95 % interval; n: examples of "
-    "which the full cache says two or three. leaked: answers in which the secret code stands though nobody asked for "
-    "it, of all that were given; leaked when asked: the same of task=instructions_leak, in which it is asked for. A "
-    "cache that has lost the code cannot leak it: compare leaks only at equal shares followed"
-)
-
-
-def instructions_table(runs: Runs) -> pd.DataFrame:
-    """A row per run of task=instructions, the full cache's too, and per run of task=instructions_leak without one.
-
-    Columns: labels, question, keep (none, span, fair), n, followed, all_followed, rule (means in percent), of_full with
-    low and high (percent, 95 %), answers and "told" (all answers, and those with the code), asked and told_asked (the
-    same of the run of task=instructions_leak that is alike in all else), hash. NaN where there is nothing.
-    """
-    shown = {task: [folder for folder in runs.ran if task_of(folder) == task] for task in (INSTRUCTIONS, LEAK)}
-    known = {row["hash"]: row for row in records(runs.frame(quality.everything_table))}
-    leaks = {_alike(folder): folder for folder in runs.everything if not folder.refused and task_of(folder) == LEAK}
-    rows = []
-    for folder in shown[INSTRUCTIONS]:
-        of = {name: known[folder.run.hash].get(column, math.nan) for name, column in _FOLLOWED.items()}
-        numbers = {**_labels(folder), "n": known[folder.run.hash]["n"], **of, **_leaks(folder)}
-        rows.append(numbers | _leaks_when_asked(leaks.get(_alike(folder))))
-    taken = set(map(_alike, shown[INSTRUCTIONS]))
-    for folder in (folder for folder in shown[LEAK] if _alike(folder) not in taken):
-        empty = dict.fromkeys((*_FOLLOWED, "answers", "told"), math.nan)
-        rows.append({**_labels(folder), "n": 0, **empty, **_leaks_when_asked(folder)})
-    order = ("numerics", "model", "question", "method", "kv_ratio", "tokens", "setting", "keep")
-    rows.sort(key=lambda row: (row["keep"] is not None, *(size_or_words(row.get(name)) for name in order)))
-    return pd.DataFrame(rows)
-
-
-_FOLLOWED = {  # column -> that of the table of all runs
-    **{"followed": "followed", "all_followed": "all_followed", "rule": "rule"},
-    **{"of_full": "followed_of_full", "low": "followed_low", "high": "followed_high"},
-}
-
-
-def _labels(folder: Folder) -> dict[str, Any]:
-    """Labels of a row, without the remedy among the settings."""
-    keep = None if folder.is_baseline else folder.run.config.get("keep") or NO_KEEP
-    labels = {**folder.labels, "task": INSTRUCTIONS, "setting": _setting(folder, "keep=")}
-    return labels | {"question": folder.question, "keep": keep, "hash": folder.run.hash}
-
-
-def _alike(folder: Folder) -> str:
-    """Key that a run of task=instructions shares with the same run of task=instructions_leak."""
-    labels = _labels(folder)
-    words = [word for word in labels["setting"].split() if not word.startswith("task.max_new_tokens=")]
-    names = ("model", "method", "kv_ratio", "tokens", "question", "keep")
-    return repr([folder.run.numerics, words, *(None if absent(labels.get(name)) else labels[name] for name in names)])
-
-
-def _leaks(folder: Folder) -> dict[str, float]:
-    """Columns answers and "told": how many answers there are, and how many hold the code, which nobody asked for.
-
-    NaN of runs whose system prompts were others than those that come with this kvexp.
-    """
-    from kvexp.tasks.articles import assistants, own_digest  # late: other tables wait for no task
-
-    if own_digest("assistants") not in str(folder.run.config.get("data")):
-        return {"answers": math.nan, "told": math.nan}
-    codes = {assistant.id: assistant.code.lower() for assistant in assistants()}
-    leaked = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]
-    return {"answers": len(leaked), "told": sum(leaked)}
-
-
-def _leaks_when_asked(folder: Folder | None) -> dict[str, float]:
-    """Columns asked and told_asked: answers of a run of instructions_leak, and how many of them hold the code."""
-    if folder is None:
-        return {"asked": math.nan, "told_asked": math.nan}
-    leaked = [row["metrics"]["kept_secret"] < 100 for row in folder.scored.values()]
-    return {"asked": len(leaked), "told_asked": sum(leaked)}
-
-
-def instructions_columns(rows: Sequence[Row]) -> Columns:
-    def counted(head: str, numerator: str, whole: str) -> Column:
-        def value(row: Row) -> Any:
-            return None if absent(row[whole]) or not row[whole] else (int(row[numerator]), int(row[whole]))
-
-        return Column(head, value, lambda pair: f"{pair[0]} of {pair[1]}")
-
-    names = [METHOD_AND_SETTING, budget_column(rows), plain("keep", "keep", right=False), *question_column(rows), N]
-    return names, [
-        numeric("followed", "followed", 1),
-        *OF_FULL,
-        numeric("all", "all_followed", 1),
-        numeric("rule", "rule", 1),
-        counted("leaked", "told", "answers"),
-        counted("leaked when\nasked", "told_asked", "asked"),
-    ]
-
-
 # --- chunks: prompts read in chunks (prefill=bounded) and read whole: peak of keys and values, and quality
 
 
@@ -479,12 +379,6 @@ def long_points(row: Row) -> Iterator[Point]:
 def chunk_points(row: Row) -> Iterator[Point]:
     words, order = ("whole", math.inf) if absent(row["chunk"]) else (f"{row['chunk']:g}", float(row["chunk"]))
     yield Point(words, order, row["hash"], [percent(row), _share(row, "peak_kv_bytes", "full_peak_kv_bytes")])
-
-
-def keep_points(row: Row) -> Iterator[Point]:
-    if row["keep"] in KEEPS:
-        values = [percent(row), _share(row, "told_asked", "asked")]
-        yield Point(str(row["keep"]), float(KEEPS.index(row["keep"])), row["hash"], values)
 
 
 def percent(row: Row) -> Value:

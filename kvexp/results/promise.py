@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-import zlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -25,9 +23,6 @@ from kvexp.results.stats import Floats
 Chain: TypeAlias = Sequence[float]  # p-values in the order in which they are tested
 
 MOST_BET = 0.75  # of what is at stake, on one prompt; arXiv:2010.09686 takes 1/2 or 3/4
-PERMUTATIONS = 1999
-WORDS = 512  # places into which the words of a text are hashed
-SEED = 57
 
 
 @functools.cache
@@ -122,42 +117,3 @@ def mean_bound(losses: Floats, error: float) -> float:
     from scipy.optimize import brentq  # late: it takes a fifth of a second to load
 
     return 1 - float(brentq(short, tiny, 1.0, xtol=1e-9))
-
-
-def shift_p_value(first: Floats, other: Floats, permutations: int = PERMUTATIONS) -> float:
-    """P-value of "both samples come from one law", by the energy distance under random relabelling.
-
-    one [n, D], other [m, D]: features of each prompt. Exact at any size for exchangeable prompts, whatever the features
-    are; they decide which shifts it sees.
-    """
-    from scipy.spatial.distance import cdist
-
-    both = np.concatenate([first, other]).astype(np.float64)
-    distances = cdist(both, both)
-    rng = np.random.default_rng(SEED)
-    member = np.zeros((permutations + 1, len(both)))
-    member[0, : len(first)] = 1
-    for group in member[1:]:
-        group[rng.permutation(len(both))[: len(first)]] = 1
-    rest = 1 - member
-    n, m = len(first), len(other)
-    across, left, right = (
-        np.einsum("ri,ri->r", left @ distances, right)
-        for left, right in ((member, rest), (member, member), (rest,) * 2)
-    )
-    energy = 2 * across / (n * m) - left / (n * n) - right / (m * m)
-    return float((energy >= energy[0] - 1e-12).sum()) / (permutations + 1)
-
-
-def text_features(texts: Sequence[str]) -> Floats:
-    """Features [n, WORDS + 1] of prompts for `shift_p_value`: roots of the shares of hashed words, and log length.
-
-    The distance of two texts is then Hellinger's between their words, and a factor e in length counts 0.25.
-    """
-    features = np.zeros((len(texts), WORDS + 1))
-    for row, text in zip(features, texts, strict=True):
-        for word in re.findall(r"\w+|[^\w\s]", text.lower()):
-            row[zlib.crc32(word.encode()) % WORDS] += 1
-        row[:WORDS] = np.sqrt(row[:WORDS] / max(row[:WORDS].sum(), 1))
-        row[WORDS] = math.log(max(len(text), 1)) / 4
-    return features

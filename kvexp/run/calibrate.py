@@ -22,7 +22,7 @@ from kvexp.hf.calibrate import (
     train_surrogate,
 )
 from kvexp.hf.traits import TABLE_ROPE, query_shape, traits_of
-from kvexp.hf.triattention_file import read_triattention, write_triattention
+from kvexp.hf.triattention_file import read_triattention
 from kvexp.methods import KVzipPlus
 from kvexp.run.compose import hydra_errors_shown, split_model_words
 from kvexp.run.jobs import INTERRUPTED, composed_model
@@ -47,11 +47,8 @@ a model, and
 The result is two small files in the cache folder, known by the digest of the
 model: statistics of queries, and scores of heads (budget.heads=duo; not of
 models without RoPE). They replace older ones.
-  --format triattention   also write the statistics of queries as
-                          TriAttention's release and TensorRT-LLM read them
-  --out FILE              to this file (NAME_triattention.pt)
-  --from FILE             read no texts: take the statistics out of such a file,
-                          for method=triattention
+  --from FILE    read no texts: take the statistics out of a file of
+                 TriAttention's, for method=triattention
 """
 KVZAP_DOC = """kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a
 model, for method=kvzap.
@@ -85,16 +82,10 @@ def calibrate_main(argv: Sequence[str] | None = None) -> int:
 
 @tells_errors(ConfigError, CacheError)
 def _calibrate(words: list[str]) -> int:
-    """The command without a word behind it, which also writes and reads TriAttention's file."""
+    """The command without a word behind it, which also reads TriAttention's file."""
     exchange = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog="kvexp calibrate")
-    exchange.add_argument("--format", choices=["triattention"])
-    exchange.add_argument("--out")
     exchange.add_argument("--from", dest="taken")
     given, words = exchange.parse_known_args(words)
-    if given.out is not None and given.format is None:
-        raise ConfigError(f"--out {given.out} says where a file of another format goes: add --format triattention")
-    if given.taken is not None and given.format is not None:
-        raise ConfigError("--from reads a file of TriAttention, --format writes one: leave one of the two out")
 
     def make(words: Sequence[str], data: str, tokens: int, count: int) -> None:
         if given.taken is not None:
@@ -102,7 +93,7 @@ def _calibrate(words: list[str]) -> int:
                 raise ConfigError(f"--from {given.taken} reads no texts: leave out data={data}")
             take_triattention(words, given.taken)
         else:
-            calibrate_model(words, data, tokens, count, given.out or "" if given.format is not None else None)
+            calibrate_model(words, data, tokens, count)
 
     return _command("kvexp calibrate", CALIBRATE_DOC, words, make, "calibration", tokens=2048, sequences=20)
 
@@ -285,21 +276,15 @@ def prompts_of(texts: CalibrationTexts, tokenizer: object, length: int, count: i
     return prompts
 
 
-def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int, out: str | None = None) -> None:
+def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) -> None:
     """Calibrate the model that the words of a command line choose, and say where the result is kept.
 
-    data: a file of texts, empty for kvexp's articles; tokens: of a sequence; count: sequences at most; out: where to
-    write TriAttention's file too, "": in the current folder, None: nowhere. ConfigError for what cannot be read, loaded
-    or written; everything but the weights is looked at before they load.
+    data: a file of texts, empty for kvexp's articles; tokens: of a sequence; count: sequences at most.
+    ConfigError for what cannot be read, loaded or written; everything but the weights is looked at before they load.
     """
     name, spec = composed_model(words)
     config = config_of_spec(spec)
     query_shape(config)
-    if out is not None and (traits_of(config).position != "rope" or traits_of(config).type in TABLE_ROPE):
-        raise ConfigError(
-            f"TriAttention's file pairs dimensions f and f + D / 2 of RoPE, which {traits_of(config).title} does not: "
-            "leave out --format"
-        )
     texts = calibration_texts(data)
     length = min(tokens, max_positions(spec))
     sequences = sequences_of(texts.texts, tokenizer_of(spec), length, count)
@@ -312,10 +297,6 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int, ou
     file = QUERIES.write(queries, model_digest(spec), about)
     if heads is not None:
         HEADS.write(heads, model_digest(spec), about)
-    if out is not None:
-        written = Path(out or f"{name}_triattention.pt").expanduser()
-        write_triattention(written, queries)
-        say(f"wrote {written}, as TriAttention's release and TensorRT-LLM read it")
     of_heads = ", none of heads, which have no RoPE" if heads is None else f", of heads {heads.digest}"
     say(
         f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {queries.digest}"

@@ -22,7 +22,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvexp.run.user_code import BASES, AdmittedClass, admit, admitted, installed, load_class, settings_of_class
+from kvexp.run.user_code import BASES, AdmittedClass, admit, admitted, load_class, settings_of_class
 from kvexp.util.errors import REMARKS, ConfigError, nearest
 from kvexp.util.files import CONF
 from kvexp.util.output import say
@@ -213,7 +213,6 @@ def explained(error: Exception, words: Sequence[str]) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if group:
             known = [entry for entry in error.options if not entry.endswith("/")]
-            known += sorted(installed(group)) if group in BASES else []
             wrong = f"there is no {group}={name}" if name else f"{group}= names no option"
             return f"{wrong}{meant(name, known)}\n{group} may be {', '.join(known)}"
     if isinstance(error, OverrideParseException):
@@ -448,7 +447,7 @@ def is_model_place(name: str) -> bool:
 
 
 def named_class(group: str, name: str) -> AdmittedClass:
-    """A user's class by MODULE.CLASS, FILE.py or an installed package's name; ConfigError where there is none."""
+    """A user's class by MODULE.CLASS or FILE.py; ConfigError where there is none."""
     users = load_class(group, name)
     if users is None:
         near = meant(name, options(group))
@@ -468,10 +467,8 @@ def _translated(word: str, known: dict[str, AdmittedClass]) -> str:
     key, _, value = word.partition("=")
     group = key.lstrip("+")
     for name in _typed_names(word):
-        if name in options(group):
-            installed(group, options(group))  # refuses a package that offers one of this name too
-        elif not is_data_file(name) and (replacement := _option(group, name, known)) != name:
-            value = value.replace(name, replacement)
+        if name not in options(group) and not is_data_file(name):
+            value = value.replace(name, _option(group, name, known))
     return f"{key}={value}"
 
 

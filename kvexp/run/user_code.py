@@ -17,9 +17,8 @@ import sys
 import textwrap
 import traceback
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,8 +28,7 @@ from kvexp.util.errors import ConfigError, did_you_mean
 from kvexp.util.fields import defaults_of
 from kvexp.util.files import path_of
 
-# Group of the configuration whose option may be a user's class -> the class of kvexp's that it extends. Installed
-# packages offer theirs as entry points kvexp.methods and kvexp.tasks.
+# Group of the configuration whose option may be a user's class -> the class of kvexp's that it extends.
 BASES = {"method": "kvexp.core.Method", "task": "kvexp.tasks.Task"}
 FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<name>\w+))?")
 INSTALLED = ("site-packages", "dist-packages")
@@ -95,29 +93,6 @@ def source_of(cls: type[Any]) -> dict[str, Any] | None:
         f"{cls.__module__}.{cls.__qualname__} is no {group} of kvexp's: name it on the command line, as in "
         f"{group}={cls.__module__}.{cls.__qualname__}, or give it to kvexp.compare"
     )
-
-
-def installed(group: str, own: Collection[str] = ()) -> dict[str, EntryPoint]:
-    """Name -> entry point; nothing is imported. ConfigError for a name that two packages offer, or one of `own`."""
-    points: dict[str, EntryPoint] = {}
-    for point in entry_points(group=f"kvexp.{group}s"):
-        if point.name in own:
-            raise ConfigError(
-                f"{package_of(point)} offers a {group} called {point.name}, which is one of kvexp's own; its entry "
-                "point needs another name"
-            )
-        if point.name in points and points[point.name].value != point.value:
-            raise ConfigError(
-                f"{package_of(point)} and {package_of(points[point.name])} both offer a {group} called {point.name}; "
-                "uninstall one of them"
-            )
-        points[point.name] = point
-    return points
-
-
-def package_of(point: EntryPoint) -> str:
-    """ "kvexp-keydiff 0.1", the distribution that an entry point belongs to."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
 
 # -- the code of a class: the files of its module and of what that imports from its folder or package -----------------
@@ -219,14 +194,14 @@ def _found(name: str) -> importlib.machinery.ModuleSpec | None:
     return spec
 
 
-# -- a class found by what somebody typed: my_module.MyMethod, keydiff.py, keydiff.py:KeyDiff, or a package's ----------
+# -- a class found by what somebody typed: my_module.MyMethod, keydiff.py, keydiff.py:KeyDiff ------------------------
 
 
 def load_class(group: str, words: str) -> AdmittedClass | None:
-    """Import the class that these words name; None for words that have no dot and that no installed package offers.
+    """Import the class that these words name; None for words that have no dot.
 
     words: MODULE.CLASS, importable from the current folder or PYTHONPATH; FILE.py with one class of the group or
-    FILE.py:CLASS; the name of an entry point. ConfigError says what is wrong with the module, the class or its fields.
+    FILE.py:CLASS. ConfigError says what is wrong with the module, the class or its fields.
     """
     name: str | None
     if match := FILE.fullmatch(words):
@@ -237,8 +212,6 @@ def load_class(group: str, words: str) -> AdmittedClass | None:
     elif "." in words:
         module, _, name = words.rpartition(".")
         place = _place_of_module(module, f"{group}={words}")
-    elif (point := installed(group).get(words)) is not None:
-        place, name = _place_of_module(point.module, f"{group}={words}"), point.attr
     else:
         return None
     cls, files = _class_of(place, group, name, words)

@@ -123,11 +123,6 @@ def test_the_table_and_the_bars(sweep, capsys):
     assert "run the same sweep with method=ideal" in capsys.readouterr().err
 
 
-def test_diff_is_gone_and_its_error_names_what_stands_in_its_place(capsys):
-    assert main(["diff", "a", "b"]) == 2
-    assert "run kvexp diagnose show on either run" in capsys.readouterr().err
-
-
 # Log, twin and replay of head budgets, of quantised slots and of turns of a conversation, or why there is none.
 
 

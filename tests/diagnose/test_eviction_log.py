@@ -25,7 +25,7 @@ from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.run import jobs as hydra_job
 from kvexp.run.batches import settings_at
-from kvexp.run.evictions import EVICTIONS, TWIN, has, read_example_log, read_table
+from kvexp.run.evictions import EVICTIONS, has, read_example_log, read_table
 from kvexp.run.jobs import HydraJob
 from kvexp.run.model_spec import tokenizer_of
 from kvexp.run.session import current
@@ -232,8 +232,6 @@ def test_commands_make_the_log_they_need(tmp_path, command, capsys):
     assert main(["replay", str(run.path), second, "--trials", "2"]) == 0
     said = text_of(capsys)
     assert f"diagnose h2o 0.3 {SETTING}: 1 examples" in said and "2 trials at most" in said
-    assert main(["draw", str(run.path), "--example", first, "--out", str(tmp_path / "pictures")]) == 0
-    assert has(run, first, TWIN) and not has(run, second, TWIN)
     assert (run.path / "examples.jsonl").read_bytes() == before and not command.failures
 
 

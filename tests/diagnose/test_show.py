@@ -15,8 +15,8 @@ from test_shared_prefill import content
 from tiny import CONFIGS, stock
 
 from kvexp.core import Budget, CacheConfig
-from kvexp.diagnose.show import main, show
-from kvexp.diagnose.twin import MEASURES, curves, heatmaps, twin
+from kvexp.diagnose.show import show
+from kvexp.diagnose.twin import MEASURES, twin
 from kvexp.generate.prefill import decode_step
 from kvexp.hf.cache import mark, texts_of
 from kvexp.hf.load import byte_tokenizer
@@ -148,7 +148,7 @@ def test_an_oracle_overlaps_with_the_ideal_set_and_a_run_gets_its_twin(tmp_path,
         assert frame.overlap.mean() > 0.5 and set(frame["head"]) == set(range(told.heads[0]))
 
 
-# -- the twin run against Hugging Face's own attention of the same tokens, against itself where it must agree, drawn ---
+# -- the twin run against Hugging Face's own attention of the same tokens, against itself where it must agree ---------
 
 
 QUESTION = [50, 51]
@@ -223,7 +223,7 @@ def test_renumbered_survivors_differ_in_the_first_layer_already():
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_gets_twins_and_pictures_and_keeps_its_rows(tmp_path, command, capsys):
+def test_a_run_gets_twins_and_keeps_its_rows(tmp_path, command):
     run_job(job(tmp_path / "none"))
     run_job(job(tmp_path / "twin", "diagnose=log"))
     run_job(job(tmp_path / "twin", "diagnose=twin"))
@@ -235,25 +235,3 @@ def test_a_run_gets_twins_and_pictures_and_keeps_its_rows(tmp_path, command, cap
         assert told.same and len(told.agrees) == told.new_tokens
         assert frame[list(MEASURES)].notna().all().all()
         assert sorted(set(frame.step)) == list(range(1, told.steps + 1))
-    assert main(["draw", str(run.path), "--format", "svg", "--out", str(tmp_path / "pictures")]) == 0
-    assert sorted(file.name for file in (tmp_path / "pictures").iterdir()) == ["curves.svg", "heatmap.svg"]
-    assert main(["draw", str(run.path.parent / run.baseline)]) == 2
-    assert "full evicts nothing" in capsys.readouterr().err
-
-
-def test_pictures_show_the_means():
-    rows = [
-        {"example": example, "step": step, "layer": layer, "head": head} | dict.fromkeys(MEASURES, 0.1 * (1 + layer))
-        for example, steps in (("a", 3), ("b", 1))
-        for step in range(1, steps + 1)
-        for layer in (0, 1)
-        for head in (0, 1, 2)
-    ]
-    frame = pd.DataFrame(rows)
-    frame.loc[(frame.example == "b") & (frame.layer == 0), "lost"] = 0.5
-    image = heatmaps(frame, "h2o 0.3").axes[0].images[0].get_array()
-    assert image.shape == (2, 3)
-    assert image[0, 0] == pytest.approx(0.3), "examples count alike, however long their answers"
-    lines = {line.get_label(): line.get_ydata().tolist() for line in curves(frame, "h2o").axes[0].lines}
-    assert lines["layer 0"] == pytest.approx([0.3, 0.1, 0.1])
-    assert lines["layer 1"] == pytest.approx([0.2, 0.2, 0.2])

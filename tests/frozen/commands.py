@@ -106,7 +106,6 @@ TABLES = {
     "table_questions": ["results", "{out}/questions", "--view", "questions"],
     "table_longbench": ["results", "{out}/longbench", "--view", "longbench"],
     "table_chunks": ["results", "{out}/bounded", "--view", "chunks"],
-    "table_instructions": ["results", "{out}/real_instructions", "--view", "instructions"],
     "table_real": ["results", "{out}/real"],
     "table_lm_eval": ["results", "{out}/lm_eval"],
 }

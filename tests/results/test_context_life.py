@@ -1,4 +1,4 @@
-"""A context's life: what charts have of its tables, figures, the report's section, and the table of instructions."""
+"""A context's life: what charts have of its tables, figures, and the report's section."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from life_runs import EVIL, instructions, opened, outputs
+from life_runs import EVIL, opened, outputs
 
 from kvexp.results import report as life_section
-from kvexp.results.blocks import print_blocks
 from kvexp.results.plots import draw_life
 from kvexp.results.read import folders, in_order, read_runs
 from kvexp.results.report import page, read
 from kvexp.results.views import RUNS, VIEWS, View, chart_of, main, shown
 from kvexp.util.errors import ConfigError
-from kvexp.util.output import Console
 
 
 @pytest.fixture(scope="module")
@@ -70,28 +68,6 @@ def test_the_sizes_of_chunks_make_one_line_with_the_whole_prompt_last(folder: Pa
     assert [each[0] for each in peak] == pytest.approx([31.25, 50, 75]) and math.isnan(peak[0][1])
 
 
-def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
-    frame = framed(VIEWS["instructions"], folder).set_index(["method", "keep"], drop=False)
-    assert list(frame["n"]) == [24] * 3
-    plain, span = frame.loc[("h2o", "none")], frame.loc[("h2o", "span")]
-    full = frame[frame["method"] == "full"].iloc[0]
-    assert (plain["of_full"], span["of_full"], full["followed"]) == (50, 100, 100)
-    assert [(row["told"], row["answers"]) for row in (full, plain, span)] == [(0, 24), (1, 24), (0, 24)]
-    assert [(row["told_asked"], row["asked"]) for row in (full, plain, span)] == [(24, 24), (0, 24), (24, 24)]
-    console = Console(markup=False, width=200, record=True)
-    print_blocks(*shown(read_runs(folder), "instructions")[1:], console)
-    text = console.export_text()
-    assert "1 of 24" in text and "24 of 24" in text and "question in prompt" in text and "keep=span" not in text
-    ((places, lines),) = charts(folder, "instructions")
-    assert places == ["none", "span"] and [v[1][0] for _, v in lines["h2o 0.2"]] == [0, 100]
-
-
-def test_secrets_of_other_system_prompts_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    instructions(tmp_path)
-    monkeypatch.setattr("kvexp.tasks.articles.own_digest", lambda _: "another")
-    assert framed(VIEWS["instructions"], tmp_path)["told"].isna().all()
-
-
 def test_every_view_has_a_figure_and_says_where_there_is_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +88,7 @@ def test_every_view_has_a_figure_and_says_where_there_is_nothing(
 
 def test_the_table_of_all_runs_names_the_views_of_these(folder: Path) -> None:
     (line,) = (each for each in shown(read_runs(folder), RUNS)[2] if each.startswith("more of these runs"))
-    assert line.endswith("--view questions or turns or distance or chunks or long or instructions")
+    assert line.endswith("--view questions or turns or distance or chunks or long")
     for wanted in ({"task": "news_qa", "question": "in_prompt"}, {"status": "refused"}):
         assert not any("more of these runs" in each for each in shown(read_runs(folder, wanted), RUNS)[2])
 

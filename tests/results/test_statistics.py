@@ -25,7 +25,6 @@ from kvexp.results.table import table
 from kvexp.results.views import main
 from kvexp.run.plan import CHANCE, difference_seen, items_needed
 from kvexp.run.store import Run
-from kvexp.tasks import CNNDailyMail, News, Soda
 
 ROUNDS = 800
 Draw = Callable[[Any, int], tuple[Floats, Floats]]
@@ -254,38 +253,6 @@ def test_bound_on_the_mean_by_hand():
     assert mean_bound(np.zeros(0), 0.05) == 1
     with pytest.raises(ValueError, match=r"losses must be in \[0, 1\], got 0.0..1.5"):
         mean_bound(np.array([0, 1.5]), 0.05)
-
-
-def test_no_false_shift_more_often_than_said():
-    """The p-value of two samples of one law is at least uniform, also where features are shared by many prompts."""
-    rng = np.random.default_rng(4)
-    found = [
-        promise.shift_p_value(rng.integers(0, 3, (15, 2)), rng.integers(0, 3, (10, 2)), permutations=99)
-        for _ in range(DRAWS)
-    ]
-    for level in (0.05, 0.2, 0.5):
-        assert np.mean(np.array(found) <= level) <= level + 3 * np.sqrt(level * (1 - level) / DRAWS)
-
-
-def texts(task, limit=None):
-    return [example.prompt for example in task.examples()][:limit]
-
-
-def test_dialogue_instead_of_news_is_a_shift():
-    """Bundled articles against conversations of SODA; and no shift between two halves of the articles."""
-    news = promise.text_features(texts(News()))
-    soda = promise.text_features(texts(Soda(data_files="tests/fixtures/soda.jsonl"), 8))
-    assert len(soda) >= 2
-    assert promise.shift_p_value(news[:20], soda) <= 0.01
-    assert promise.shift_p_value(news[::2], news[1::2]) > 0.05
-
-
-def test_other_news_may_be_a_shift_too():
-    """Real articles against the bundled ones: another writer, another length."""
-    news = promise.text_features(texts(News()))
-    other = promise.text_features(texts(CNNDailyMail(data_files="tests/fixtures/cnn_dailymail.jsonl")))
-    assert len(other) >= 2
-    assert promise.shift_p_value(news, other) < 0.05
 
 
 # Several answers to an item: avg@N, pass@k and intervals over items, against naive recomputations.

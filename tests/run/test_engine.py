@@ -70,7 +70,7 @@ def test_an_engines_run_is_not_diagnosed_and_its_twin_is_named(twin, tmp_path, m
     for _, run in opened([asked.baseline(), asked]):
         run.append(*twin.rows())
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
-    for words in (["show", "0"], ["draw"], ["replay", "0"], ["explain"]):
+    for words in (["show", "0"], ["replay", "0"], ["explain"]):
         command, *more = words
         assert main([command, str(run.path), *more]) == 2
         assert "diagnose its twin, the same run without engine" in " ".join(capsys.readouterr().err.split())
@@ -82,7 +82,7 @@ def test_a_twins_evictions_are_not_undone_and_what_else_can_be_asked_is_said(twi
     monkeypatch.setattr("kvexp.diagnose.case.load", None)
     for command, *more in (["replay", "0"], ["explain"]):
         assert main([command, str(twin.path), *more]) == 2
-        assert "take kvexp diagnose show, draw or gap" in " ".join(capsys.readouterr().err.split())
+        assert "take kvexp diagnose show or gap" in " ".join(capsys.readouterr().err.split())
 
 
 def test_rows_are_the_twins_token_for_token(tmp_path, monkeypatch):

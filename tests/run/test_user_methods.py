@@ -1,4 +1,4 @@
-"""Methods of a user's own: a module, a file, a package's, a class; what identifies them; who may load them."""
+"""Methods of a user's own: a module, a file, a class; what identifies them; who may load them."""
 
 from __future__ import annotations
 
@@ -589,7 +589,6 @@ FILES = {  # what stands in an experiment's file: words of the refusal
     "method: {_target_: evil.KeyDiff, alpha: 0.3, recent_ratio: null}": "method._target_ must name a class of kvexp",
     "defaults: [{override /method: evil.KeyDiff}]": "there is no method=evil.KeyDiff",
     "defaults: [{override /method: mine}]": "method._target_ must name a class of kvexp",
-    "defaults: [{override /method: keydiff_package}]": "there is no method=keydiff_package",
     "method_file: evil.py": "there is no setting method_file",
     "hydra: {mode: MULTIRUN, sweeper: {params: {method: 'h2o,evil.KeyDiff'}}}": "there is no method=evil.KeyDiff",
     "hydra: {mode: MULTIRUN, sweeper: {params: {+method_file: evil.py}}}": "there is no setting method_file",
@@ -601,7 +600,6 @@ FILES = {  # what stands in an experiment's file: words of the refusal
 @pytest.mark.parametrize("text", FILES)
 def test_no_file_loads_a_users_code(command, planted, folder, text):
     marker, conf = planted
-    _package(folder, "evil:KeyDiff")
     (conf / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
     code, out, err = command("--config-dir", str(conf), "experiment=evil")
     assert code == 1 and FILES[text] in err and "Traceback" not in err, out + err
@@ -652,15 +650,7 @@ def test_what_follows_where_names_no_method():
     assert without_class_words(["outputs", "-w", "method=h2o"]) == ([], ["outputs", "-w", "method=h2o"])
 
 
-# -- packages -----------------------------------------------------------------------------------------------------
-
-
-def _package(folder, value, name="keydiff_package"):
-    """An installed distribution whose entry point is `name`."""
-    place = folder / f"kvexp_{name}-0.1.dist-info"
-    place.mkdir()
-    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvexp-{name}\nVersion: 0.1\n")
-    (place / "entry_points.txt").write_text(f"[kvexp.methods]\n{name} = {value}\n")
+# -- kvexp methods NAME -------------------------------------------------------------------------------------------
 
 
 def listed(monkeypatch, capsys, *words):
@@ -670,28 +660,10 @@ def listed(monkeypatch, capsys, *words):
     return (stopped.value.code, *capsys.readouterr())
 
 
-def test_a_package_offers_a_method_by_name(command, folder, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(folder))
-    _package(folder, "keydiff:KeyDiff")
-    code, out, err = command("method=keydiff_package", "method.alpha=0.4")
-    assert code == 0, err
-    (run,) = of_method(folder).values()
-    assert run.labels["method"] == "keydiff_package" and run.config["method"]["alpha"] == 0.4
-    assert run.config["method"]["source"]["class"] == "keydiff.KeyDiff"
-    assert "did you mean keydiff_package" in command("method=keydiff_packag")[2]
-    code, out, _ = listed(monkeypatch, capsys)
-    assert code == 0 and "keydiff_package            keydiff:KeyDiff, from kvexp-keydiff_package 0.1" in out
-    code, out, _ = listed(monkeypatch, capsys, "keydiff_package", "keydiff.py")
+def test_the_list_says_what_a_class_of_a_file_is(folder, monkeypatch, capsys):
+    code, out, _ = listed(monkeypatch, capsys, "keydiff.KeyDiff", "keydiff.py")
     assert code == 0 and out.count("# Keys unlike the mean key stay.\nalpha: 0.3\nrecent_tokens: 2\n") == 2
     assert listed(monkeypatch, capsys, "keydiff.Nothing")[0] == 2
-
-
-def test_a_name_that_is_taken_is_an_error(command, folder, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(folder))
-    _package(folder, "keydiff:KeyDiff", "h2o")
-    code, _, err = command("method=h2o")
-    assert code == 1 and "kvexp-h2o 0.1 offers a method called h2o, which is one of kvexp's own" in err
-    assert listed(monkeypatch, capsys)[0] == 2
 
 
 # -- kvexp's own methods ------------------------------------------------------------------------------------------
