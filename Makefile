@@ -204,7 +204,7 @@ dist: $(VENV)/.stamp ## source archive and wheel in dist/, as they would be publ
 	@$(BIN)/python -m build
 
 docs: $(VENV)/.stamp ## the documentation as a site in build/site; a link that leads nowhere is an error
-	@$(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 notebooks: $(VENV)/.stamp ## execute the three notebooks with two examples each: do they run?
 	@$(PYTEST) --timeout=0 tests/experiments/test_notebooks.py $(ARGS)

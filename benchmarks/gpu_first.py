@@ -142,7 +142,7 @@ def lacking(checks: Sequence[Check]) -> str | None:
     if missing:
         return f"the tests need {', '.join(missing)}: make setup, or pip install {' '.join(missing)}"
     if any(check.name in ("kernels", "prefill") for check in checks) and find_spec("triton") is None:
-        return "kernels and prefill need Triton: pip install 'kvexp[gpu]', or leave them out: ARGS='--only graphs decode …'"
+        return "kernels and prefill need Triton: pip install 'kvexp[gpu]', or leave them out: ARGS='--only graphs …'"
     return None
 
 
