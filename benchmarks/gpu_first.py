@@ -116,9 +116,7 @@ def report(outcomes: list[Outcome], about: dict[str, Any]) -> str:
     """The report as Markdown: where it ran, a line per check, then the end of every output."""
     lines = ["# First run on a GPU", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += ["| check | | seconds | shows |", "|---|---|---|---|"]
-    lines += [
-        f"| {ended.check.name} | {ended.word} | {ended.seconds:.0f} | {ended.check.shows} |" for ended in outcomes
-    ]
+    lines += [f"| {ran.check.name} | {ran.word} | {ran.seconds:.0f} | {ran.check.shows} |" for ran in outcomes]
     for outcome in outcomes:
         command = " ".join(outcome.check.line[1:])
         lines.append(f"\n## {outcome.check.name}: {outcome.word}\n\n`{command}`\n\n```\n{outcome.tail}\n```")
