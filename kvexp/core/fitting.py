@@ -20,7 +20,7 @@ def least_squares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     a [H, n, t], b [H, n, k]. There is none where a has not full rank to the precision of its dtype: x is 0 there.
     """
     n, t = a.shape[-2:]
-    if n >= t:  # the triangle of (a, b) holds a's triangle and Q^T b beside it: Q itself is not formed
+    if n >= t:  # the triangle of (a, b) holds a's triangle and, next to it, Q^T b: Q itself is not formed
         triangle, right = torch.linalg.qr(torch.cat([a, b], -1), mode="r").R[:, :t].split((t, b.shape[-1]), -1)
     else:
         q, triangle = torch.linalg.qr(a.transpose(-1, -2))
