@@ -37,7 +37,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck size format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino llama-cpp test-llama-cpp reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks audit clean
+.PHONY: help setup dist docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck size format check peers bench bench-real bench-gpu gpu-compile gpu-first triton openvino test-openvino llama-cpp test-llama-cpp reproduce-NAME reproduce-all reproduce-real reproduce-smoke report notebooks audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## /{printf "  %-15s %s\n", $$1, $$2}' Makefile
@@ -142,7 +142,7 @@ bench-real: $(VENV)/.stamp ## the same with the fetched real model (under 15 min
 bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of at most 10 minutes (ARGS='--only NAME')
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)
 
-gpu-first: ## the first run on a GPU: tests and three benchmarks in order, and one report to send back (gpu_report.md; under 90 minutes)
+gpu-first: ## the first run on a GPU: tests and times, the most valuable first, and one report (gpu_report.md; at most 12 minutes)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_first $(ARGS)
 
 # Triton compiles for GPUs that are not there. Its gigabyte lies beside .venv, not in it: with it the kernels' tests would run
@@ -200,8 +200,11 @@ reproduce-%: $(VENV)/.stamp
 report: $(VENV)/.stamp ## one HTML file of everything under outputs/ (ARGS='OUTPUTS_DIR FILE')
 	@$(BIN)/kvexp report $(ARGS)
 
+dist: $(VENV)/.stamp ## source archive and wheel in dist/, as they would be published; the wheel is made of the archive
+	@$(BIN)/python -m build
+
 docs: $(VENV)/.stamp ## the documentation as a site in build/site; a link that leads nowhere is an error
-	@$(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 notebooks: $(VENV)/.stamp ## execute the three notebooks with two examples each: do they run?
 	@$(PYTEST) --timeout=0 tests/experiments/test_notebooks.py $(ARGS)

@@ -91,7 +91,7 @@ class Prefilled:
 
         ids, plan = prompt_of(self.shape, v.prompt_tokens(self.prompt)).tolist(), v.plan(self.prompt)
         how = {"max_new_tokens": self.new + 1, "beyond_context": True, "quantization": v.quantization(self.mine)}
-        return prefill(self.mine, ids, *plan, **how)
+        return prefill(self.mine, ids, *plan, graph=v.graph, **how)
 
     def decode(self, v: Variant, batch: int) -> Sample:
         """One turn: decode `batch` rows from a copy."""

@@ -99,6 +99,18 @@ def _fetch(length: int) -> Run:
     return Run(f"retrieval_{length // 1024}k", "whole", arguments, "--lengths 200+4")
 
 
+def _first_token(length: int) -> Run:
+    """What the Triton kernels cost a prompt."""
+    arguments = f"--shape llama2_7b --prompts {length} --observe triton --repeats 3 --variants hf full {EVICTING}"
+    return Run(f"prefill_{length // 1024}k", "prefill", arguments, "--prompts 40 --observe blocked")
+
+
+def _captured(name: str, rows: str, variants: str) -> Run:
+    """Decode steps as CUDA graphs, the time of capturing them included."""
+    arguments = f"--shape llama2_7b {rows} --window 128 --repeats 2 --variants {variants}"
+    return Run(name, "whole", arguments, "--lengths 48+4 --batches 1")
+
+
 GPU = (
     Run(
         "decode_8k",
@@ -107,12 +119,9 @@ GPU = (
         "h2o@0.5 keyformer@0.5 a2sf@0.5 short@0.2 short@0.5",
         "--prompts 50 --batches 1 2 --new 4",
     ),
-    Run(
-        "prefill",
-        "prefill",
-        f"--shape llama2_7b --prompts 8192 32768 --observe triton --repeats 3 --variants hf full {EVICTING}",
-        "--prompts 40 --observe blocked",
-    ),
+    *(_first_token(length) for length in (8192, 32768)),
+    _captured("captured_8k", "--lengths 8192+128", "hf full full,graph=auto h2o@0.2 h2o@0.2,graph=auto"),
+    _captured("captured_rows", "--lengths 2048+128 --batches 1 24", "hf full,graph=auto h2o@0.2,graph=auto"),
     *(_table_1(length) for length in (1024, 2048, 4096)),
     Run(
         "figure_1",

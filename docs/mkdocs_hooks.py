@@ -18,6 +18,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
 
+import kvexp
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OUTSIDE = [path for part in ("", "experiments", "benchmarks") for path in sorted((ROOT / part).glob("*.md"))]
@@ -25,15 +27,9 @@ LINK = re.compile(r"(?P<text>\[(?:[^][]|\[[^][]*\])*\])\((?P<file>[^)#:\s]+)(?P<
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Name headings as GitHub does, and put the pages that `nav` does not list at its end."""
+    """Name headings as GitHub does, and the site after the version."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
-    listed = set(re.findall(r"[\w./-]+\.md", str(config.nav)))
-    rest = [path.relative_to(DOCS) for path in sorted(DOCS.rglob("*.md"))]
-    sections: dict[str, list[str]] = {}
-    for path in rest:
-        if str(path) not in listed:
-            sections.setdefault(path.parts[0].capitalize() if len(path.parts) > 1 else "More", []).append(str(path))
-    config.nav = [*(config.nav or []), *({title: pages} for title, pages in sections.items())]
+    config.site_name = f"kvexp {kvexp.__version__}"
     return config
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvexp.results.curves import Curves
     from kvexp.tasks import Task
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0"
 
 # Bumped by every change that can move a number; part of the identity of a run.
 NUMERICS = 12

@@ -5,12 +5,12 @@ Next to nothing is imported here, so that `kvexp --help` is quick and a misspelt
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NoReturn
 
 from kvexp.util.errors import ConfigError, did_you_mean
@@ -30,10 +30,7 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
     "models": ("kvexp.cli:models", "the models, and the settings of one"),
     "fetch": ("kvexp.hf.fetch:main", "fetch a model into the cache, convert and check it"),
-    "calibrate": (
-        "kvexp.run.calibrate:calibrate_main",
-        "keep statistics of a model's queries, for methods that need them",
-    ),
+    "calibrate": ("kvexp.run.calibrate:calibrate_main", "keep a model's statistics, for methods that need them"),
     "lm-eval": ("kvexp.run.lm_eval_model:main", "lm-eval's own command line with the model kvexp"),
     "log": ("kvexp.results.wandb_log:main", "publish finished runs to Weights & Biases"),
     "export": ("kvexp.cli:export", "files for other programs: traces, to check a port to an engine"),
@@ -43,9 +40,14 @@ PARTS = {  # the same, of commands under one of the above
     "export trace": ("kvexp.engines.trace:main", "what a method kept, step by step, to check another engine's port"),
 }
 
+EVAL = ("pandas", "scipy", "httpx", "lm_eval", "matplotlib")  # modules that commands need and `pip install kvexp` lacks
+
 
 def main() -> NoReturn:
-    """Do what the command line says; exit code: the command's, 2 where there is none, 130 for an interrupt."""
+    """Do what the command line says.
+
+    Exit code: the command's, 1 where a package is missing, 2 where there is no such command, 130 for an interrupt.
+    """
     watch_pipes()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
@@ -68,21 +70,19 @@ def main() -> NoReturn:
         run()
     watch_torch()
     try:
-        sys.exit(_function((COMMANDS | PARTS)[name][0])(rest))
+        sys.exit(pkgutil.resolve_name((COMMANDS | PARTS)[name][0])(rest))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if error.name not in EVAL:
+            raise
+        sys.exit(f"error: kvexp {name} needs {error.name}, which is not installed; run: pip install 'kvexp[eval]'")
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
     """The known name that was probably meant, else all of them."""
     return did_you_mean(name, known) or f"; one of {', '.join(known)}"
-
-
-def _function(place: str) -> Callable[[list[str]], int]:
-    module, _, name = place.partition(":")
-    function: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def usage() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -25,6 +26,7 @@ from pages import DOCS, LINK, NEEDS, PAGES, ROOT, Block, anchors, blocks, files,
 from recordings import Recording
 
 import kvexp.retrieval
+from experiments.lib.exhibits import load
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build
@@ -213,6 +215,29 @@ def test_all_pages_have_at_most_43000_words():
     assert sum(words.values()) <= 43_000, sorted(words.items(), key=lambda item: -item[1])[:20]
 
 
+def test_the_version_is_told_alike():
+    for name, words in (("CITATION.cff", "version: "), ("CHANGELOG.md", "## ")):
+        assert f"\n{words}{kvexp.__version__}\n" in (ROOT / name).read_text("utf-8"), name
+
+
+def test_the_design_card_holds(tmp_path):
+    """Packages are required and imported (evaluate by lm-eval's metrics), what stands on top is there, commands run."""
+    imported = {"torch", "transformers", "datasets", "rouge_score", "lm_eval", "wandb", "pandas"}
+    listed = re.findall(r'^    "([\w-]+)', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
+    required = {name.replace("-", "_") for name in listed}
+    assert imported | {"hydra_core", "evaluate"} <= required
+    code = "\n".join(path.read_text("utf-8") for path in (ROOT / "kvexp").rglob("*.py"))
+    assert imported | {"hydra"} <= {*re.findall(r"^ *(?:import|from) (\w+)", code, re.M)}
+    assert any(line.startswith("evaluate") for line in importlib.metadata.requires("lm-eval"))
+    tops = ["conf", "kvexp", "experiments", "notebooks", "tests", "run.py", "pyproject.toml", "Makefile", "README.md"]
+    assert [name for name in tops if not (ROOT / name).exists()] == []  # the first run makes outputs/
+    sweep = words_of("python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 model=testbed_rope")
+    code, out, err = called([*tiny([*sweep, "task=testbed_summary"], tmp_path), "--dry-run"])
+    assert code == 0 and "0 done, 0 partly, 10 to do" in out, err
+    check_named(["make", "reproduce-fig7"])
+    assert load("fig7").name == "keyformer_fig7"
+
+
 @pytest.mark.real
 def test_the_first_pages_python_prints_what_it_shows(smollm2, capsys):
     (script,) = scripts(ROOT / "README.md")
@@ -227,10 +252,11 @@ def test_the_first_pages_python_prints_what_it_shows(smollm2, capsys):
 
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="mkdocs-material is not installed (the extra docs)")
-    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
+    assert f"<title>kvexp {kvexp.__version__}" in (tmp_path / "site" / "index.html").read_text("utf-8")
     assert {"index.html", "concepts/index.html", "experiments/index.html", "CONTRIBUTING/index.html"} <= pages
 
 
