@@ -110,15 +110,17 @@ class SecondPassLayer:
         self.attention[rows] = torch.maximum(self.attention[rows], placed[..., :-1])
 
     def _sample(self, inputs: AttentionInputs, rows: Tensor) -> None:
-        """Take the logits of every nth fed query of the chunk over the prompt; inputs, rows: as of `_observe`.
+        """Take the logits over the prompt of fed queries of the chunk; inputs, rows: as of `_observe`.
 
-        n by the row's own prompt, behind which what is fed stands, so that no row depends on its neighbours.
+        `queries` for each prompt's length of what is fed, evenly spread, or all; by the row's own prompt, behind which
+        what is fed stands, so that no row depends on its neighbours.
         """
         if not self.queries:
             return
         fed = inputs.query_positions
         prompt = fed.masked_fill(fed < 0, INT64_MAX).amin(1, keepdim=True)
-        taken = (fed >= 0) & ((fed - prompt) % -(-prompt // self.queries) == 0)
+        place = fed - prompt
+        taken = (fed >= 0) & ((place + 1) * self.queries // prompt > place * self.queries // prompt)
         order = taken.int().argsort(dim=1, descending=True, stable=True)[:, : int(taken.sum(1).max())]
         positions = fed.gather(1, order).masked_fill(~taken.gather(1, order), -1)
         query = inputs.query.take_along_dim(order[:, None, None, :, None], dim=3)

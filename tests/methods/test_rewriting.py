@@ -72,7 +72,10 @@ def pursued(e: np.ndarray, slots: list[int], count: int) -> list[int]:
 def matched(method: AttentionMatching, attention: np.ndarray, keys: np.ndarray, values: np.ndarray) -> Head:
     count = len(keys)
     open_slots = list(range(SINKS, count - WINDOW + 1))  # the budget counts the coming token as one of the window
-    queries = slice(-QUERIES, None) if method.reference == "prompt" else slice(count, None, -(-count // QUERIES))
+    queries: Any = slice(-QUERIES, None)
+    if method.reference == "repeat":
+        fed = range(attention.shape[1] - count)
+        queries = [count + p for p in fed if (p + 1) * QUERIES // count > p * QUERIES // count]
     rows = [row[:count] for head in attention[:, queries] for row in head]
     e = np.zeros((len(rows), count))
     for q, row in enumerate(rows):
