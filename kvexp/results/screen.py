@@ -229,7 +229,8 @@ def _change(row: Row) -> str:
 def _bytes_matter(ran: list[Record]) -> bool:
     """Whether the runs have budgets of bytes, or some of them hold as many slots in different numbers of bytes."""
     held = {(row["slots"], row["kv_bytes"]) for row in ran if not absent(row["slots"])}
-    return len({slots for slots, _ in held}) < len(held) or any("bytes_ratio=" in str(row.get("setting")) for row in ran)
+    by_bytes = any("bytes_ratio=" in str(row.get("setting")) for row in ran)
+    return by_bytes or len({slots for slots, _ in held}) < len(held)
 
 
 def _columns(rows: list[Record]) -> tuple[list[Column], list[Column]]:
