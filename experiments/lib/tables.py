@@ -157,6 +157,11 @@ def _ahead(frame: pd.DataFrame, run: Any, rival: str, setting: str | None, metri
     return paired_difference(run["scores"], rivals.iloc[0]["scores"], metric)[:3]
 
 
+def with_interval(value: float, low: float, high: float) -> str:
+    """A number with its interval, two digits each, as cells of pages have it."""
+    return f"{value:#.2g} ({low:#.2g}..{high:#.2g})"
+
+
 def markdown(head: Sequence[str], *rows: Sequence[str], right: bool = False) -> str:
     """A Markdown table of texts; right: all columns but the first are aligned to the right."""
     rule = "---:|" if right else "---|"

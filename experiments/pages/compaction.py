@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.lib.tables import with_interval
 from experiments.pages import ROOT, blank, dots, log_nats, markdown
 
 CHOICE = "method.bias=none method.values=kept"
@@ -55,6 +56,6 @@ def table() -> str:
     lines = []
     for key, name in NAMES.items():
         shown = [numbers[key].get(place) for place in PLACES]
-        cells = ["-" if number is None else "{:#.2g} ({:#.2g}..{:#.2g})".format(*number) for number in shown]
+        cells = ["-" if number is None else with_interval(*number) for number in shown]
         lines.append((name, *cells))
     return markdown(("KL (95 %)", *PLACES.values()), lines)

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from omegaconf import OmegaConf
 
+from experiments.lib.tables import with_interval
 from experiments.pages import COLORS, ROOT, blank, markdown
 from kvexp.core.quantized import SlotBytes
 from kvexp.run.build import quantization_of
@@ -83,7 +84,7 @@ def draw() -> Figure:
 
 def table() -> str:
     lines = [
-        (engine, setting, f"{share:.2f}", f"{kl:#.2g} ({low:#.2g}..{high:#.2g})")
+        (engine, setting, f"{share:.2f}", with_interval(kl, low, high))
         for engine, setting, share, kl, low, high in rows().itertuples(index=False)
     ]
     return markdown(("engine", "cache", "share of bytes", "KL (95 %)"), lines)

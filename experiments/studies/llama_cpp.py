@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.lib.tables import markdown
+from experiments.lib.tables import markdown, with_interval
 from experiments.studies import carried_out, composed_runs, write_tables
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import read_runs
@@ -89,7 +89,7 @@ def _table(args: argparse.Namespace) -> int:
 
 
 def _page(args: argparse.Namespace) -> int:
-    write_tables(text_of(pd.read_csv(args.outputs).fillna({"kv_ratio": ""})), args.page, BEGIN, END)
+    write_tables(text_of(pd.read_csv(args.outputs)), args.page, BEGIN, END)
     return 0
 
 
@@ -100,7 +100,7 @@ def text_of(rows: pd.DataFrame) -> str:
         words = re.sub(r"(engine=|task\.)\S+", "", row["setting"]).split()
         if row["method"] != "full_quantised":
             words = [f"method={row['method']}", f"kv_ratio={row['kv_ratio']:g}", *words]
-        number = "{kl:#.2g} ({kl_low:#.2g}..{kl_high:#.2g})".format(**row)
+        number = with_interval(row["kl"], row["kl_low"], row["kl_high"])
         cells.setdefault(" ".join(words), {})[row["task"].partition("/")[0]] = number
     order = sorted(cells, key=lambda words: ("method=" in words, words))
     return markdown(
