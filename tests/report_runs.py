@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import kvexp
-from kvexp.run.evictions import EVICTIONS, ExampleLog, write_example_log, write_table
+from kvexp.run.evictions import ExampleLog, write_evictions, write_example_log
 from kvexp.run.store import Run, refuse
 
 EVIL = "<script>alert(1)</script>"
@@ -91,9 +91,10 @@ def labels(model: str, task: str, method: str, kv_ratio: float | None = None, se
 def diagnosed(run: Run) -> None:
     """A log of e1: layer 0 loses position 1 in both heads and 0 in one, layer 1 (one head) loses 0 at step 1."""
     texts = ["some ", EVIL, " text ", WORSE, " end"]
-    write_example_log(run, ExampleLog("e1", 3, 1, [5, 6, 7, 8, 9], texts, [2, 1], True, True))
-    log = {"step": [0, 0, 0, 1], "layer": [0, 0, 0, 1], "head": [0, 1, 0, 0], "position": [1, 1, 0, 0]}
-    write_table(run, "e1", EVICTIONS, log | {"score": [0.0] * 4, "rank": [0] * 4, "threshold": [1.0] * 4})
+    log = ExampleLog("e1", 3, 1, [5, 6, 7, 8, 9], texts, [2, 1], True, True)
+    write_example_log(run, log)
+    gone = {"step": [0, 0, 0, 1], "layer": [0, 0, 0, 1], "head": [0, 1, 0, 0], "position": [1, 1, 0, 0]}
+    write_evictions(run, log, gone | {"score": [0.0] * 4, "rank": [0] * 4, "threshold": [1.0] * 4})
 
 
 def diverging(run: Run, level: float) -> None:

@@ -53,7 +53,7 @@ class LayerCache(Protocol):
     """The cache of one attention layer: it holds keys and values and attends to them.
 
     The kinds: `EvictionLayer` and `RetrievalLayer` (a cache of one method), `MaskedLayer` (one masked forward),
-    `MultiLayer` (one layer of several caches) and diagnose's `TwinLayer` (a method's layer and the full cache's).
+    `MultiLayer` (one layer of several caches).
     """
 
     @property

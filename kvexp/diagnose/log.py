@@ -15,31 +15,7 @@ from kvexp.core.slot_order import keep_order
 from kvexp.hf import EvictionCache
 
 
-class ColumnRecord:
-    """A table that grows by some rows per call; each column is one flat tensor per call."""
-
-    kinds: ClassVar[dict[str, torch.dtype]]  # of the columns
-    order: ClassVar[tuple[str, ...]] = ()  # columns to sort by, the most significant last; none: as added
-
-    def __init__(self) -> None:
-        self.columns: dict[str, list[Tensor]] = {
-            name: [torch.zeros(0, dtype=kind)] for name, kind in self.kinds.items()
-        }
-
-    def add(self, **columns: Tensor) -> None:
-        for name, values in columns.items():
-            self.columns[name].append(values.cpu().to(self.kinds[name]))
-
-    def table(self) -> dict[str, np.ndarray]:
-        """Column -> one value per row."""
-        whole = {name: torch.cat(parts) for name, parts in self.columns.items()}
-        index = torch.arange(len(next(iter(whole.values()))))
-        for name in self.order:
-            index = index[whole[name][index].argsort(stable=True)]
-        return {name: values[index].numpy() for name, values in whole.items()}
-
-
-class EvictionRecord(ColumnRecord):
+class EvictionRecord:
     """Every eviction of one generation, sorted by step, layer, head and position.
 
     step: decode tokens seen (0: the end of the prompt). score: the method's priority, which for most is what they have
@@ -57,7 +33,20 @@ class EvictionRecord(ColumnRecord):
         "of": torch.int32,
         "threshold": torch.float32,
     }
-    order: ClassVar[tuple[str, ...]] = ("position", "head", "layer", "step")
+
+    def __init__(self) -> None:
+        self.columns = {name: [torch.zeros(0, dtype=kind)] for name, kind in self.kinds.items()}
+
+    def add(self, **columns: Tensor) -> None:
+        """Add the evictions of one layer at one step: a flat tensor per column."""
+        for name, values in columns.items():
+            self.columns[name].append(values.cpu().to(self.kinds[name]))
+
+    def table(self) -> dict[str, np.ndarray]:
+        """Column -> one value per eviction."""
+        whole = {name: torch.cat(parts) for name, parts in self.columns.items()}
+        order = np.lexsort([whole[name].numpy() for name in ("position", "head", "layer", "step")])
+        return {name: values.numpy()[order] for name, values in whole.items()}
 
 
 def watch(cache: EvictionCache, into: EvictionRecord) -> None:

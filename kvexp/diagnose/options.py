@@ -7,18 +7,18 @@ itself, watched. So a diagnosis can change no row, can be asked for later, and k
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 from kvexp.core import EvictionLayer
 from kvexp.diagnose.case import Case, cases, short_title
 from kvexp.diagnose.log import EvictionRecord, watch
-from kvexp.diagnose.twin import twin
 from kvexp.generate import Generation, receipts
 from kvexp.hf.cache import texts_of
 from kvexp.retrieval.layer import RetrievalLayer
 from kvexp.run.batches import Row, settings_at, waiting_notice
-from kvexp.run.evictions import EVICTIONS, TWIN, ExampleLog, has, write_example_log, write_table
+from kvexp.run.evictions import ExampleLog, has_log, write_evictions, write_example_log
 from kvexp.run.model_spec import moving_rope
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, run_name
@@ -82,8 +82,6 @@ class Log:
 
     examples: Annotated[int, AtLeast(1)] | None = None
 
-    parts: ClassVar[tuple[str, ...]] = (EVICTIONS,)
-
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -94,7 +92,7 @@ class Log:
     def run_after(self, settings: Settings, run: Run) -> None:
         """Write what the run's folder lacks; for a run that evicts nothing, print a line that says so."""
         title = _title(settings)
-        if (why := self.obstacle(settings)) is not None:
+        if (why := nothing_to_log(settings)) is not None:
             say(f"{title}: nothing to do, {why}")
             return
         rows = [row for row in run.rows() if not row.get("skipped") and row["index"] < (settings.limit or math.inf)]
@@ -104,13 +102,9 @@ class Log:
             return
         self.write(settings, run, rows)
 
-    def obstacle(self, settings: Settings) -> str | None:
-        """The reason why a run has nothing to diagnose; None where it has."""
-        return nothing_to_log(settings)
-
     def rows_without(self, run: Run, rows: list[Row]) -> list[Row]:
-        """The rows of which some part of this diagnosis is not in the run's folder."""
-        return [row for row in rows if not all(has(run, row["example"], name) for name in self.parts)]
+        """The rows whose log is not in the run's folder."""
+        return [row for row in rows if not has_log(run, row["example"])]
 
     def write(self, settings: Settings, run: Run, rows: list[Row]) -> None:
         """Diagnose the rows that are not diagnosed yet, and write that into the run's folder."""
@@ -118,9 +112,9 @@ class Log:
         title = _title(settings)
         with Progress(title, len(rows), len(rows) - len(todo)) as progress:
             for row, case, _ in cases(settings, todo):
-                log, tables = self.diagnose_row(case, row)
-                for ending, columns in tables.items():
-                    write_table(run, log.example, ending, columns, log.texts if ending == EVICTIONS else None)
+                seen = EvictionRecord()
+                log = example_log(case, case.generate_again(partial(watch, into=seen)), row)
+                write_evictions(run, log, seen.table())
                 write_example_log(run, log)
                 if not log.same_output:
                     why = "alone it writes another answer than in the batch of its row, where sums round otherwise"
@@ -128,36 +122,6 @@ class Log:
                 elif not log.same:
                     say(f"{title}: example {row['example']}: kept other slots than its row")
                 progress.advance()
-
-    def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
-        """The log of one example, and its tables as columns by the ending of their files."""
-        seen = EvictionRecord()
-        generation = case.generate_again(lambda cache: watch(cache, seen))
-        return example_log(case, generation, row), {EVICTIONS: seen.table()}
-
-
-@dataclass(frozen=True)
-class Twin(Log):
-    """The log, and what the evictions did to attention.
-
-    Costs three generations more per example, one of them of the full cache.
-    """
-
-    parts: ClassVar[tuple[str, ...]] = (EVICTIONS, TWIN)
-
-    def obstacle(self, settings: Settings) -> str | None:
-        """As of the log; but where nothing is evicted, what a retrieval method leaves out and what few bits do is there
-        to be measured.
-        """
-        cache = settings.cache
-        measurable = cache.keeps_everything or (cache.quantization is not None and not cache.per_query)
-        return None if measurable else super().obstacle(settings)
-
-    def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
-        log, tables = super().diagnose_row(case, row)
-        answer = log.ids[log.prompt_tokens + log.question_tokens :]
-        losses, agrees = twin(case, answer)
-        return replace(log, agrees=agrees), {**tables, TWIN: losses.table()}
 
 
 def _title(settings: Settings) -> str:
@@ -197,7 +161,7 @@ def ensure_diagnosed(run: Run, rows: list[Row]) -> None:
         return
     settings = settings_at(run)
     kind.check(settings)
-    if (why := kind.obstacle(settings)) is not None:
+    if (why := nothing_to_log(settings)) is not None:
         raise ConfigError(f"{short_title(run)} has no log to look at: {why}")
     with run.claim(waiting=waiting_notice(run)):
         kind.write(settings, run, rows)

@@ -31,7 +31,7 @@ from kvexp.diagnose.options import ensure_diagnosed
 from kvexp.generate import PrefilledContext
 from kvexp.hf import EvictionCache
 from kvexp.run.batches import Row, settings_at
-from kvexp.run.evictions import EVICTIONS, file_of, has, read_table, require_example_log, write_file
+from kvexp.run.evictions import file_of, has_log, read_evictions, require_example_log, write_file
 from kvexp.run.store import Run, check_same_prompts
 from kvexp.tasks import Example, Task
 from kvexp.util.errors import CacheError, ConfigError
@@ -59,7 +59,7 @@ def check_undoing(cache: CacheConfig) -> None:
     if cache.quantization is not None:
         raise ConfigError(
             "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a run "
-            "of the same method with cache.bits=16 (its log and its twin are there with any cache.bits)"
+            "of the same method with cache.bits=16 (its log is there with any cache.bits)"
         )
     if cache.chooses_slots or cache.rewritten:
         does = "puts other numbers into kept slots" if cache.rewritten else "counts in blocks of neighbouring slots"
@@ -408,7 +408,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def evidence(run: Run, example: str, undone: UndoneEvictions) -> pd.DataFrame:
     """Rows of the example's log that were undone: how the method scored those tokens, and what it would have taken."""
-    evictions = read_table(run, example, EVICTIONS)
+    evictions = read_evictions(run, example)
     places = pd.MultiIndex.from_frame(evictions[["layer", "head"]]).isin(undone.places)
     rows = evictions[places & evictions["position"].isin(undone.positions)]
     return rows[rows["step"].between(undone.first, undone.last)]
@@ -512,7 +512,7 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
     table = plain_table(*heads)
     for run in runs:
         rows = lost(run)
-        logged = [row for row in rows if has(run, row["example"], EVICTIONS)]
+        logged = [row for row in rows if has_log(run, row["example"])]
         if not logged:
             logged = rows[:first]
             ensure_diagnosed(run, logged)

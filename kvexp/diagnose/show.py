@@ -77,7 +77,7 @@ def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
         yield words, marks
 
 
-DIAGNOSE_DOC = "kvexp diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask on."
+DIAGNOSE_DOC = "kvexp diagnose COMMAND: read what diagnose=log has written, or make it, and ask on."
 
 
 # May stand anywhere (method=MODULE.CLASS, task=FILE.py: before --where), for a run's own files cannot ask for

@@ -56,7 +56,7 @@ from kvexp.results.stats import lower_is_better
 from kvexp.results.table import called, few, groups, metrics_of, notes, quality_table
 from kvexp.results.views import DIVERGENCE as KL_VIEW
 from kvexp.results.views import VIEWS, View, chart_of, grid, is_needle
-from kvexp.run.evictions import EVICTIONS, has, read_table, require_example_log, view_of
+from kvexp.run.evictions import has_log, read_evictions, require_example_log, view_of
 from kvexp.run.store import TEXTS
 from kvexp.util.errors import ConfigError
 from kvexp.util.output import say, tells_errors, tells_warnings, visible
@@ -288,11 +288,11 @@ TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at 
 
 
 def kept_data(source: ReportSource) -> dict[str, Any] | None:
-    """hash -> its diagnosed examples, the first in order; None where no run was made with diagnose=log or twin."""
+    """hash -> its diagnosed examples, the first in order; None where no run was made with diagnose=log."""
     by_run: dict[str, Any] = {}
     room = TOTAL
     for folder in source.shown:
-        logged = [row["example"] for row in folder.rows if has(folder.run, row["example"], EVICTIONS)]
+        logged = [row["example"] for row in folder.rows if has_log(folder.run, row["example"])]
         for example in logged[:MOST]:
             text = _text(folder, example)
             room -= len(text["tokens"]) if text else 0
@@ -305,7 +305,7 @@ def _text(folder: Folder, example: str) -> dict[str, Any] | None:
     """kept: at the end of the prompt and after the last token, [layer][token] heads; None for a log that is broken."""
     try:
         log = require_example_log(folder.run, example)
-        evictions = read_table(folder.run, example, EVICTIONS)
+        evictions = read_evictions(folder.run, example)
         views = [view_of(log, evictions, step) for step in sorted({0, log.steps})]
     except ConfigError:
         return None

@@ -2,7 +2,6 @@
 
     outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether its row has the same
                             NAME.evictions.parquet   every eviction
-                            NAME.twin.parquet        what it did to attention, per step, layer and head
 
 NAME is made of the example's id. NAME.json is written last: an example without it has no diagnosis.
 """
@@ -29,7 +28,7 @@ from kvexp.util.files import explained, replace
 from kvexp.util.strict_json import load
 
 FOLDER = "diagnose"
-EVICTIONS, TWIN = "evictions.parquet", "twin.parquet"
+EVICTIONS = "evictions.parquet"
 Count = Annotated[int, Range(0, (1 << 31) - 1)]
 
 
@@ -37,9 +36,7 @@ Count = Annotated[int, Range(0, (1 << 31) - 1)]
 class ExampleLog:
     """NAME.json. ids, texts: of prompt, question and answer, in order of position; the texts joined are the whole text.
 
-    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots equal the row's. agrees:
-    for each token of the answer whether the full cache, fed the same tokens before it, would have written it too (twin
-    runs only).
+    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots equal the row's.
     """
 
     example: str
@@ -50,7 +47,6 @@ class ExampleLog:
     heads: list[Count]
     same_output: bool
     same_kept: bool
-    agrees: list[bool] | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -90,7 +86,9 @@ def read_example_log(run: Run, example: str) -> ExampleLog | None:
     if not file.exists():
         return None
     try:
-        log = ExampleLog(**load(file))
+        fields = load(file)
+        fields.pop("agrees", None)  # of logs with a twin, which kvexp wrote before 0.3
+        log = ExampleLog(**fields)
         check_fields(log)
         if len(log.ids) != len(log.texts) or log.new_tokens < 0:
             raise ValueError("texts must be one for each of ids, of which prompt and question are a part")
@@ -112,15 +110,14 @@ def require_example_log(run: Run, example: str) -> ExampleLog:
     return log
 
 
-def write_table(run: Run, example: str, ending: str, columns: dict[str, Any], texts: list[str] | None = None) -> None:
-    """Write columns of one length; texts: of the tokens by position, for a column `text` in addition to `position`."""
+def write_evictions(run: Run, log: ExampleLog, columns: dict[str, Any]) -> None:
+    """Write the evictions of an example, columns of one length; a column `text` is added to `position`."""
     arrays = {name: pa.array(values) for name, values in columns.items()}
-    if texts is not None:
-        names = list(dict.fromkeys(texts))
-        code = {name: place for place, name in enumerate(names)}
-        by_position = [code[text] for text in texts]
-        at = [by_position[position] for position in columns["position"]]
-        arrays["text"] = pa.DictionaryArray.from_arrays(pa.array(at, pa.int32()), pa.array(names, pa.string()))
+    names = list(dict.fromkeys(log.texts))
+    code = {name: place for place, name in enumerate(names)}
+    by_position = [code[text] for text in log.texts]
+    at = [by_position[position] for position in columns["position"]]
+    arrays["text"] = pa.DictionaryArray.from_arrays(pa.array(at, pa.int32()), pa.array(names, pa.string()))
     floats = [name for name, array in arrays.items() if pa.types.is_floating(array.type) and name != "threshold"]
     sink = io.BytesIO()
     pq.write_table(
@@ -129,20 +126,18 @@ def write_table(run: Run, example: str, ending: str, columns: dict[str, Any], te
         compression="zstd",
         compression_level=9,
         use_dictionary=[name for name in arrays if name not in floats and name != "position"],
-        column_encoding={"position": "DELTA_BINARY_PACKED"} if "position" in arrays else None,
+        column_encoding={"position": "DELTA_BINARY_PACKED"},
         use_byte_stream_split=floats,
     )
-    write_file(run, example, ending, sink.getvalue())
+    write_file(run, log.example, EVICTIONS, sink.getvalue())
 
 
-def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
+def read_evictions(run: Run, example: str) -> pd.DataFrame:
     """ConfigError where the example has none."""
-    file = file_of(run, example, ending)
+    file = file_of(run, example, EVICTIONS)
     if not file.exists():
-        wanted = "twin" if ending == TWIN else "log"
         raise ConfigError(
-            f"{run.path} has no {file.name}: run the same command again with diagnose={wanted} (its rows stay as they "
-            "are)"
+            f"{run.path} has no {file.name}: run the same command again with diagnose=log (its rows stay as they are)"
         )
     try:
         table: pd.DataFrame = pq.read_table(file).to_pandas()
@@ -152,9 +147,9 @@ def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
         raise ConfigError(f"cannot read {file}: {why}; remove it and run the command again with diagnose") from error
 
 
-def has(run: Run, example: str, ending: str) -> bool:
-    """Whether this part of the example's diagnosis is complete."""
-    return read_example_log(run, example) is not None and file_of(run, example, ending).exists()
+def has_log(run: Run, example: str) -> bool:
+    """Whether the log of the example is complete."""
+    return read_example_log(run, example) is not None and file_of(run, example, EVICTIONS).exists()
 
 
 # The tokens that are still there at a step: how many heads of each layer hold each of them.
@@ -194,7 +189,7 @@ class View:
 
 def view(run: Run, example: str, step: int = 0, layer: int | None = None) -> View:
     """Tokens held at a step; ConfigError where the example has no log, or not that many steps or layers."""
-    return view_of(require_example_log(run, example), read_table(run, example, EVICTIONS), step, layer)
+    return view_of(require_example_log(run, example), read_evictions(run, example), step, layer)
 
 
 def view_of(log: ExampleLog, evictions: pd.DataFrame, step: int = 0, layer: int | None = None) -> View:

@@ -77,11 +77,11 @@ def diagnosis_of(config: DictConfig) -> Diagnosis | None:
     """The option of `diagnose`; None for none."""
     chosen = config.get("diagnose")
     if not isinstance(chosen, DictConfig):
-        raise ConfigError(f"diagnose must be one of the options in conf/diagnose (none, log, twin), got {chosen!r}")
+        raise ConfigError(f"diagnose must be one of the options in conf/diagnose (none, log), got {chosen!r}")
     node: Any = OmegaConf.to_container(chosen, resolve=True)
     if node.get("_target_") is None:
         if extra := sorted(node.keys() - {"_target_"}):
-            raise ConfigError(f"diagnose=none has no {', '.join(map(str, extra))}; choose diagnose=log or twin")
+            raise ConfigError(f"diagnose=none has no {', '.join(map(str, extra))}; choose diagnose=log")
         return None
     diagnosis: Diagnosis = build(node, "diagnose", within="kvexp.diagnose")
     return diagnosis

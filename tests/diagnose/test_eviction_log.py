@@ -25,7 +25,7 @@ from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.run import jobs as hydra_job
 from kvexp.run.batches import settings_at
-from kvexp.run.evictions import EVICTIONS, has, read_example_log, read_table
+from kvexp.run.evictions import has_log, read_evictions, read_example_log
 from kvexp.run.jobs import HydraJob
 from kvexp.run.model_spec import tokenizer_of
 from kvexp.run.session import current
@@ -143,7 +143,7 @@ def test_rows_are_the_same_with_and_without(tmp_path, command):
     evicting, full = sorted(runs(tmp_path / "log"), key=lambda run: run.labels["method"] == "full")
     assert not (full.path / "diagnose").exists()
     for row in evicting.rows():
-        told, table = read_example_log(evicting, row["example"]), read_table(evicting, row["example"], EVICTIONS)
+        told, table = read_example_log(evicting, row["example"]), read_evictions(evicting, row["example"])
         assert told.same_output and told.same_kept
         assert told.prompt_tokens == row["prompt_tokens"] and told.new_tokens == row["new_tokens"]
         assert "".join(told.texts[told.prompt_tokens :]).replace("</s>", "") == row["output"]
@@ -159,11 +159,11 @@ def test_a_finished_run_gets_the_log_it_lacks(tmp_path, command, capsys):
     before = (run.path / "examples.jsonl").read_bytes()
     run_job(job(tmp_path, "diagnose=log", "diagnose.examples=2"))
     names = [row["example"] for row in run.rows()]
-    assert [has(run, name, EVICTIONS) for name in names] == [True, True, False]
+    assert [has_log(run, name) for name in names] == [True, True, False]
     lost = next(path for path in (run.path / "diagnose").glob("*.parquet"))
     lost.unlink()
     run_job(job(tmp_path, "diagnose=log"))
-    assert all(has(run, name, EVICTIONS) for name in names)
+    assert all(has_log(run, name) for name in names)
     capsys.readouterr()
     run_job(job(tmp_path, "diagnose=log"))
     assert "3 examples are diagnosed already" in capsys.readouterr().out
@@ -226,7 +226,7 @@ def test_commands_make_the_log_they_need(tmp_path, command, capsys):
     first, second = (row["example"] for row in run.rows())
     assert main(["show", str(run.path), first]) == 0
     assert f"diagnose h2o 0.3 {SETTING}: 1 examples" in text_of(capsys)
-    assert has(run, first, EVICTIONS) and not has(run, second, EVICTIONS), "what is asked for and no more"
+    assert has_log(run, first) and not has_log(run, second), "what is asked for and no more"
     assert main(["show", str(run.path), first]) == 0
     assert "diagnose h2o" not in text_of(capsys), "made once"
     assert main(["replay", str(run.path), second, "--trials", "2"]) == 0

@@ -8,21 +8,12 @@ import json
 
 import pandas as pd
 import pytest
-import torch
 from rich.console import Console
-from test_eviction_log import case_of, held, job, run_job, run_of, watched
-from test_shared_prefill import content
-from tiny import CONFIGS, stock
 
-from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.show import show
-from kvexp.diagnose.twin import MEASURES, twin
-from kvexp.generate.prefill import decode_step
 from kvexp.hf.cache import mark, texts_of
 from kvexp.hf.load import byte_tokenizer
-from kvexp.methods import A2SF, H2O, TOVA, StreamingLLM
-from kvexp.retrieval import Oracle, Quest, SparQ
-from kvexp.run.evictions import TWIN, ExampleLog, read_example_log, read_table, view_of, write_example_log
+from kvexp.run.evictions import ExampleLog, read_example_log, view_of, write_example_log
 from kvexp.run.store import Run
 from kvexp.util.errors import ConfigError
 
@@ -108,130 +99,3 @@ def test_texts_of_tokens_join_to_the_text():
         assert "".join(texts) == words.decode(ids) and len(texts) == len(ids)
     broken = [*words("a").input_ids, *words("\u65e5").input_ids[1:3], *words("b").input_ids[1:]]
     assert texts_of(words, broken)[-1].endswith("b")
-
-
-# The twin of methods that keep everything and select: what a step did not attend to, by Hugging Face's attention.
-
-
-@pytest.mark.parametrize("method", [Oracle(), Quest(page=4), SparQ(r=6)], ids=lambda method: method.name)
-def test_what_is_lost_is_what_a_step_did_not_attend_to(method):
-    case = case_of("llama", method)
-    frame, answer, _ = losses(case)
-    ids = [*case.prompt, *answer]
-    with torch.no_grad():
-        whole = stock("llama")(torch.tensor([ids]), output_attentions=True)
-    context = case.prefill_prompt()
-    for step, token in enumerate(answer[:-1]):
-        at = torch.tensor([[len(case.prompt) + step]])
-        with torch.no_grad():
-            decode_step(case.model, torch.full_like(at, token), at, context.cache)
-        for layer in range(2):
-            weights = whole.attentions[layer][0, :, int(at), : int(at) + 1]  # [H * G, S]
-            chosen = context.cache.layer_states[layer].kept_positions()[0]
-            per_head = torch.tensor(
-                [1 - float(weights[q, chosen[q * len(chosen) // len(weights)]].sum()) for q in range(15)]
-            )
-            mine = frame[(frame.step == step + 1) & (frame.layer == layer)].sort_values("head")
-            torch.testing.assert_close(
-                torch.tensor(mine.lost.to_numpy()), per_head.view(3, 5).mean(1), atol=3e-5, rtol=1e-4
-            )
-            assert (mine.kept <= 12).all() and (mine.lost > 0).any()
-
-
-def test_an_oracle_overlaps_with_the_ideal_set_and_a_run_gets_its_twin(tmp_path, command):
-    run_job(job(tmp_path, "method=oracle", "diagnose=twin", limit=2))
-    assert not command.failures
-    run = run_of(tmp_path, "oracle")
-    for row in run.rows():
-        frame, told = read_table(run, row["example"], TWIN), read_example_log(run, row["example"])
-        assert told.same and len(frame) and frame.lost.ge(frame.lost_ideal - 1e-6).all()
-        assert frame.overlap.mean() > 0.5 and set(frame["head"]) == set(range(told.heads[0]))
-
-
-# -- the twin run against Hugging Face's own attention of the same tokens, against itself where it must agree ---------
-
-
-QUESTION = [50, 51]
-
-
-def losses(case):
-    answer = case.generate_again().tokens[0]
-    made, agrees = twin(case, answer)
-    return pd.DataFrame(made.table()), answer, agrees
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("method", [H2O(), A2SF(alpha=0.5)], ids=lambda method: method.name)
-def test_what_is_lost_is_what_hugging_face_attends_to_and_the_log_says_is_gone(family, method):
-    case = case_of(family, method, question=QUESTION)
-    frame, answer, agrees = losses(case)
-    _, log = watched(case)
-    ids = [*case.prompt, *QUESTION, *answer]
-    with torch.no_grad():
-        whole = stock(family)(torch.tensor([ids]), output_attentions=True)
-    start = len(case.prompt)
-    assert len(frame) == 2 * 3 * (len(ids) - start - 1)
-    for row in frame.itertuples():
-        weights = whole.attentions[row.layer][0]
-        groups = weights.shape[0] // 3
-        mass = weights[row.head * groups : (row.head + 1) * groups, start + row.step - 1].mean(0)
-        seen = [*held(log, row.layer, row.head, start + row.step - 1, row.step - 1), start + row.step - 1]
-        assert row.kept == len(seen) == 12
-        assert row.lost == pytest.approx(1 - float(mass[seen].sum()), abs=2e-5)
-        others = sorted(range(start + row.step - 1), key=lambda place: -float(mass[place]))
-        ideal = {start + row.step - 1, *others[:11]}
-        assert row.lost_ideal == pytest.approx(1 - float(mass[sorted(ideal)].sum()), abs=2e-5)
-        assert row.overlap == pytest.approx(len(ideal & set(seen)) / 12, abs=1e-6)
-        assert row.lost_ideal <= row.lost + 1e-6
-    written = whole.logits[0, start + len(QUESTION) - 1 : -1].argmax(-1).tolist()
-    assert agrees == [one == other for one, other in zip(written, answer, strict=True)]
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
-def test_below_the_first_layer_nothing_has_gone_wrong_yet(family, mode):
-    frame, _, _ = losses(case_of(family, TOVA(), mode=mode))
-    first, second = frame[frame.layer == 0], frame[frame.layer == 1]
-    assert (first.error - first.error_here).abs().max() < 2e-6
-    assert first.error.min() > 1e-3, "else the comparison shows nothing"
-    assert (second.error - second.error_here).abs().max() > 1e-3
-
-
-def test_error_by_hand():
-    """A head whose output is (3, 4) in full and (3, 0) without the second slot is 0.8 off."""
-    from kvexp.diagnose.twin import _distance, ideal_set
-
-    assert _distance(torch.tensor([[3.0, 0.0]]), torch.tensor([[3.0, 4.0]])).tolist() == [pytest.approx(0.8)]
-    mass = torch.tensor([[0.4, 0.1, 0.3, 0.05, 0.15], [0.2, 0.2, 0.2, 0.2, 0.2]])
-    chosen = ideal_set(mass, torch.tensor(3), torch.tensor([2, 3]))
-    assert [row.nonzero()[:, 0].tolist() for row in chosen] == [[0, 3], [2, 3, 4]]
-
-
-def test_a_budget_for_all_loses_nothing():
-    case = dataclasses.replace(case_of("llama", H2O()), cache=CacheConfig(H2O(), Budget(tokens=60)))
-    frame, _, agrees = losses(case)
-    assert frame.lost.max() < 1e-6 and frame.error.max() < 1e-5 and frame.error_here.max() < 1e-5
-    assert set(frame.overlap) == {1.0} and all(agrees)
-
-
-def test_renumbered_survivors_differ_in_the_first_layer_already():
-    frame, _, _ = losses(case_of("llama", StreamingLLM(), positions="renumbered"))
-    first = frame[frame.layer == 0]
-    assert (first.error - first.error_here).abs().max() > 1e-3
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_gets_twins_and_keeps_its_rows(tmp_path, command):
-    run_job(job(tmp_path / "none"))
-    run_job(job(tmp_path / "twin", "diagnose=log"))
-    run_job(job(tmp_path / "twin", "diagnose=twin"))
-    assert not command.failures
-    assert content(tmp_path / "twin") == content(tmp_path / "none")
-    run = run_of(tmp_path / "twin")
-    for row in run.rows():
-        told, frame = read_example_log(run, row["example"]), read_table(run, row["example"], TWIN)
-        assert told.same and len(told.agrees) == told.new_tokens
-        assert frame[list(MEASURES)].notna().all().all()
-        assert sorted(set(frame.step)) == list(range(1, told.steps + 1))

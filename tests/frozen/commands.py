@@ -92,7 +92,6 @@ RUNS = {
     "longbench": ["-m", "model=tiny", "task=longbench", "task.subset=qasper", f"task.data_files={FIXTURES / 'longbench' / 'qasper.jsonl'}", "limit=1", "task.max_new_tokens=4", "method=h2o", "kv_ratio=0.4"],
     "perplexity": ["-m", "model=tiny", "task=perplexity", f"task.data_files={FIXTURES / 'perplexity.jsonl'}", "limit=1", "method=streaming_llm", "budget=tokens", "budget.tokens=32"],
     "log": ["model=testbed_gqa", *SUMMARY, "kv_ratio=0.4", "method=h2o", "diagnose=log"],
-    "twin": ["model=testbed_gqa", *SUMMARY, "kv_ratio=0.4", "method=h2o", "diagnose=twin"],
     # the real model
     "real": ["-m", "limit=2", "task.max_new_tokens=16", "method=h2o,keyformer", "kv_ratio=0.3"],
     "real_instructions": ["-m", "task=instructions", "limit=1", "task.max_new_tokens=8", "method=h2o", "kv_ratio=0.4", "keep=null,fair"],
