@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvexp
-from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
+from kvexp.run.store import Refusal, Run, check_same_prompts, refusals, runs
 from kvexp.run.user_code import BASES, ModulePlace, place_of, source_files
 from kvexp.util.errors import ConfigError
 from kvexp.util.machine import BUSY
@@ -122,13 +122,6 @@ class Folder:
     @property
     def is_baseline(self) -> bool:
         return bool(self.labels.get("method") == BASELINE) and not self.refused
-
-    @property
-    def baseline_check(self) -> str:
-        """What `python -m experiments.studies.yardstick` found of its model's full cache: checked, off by ..., or
-        unchecked.
-        """
-        return check_of(self.run.path.parent, self.run.config.get("model"), self.run.numerics)
 
     @property
     def question(self) -> str | None:

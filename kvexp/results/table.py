@@ -71,7 +71,7 @@ COST = (
     *("ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed", "busy"),
     *("batch_size", "smallest_batch", *MEANS, "fell_back"),
 )
-LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline_check", "baseline", "hash")
+LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
 
 
 def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> pd.DataFrame:
@@ -144,7 +144,6 @@ def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level
     row |= {"status": folder.status, "note": "; ".join(filter(None, (obstacle or folder.problem, uncounted)))}
     row |= {"unscored": folder.reasons, "also": folder.also}
     row |= {"headline": folder.metrics[0] if folder.metrics else None, "numerics": folder.run.numerics}
-    row["baseline_check"] = folder.baseline_check
     return row | {"baseline": folder.run.baseline, "hash": folder.run.hash}
 
 
@@ -710,14 +709,6 @@ def legend(df: pd.DataFrame) -> list[str]:
             f"99 %, 99.9 % (MLPerf): every metric at that share of full, and {stats.LENGTH_MARK:g} % of its generated "
             f"tokens; decided by intervals corrected (Bonferroni) for the compared runs of one model and task: {said}.",
         ]
-    checks: dict[str, dict[str, None]] = {}  # of the runs that can have a verdict: what the yardstick found, of which
-    for row in records(df):
-        if row["verdict99"] not in ("baseline", "void") and row["status"] != "refused":
-            checks.setdefault(row["baseline_check"], {})[str(row.get("model") or "this model")] = None
-    lines += [
-        f"baseline {check}: full cache of {', '.join(models)}, against published numbers."
-        for check, models in checks.items()
-    ]
     if df[["needed", "needed999"]].notna().any(axis=None):
         chance = f"{100 * stats.POWER:g} % chance"
         lines += [

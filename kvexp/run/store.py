@@ -576,36 +576,6 @@ def refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
     return Path(outputs_dir) / REFUSED_JOBS_FOLDER / _file_name(words)
 
 
-# -- how a model's full cache compared with published numbers: a file per model in the outputs, which tables read ------
-
-CHECKS_FOLDER = ".yardstick"
-ELSEWHERE = ("chat", "device")  # of a model's identity: what does not change the weights
-
-
-def keep_check(outputs_dir: str | Path, model: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
-    """Write what was found of a model (as a run's identity has it); `content` has the text "verdict" and "numerics"."""
-    file = _check_file(outputs_dir, model)
-    _write(file, json_object(content, "yardstick"), make_folder=True)
-    return file
-
-
-def check_of(outputs_dir: str | Path, model: Any, numerics: int) -> str:
-    """The verdict on a model's full cache; "unchecked" where there is none of this NUMERICS, or no readable one."""
-    if not isinstance(model, Mapping):
-        return "unchecked"
-    try:
-        check: Json = load(_check_file(outputs_dir, model))
-    except (OSError, ValueError, ConfigError):
-        return "unchecked"
-    verdict = check.get("verdict")
-    return verdict if isinstance(verdict, str) and check.get("numerics") == numerics else "unchecked"
-
-
-def _check_file(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
-    weights = {key: value for key, value in model.items() if key not in ELSEWHERE}
-    return Path(outputs_dir) / CHECKS_FOLDER / _file_name(json_object(weights, "model"))
-
-
 # -- what a run is called, and which rows can be compared --------------------------------------------------------------
 
 

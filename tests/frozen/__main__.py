@@ -52,7 +52,7 @@ TIMED_COLUMNS = (
     "busy",
     "batch_size",
     "smallest_batch",
-    "baseline_check",
+    "baseline_check",  # of recordings before 0.3
 )
 
 

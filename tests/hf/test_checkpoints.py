@@ -692,14 +692,6 @@ def test_no_class_stands_in_for_another_under_its_name(monkeypatch, capsys, tmp_
     assert code == 1 and "makes it another method than method=knorm" in wrong
 
 
-def test_a_yardstick_of_a_folder_is_nobodys_published_numbers(folder, capsys):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
-    from experiments.studies.yardstick import main
-
-    assert main([f"model.path={folder}", "limit=1"]) == 2
-    assert f"no published number is known for model={folder.name}" in capsys.readouterr().err
-
-
 def test_a_folder_named_by_a_dot_has_its_own_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_label("local", ".") == tmp_path.name and model_label("local", "..") == tmp_path.parent.name
