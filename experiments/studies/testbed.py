@@ -1,7 +1,6 @@
-"""Train the testbed's models from scratch; the testbed as lm-eval task, LongBench rows and haystack.
+"""Train the testbed's models from scratch.
 
 python -m experiments.studies.testbed train [MODEL ...]     # a killed training goes on where it was
-python -m experiments.studies.testbed export FOLDER         # prints the commands that read what it writes
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import json
 import math
 import os
 import platform
-import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,25 +37,18 @@ from kvexp.tasks.testbed import (
     END,
     GRAMMAR,
     PAD,
-    SPLITS,
     START,
     SUMMARY,
     UNKNOWN,
     DocumentShape,
-    Fact,
-    TestbedChoice,
-    TestbedQA,
     answer,
     ask,
     dialogue,
     document,
-    draw_fact,
-    filler_for,
     opening,
     summary,
     vocabulary,
 )
-from kvexp.tasks.testbed import NAMES as PEOPLE
 from kvexp.util.errors import ConfigError
 from kvexp.util.output import watch_pipes
 
@@ -550,132 +540,6 @@ def _described() -> str | None:
     return None
 
 
-NEEDLES, TEXTS, TEXT_TOKENS, OTHERS = 3, 12, 100, 2  # needles; texts in the haystack, their tokens and other facts
-_PLAIN = re.compile(r"[\w./-]+")
-
-
-def export_tasks(folder: Path, size: int = 60, split: str = "test", seed: int = 12345) -> dict[str, list[str]]:
-    """Write the files; which part of kvexp reads them -> overrides of run.py that do.
-
-    lm_eval/: testbed_choice as an lm-eval task of `size` items (context, question and choices of
-    task=testbed_choice, number by number); longbench/: `size` questions of task=testbed_qa as rows of triviaqa, the
-    LongBench data set whose prompt ends where the question does (its instruction is unknown words to the models);
-    haystack/: texts with other facts strewn in, and a few codes to hide among them.
-    """
-    common: dict[str, Any] = {"size": size, "split": split, "seed": seed}
-    choice, qa = TestbedChoice(marked=4, **common), TestbedQA(marked=4, **common)
-    for task in (choice, qa):
-        task.check_options()
-    try:
-        return {
-            "lm_eval": _lm_eval(_made(folder / "lm_eval"), choice),
-            "longbench": _longbench(_made(folder / "longbench"), qa),
-            "needle": _needle(_made(folder / "haystack"), Random(f"haystack {split} {seed}"), split),
-        }
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error}") from error
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder.resolve()
-
-
-def _lm_eval(folder: Path, task: TestbedChoice) -> list[str]:
-    """A task definition of lm-eval and its rows. What follows the text goes to the model behind one space."""
-    rows = [
-        {
-            "id": example.id,
-            "prompt": example.prompt,
-            "choices": [choice.strip() for choice in example.choices],
-            "answer": [choice.strip() for choice in example.choices].index(example.reference),
-        }
-        for example in task.examples()
-    ]
-    data, path = folder / "testbed_choice.test.jsonl", folder / "testbed_choice.yaml"
-    _write(data, rows)
-    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
-    definition = {
-        "task": "testbed_choice",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{prompt}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": metrics,
-    }
-    path.write_text(json.dumps(definition, indent=1) + "\n", encoding="utf-8")  # JSON is YAML
-    return ["task=lm_eval", f"task.tasks=[{_quoted(str(path))}]"]
-
-
-def _longbench(folder: Path, task: TestbedQA) -> list[str]:
-    rows = []
-    for example in task.examples():
-        context, _, question = example.prompt.rpartition(" ask ")
-        row: dict[str, Any] = {"input": f"ask {question}", "context": context, "answers": [example.reference]}
-        row |= {"length": len(context.split()), "dataset": "triviaqa", "language": "en", "all_classes": None}
-        rows.append({**row, "_id": example.id})
-    _write(folder / "triviaqa.jsonl", rows)
-    return ["task=longbench", "task.subset=triviaqa", f"task.data_files={_quoted(str(folder))}"]
-
-
-def _needle(folder: Path, rng: Random, split: str) -> list[str]:
-    taken: set[tuple[str, str]] = set()
-    hidden = _codes(rng, split)
-    for number in range(TEXTS):
-        sentences = [_other(rng, split, taken).sentence() for _ in range(OTHERS)]
-        sentences += filler_for(rng, TEXT_TOKENS - sum(len(sentence.split()) for sentence in sentences))
-        rng.shuffle(sentences)
-        (folder / f"{number:02}.txt").write_text(" ".join(sentences) + "\n", encoding="utf-8")
-    lists = {
-        "needles": [fact.sentence() for fact in hidden],
-        "questions": [ask(fact).strip() for fact in hidden],
-        "answers": [fact.value for fact in hidden],
-    }
-    words = ["task=needle", f"task.haystack={_quoted(str(folder))}"]
-    words += [f"task.{name}=[{','.join(map(_quoted, texts))}]" for name, texts in lists.items()]
-    words += [f"task.before={_quoted(opening(''))}", f"task.after={_quoted(' {question}')}"]
-    words += ["task.answer_prefix=''", "task.max_new_tokens=6"]
-    return [*words, "task.lengths=[160,320]", "task.depths=[0,10,20,30,40,50]"]
-
-
-def _codes(rng: Random, split: str) -> list[Fact]:
-    """Codes without a digit in common: a model that copies what followed a digit would mix up the others."""
-    facts: list[Fact] = []
-    digits: list[str] = []
-    while len(facts) < NEEDLES:
-        fact = draw_fact(rng, split, set(), PEOPLE, "code")
-        known = {other.name for other in facts}
-        if fact.name not in known and len({*digits, *fact.value.split()}) == len(digits) + 3:
-            facts.append(fact)
-            digits += fact.value.split()
-    return facts
-
-
-def _other(rng: Random, split: str, taken: set[tuple[str, str]]) -> Fact:
-    """A fact that is no code: a code of somebody else would be as good an answer."""
-    while (fact := draw_fact(rng, split, taken, PEOPLE, None)).attribute == "code":
-        pass
-    return fact
-
-
-def _quoted(text: str) -> str:
-    """As one value in Hydra's grammar."""
-    return text if _PLAIN.fullmatch(text) else '"' + text.replace('"', '\\"') + '"'
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _export(args: argparse.Namespace) -> int:
-    for overrides in export_tasks(args.folder, args.size, args.split, args.seed).values():
-        print(shlex.join(["kvexp", "run", *overrides]))
-    return 0
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m experiments.studies.testbed")
@@ -687,12 +551,6 @@ def main(words: Sequence[str] | None = None) -> int:
     train.add_argument("--work", type=Path, default=Path("outputs/.training"), help="checkpoints while training")
     train.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="models at a time, one core each")
     train.add_argument("--steps", type=int, help="another number of steps than the recipe's, to try something out")
-    export = commands.add_parser("export", help="the testbed as data of lm-eval, LongBench and needle")
-    export.set_defaults(command=_export)
-    export.add_argument("folder", type=Path)
-    export.add_argument("--size", type=int, default=60, help="items and questions")
-    export.add_argument("--split", choices=SPLITS, default="test")
-    export.add_argument("--seed", type=int, default=12345)
     return carried_out(parser, words)
 
 
