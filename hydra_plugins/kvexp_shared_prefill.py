@@ -48,15 +48,14 @@ class OneByOneLauncher(BasicLauncher):  # type: ignore[misc]
             jobs = session.collected_jobs()
         alike = set.intersection(*(set(job.overrides) for job in jobs)) if jobs else set()
         session.overrides_of_jobs += [[word for word in job.overrides if word not in alike] for job in jobs]
-        for job, value in zip(returned, self.perform(jobs, session), strict=True):
-            job.return_value = value
+        self.perform(jobs, session)
         return returned
 
-    def perform(self, jobs: list[Any], session: Session) -> list[float | None]:
-        """Each job's objective."""
+    def perform(self, jobs: list[Any], session: Session) -> None:
+        """Run the jobs."""
         from kvexp.run.jobs import run_jobs
 
-        return run_jobs(jobs, session, share=self.shares_prefills)
+        run_jobs(jobs, session, share=self.shares_prefills)
 
 
 class SharedPrefillLauncher(OneByOneLauncher):

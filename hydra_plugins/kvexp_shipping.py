@@ -32,13 +32,13 @@ class ShippingLauncher(OneByOneLauncher):
         self.shards = shards
         self.options = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in options.items()}
 
-    def perform(self, jobs: list[Any], session: Session) -> list[float | None]:
+    def perform(self, jobs: list[Any], session: Session) -> None:
         from kvexp.run.workers import run_remote
 
         try:
             _check_lines(self.options, "hydra.launcher")
             self.package()
-            return run_remote(jobs, self.shards, self.engine, session)
+            run_remote(jobs, self.shards, self.engine, session)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)

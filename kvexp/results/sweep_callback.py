@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from kvexp.run.labels import check_objective_of
 from kvexp.run.session import Session, current
 from kvexp.util.errors import ConfigError
 from kvexp.util.fields import typed
 from kvexp.util.files import check_writable
 from kvexp.util.output import Console, duration, say
-
-SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 
 
 def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = False, limit: int | None = None) -> None:
@@ -114,20 +108,7 @@ def _check_log(config: Any) -> None:
 
 
 def _check_sweep(config: Any) -> None:
-    """ConfigError where a sweep cannot be published, its folder not written, or its objective is no metric.
-
-    The objective is checked once for all jobs where none chooses another task: each trial would say the same.
-    """
+    """ConfigError where a sweep cannot be published, or its folder not written."""
     _check_log(config)
     typed(config.outputs_dir, str, "outputs_dir")
     check_writable(Path(config.hydra.sweep.dir).expanduser())
-    overrides = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items())]
-    overrides += list(config.hydra.overrides.task)
-    swept = [word.partition("=")[0].partition(".")[0] for word in overrides if SEVERAL.search(word.partition("=")[2])]
-    if config.get("objective") is None or {"task", "experiment", "protocol"} & set(swept):
-        return
-    try:
-        node: Any = OmegaConf.to_container(config.task, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException:  # a job's turn says what is missing
-        return
-    check_objective_of(node, config.objective)

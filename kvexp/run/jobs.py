@@ -33,13 +33,11 @@ from kvexp.run.compose import check_keys
 from kvexp.run.guard import check, guard
 from kvexp.run.labels import (
     check_idle,
-    check_objective,
     check_places,
     check_values,
     decided,
     labels_from_overrides,
     model_label,
-    objective,
     request_key,
 )
 from kvexp.run.model_spec import ModelSpec
@@ -120,12 +118,11 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
 
     tell_threads()
     settings = settings_of(plain, job.choices, job.overrides)
-    check_objective(settings.task, plain.get("objective"))
     diagnosis = diagnosis_of(job.config)
     if diagnosis is not None:
         diagnosis.check(settings)
-    if settings.divergence.only and (diagnosis is not None or plain.get("objective") is not None):
-        raise ConfigError("divergence=only makes no rows, which diagnose and objective go by: set divergence=true")
+    if settings.divergence.only and diagnosis is not None:
+        raise ConfigError("divergence=only makes no rows, which diagnose goes by: set divergence=true")
     return settings
 
 
@@ -198,8 +195,8 @@ def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
     return f"{line}, about {duration(left)} left"
 
 
-def main_job(config: DictConfig, session: Session) -> float | None:
-    """Hydra's task function: run the job and return its objective, or collect it for the launcher."""
+def main_job(config: DictConfig, session: Session) -> None:
+    """Hydra's task function: run the job, or collect it for the launcher."""
     session.begun = True
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
@@ -207,20 +204,17 @@ def main_job(config: DictConfig, session: Session) -> float | None:
     job = HydraJob(config, overrides, dict(hydra.runtime.choices), number)
     if session.collected is not None:
         session.collected.append(job)
-        return None
-    return run_job(job, session)
+    else:
+        run_job(job, session)
 
 
-def _take_turns(jobs: Sequence[HydraJob], session: Session) -> list[float | None]:
-    """Run the built jobs, those first whose runs nobody else is at; their objectives, in the jobs' order."""
-    objectives: dict[int, float | None] = {}
+def _take_turns(jobs: Sequence[HydraJob], session: Session) -> None:
+    """Run the built jobs, those first whose runs nobody else is at."""
 
-    def take(place: int) -> None:
-        job = jobs[place]
-        objectives[place] = run_job(job, session, announced=not _is_filled_ahead(job.runs, session))
+    def take(job: HydraJob) -> None:
+        run_job(job, session, announced=not _is_filled_ahead(job.runs, session))
 
-    run_unclaimed_first([(place, job.runs) for place, job in enumerate(jobs)], take)
-    return [objectives[place] for place in range(len(jobs))]
+    run_unclaimed_first([(job, job.runs) for job in jobs], take)
 
 
 def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
@@ -228,8 +222,8 @@ def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
     return bool(wanted) and {run_hash(settings.identity) for settings in wanted} <= session.complete_ahead
 
 
-def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> list[float | None]:
-    """Run the jobs of a sweep and return their objectives. share: first fill in runs that can share prefills."""
+def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> None:
+    """Run the jobs of a sweep. share: first fill in runs that can share prefills."""
     from kvexp.run.batches import prefill_groups, run_group, why_alone
 
     jobs = [built(job, session) for job in jobs]
@@ -250,17 +244,17 @@ def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> l
         for why, count in Counter(filter(None, map(why_alone, wanted))).items():
             say(f"{count} run{'s do' if count > 1 else ' does'} not share prefills with others, which is slower: {why}")
     run_unclaimed_first([(group, group) for group in groups], filled)
-    return _take_turns(jobs, session)
+    _take_turns(jobs, session)
 
 
-def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float | None:
-    """Run it and return its objective. announced: with a line that says which it is.
+def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> None:
+    """Run it. announced: with a line that says which it is.
 
     Errors of the user's making are one line on stderr, others have a traceback.
     """
     if announced and job.number is not None:
         say(job_line(session, job.number, job.overrides), flush=True)
-    start, rows, value = time.monotonic(), session.rows_written, None
+    start, rows = time.monotonic(), session.rows_written
     settings: Settings | None = None
     try:
         if session.disk_error is not None:  # what is computed now could not be kept either
@@ -284,7 +278,6 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
             settings = wrong[0][0]
             raise _error_of(wrong, len(parts))
         accept(settings.outputs_dir, request_key(job.overrides))
-        value = objective(records, job.config.get("objective"))
     except Exception as error:
         if is_disk_full(error):
             session.disk_error = error
@@ -294,7 +287,6 @@ def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> float
     session.jobs_done += 1  # well or with an error that was recorded
     if session.rows_written > rows:
         session.job_seconds.append(time.monotonic() - start)
-    return value
 
 
 def report_failure(job: HydraJob, error: Exception, session: Session) -> None:

@@ -7,12 +7,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvexp.run.build import KIVI, STORAGE, build, codec_keys
 from kvexp.run.compose import option, root_values
-from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, WORSE_KL, Run
+from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, WORSE_KL
 from kvexp.util.errors import ConfigError, Rule, reason_against
 from kvexp.util.fields import AtLeast, Range, typed
 from kvexp.util.files import CONF, model_folder, path_of
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that say how a job is carried out, and nothing of what is asked for.
 EXECUTION_KEYS = (
-    *("limit", "batch_size", "shard", "retry", "outputs_dir", "threads", "log", "objective"),
+    *("limit", "batch_size", "shard", "retry", "outputs_dir", "threads", "log"),
     *("diagnose", "cache.graph"),
     *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1", "worse_kl", "control"),
 )
@@ -118,7 +117,7 @@ def _experiment(choices: Mapping[str, str]) -> dict[str, str]:
     return {"experiment": choices["experiment"]} if choices.get("experiment") else {}
 
 
-# The settings at the root of a configuration: their values, a run's share of the examples, a search's objective.
+# The settings at the root of a configuration: their values, a run's share of the examples.
 #
 # Checked by themselves: a mistake is reported before torch is imported.
 
@@ -281,45 +280,6 @@ class Shard:
     def takes(self, total: int) -> range:
         """Which of so many examples are its own; the shards of one `of` share them out without rest."""
         return range(total * self.index // self.of, total * (self.index + 1) // self.of)
-
-
-def objective(runs: Sequence[Run], metric: str | None) -> float | None:
-    """Mean score of a job's runs, each counting once; None without scores. metric: None is the first one of rows."""
-    means = []
-    for run in runs:
-        scores = [row["metrics"] for row in _counting(run) if row.get("metrics") and not row.get("skipped")]
-        name = metric or next(iter(scores[0]), None) if scores else None
-        if values := [score[name] for score in scores if name in score]:
-            means.append(fmean(values))
-    return fmean(means) if means else None
-
-
-def check_objective(task: Task, metric: Any) -> None:
-    """ConfigError, before anything runs, for a metric that no row of the task will hold."""
-    if typed(metric, str | None, "objective") is None:
-        return
-    from kvexp.tasks import LMEval  # late: a command without an objective does not wait for it
-
-    for unit in task.parts() if isinstance(task, LMEval) else [task]:
-        if metric not in (known := unit.metric_names()):
-            raise ConfigError(
-                f"objective must be one of {', '.join(known)} (the metrics of task={unit.name}) or null for the first, "
-                f"got {metric!r}"
-            )
-
-
-def check_objective_of(node: Mapping[str, Any], metric: Any) -> None:
-    """`check_objective` for the task of a resolved configuration's node."""
-    check_objective(build(node, "task", within="kvexp.tasks"), metric)
-
-
-def _counting(run: Run) -> list[dict[str, Any]]:
-    """Rows that count: all, or, where the task says so, only rows whose question the full cache answers."""
-    rows = run.rows()
-    if run.baseline is None or all(row.get("answered") is None for row in rows):
-        return rows
-    right = {row["example"] for row in Run.load(run.path.parent / run.baseline).rows() if row.get("answered")}
-    return [row for row in rows if row["example"] in right]
 
 
 # Whether and how a run's divergence from the full cache is measured: no part of what identifies the run.

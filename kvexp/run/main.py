@@ -54,10 +54,10 @@ def compose_and_run(session: Session) -> None:
     version.setbase("1.3")
     name, words = args.config_name or "config", args.overrides
 
-    def run_job(config: DictConfig) -> float | None:
+    def run_job(config: DictConfig) -> None:
         from kvexp.run.jobs import main_job  # late: --help must not wait for torch
 
-        return main_job(config, session)
+        main_job(config, session)
 
     hydra = Hydra.create_main_hydra2("kvexp", path := _search_path(args.config_path, args.config_dir))
     hydra.config_loader = CheckedLoader(path, session)

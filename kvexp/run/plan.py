@@ -205,10 +205,6 @@ def dry_run(main: Callable[[Session], None], option: str, session: Session) -> i
     if name not in (None, *MACHINES):
         raise ConfigError(f"--dry-run may name a machine, one of {', '.join(MACHINES)}, got {name!r}")
     words = [word for word in sys.argv[1:] if word.partition("=")[0] != "--dry-run"]
-    if any(word.startswith("hydra/sweeper=") and not word.endswith(("=basic", "=once_composed")) for word in words):
-        raise ConfigError(
-            "--dry-run plans grids; a search chooses its runs one after the other: leave out hydra/sweeper"
-        )
     basic = "hydra/launcher=basic" in words
     words = [word for word in words if not word.startswith(("hydra/launcher", "hydra.launcher."))]
     with tempfile.TemporaryDirectory() as folder:

@@ -226,11 +226,10 @@ class JobBatch:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """hashes: runs and baselines; values: each job's objective; unmeasured: as of `Session`."""
+    """hashes: runs and baselines; unmeasured: as of `Session`."""
 
     hashes: list[str]
     failures: list[Failure]
-    values: dict[int, float | None]
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -239,7 +238,7 @@ Engine = Callable[
 ]
 
 
-def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: Session) -> list[float | None]:
+def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: Session) -> None:
     """Let an engine's workers perform the jobs; this process then knows their runs and failures like its own.
 
     shards: parts of the examples that each piece is split into. engine(run_batch, shipments) yields (place, outcome or
@@ -248,7 +247,6 @@ def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: S
     if shards < 1:
         raise ConfigError(f"hydra.launcher.shards must be at least 1, got {shards}")
     shipments = list(_shipments(jobs, shards, session))
-    values: dict[int, float | None] = {}
     if len(shipments) > 1:
         say(f"{len(jobs)} jobs go out in {len(shipments)} pieces", flush=True)
     for done, (place, outcome) in enumerate(engine(run_batch, shipments), start=1):
@@ -259,11 +257,9 @@ def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: S
             for why, names in outcome.unmeasured.items():
                 for name in names:
                     session.add_unmeasured(name, why)
-            values |= outcome.values
         else:
             _lost(shipments[place], outcome, session)
         say(f"{done} of {len(shipments)} pieces are back", flush=True)
-    return [values.get(_number(job)) for job in jobs]
 
 
 def run_batch(shipment: JobBatch) -> BatchResult:
@@ -271,9 +267,8 @@ def run_batch(shipment: JobBatch) -> BatchResult:
     watch_torch()
     with active(Session(overrides_of_jobs=shipment.words)) as session:
         _load_classes(shipment.classes)
-        values = run_jobs(shipment.jobs, session)
-    by_number = dict(zip(map(_number, shipment.jobs), values, strict=True))
-    return BatchResult(session.hashes, session.failures, by_number, session.unmeasured)
+        run_jobs(shipment.jobs, session)
+    return BatchResult(session.hashes, session.failures, session.unmeasured)
 
 
 def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Iterator[JobBatch]:

@@ -394,9 +394,8 @@ def test_wrong_jobs_are_told_and_the_others_planned(command):
     code, out, err = command("--dry-run", "-m", "method=h2o", "kv_ratio=0.5,1.5", *FEW)
     assert code == 1 and "kv_ratio must be in (0, 1], got 1.5" in err and "2 to do" in out
     assert command("--dry-run", "task=perplexity", "model=tiny")[0] == 0
-    for word, message in (("--dry-run=b100", "one of a100, h100, h200, cpu"), ("hydra/sweeper=optuna", "plans grids")):
-        code, out, err = command("--dry-run", word, *FEW)
-        assert code == 1 and message in err and "Traceback" not in err + out
+    code, out, err = command("--dry-run", "--dry-run=b100", *FEW)
+    assert code == 1 and "one of a100, h100, h200, cpu" in err and "Traceback" not in err + out
 
 
 def test_a_model_on_the_hub_is_planned_from_what_is_published(command):
