@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 from unicodedata import east_asian_width
 from weakref import WeakKeyDictionary
@@ -63,7 +62,6 @@ from kvexp.hf.traits import (
 from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
 from kvexp.retrieval.method import Retrieval
 from kvexp.util.errors import CacheError, ConfigError, Rule, refuse
-from kvexp.util.output import visible
 
 LONGEST = 4  # bytes of a character: more tokens than that end none
 
@@ -222,36 +220,6 @@ def measure_layer_time(model: PreTrainedModel, tokens: int, repeats: int = 3) ->
     return best / len(traits_of(model.config).layers)
 
 
-STYLE = """
-.kept { font: 15px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-.kept { color: #111; background: #fff; }
-.kept span { border-bottom: 2px solid transparent; border-radius: 2px; }
-.kept .none { color: #767676; text-decoration: line-through; }
-.kept .all { border-bottom-color: #00553d; }
-"""
-
-
-def section(data: dict[str, Any]) -> str:
-    """The text as one element; what it needs is in STYLE. Everything from model or data is escaped.
-
-    data: tokens (text; kept, the number of heads that keep it, by_layer, the same for each layer), heads,
-    heads_by_layer.
-    """
-    spans = [_span(data, place, token) for place, token in enumerate(data["tokens"])]
-    return f'<div class="kept">{"".join(spans)}</div>'
-
-
-def _span(data: dict[str, Any], place: int, token: dict[str, Any]) -> str:
-    text = escape(visible(token["text"])) or "&#8203;"
-    kept, heads = token["kept"], data["heads"]
-    counts = enumerate(zip(token["by_layer"], data["heads_by_layer"], strict=True))
-    layers = [f"layer {layer}: {count} of {of}" for layer, (count, of) in counts]
-    title = escape("\n".join([f"position {place}: kept by {kept} of {heads} heads", *layers]))
-    kind = "none" if kept == 0 else "all" if kept == heads else "some"
-    shade = f' style="background:rgba(0,158,115,{0.55 * kept / heads:.2f})"' if kept else ""
-    return f'<span class="{kind}"{shade} title="{title}">{text}</span>'
-
-
 def mark(count: int, heads: int) -> str:
     """`.` no head, `#` all, else tenths of the heads, rounded down but at least 1."""
     if count <= 0:
@@ -261,37 +229,27 @@ def mark(count: int, heads: int) -> str:
 
 @dataclass(frozen=True)
 class KeptText:
-    """A prompt's tokens, coloured in a notebook and marked in a terminal by how many heads keep each.
+    """A prompt's tokens, printed with a mark below each of how many heads keep it.
 
-    by_layer [tokens][layers]: heads that keep the token; heads: kv heads of each layer.
+    counts: heads of all layers that keep each token; heads: how many there are.
     """
 
     texts: list[str]
-    by_layer: list[list[int]]
-    heads: list[int]
-
-    def _repr_html_(self) -> str:
-        every = sum(self.heads)
-        tokens = [
-            {"text": text, "kept": sum(counts), "by_layer": counts}
-            for text, counts in zip(self.texts, self.by_layer, strict=True)
-        ]
-        data = {"tokens": tokens, "heads": every, "heads_by_layer": self.heads}
-        said = f"the greener, the more of {every} heads keep a token; struck out: none. Hover for its layers."
-        return f"<style>{STYLE}</style>{section(data)}<p><small>{said}</small></p>"
+    counts: list[int]
+    heads: int
 
     def __repr__(self) -> str:
         """Two lines each: the text, and under every token its mark."""
-        every, width = sum(self.heads), 80
+        width = 80
         lines, words, marks = [], "", ""
-        for text, counts in zip(self.texts, self.by_layer, strict=True):
+        for text, count in zip(self.texts, self.counts, strict=True):
             shown = "".join("\u21b5" if letter == "\n" else letter if letter.isprintable() else " " for letter in text)
             cells = sum(2 if east_asian_width(letter) in "WF" else 1 for letter in shown)
             if marks and len(marks) + cells > width:
                 lines += [words, marks]
                 words, marks = "", ""
-            words, marks = words + shown, marks + mark(sum(counts), every) * cells
-        return "\n".join([*lines, words, marks, f"# all {every} heads, 9-1 tenths of them, . none"])
+            words, marks = words + shown, marks + mark(count, self.heads) * cells
+        return "\n".join([*lines, words, marks, f"# all {self.heads} heads, 9-1 tenths of them, . none"])
 
 
 class EvictionCache(Cache):  # type: ignore[misc]
@@ -574,7 +532,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return self.layer_states[layer].kept_positions()
 
     def show(self, tokenizer: Any, sample: int = 0, prompt: Sequence[int] | None = None) -> KeptText:
-        """The prompt's tokens, coloured in a notebook by how many heads hold each one now; marks in a terminal.
+        """The prompt's tokens, with a mark below each of how many heads hold it now.
 
         sample: of the batch; of its beams the first stands for all. prompt: its token ids without padding, needed where
         kvexp.generate did not feed them. Methods that keep everything show what the newest token attended to.
@@ -587,9 +545,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
             )
         row = sample * self.sequence.num_beams
         held = [state.kept_positions(slice(row, row + 1))[0] for state in self.layer_states]
-        counts = [Counter(position for head in heads for position in head) for heads in held]
-        by_layer = [[layer[place] for layer in counts] for place in range(len(ids))]
-        return KeptText(texts_of(tokenizer, list(ids)), by_layer, [len(heads) for heads in held])
+        heads = [head for layer_heads in held for head in layer_heads]
+        counts = Counter(position for head in heads for position in head)
+        return KeptText(texts_of(tokenizer, list(ids)), [counts[place] for place in range(len(ids))], len(heads))
 
 
 State = EvictionLayer | RetrievalLayer
