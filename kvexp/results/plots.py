@@ -25,7 +25,7 @@ from kvexp.results.divergence import divergence_table, per_example
 from kvexp.results.read import QUANTISED_FULL, Folder, Runs, titled
 from kvexp.results.stats import MIN_PAIRS
 from kvexp.results.table import called, n_words, parts, quality_table, shared_settings, with_n
-from kvexp.results.views import VIEWS, Line, Side, chart_of
+from kvexp.results.views import VIEWS
 from kvexp.run.store import OWN, run_name
 from kvexp.util.errors import ConfigError
 
@@ -52,7 +52,9 @@ def write_figure(
     elif view == "needle":
         figure = draw_needle(runs, metric)
     else:
-        figure = draw_life(runs, view)
+        raise ConfigError(
+            f"--plot draws the views runs, divergence, bytes and needle, not {view}; kvexp report draws what it has"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=DPI)
 
@@ -477,51 +479,3 @@ def draw_needle(runs: Runs, metric: str | None = None) -> Figure:
         title = titled(f"{run_name(folder.labels)}, {folder.labels['model']}", [folder.question])
         heatmap(cell, axes, textwrap.fill(title, int(wide / LETTER)))
     return figure
-
-
-def draw_life(runs: Runs, name: str) -> Figure:
-    """A row of panels for each table that is printed of a view, by its name.
-
-    Bars are 95 % intervals; points without one are hollow where others of the panel have one. ConfigError where no run
-    is of this kind.
-    """
-    view = VIEWS[name]
-    if not view.sides:
-        drawn = [key for key, other in VIEWS.items() if other.sides]
-        raise ConfigError(
-            f"the view {name} has no figure; these have: runs, divergence, bytes, needle, {', '.join(drawn)}"
-        )
-    charts = ((block.title, *chart_of(view, block.rows)) for block in view.blocks(runs.frame(view.table)))
-    panels = [(title, places, lines) for title, places, lines in charts if lines]
-    if not panels:
-        raise ConfigError(f"no run under {runs.outputs} {view.missing}")
-    figure = Figure(layout="constrained")
-    every = figure.subplots(len(panels), len(view.sides), squeeze=False)
-    for row, (title, places, lines) in zip(every, panels, strict=True):
-        for number, (axes, side) in enumerate(zip(row, view.sides, strict=True)):
-            _side(axes, side, number, lines)
-            axes.set_xticks(range(len(places)), places)
-            axes.set_xlim(-0.4, len(places) - 0.6)
-            axes.set_xlabel(view.x, fontsize=8)
-            axes.set_title(textwrap.fill(title, 56), fontsize=8)
-    width = PANEL[0] * len(view.sides)
-    figure.set_size_inches(width, (PANEL[1] + 0.5) * len(panels) + 0.18 * legend_below(figure, width))
-    return figure
-
-
-def _side(axes: Axes, side: Side, number: int, lines: Sequence[Line]) -> None:
-    """The lines of one axis, of the `number`-th value of their points."""
-    if side.level is not None:
-        axes.axhline(side.level, color="black", linewidth=1.0)
-    bars = any(math.isfinite(values[number][1]) for line in lines for _, _, values in line.points)
-    for place, line in enumerate(lines):
-        aside = 0.3 * ((place + 0.5) / len(lines) - 0.5)
-        values = [(x + aside, *values[number]) for x, _, values in line.points if math.isfinite(values[number][0])]
-        if values:
-            frame = pd.DataFrame(values, columns=["x", "y", "low", "high"])
-            few = frame["low"].isna() & bars
-            points = points_of(frame, "x", "y", "low", "high", few, LEAST if side.log else -math.inf)
-            series(axes, line.method, points, line.label, DASHES[line.before % len(DASHES)], width=1.2)
-    axes.set_ylabel(side.title, fontsize=8)
-    axes.set_yscale("log") if side.log else axes.set_ylim(bottom=0)
-    _grid_lines(axes)

@@ -622,7 +622,7 @@ def parser() -> argparse.ArgumentParser:
     add("--csv", type=Path, metavar="FILE", help="write every column as CSV")
     add("--parquet", type=Path, metavar="FILE", help="write every column as parquet")
     add("--markdown", type=Path, metavar="FILE", help="write what is printed as Markdown")
-    add("--plot", type=Path, metavar="FILE", help="draw the view into a .png, .pdf or .svg")
+    add("--plot", type=Path, metavar="FILE", help="draw runs, divergence, bytes or needle into a .png, .pdf or .svg")
     group = result.add_argument_group("--view divergence")
     add = group.add_argument
     add("--measure", action="store_true", help="measure what runs lack first: their models are loaded")

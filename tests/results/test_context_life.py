@@ -10,11 +10,9 @@ import pytest
 from life_runs import EVIL, opened, outputs
 
 from kvexp.results import report as life_section
-from kvexp.results.plots import draw_life
 from kvexp.results.read import folders, in_order, read_runs
 from kvexp.results.report import page, read
 from kvexp.results.views import RUNS, VIEWS, View, chart_of, main, shown
-from kvexp.util.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +21,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DRAWN = {name: view for name, view in VIEWS.items() if view.sides}
-
-
-def draw(folder: Path, wanted: dict[str, Any], name: str) -> Any:
-    return draw_life(read_runs(folder, wanted), name)
 
 
 def framed(view: View, folder: Path) -> Any:
@@ -68,22 +62,13 @@ def test_the_sizes_of_chunks_make_one_line_with_the_whole_prompt_last(folder: Pa
     assert [each[0] for each in peak] == pytest.approx([31.25, 50, 75]) and math.isnan(peak[0][1])
 
 
-def test_every_view_has_a_figure_and_says_where_there_is_nothing(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, view in DRAWN.items():
-        figure = draw(folder, {}, name)
-        assert len(figure.axes) == len(view.sides) and len(figure.legends) == 1
-    assert main([str(folder), "--plot", str(tmp_path / "turns.png"), "--view", "turns"]) == 0
-    assert (tmp_path / "turns.png").stat().st_size > 10_000
-    with pytest.raises(ConfigError, match="held a conversation; run: kvexp run task=dialogue"):
-        draw(folder, {"task": "news"}, "turns")
+def test_a_view_says_where_there_is_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "--view", "long", "--where", "task=news"]) == 1
     assert "wrote long answers; run: kvexp run task=long_answers" in capsys.readouterr().out
-    assert main([str(folder), "--plot", str(tmp_path / "x.png"), "--view", "long", "--where", "task=news"]) == 2
-    assert "wrote long answers" in capsys.readouterr().err
-    assert main([str(folder), "--plot", str(tmp_path / "x.png"), "--view", "choices"]) == 2
-    assert "the view choices has no figure" in capsys.readouterr().err
+    assert main([str(folder), "--plot", str(tmp_path / "x.png"), "--view", "turns"]) == 2
+    assert (
+        "--plot draws the views runs, divergence, bytes and needle, not turns; kvexp report" in capsys.readouterr().err
+    )
 
 
 def test_the_table_of_all_runs_names_the_views_of_these(folder: Path) -> None:

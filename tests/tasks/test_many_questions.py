@@ -12,7 +12,6 @@ from commands import composed, settings
 import kvexp.run.store
 from kvexp.hf.load import byte_tokenizer
 from kvexp.results.blocks import print_blocks
-from kvexp.results.plots import draw_life
 from kvexp.results.read import read_runs
 from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run
@@ -86,7 +85,6 @@ def _check_table(outputs, record) -> None:
     console = Console(markup=False, width=200, record=True)
     print_blocks(blocks, below, console)
     assert "by number of questions asked of one evicted cache, question after eviction" in console.export_text()
-    assert len(draw_life(read_runs(outputs), "questions").axes) == 2
 
 
 def test_rows_do_not_depend_on_batches_or_on_a_limit_that_cuts_a_context(tmp_path) -> None:
