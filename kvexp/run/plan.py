@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist, fmean, variance
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from kvexp.run.session import Session
 from kvexp.run.settings import Settings
 from kvexp.run.store import IN_ITS_TABLE, TABLE, Run, run_hash, run_name, runs
 from kvexp.tasks import Example, LMEval, Mathematics, Task
-from kvexp.tasks.base import AFTER_EVICTION, SampledTask
+from kvexp.tasks.base import AFTER_EVICTION
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import CONF
 from kvexp.util.output import duration, say, size
@@ -525,57 +525,6 @@ def _print_part(groups: list[PlannedGroup]) -> None:
         f"{work.prompt_tokens:.0f} tokens ({work.source}), {scaled(_new_tokens(groups))} new tokens"
         f"{f', {texts} KL passes' if texts else ''}; {memory}; about {_time(groups)}"
     )
-    if isinstance(lead.task, SampledTask) and not lead.divergence.only:
-        _print_power(lead, len(work.examples))
-
-
-POINTS = 2.0  # a difference of avg@N that a plan says the size for
-SPREAD = 10.0  # assumed standard deviation over items of the true difference, in points
-CHANCE = 100.0**2 / 6  # assumed mean variance of one answer to an item: chances of being right from 0 to 1, all alike
-SIZES = (1, 4, 16, 64)  # samples
-SEEN = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)  # standard errors that a difference has to be
-
-
-def items_needed(difference: float, samples: int, variance: float = CHANCE, spread: float = SPREAD) -> int:
-    """Items after which a difference of avg@N between two runs, in points, is seen at 5 % with a chance of 80 %.
-
-    variance: of one answer to an item, the mean over items; spread: of the true difference over items (Miller,
-    arXiv:2411.00640, equation 9 with as many samples in both runs).
-    """
-    return math.ceil(SEEN**2 * (spread**2 + 2 * variance / samples) / difference**2)
-
-
-def difference_seen(items: int, samples: int, variance: float = CHANCE, spread: float = SPREAD) -> float:
-    """The difference in points that so many items and samples see: the inverse of `items_needed`."""
-    return SEEN * math.sqrt((spread**2 + 2 * variance / samples) / items)
-
-
-def _variance_of_answers(settings: Settings) -> tuple[float, str]:
-    """(variance of one answer to an item, how it is known): of the full cache's rows, where they have several samples
-    of an item, else assumed.
-    """
-    path, scores_by_item = settings.outputs_dir / run_hash(settings.baseline().identity), dict[str, list[float]]()
-    if (path / "config.json").exists():
-        for row in Run.load(path).rows():
-            if row.get("metrics") and "item" in (row.get("info") or {}):
-                scores_by_item.setdefault(row["info"]["item"], []).append(next(iter(row["metrics"].values())))
-    several = [scores for scores in scores_by_item.values() if len(scores) > 1]
-    if len(several) < 10:
-        return CHANCE, "items of any chance of being right are alike many"
-    measured = fmean(variance(scores) for scores in several)
-    return measured, f"measured: the variance of answers, on {len(several)} items of the full cache"
-
-
-def _print_power(settings: Settings, examples: int) -> None:
-    samples = getattr(settings.task, "samples", 1)
-    of_answers, how = _variance_of_answers(settings)
-    needed = ", ".join(f"{items_needed(POINTS, size, of_answers):,} x {size}" for size in SIZES)
-    items = max(1, examples // samples)
-    say(
-        f"  items x samples for a difference of {POINTS:g} points in accuracy: {needed}; these {items} x {samples} see "
-        f"{difference_seen(items, samples, of_answers):.1f} points"
-    )
-    say(f"  (80 % chance at 5 %; assumed: true differences spread by {SPREAD:g} points over items; {how})")
 
 
 def _new_tokens(groups: Sequence[PlannedGroup]) -> float:

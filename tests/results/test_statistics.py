@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from kvexp.results.samples import pass_at, samples_table
 from kvexp.results.stats import Floats
 from kvexp.results.table import table
 from kvexp.results.views import main
-from kvexp.run.plan import CHANCE, difference_seen, items_needed
 from kvexp.run.store import Run
 
 ROUNDS = 800
@@ -342,18 +341,3 @@ def test_each_exam_has_its_rows(tmp_path, capsys):
     assert main([str(tmp_path), "--view", "samples"]) == 0
     shown = capsys.readouterr().out
     assert "aime24" in shown and "avg@4" in shown and "pass@2" in shown
-
-
-def test_sizes_of_a_plan():
-    """A standard deviation of 25 points over items: 30 see 12.8 points, 90 see 7.4, and 2 points take 1,230 items."""
-    assert difference_seen(30, 1, 0, 25) == pytest.approx(12.8, abs=0.05)
-    assert difference_seen(90, 1, 0, 25) == pytest.approx(7.4, abs=0.05)
-    assert items_needed(2, 1, 0, 25) == pytest.approx(1230, abs=5)
-    assert items_needed(2, 64) < items_needed(2, 16) < items_needed(2, 4) < items_needed(2, 1)
-    assert items_needed(difference_seen(100, 4), 4) == 100
-    # A simulation of the assumption: chances of an item are uniform, methods differ by nothing.
-    rng = np.random.default_rng(5)
-    answers = 100 * (rng.random((2, 200_000, 4)) < rng.random((1, 200_000, 1)))
-    assert (answers[0].mean(1) - answers[1].mean(1)).std() == pytest.approx(math.sqrt(2 * CHANCE / 4), rel=0.02)
-    z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
-    assert difference_seen(30, 4) == pytest.approx(z * math.sqrt((100 + 2 * CHANCE / 4) / 30))
