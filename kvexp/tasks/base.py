@@ -694,8 +694,8 @@ def with_shared_context(task: Task, name: str) -> Task:
     if not isinstance(task, SharedContextTask):
         raise ConfigError(
             f"questions=all is for tasks with several questions per context, and task={name} has one: take news_qa, "
-            "memory, news_needle, needle_multi, retrieval, longbench, scbench, infinitebench, govreport_sections, "
-            "testbed_qa, or context_qa for a file of your own; or set questions=each"
+            "memory, news_needle, needle_multi, retrieval, longbench, scbench, infinitebench, testbed_qa, or "
+            "context_qa for a file of your own; or set questions=each"
         )
     return replace(task, shared_context=True)
 

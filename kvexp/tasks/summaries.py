@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -12,20 +12,17 @@ from kvexp.tasks.articles import articles, articles_digest
 from kvexp.tasks.base import (
     AFTER_EVICTION,
     Example,
-    FramedQuestions,
     Positive,
     QuestionTask,
     RougeTask,
     Rules,
     Task,
     Truncation,
-    When,
     longest_fit,
-    once,
     row_id,
     word_ends,
 )
-from kvexp.tasks.data import Members, misshapen, text, texts
+from kvexp.tasks.data import Members, text, texts
 from kvexp.util.errors import ConfigError
 
 # name -> the text around {instruction}, or {instruction_after}, and {input}; task.template may also be such a text.
@@ -222,63 +219,6 @@ class GovReport(Summarization):
         if isinstance(references, list | tuple) and references:
             row = {**row, self.reference_field: references[0]}
         return super().example(dict(row), where)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GovReportSections(FramedQuestions, RougeTask):
-    """Write one section of a report's summary; rows {"id", "document_sections", "summary_sections"} of GovReport
-    (Huang et al., arXiv:2104.02112), configuration "structure" of launch/gov_report: sections with a `title` and
-    `paragraphs`, as a list of objects or as an object of lists.
-
-    The Government Accountability Office writes its summaries in sections ("Why GAO Did This Study"): an example for
-    each, `limit` counts them. Sections without a title, such as the Congressional Research Service's, are left out.
-    ROUGE F1 with stemmer in percent. The hub has the rows behind a loading script, which nothing runs any more:
-    name a file of them with data_files.
-    """
-
-    name: ClassVar[str] = "govreport_sections"
-    ordered: ClassVar[str] = "sections"
-    rules: ClassVar[Rules] = (once("section_instruction", "title"),)
-
-    question: When = "after_eviction"
-    section_instruction: str = 'Write the section "{title}" of a summary of the report.'
-    max_new_tokens: Positive = 256
-    max_prompt_tokens: Positive | None = 8192
-
-    def split_row(self, row: dict[str, Any], where: str) -> Iterable[tuple[str, dict[str, Any]]]:
-        report = "\n\n".join("\n".join(filter(None, pair)) for pair in sections(row, "document_sections", where))
-        if not report.strip():
-            raise ConfigError(f"{where}: field 'document_sections' holds no text; correct or remove the row")
-        titled = [pair for pair in sections(row, "summary_sections", where) if all(pair)]
-        for number, (title, words) in enumerate(titled):
-            shared = {"id": row_id(row, "id", report), "report": report, "number": number}
-            yield f"section {title!r} of {where}", shared | {"title": title, "words": words}
-
-    def example(self, row: dict[str, Any], where: str) -> Example:
-        instruction = self.section_instruction.replace("{title}", row["title"])
-        example = self.about(f"{row['id']} section {row['number']}", row["report"], instruction, row["words"])
-        return replace(example, info={"section": row["title"]})
-
-
-def sections(row: Mapping[str, Any], field: str, where: str) -> list[tuple[str, str]]:
-    """(title, text) of every section of a field, either of them perhaps empty."""
-    given = row.get(field)
-    if isinstance(given, Mapping):  # as `datasets` hands out a sequence of objects
-        titles, words = given.get("title"), given.get("paragraphs")
-        if isinstance(titles, list | tuple) and isinstance(words, list | tuple) and len(titles) == len(words):
-            given = [{"title": title, "paragraphs": body} for title, body in zip(titles, words, strict=True)]
-    if not isinstance(given, list | tuple) or not all(isinstance(entry, Mapping) for entry in given):
-        raise misshapen(row, field, where, "sections with a title and paragraphs")
-    return [(_words(entry, "title", where), _words(entry, "paragraphs", where)) for entry in given]
-
-
-def _words(section: Mapping[str, Any], field: str, where: str) -> str:
-    """The field's text; of a list its texts, one a line."""
-    content = section.get(field) or ""
-    lines = [content] if isinstance(content, str) else content
-    if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
-        raise ConfigError(f"{where}: a section's {field!r} must be a text or a list of texts, got {content!r:.80}")
-    return "\n".join(line.strip() for line in lines).strip()
 
 
 @dataclass(frozen=True, kw_only=True)

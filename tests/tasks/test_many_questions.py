@@ -17,7 +17,7 @@ from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import batches, tokenize
 from kvexp.run.settings import settings_of
-from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, Needle, NewsNeedle, NewsQA
+from kvexp.tasks import ContextQA, Example, LongBench, Needle, NewsNeedle, NewsQA
 from kvexp.tasks.articles import articles, needles
 from kvexp.tasks.base import with_shared_context
 from kvexp.tasks.metrics import contains, normalise, qa_f1
@@ -291,27 +291,3 @@ def test_a_row_of_one_question_is_as_in_squad(tmp_path) -> None:
     assert (one.prompt, one.question, one.reference) == (flat["context"], "\n\nWhere is the lamp?", "in the hall")
     assert two.id == "7 question 0" and two.info["answers"] == ["in the hall", "hall"]
     assert len({one.id, two.id, three.id}) == 3, "questions about one text are told apart"
-
-
-@pytest.mark.parametrize("as_lists", [False, True])
-def test_sections_of_a_summary_are_asked_for_by_their_titles(tmp_path, as_lists: bool) -> None:
-    def field(*each):
-        rows = [{"title": title, "paragraphs": words} for title, words in each]
-        return {name: [row[name] for row in rows] for name in ("title", "paragraphs")} if as_lists else rows
-
-    rows = [
-        {
-            "id": "GAO_1",
-            "document_sections": field(("Intro", "First.\nSecond."), ("", "Third.")),
-            "summary_sections": field(("Why", "Because."), ("", "Untitled."), ("What", "That.")),
-        },
-        {"id": "CRS_1", "document_sections": field(("A", "B.")), "summary_sections": field(("", "C."))},
-    ]
-    file = tmp_path / "gov.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = with_shared_context(GovReportSections(data_files=str(file)), "govreport_sections")
-    why, what = task.examples()
-    assert why.prompt == what.prompt == "Intro\nFirst.\nSecond.\n\nThird."
-    assert why.question == '\n\nWrite the section "Why" of a summary of the report.'
-    assert [one.reference for one in (why, what)] == ["Because.", "That."]
-    assert [one.id for one in (why, what)] == ["GAO_1 section 0", "GAO_1 section 1"]
