@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -23,12 +23,10 @@ from kvexp.core import (
     Method,
     Noise,
     SequenceState,
-    Slots,
 )
-from kvexp.core.attention import AttentionInputs, RoPE, apply_probs
+from kvexp.core.attention import RoPE
 from kvexp.core.eviction import CacheState
 from kvexp.core.method import AttentionScoreSpec
-from kvexp.core.observe import ColumnSums, PromptSums
 from kvexp.core.row_mask import (
     MaskFn,
     causal_probs,
@@ -274,41 +272,6 @@ def _indices(masks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return result
 
 
-# Keyformer's StreamingLLM release under left padding: padding becomes the sinks, and is seen while decoding.
-#
-# There a padded query row finds every logit at the same minimum and so attends evenly to all columns, and after the
-# prompt the bias slice forgets the padding mask. kvexp does neither; this subclass does both, for the comparison only.
-
-
-class PaddedSinks(EvictionLayer):
-    """A layer whose position ids are columns of the padded text."""
-
-    def attend(self, inputs: AttentionInputs, observers: Iterable[ColumnSums] = ()) -> tuple[Tensor, Tensor | None]:
-        if not self.sequence.in_prompt:
-            return super().attend(inputs)
-        x = inputs.logits(slice(0, inputs.query.shape[3]), inputs.keys.shape[2])
-        even = (inputs.query_positions < 0)[:, None, None, :, None]
-        return apply_probs(torch.softmax(x.masked_fill(even, 0.0), dim=-1), inputs.values), None
-
-    def _update_score(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
-        """Score nothing, as StreamingLLM; the end of the prompt is where padding comes to life."""
-        slots = self.require_slots()
-        if self.sequence.in_prompt and self.sequence.num_real is not None:
-            columns = torch.arange(slots.length)
-            slots.positions[:, :, : slots.length] = columns
-            self.sequence.num_real = torch.full_like(self.sequence.num_real, self.sequence.seq_len)
-
-    def _accumulate(self, slots: Slots, view: AttentionScoreSpec, columns: Tensor, query_positions: Tensor) -> None:
-        raise AssertionError("StreamingLLM observes nothing")
-
-
-def revive_padding(cache: EvictionCache) -> EvictionCache:
-    """Make a fresh cache behave so."""
-    for state in cache.layer_states:
-        state.__class__ = PaddedSinks
-    return cache
-
-
 # Keyformer with the noise that was drawn when the numbers were recorded.
 
 
@@ -503,8 +466,6 @@ def generation_check(archive: Recording, report: Report) -> None:
     tokens = archive.tensor("new_tokens").long()
     for mode in modes:
         cache = EvictionCache(model, method, mode=mode, **options)  # type: ignore[arg-type]
-        if padding and "stream" in archive.variant:
-            revive_padding(cache)
         trace = teacher_forced(cache, model, ids, mask, tokens)
         compare(archive, report, trace, mode, ids.shape[1], padding)
 

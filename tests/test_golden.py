@@ -49,7 +49,7 @@ def test_every_recording_is_named_by_a_case():
     assert all(found.values()) and set().union(*found.values()) == set(FOLDER.glob("*.npz"))
 
 
-GPT2, NEOX, MPT = "keyformer_gpt2_leftpad6_gumbel", "h2o_gptneox_hh_mask", "keyformer_mpt_streamingllm_b2_leftpad6"
+GPT2, NEOX, MPT = "keyformer_gpt2_leftpad6_gumbel", "h2o_gptneox_hh_mask", "keyformer_mpt_streamingllm_b2"
 HALF, GROUPED = "a2sf_rowmask_fp16", "a2sf_head_gqa"
 PLANTED = [
     *((GPT2, field) for field in ("logits", "new_tokens", "tau", "step_score", "score_fn", "keep_mask_next")),
