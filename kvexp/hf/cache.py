@@ -240,12 +240,11 @@ class KeptText:
 
     def __repr__(self) -> str:
         """Two lines each: the text, and under every token its mark."""
-        width = 80
         lines, words, marks = [], "", ""
         for text, count in zip(self.texts, self.counts, strict=True):
             shown = "".join("\u21b5" if letter == "\n" else letter if letter.isprintable() else " " for letter in text)
             cells = sum(2 if east_asian_width(letter) in "WF" else 1 for letter in shown)
-            if marks and len(marks) + cells > width:
+            if marks and len(marks) + cells > 80:
                 lines += [words, marks]
                 words, marks = "", ""
             words, marks = words + shown, marks + mark(count, self.heads) * cells

@@ -208,15 +208,6 @@ def main_job(config: DictConfig, session: Session) -> None:
         run_job(job, session)
 
 
-def _take_turns(jobs: Sequence[HydraJob], session: Session) -> None:
-    """Run the built jobs, those first whose runs nobody else is at."""
-
-    def take(job: HydraJob) -> None:
-        run_job(job, session, announced=not _is_filled_ahead(job.runs, session))
-
-    run_unclaimed_first([(job, job.runs) for job in jobs], take)
-
-
 def _is_filled_ahead(wanted: Sequence[Settings], session: Session) -> bool:
     """Whether a shared prefill of this command has made all of these runs: their turns have nothing to do."""
     return bool(wanted) and {run_hash(settings.identity) for settings in wanted} <= session.complete_ahead
@@ -244,7 +235,11 @@ def run_jobs(jobs: list[HydraJob], session: Session, *, share: bool = True) -> N
         for why, count in Counter(filter(None, map(why_alone, wanted))).items():
             say(f"{count} run{'s do' if count > 1 else ' does'} not share prefills with others, which is slower: {why}")
     run_unclaimed_first([(group, group) for group in groups], filled)
-    _take_turns(jobs, session)
+
+    def take(job: HydraJob) -> None:
+        run_job(job, session, announced=not _is_filled_ahead(job.runs, session))
+
+    run_unclaimed_first([(job, job.runs) for job in jobs], take)
 
 
 def run_job(job: HydraJob, session: Session, *, announced: bool = True) -> None:

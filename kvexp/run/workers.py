@@ -285,7 +285,7 @@ def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Itera
             raise ConfigError(
                 f"hydra.launcher.shards={shards} splits the examples, and so does shard={job.config.shard}: drop one"
             )
-        alike.setdefault(_number(job) if why_alone(settings) else group_key(settings), []).append(job)
+        alike.setdefault((job.number or 0) if why_alone(settings) else group_key(settings), []).append(job)
     named = {job.config[group].get("_target_") for job in jobs for group in BASES}
     known = [users for users in admitted().values() if users.target in named]
     classes = [(users.group, users.reference, users.source) for users in known if users.reference is not None]
@@ -327,7 +327,3 @@ def _lost(shipment: JobBatch, error: BaseException, session: Session) -> None:
             if run is None or not run.finished:
                 why = f"its worker ended ({type(error).__name__}: {error}); the same command goes on from its rows"
                 session.add_failure(job.name, why, reported=False)
-
-
-def _number(job: HydraJob) -> int:
-    return job.number or 0
