@@ -122,7 +122,7 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     if diagnosis is not None:
         diagnosis.check(settings)
     if settings.divergence.only and diagnosis is not None:
-        raise ConfigError("divergence=only makes no rows, which diagnose goes by: set divergence=true")
+        raise ConfigError("divergence=only makes no rows, and diagnose needs them: set divergence=true")
     return settings
 
 
