@@ -142,9 +142,9 @@ def _publish_sweep(group: str, rows: Sequence[Mapping[str, Any]], runs: Runs, pr
         **{"project": project, "mode": mode, "dir": runs.outputs, "id": f"sweep-{key}", "job_type": "sweep"},
         **{"group": group, "name": f"sweep {group}", "config": {"hashes": hashes}},
     ) as published:
-        columns = list(dict.fromkeys(name for row in rows for name in row))
+        columns = dict.fromkeys(name for row in rows for name in row)
         cells: list[Iterable[Any]] = [list(map(_plain(row).get, columns)) for row in rows]
-        published.log({"runs": wandb.Table(columns, cells)})
+        published.log({"runs": wandb.Table(list(columns), cells)})
         for name, figure in figures(runs):
             canvas: Any = FigureCanvasAgg(figure)
             canvas.draw()
