@@ -50,9 +50,9 @@ setup: $(VENV)/.stamp ## build .venv with the pinned versions and fetch the defa
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v[0]}.{v[1]}, the pins in constraints.txt need 3.11 or later; run: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/pip || { echo 'creating $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
-	@echo 'installing torch $(TORCH)'
+	@echo 'installing torch $(TORCH) (about a minute; without CUDA 200 MB)'
 	@$(BIN)/pip install --quiet torch==$(TORCH)
-	@echo 'installing kvexp and its tools (constraints.txt)'
+	@echo 'installing kvexp and its tools (constraints.txt; about three minutes, without a word)'
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,benchmarks,scale,search]'
 	@$(BIN)/kvexp fetch || echo 'no weights were fetched: kvexp fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@

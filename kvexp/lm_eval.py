@@ -41,7 +41,7 @@ from kvexp.hf import RowMaskCache
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.second_pass import check_second_pass
-from kvexp.hf.traits import check_positions, max_positions, prompt_sizes
+from kvexp.hf.traits import CACHE_ARGUMENT, check_positions, max_positions, prompt_sizes
 from kvexp.methods import A2SF, H2O, Full, Ideal, KeyAttention, Keyformer, KeyformerA2SF, Window
 from kvexp.tasks.lm_eval import Protocol
 from kvexp.util.errors import ConfigError
@@ -460,7 +460,7 @@ class Scorer:
         cache = RowMaskCache(self.model, rule)
         device = self.model.get_input_embeddings().weight.device
         start = time.perf_counter()
-        logits = self.model(torch.tensor([fed], device=device), past_key_values=cache, use_cache=True).logits[0]
+        logits = self.model(torch.tensor([fed], device=device), use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0]
         first = len(ask.ids) - len(ask.continuation) - 1
         following = torch.tensor([ask.continuation], device=logits.device)
         tokens = [Token(*pair) for pair in score_step(logits[None, first : len(ask.ids) - 1], following)[0]]

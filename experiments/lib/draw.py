@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.lib.tables import paper_numbers_for, pooled_kl
-from kvexp.results.plots import DASHES, LEAST, MARK_COLOR, color_of, divergence, dodge, marker_of
+from kvexp.results.plots import DASHES, LEAST, MARK_COLOR, color_of, divergence, dodge, marker_of, plain_numbers
 from kvexp.results.read import titled
 from kvexp.run.store import EPSILON_KL
 
@@ -433,14 +431,6 @@ def _curves(runs: pd.DataFrame, axes: Axes) -> None:
     axes.plot([], [], color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)", fontsize=8)
     axes.set_ylabel("KL from the full cache,\nnats per token", fontsize=8)
-    _plain(axes.yaxis)
-
-
-def _plain(axis: Axis) -> None:
-    """0.05 instead of a power of ten, at one, two and five of each."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _label(run: Any) -> str:
@@ -481,7 +471,7 @@ def _dots(runs: pd.DataFrame, axes: Axes) -> None:
         axes.plot([], [], "o", color="0.3", markerfacecolor=face, markersize=4.5, label=f"kv_ratio {ratio:g}")
     axes.axvline(EPSILON_KL, color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xscale("log")
-    _plain(axes.xaxis)
+    plain_numbers(axes.xaxis)
     axes.set_xlabel("KL from the full cache, nats per token", fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)

@@ -21,6 +21,7 @@ from kvexp.core.budget import floor_share
 from kvexp.core.row_mask import row_cosine, window_mask
 from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.hf import RowMaskCache
+from kvexp.hf.traits import CACHE_ARGUMENT
 from kvexp.lm_eval import check_row_mask, mask_fn_of
 from kvexp.methods import A2SF, Full, Ideal, Window
 from kvexp.retrieval import PQCache
@@ -56,7 +57,7 @@ def attention(model: Any, ids: Sequence[int], method: Method, budget: Budget | N
     """
     cache = RowMaskCache(model, mask_fn_of(method, budget, "local", len(ids), seed=0))
     device = model.get_input_embeddings().weight.device
-    model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True)
+    model(torch.tensor([list(ids)], device=device), use_cache=True, **{CACHE_ARGUMENT: cache})
     layers = [(state.mask, state.probabilities) for state in cache.layer_states]
     return [(mask[0].cpu(), rows[0].float().cpu()) for mask, rows in layers if mask is not None and rows is not None]
 

@@ -37,6 +37,7 @@ from kvexp.core import Budget, CacheConfig, Cadence, Method
 from kvexp.generate import divergence_from_full, prefill_together
 from kvexp.hf import EvictionCache
 from kvexp.hf.calibrate import QUERIES
+from kvexp.hf.traits import CACHE_ARGUMENT
 from kvexp.methods import GKV, RKV, EpiKV, Full, LagKV, SnapKV, TriAttention, VaSE, Window
 from kvexp.methods import Random as Chance
 from kvexp.results.divergence import holm_corrected
@@ -313,13 +314,13 @@ def compare(model: Any, text: Tokens, chosen: Sequence[Arm], more: int, seed: in
         block = ids[:, start:stop]
         keep = 1 if start == 0 else stop - start
         follow = ids[0, stop - keep + 1 : stop + 1]
-        truth = model(block, past_key_values=full, use_cache=True, logits_to_keep=keep).logits[0, : len(follow)]
+        truth = model(block, use_cache=True, logits_to_keep=keep, **{CACHE_ARGUMENT: full}).logits[0, : len(follow)]
         p = truth.float().log_softmax(-1)
         exponentials = p.exp()
         logprobs += p.gather(-1, follow[:, None])[:, 0].tolist()
         for place, (held, other) in enumerate(zip(caches, others, strict=True)):
             began = time.monotonic()
-            logits = model(block, past_key_values=held, use_cache=True, logits_to_keep=keep).logits
+            logits = model(block, use_cache=True, logits_to_keep=keep, **{CACHE_ARGUMENT: held}).logits
             note(other, p, exponentials, logits[0, : len(follow)], follow)
             seconds[place] += time.monotonic() - began
     made_rows = []

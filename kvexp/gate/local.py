@@ -20,6 +20,7 @@ from kvexp.generate.inputs import eos_ids
 from kvexp.generate.llama_cpp import LlamaCpp, LlamaEngine, Weights
 from kvexp.hf.chat_template import render, unusable
 from kvexp.hf.gguf import tokenizer_of_header
+from kvexp.hf.traits import CACHE_ARGUMENT
 from kvexp.run import model_spec
 from kvexp.run.model_spec import max_positions
 from kvexp.run.notebook import spec_of
@@ -96,7 +97,7 @@ def transformers(role: Role, words: str) -> Local:
         """Tokens behind a prompt, of a text or the greedy ones, and the logits [V] in front of each."""
         cache, fed, tokens, logits = DynamicCache(), list(ids), list[int](), list[Logits]()
         while len(tokens) < new and not (text is None and ends.intersection(tokens[-1:])):
-            row = model(torch.tensor([fed], device=model.device), past_key_values=cache, logits_to_keep=1).logits
+            row = model(torch.tensor([fed], device=model.device), logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits
             logits.append(row[0, -1].float().cpu().numpy())
             fed = [int(logits[-1].argmax()) if text is None else text[len(tokens)]]
             tokens += fed

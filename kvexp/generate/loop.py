@@ -56,6 +56,7 @@ from kvexp.generate.inputs import (
 from kvexp.generate.prefill import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.hf.chat_template import end_of_turn
+from kvexp.hf.traits import CACHE_ARGUMENT
 from kvexp.util.errors import ConfigError
 from kvexp.util.progress import ANSWERS, worked
 
@@ -332,8 +333,8 @@ def beam_search(
     output: Any = plain.generate(
         ids,
         attention_mask=mask,
-        past_key_values=cache,
         use_cache=True,
+        **{CACHE_ARGUMENT: cache},
         do_sample=False,
         num_beams=decoding.num_beams,
         early_stopping=decoding.early_stopping,

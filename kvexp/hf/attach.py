@@ -37,7 +37,7 @@ from kvexp.hf.patch import (
 from kvexp.hf.quantised_weights import plain_parts
 from kvexp.hf.second_pass import second_pass_hook
 from kvexp.hf.self_check import Check, check_model
-from kvexp.hf.traits import Traits, check_activations, traits_of
+from kvexp.hf.traits import Traits, cache_among, check_activations, traits_of
 from kvexp.util.errors import CacheError, ConfigError
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
@@ -198,7 +198,7 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
     check_not_compiled()
     check_mask(kwargs.get("attention_mask"))
     ids = args[0] if args else kwargs.get("input_ids")
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     if getattr(cache, "is_compileable", False):
         raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
     positions: Any = kwargs.get("position_ids")
@@ -235,12 +235,12 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
 
 def _guard_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook: `end_forward`. Called also where the forward raises, without an output."""
-    end_forward(kwargs.get("past_key_values"), failed=output is None)
+    end_forward(cache_among(kwargs), failed=output is None)
 
 
 def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook: `track_finite`."""
-    track_finite(kwargs.get("past_key_values"), output.logits[:, -1])
+    track_finite(cache_among(kwargs), output.logits[:, -1])
 
 
 def track_finite(cache: Any, logits: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from kvexp.hf.layers import compose
 from kvexp.hf.moving_rope import MovingRope, check_turns
 from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input
 from kvexp.hf.probe import layer_ropes
-from kvexp.hf.traits import num_layers, query_shape
+from kvexp.hf.traits import CACHE_ARGUMENT, num_layers, query_shape
 from kvexp.util.errors import ConfigError
 from kvexp.util.files import cache_folder, locked, replace
 
@@ -147,7 +147,7 @@ def calibrate_queries_and_heads(
     device = model.get_input_embeddings().weight.device
     for ids in sequences:
         cache = Cache(layers=compose(model.config, states, ropes=ropes))
-        model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(torch.tensor([list(ids)], device=device), use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
         for state in states:
             state.reset()
         done()
@@ -266,7 +266,7 @@ def _seen(model: PreTrainedModel, method: Method, ids: Sequence[int], tokenizer:
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in attention_modules(model)]
     try:
         device = model.get_input_embeddings().weight.device
-        model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(torch.tensor([list(ids)], device=device), use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     finally:
         for hook in hooks:
             hook.remove()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from kvexp.hf.traits import cache_among
 from kvexp.util.errors import ConfigError
 from kvexp.util.machine import available
 
@@ -139,7 +140,7 @@ def refresh_packed_weights(model: nn.Module) -> None:
 
 def _refresh_hook(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: repack before a prompt, since weights may have changed since the last one."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     if cache is None or cache.get_seq_length() == 0:
         refresh_packed_weights(model)
 

@@ -36,7 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from kvexp.core.attention import AttentionInputs, AttentionParams, Expand, Index, compute_attention, expanded
 from kvexp.core.config import Sliding
 from kvexp.core.sequence import SequenceState
-from kvexp.hf.traits import Layer, has_sinks, softcap_of, traits_of
+from kvexp.hf.traits import CACHE_ARGUMENT, Layer, cache_among, has_sinks, softcap_of, traits_of
 from kvexp.util.errors import CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
@@ -329,7 +329,8 @@ class IndexedChoice:
     def choose(self, states: Tensor, visible: Tensor) -> Tensor:
         """As `Index.choose`; the last numbers of the states are the index's keys."""
         held = _IndexKeys(states[..., -self.index.head_dim :])
-        numbers = self.index.forward(self.hidden, self.queries, self.places, visible, None, past_key_values=held)
+        named = {CACHE_ARGUMENT: held}
+        numbers = self.index.forward(self.hidden, self.queries, self.places, visible, None, **named)
         return torch.zeros_like(visible).scatter(-1, numbers.long(), True)
 
     def split(self, sizes: Sequence[int]) -> list[IndexedChoice]:
@@ -500,12 +501,7 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
     alibi_power: float = 1.0
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_bias: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        **_: Any,
+        self, hidden_states: Tensor, position_bias: Tensor, *, attention_mask: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, None]:
         check_dropout(self, self.attn_dropout_p)
         mixed = self.Wqkv(hidden_states)
@@ -515,7 +511,7 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         # The bias table is [heads, 1, max_seq_len], linear in its last axis.
         slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]
         params = AttentionParams(float(self.softmax_scale), alibi=(slopes**self.alibi_power).to(mixed.device))
-        return self.out_proj(_attend(self, qkv, past_key_values, attention_mask, params)), None
+        return self.out_proj(_attend(self, qkv, cache_among(others), attention_mask, params)), None
 
 
 class KvexpBloomAttention(BloomAttention):  # type: ignore[misc]
@@ -591,8 +587,8 @@ def forward_columns(
 ) -> Tensor:
     """Logits [B, keep, V] of one forward; position ids and number of logits are given to models that take them."""
     given = {"position_ids": positions, "logits_to_keep": keep}
-    options: dict[str, Any] = {name: given[name] for name in _accepted(model, given)}
-    logits: Tensor = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
+    options: dict[str, Any] = {CACHE_ARGUMENT: cache} | {name: given[name] for name in _accepted(model, given)}
+    logits: Tensor = model(ids, attention_mask=mask, use_cache=True, **options).logits
     return logits[:, -keep:]
 
 

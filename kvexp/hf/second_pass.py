@@ -21,6 +21,7 @@ from kvexp.core.second_pass import RepeatedChunk, SecondPassLayer
 from kvexp.hf.chat_template import render
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.patch import attention_modules, forward_logits
+from kvexp.hf.traits import cache_among
 from kvexp.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def second_pass_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], 
 
     Does nothing for caches whose methods need no second pass.
     """
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     every: list[Any] = list(getattr(cache, "caches", (cache,)))
     caches = [member for member in every if getattr(member, "repeated_prompt", None) is not None]
     ids = args[0] if args else kwargs.get("input_ids")

@@ -6,14 +6,16 @@ What is read needs no list of known models. A type of transformers that is not i
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import transformers
 from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.core import AttentionParams, CacheConfig, EngineQuantization, RoPE, triton_ops
@@ -25,6 +27,9 @@ from kvexp.util.errors import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state", "hybrid", "shared", "none"]
 Position = Literal["rope", "learned", "alibi", "none"]
+
+# What a model's forward and generate() call the cache: transformers 5.24 warns of the name before.
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 # Layers of transformers' own cache, by the class that holds what the layer keeps.
 KINDS: dict[str, Kind] = {
@@ -207,6 +212,11 @@ class Traits:
     def of_layers(self) -> str:
         """The held layers among all as text, such as "3 of 18 layers"."""
         return f"{len(self.held)} of {len(self.layers)} layers"
+
+
+def cache_among(arguments: Mapping[str, Any]) -> Any:
+    """The cache among keyword arguments of a forward, under either of its names; None without one."""
+    return arguments.get("cache", arguments.get("past_key_values"))
 
 
 def held_layers(layers: Sequence[Layer], sliding: Sliding = "auto") -> tuple[int, ...]:

@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from kvexp.results import views
@@ -330,9 +331,17 @@ def _set_title(axes: Axes, title: str, shared: str, counted: str) -> None:
     axes.set_title(textwrap.fill(f"{', '.join(filter(None, [title, shared]))} ({counted})", 52), fontsize=9)
 
 
+def plain_numbers(axis: Axis) -> None:
+    """Label a logarithmic axis at one, two and five of each power of ten: 0.05 instead of 5 times a power."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _levels(frame: pd.DataFrame, axes: Axes) -> None:
     """Epsilons as levels, and the look of the axes."""
     axes.set_yscale("log")
+    plain_numbers(axes.yaxis)
     axes.set_ylabel("KL from the full cache, nats per token")
     for limit in set(frame["epsilon"]):
         axes.axhline(limit, color="black", linewidth=1.0, linestyle="--")
@@ -412,6 +421,7 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
     _grid_lines(axes)
     if name == "kl":
         axes.set_yscale("log")
+        plain_numbers(axes.yaxis)
         axes.set_ylabel("KL from the full cache, nats per token")
     else:
         axes.axhline(99, color=MARK_COLOR, linewidth=1.0, linestyle="--")

@@ -10,6 +10,7 @@ import math
 import netrc
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -88,13 +89,13 @@ def publish(
         loaded = {run.hash: run for run in map(Run.load, paths)}
         runs = read_runs(outputs, {"hash": list(loaded)})
         df, divergence = quality_table(runs), frame_of(runs)
-        groups = [[experiment] if experiment else _groups(row) for row in records(df)]
-        for row, names in zip(records(df), groups, strict=True):
-            row |= summary_of(divergence, row["hash"])
+        rows = [row | summary_of(divergence, row["hash"]) for row in records(df)]
+        groups = [[experiment] if experiment else _groups(row) for row in rows]
+        for row, names in zip(rows, groups, strict=True):
             written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode))
         for name in dict.fromkeys(name for names in groups for name in names):
-            group = df[[name in names for names in groups]]
-            inside = [folder for folder in runs.shown if folder.run.hash in set(group["hash"])]
+            group = [row for row, names in zip(rows, groups, strict=True) if name in names]
+            inside = [folder for folder in runs.shown if folder.run.hash in {row["hash"] for row in group}]
             written.append(_publish_sweep(name, group, Runs(outputs, runs.everything, inside, []), project, mode))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
@@ -129,26 +130,27 @@ def summary_of(divergence: pd.DataFrame, key: str) -> dict[str, Any]:
     return columns
 
 
-def _publish_sweep(group: str, df: pd.DataFrame, runs: Runs, project: str, mode: str) -> Path:
-    """The table of all runs and their `figures`."""
+def _publish_sweep(group: str, rows: Sequence[Mapping[str, Any]], runs: Runs, project: str, mode: str) -> Path:
+    """The table of all runs, a row each, and their `figures`."""
     import wandb
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     # By the group too: two experiments may have asked for the same runs.
-    key = hashlib.sha256(" ".join([group, *sorted(df["hash"])]).encode()).hexdigest()[:16]
+    hashes = [row["hash"] for row in rows]
+    key = hashlib.sha256(" ".join([group, *sorted(hashes)]).encode()).hexdigest()[:16]
     with _started(
         **{"project": project, "mode": mode, "dir": runs.outputs, "id": f"sweep-{key}", "job_type": "sweep"},
-        **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
+        **{"group": group, "name": f"sweep {group}", "config": {"hashes": hashes}},
     ) as published:
-        cells: list[Iterable[Any]] = [list(_plain(row).values()) for row in records(df)]
-        published.log({"runs": wandb.Table(list(df.columns), cells)})
+        columns = dict.fromkeys(name for row in rows for name in row)
+        cells: list[Iterable[Any]] = [list(map(_plain(row).get, columns)) for row in rows]
+        published.log({"runs": wandb.Table(list(columns), cells)})
         for name, figure in figures(runs):
             canvas: Any = FigureCanvasAgg(figure)
             canvas.draw()
             published.log({name: wandb.Image(np.asarray(canvas.buffer_rgba()))})
-        counts = {name: df[name].value_counts().items() for name in ("verdict99", "verdict999")}
-        verdicts = {f"{name}.{verdict}": int(n) for name, values in counts.items() for verdict, n in values}
-        published.summary.update({"n_runs": len(df), **verdicts})
+        verdicts = Counter(f"{name}.{row[name]}" for row in rows for name in ("verdict99", "verdict999"))
+        published.summary.update({"n_runs": len(rows), **verdicts})
         return Path(published.dir).parent
 
 

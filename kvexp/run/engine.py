@@ -117,8 +117,8 @@ REFUSED: tuple[Rule[Settings], ...] = (
     ),
     (
         lambda c: c.cache.quantization is not None or c.cache.beyond_context or c.cache.keep,
-        "engine={c.engine.name} has no cache.bits (engine.* has its own formats), cache.beyond_context or keep: leave "
-        "them out",
+        "engine={c.engine.name} has no cache.bits or cache.codec (engine.* has its own formats), cache.beyond_context "
+        "or keep: leave them out",
     ),
 )
 

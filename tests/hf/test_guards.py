@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from tiny import LAYERS, stock, tokens
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from kvexp.core import Budget
 from kvexp.hf import EvictionCache, MultiMethodCache, patch_model
@@ -37,6 +37,13 @@ def attends(monkeypatch):
 
 def cache_of(model):
     return EvictionCache(model, H2O(), Budget(kv_ratio=0.5), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_guards_see_the_cache_under_either_name(model, name):
+    """transformers' own generate() calls the model's forward with `cache` from 5.24 on."""
+    with pytest.raises(CacheError, match="a static cache pads its keys"):
+        model(IDS, **{name: StaticCache(config=model.config, max_cache_len=16)})
 
 
 def test_a_key_without_its_mark_raises(model, attends):

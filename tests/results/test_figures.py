@@ -73,6 +73,7 @@ def test_divergence_has_a_panel_where_it_was_measured(outputs: Path) -> None:
     frame = bytes_table(read_runs(outputs)).assign(kl=0.1, kl_low=0.05, kl_high=math.nan)
     left, _ = draw(frame).axes
     assert left.get_yscale() == "log"
+    assert {"0.05", "0.1"} <= {tick.get_text() for tick in left.get_yticklabels()}, "no powers of ten"
     labels = left.get_legend_handles_labels()[1]
     assert len(labels) == len(set(labels)) == 4
     assert any(label.startswith("full, 4 bits") for label in labels), "one line for the full cache in few bits"

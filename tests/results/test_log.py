@@ -161,6 +161,8 @@ def check_sweep(found: dict[str, Any], folder: Path) -> None:
     tables = [json.loads(path.read_text(encoding="utf-8")) for path in folder.rglob("*.table.json")]
     (whole,) = (each for each in tables if "hash" in each["columns"])
     assert len(whole["data"]) == 4
+    distances = [row[whole["columns"].index("divergence.own.kl")] for row in whole["data"]]
+    assert [kl for kl in distances if kl is not None] == [pytest.approx(0.2)], "h2o's, alone measured"
 
 
 def test_a_run_published_again_has_one_folder(outputs: Path, tmp_path: Path) -> None:

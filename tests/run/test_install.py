@@ -73,6 +73,18 @@ def test_the_wheel_has_every_file_that_is_read(wheel):
 
 
 @pytest.mark.slow
+def test_what_a_package_index_shows_has_no_relative_link(wheel):
+    with zipfile.ZipFile(wheel) as held:
+        (name,) = (name for name in held.namelist() if name.endswith(".dist-info/METADATA"))
+        head, _, shown = held.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    assert not [link for link in re.findall(r"\]\(([^)]*)\)", shown) if not link.startswith("https://")]
+    assert "![" not in shown and "95 % intervals" not in shown, "a picture, or its caption alone"
+    words = re.sub(r"\W+", " ", shown)
+    assert "random tokens are above 4 league" in words and words.strip().endswith("Licence Apache 2 0")
+
+
+@pytest.mark.slow
 def test_kvexp_run_works_outside_the_checkout(installed, tmp_path):
     done = called(installed, "kvexp", "run", "limit=1", "model=testbed_rope", "task=testbed_summary", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
