@@ -16,15 +16,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint8, c_uint32, c_void_p
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache
 
+from kvexp.core.codecs import GGMLBlocks
 from kvexp.generate.engine import EngineAnswer, log_softmax
 from kvexp.hf.gguf import read_header
 from kvexp.util.errors import CacheError, ConfigError, NotFinite
@@ -39,6 +43,10 @@ CacheType = Literal["f32", "f16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_n
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}  # ggml_type
 Places = NDArray[np.int64]
 PLAIN = ("f32", "f16")  # types without blocks
+READ = {"q8_0": 8, "q4_0": 4}  # types in blocks of which keys can be read back, and their bits
+STATE = 0xAF143CD8  # what a saved sequence begins with
+UNKNOWN_STATE = "llama.cpp saved its cache in another way than is known here, so keys cannot be read: leave out engine"
+KEYS_APART = 0.7  # of a key's size, at most, between engine and transformers: in another order it is about 1.4
 
 
 class _ModelParams(ctypes.Structure):
@@ -227,14 +235,15 @@ class LlamaCpp:
 class Eviction:
     """What goes before a token is read.
 
-    kept: prompt's length -> tokens that stay at most. dropped: prompt's length and the positions in the text of the
-    tokens that are held, ascending -> places among these of those that go, ascending. renumbered: survivors get the
-    positions 0, 1, 2, ...
+    kept: prompt's length -> tokens that stay at most. dropped: prompt's length, the positions in the text of the
+    tokens that are held, ascending, and what reads their keys (`LlamaEngine.keys`) -> places among these of those that
+    go, ascending. renumbered: survivors get the positions 0, 1, 2, ... reads_keys: whether it looks at keys.
     """
 
     kept: Callable[[int], int]
-    dropped: Callable[[int, Places], Places]
+    dropped: Callable[[int, Places, Callable[[], tuple[Places, Tensor]]], Places]
     renumbered: bool
+    reads_keys: bool = False
 
 
 class Weights:
@@ -245,6 +254,7 @@ class Weights:
         params = self.library.llama_model_default_params()
         params.gpu_layers = 0
         self._context: Context | None = None
+        self.checked = set[LlamaCpp]()  # settings of whose cache keys were read and compared (`LlamaEngine.check_keys`)
         self.pointer = self.library.llama_model_load_from_file(str(gguf).encode(), params)
         if not self.pointer:
             raise ConfigError(f"engine=llama_cpp cannot load {gguf}: {''.join(list(LOG)[-3:]).strip()}")
@@ -315,17 +325,57 @@ class Context:
         if self.prompt is not None and self.prompt[0] == list(ids):
             _, logits, stored = self.prompt
             self._count(len(ids))
-            done = self.library.llama_state_seq_set_data(self.pointer, stored, len(stored), 0)
+            self._copy(self.library.llama_state_seq_set_data, stored)
         else:
             self.prompt, start = None, time.perf_counter()
             logits = self.read(ids)
             self.seconds = time.perf_counter() - start
-            stored = (c_uint8 * self.library.llama_state_seq_get_size(self.pointer, 0))()
-            done = self.library.llama_state_seq_get_data(self.pointer, stored, len(stored), 0)
-            self.prompt = list(ids), logits, stored
-        if done != len(stored):
-            raise CacheError(f"llama.cpp copied {done} of the {len(stored)} bytes of a prompt's cache")
+            self.prompt = list(ids), logits, self._saved()
         return logits
+
+    def _saved(self) -> Any:
+        """The bytes that hold the tokens' cells, keys and values."""
+        stored = (c_uint8 * self.library.llama_state_seq_get_size(self.pointer, 0))()
+        self._copy(self.library.llama_state_seq_get_data, stored)
+        return stored
+
+    def _copy(self, copy: Callable[..., int], stored: Any) -> None:
+        if (done := copy(self.pointer, stored, len(stored), 0)) != len(stored):
+            raise CacheError(f"llama.cpp copied {done} of the {len(stored)} bytes of its cache")
+
+    @property
+    def positions(self) -> Places:
+        """Positions in the engine of the tokens that are held."""
+        return np.arange(self.next) if self.next == len(self.held) else self.held
+
+    def stored_keys(self, layers: int, heads: int, row: int, turn: int) -> NDArray[Any]:
+        """Keys [L, S, H, n] of the tokens that are held, as the cache stores them: numbers, or in blocks bytes.
+
+        row: bytes of a token in a layer; turn: channels that are rotated together, 0: none. A saved sequence is words
+        of 32 bits: STATE, its number, streams, and how many cells there are; each cell's position, number of sequences,
+        and sequence, in any order; whether values are transposed, layers, and channels that are rotated together of
+        keys and of values; then each layer's type, bytes of a row, and rows of keys; values come last. CacheError where
+        it is not so. Source: `llama_kv_cache::state_write` (src/llama-kv-cache.cpp), and the bytes that it writes.
+        """
+        count, state, kind = len(self.held), self._saved(), self.options.cache_k
+        number = np.dtype({"f32": "<f4", "f16": "<f2"}.get(kind, "u1"))
+        keys = (count, heads, row // heads // number.itemsize)
+        layer = np.dtype([("type", "<i4"), ("row", "<u8"), ("keys", number, keys)])
+        start = 4 * (4 + 3 * count + 4)
+        if len(state) < start + layers * layer.itemsize:
+            raise CacheError(UNKNOWN_STATE)
+        words, stored = np.frombuffer(state, "<u4", start // 4), np.frombuffer(state, layer, layers, start)
+        cells = words[4:-4].reshape(count, 3)
+        order = cells[:, 0].argsort()
+        if not (
+            [*words[:4], *words[-3:-1]] == [STATE, 0, 1, count, layers, turn]
+            and np.array_equal(cells[order, 0], self.positions)
+            and (cells[:, 1:] == (1, 0)).all()
+            and (stored["type"] == TYPES[kind]).all()
+            and (stored["row"] == row).all()
+        ):
+            raise CacheError(UNKNOWN_STATE)
+        return np.asarray(stored["keys"][:, order])
 
     def read(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits [V] behind the tokens that come next."""
@@ -357,7 +407,7 @@ class Context:
 
     def drop(self, gone: Places, *, renumbered: bool) -> None:
         """Remove the tokens at these places of `held`; renumbered: others get the positions 0, 1, 2, ..."""
-        places = np.arange(len(self.held)) if renumbered else self.held
+        places = self.positions
         for neighbours in reversed(np.split(gone, np.flatnonzero(np.diff(places[gone]) != 1) + 1)):
             first, end = int(places[neighbours[0]]), int(places[neighbours[-1]]) + 1
             self._remove(first, end)
@@ -382,9 +432,10 @@ class LlamaEngine:
     def __init__(self, weights: Weights, options: LlamaCpp, eviction: Eviction | None = None, threads: int = 1) -> None:
         self.weights, self.options, self.eviction, self.threads = weights, options, eviction, threads
         header = weights.header
-        self.layers, width = header.integer("block_count"), header.head_size
-        numbers = header.integer("attention.head_count_kv", header.integer("attention.head_count")) * width
-        self.block_bytes = self.layers * sum(weights.library.ggml_row_size(kind, numbers) for kind in options.types)
+        self.layers, self.width = header.integer("block_count"), header.head_size
+        self.heads = header.integer("attention.head_count_kv", header.integer("attention.head_count"))
+        self.rows = [weights.library.ggml_row_size(kind, self.heads * self.width) for kind in options.types]
+        self.block_bytes = self.layers * sum(self.rows)
 
     def first_eviction(self, prompt: int) -> int | None:
         """The step that first evicts behind a prompt of so many tokens, 0: its end; None for the full cache."""
@@ -420,5 +471,39 @@ class LlamaEngine:
         return context.read([token])
 
     def _evict(self, context: Context, prompt: int) -> None:
-        if self.eviction is not None and len(gone := self.eviction.dropped(prompt, context.held)):
-            context.drop(gone, renumbered=self.eviction.renumbered)
+        if self.eviction is not None:
+            gone = self.eviction.dropped(prompt, context.held, partial(self.keys, context))
+            if len(gone):
+                context.drop(gone, renumbered=self.eviction.renumbered)
+
+    def keys(self, context: Context) -> tuple[Places, Tensor]:
+        """Positions in the engine [S] of the tokens that a context holds, and their keys there [L, H, S, D] float32.
+
+        Channels are in transformers' order: llama.cpp has those that RoPE turns together side by side in a llama.
+        CacheError where keys cannot be read.
+        """
+        bits, turned = READ.get(self.options.cache_k), self.options.rotate and self.width % TURNED == 0
+        turn = self.width & -self.width if bits and turned else 0
+        stored = torch.from_numpy(context.stored_keys(self.layers, self.heads, self.rows[0], turn))
+        if bits:
+            stored = GGMLBlocks(bits, turn=-1 if turn else 0).decode(stored, self.width)
+        if self.weights.header.architecture == "llama":
+            stored = stored.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return context.positions, stored.float().transpose(1, 2)
+
+    @torch.no_grad()
+    def check_keys(self, model: Any) -> None:
+        """CacheError where keys that are read are not the model's: of a few tokens, once for weights and settings."""
+        if self.options.stored in self.weights.checked:
+            return
+        ids = list(range(8))
+        context = self.weights.context(self.options, self.threads, len(ids))
+        context.begin(ids)
+        layers = model(torch.tensor([ids]), past_key_values=DynamicCache()).past_key_values.layers
+        for layer, (keys, known) in enumerate(zip(self.keys(context)[1], layers, strict=True)):
+            if not (apart := float((keys - known.keys[0]).norm() / known.keys.norm())) < KEYS_APART:
+                raise CacheError(
+                    f"keys of layer {layer} that are read from llama.cpp are {apart:.2g} of their size from the "
+                    "model's, so it stores them in another way than is known here: leave out engine"
+                )
+        self.weights.checked.add(self.options.stored)

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 from llama_package import needs_package
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -20,8 +27,9 @@ from kvexp.generate.engine import kl_of, log_softmax, write_gguf
 from kvexp.generate.llama_cpp import LOG, TYPES, Eviction, LlamaCpp, LlamaEngine, Weights, check_layout, library
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import patch_model
+from kvexp.hf.gguf import GgufHeader
 from kvexp.methods import StreamingLLM
-from kvexp.util.errors import ConfigError
+from kvexp.util.errors import CacheError, ConfigError
 
 TESTBED = "kvexp/tasks/testbed_models/testbed_gqa"
 NEW = 24
@@ -83,7 +91,9 @@ def test_removed_positions_are_kvexps_streaming_llm(weights, positions, renumber
     for place, token in enumerate(text[:-1]):
         rows.append(decode_step(twin, torch.tensor([[token]]), torch.tensor([[300 + place]]), cache.cache))
     expected = torch.cat(rows).numpy()
-    eviction = Eviction(lambda _: held - 1, lambda _, places: np.arange(4, max(4, len(places) + 5 - held)), renumbered)
+    eviction = Eviction(
+        lambda _: held - 1, lambda _, places, __: np.arange(4, max(4, len(places) + 5 - held)), renumbered
+    )
     engine = LlamaEngine(weights, LlamaCpp(), eviction)
     assert abs(np.mean(kl_of(expected, engine.logits(ids, text)))) < 1e-9
     assert (
@@ -142,14 +152,14 @@ def of_32_channels():
     return AutoModelForCausalLM.from_pretrained(TESTBED, dtype=torch.float32), [prompt(300, seed) for seed in range(3)]
 
 
-def of_64_channels():
-    """A llama whose heads are large enough to be rotated; its weights are wide, so that what is stored matters."""
+def of_64_channels(config=LlamaConfig, model=LlamaForCausalLM):
+    """A model whose heads are large enough to be rotated; its weights are wide, so that what is stored matters."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    given = config(
         **{"vocab_size": 260, "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 3},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3},
     )
-    return LlamaForCausalLM(config).eval(), [prompt(300, seed) for seed in range(3)]
+    return model(given).eval(), [prompt(300, seed) for seed in range(3)]
 
 
 @needs_package
@@ -177,6 +187,76 @@ def test_kvexps_formats_lose_what_the_engines_do(load, codec, tmp_path, monkeypa
     print(f"{codec}: {engine:.6f} in the engine, {ours:.6f} by kvexp's format, {apart:.2g} apart")
     assert ours == pytest.approx(engine, rel=0.03)
     assert apart < engine / 50
+
+
+@pytest.fixture(scope="module", params=[(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)])
+def family(request, tmp_path_factory):
+    """A model whose RoPE turns neighbours in llama.cpp, and one whose does not, with the engine's weights."""
+    model, _ = of_64_channels(*request.param)
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_gguf(model, path, np.float32)
+    return model, Weights(path)
+
+
+def known_keys(model, ids):
+    """transformers' keys [L, H, S, D]."""
+    layers = model(torch.tensor([ids]), past_key_values=DynamicCache()).past_key_values.layers
+    return torch.stack([layer.keys[0] for layer in layers])
+
+
+KEYS = [("f32", True, 1e-5), ("f16", True, 0.01), ("q8_0", True, 0.01), ("q8_0", False, 0.01), ("q4_0", True, 0.15)]
+
+
+@needs_package
+@torch.no_grad()
+@pytest.mark.parametrize("renumbered", [False, True])
+@pytest.mark.parametrize(("kind", "rotate", "room"), KEYS)
+def test_keys_that_are_read_are_transformers(family, kind, rotate, room, renumbered):
+    """Also where new tokens lie in cells that others have left, so that cells are not in the order of positions.
+
+    In blocks in the first layer alone: later ones are made of what was read from the cache before.
+    """
+    model, weights = family
+    if renumbered and not rotate:
+        pytest.skip("llama.cpp cannot move keys in such blocks")
+    ids, engine = prompt(40), LlamaEngine(weights, LlamaCpp(kind, rotate=rotate))
+    engine.check_keys(model)
+    context = weights.context(engine.options, 1, 50)
+    context.begin(ids)
+    positions, keys = engine.keys(context)
+    assert positions.tolist() == list(range(40))
+    for found, known in list(zip(keys, known_keys(model, ids), strict=True))[: 3 if kind in driver.PLAIN else 1]:
+        assert (found - known).norm() < room * known.norm()
+    context.drop(np.array([2, 3, 20]), renumbered=renumbered)
+    context.read([7])
+    context.read([8])
+    positions, keys = engine.keys(context)
+    places = [*(place for place in range(40) if place not in (2, 3, 20)), 40, 41]
+    assert context.held.tolist() == places
+    assert positions.tolist() == (list(range(39)) if renumbered else places)
+    text = [*ids, 7, 8]
+    at = [text[place] for place in places] if renumbered else text
+    first = known_keys(model, at)[0][:, positions]  # a first layer's keys depend on no other token
+    assert (keys[0] - first).norm() < room * first.norm()
+
+
+@needs_package
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("place", "name", "other", "said"),
+    [
+        (driver, "STATE", 1, "saved its cache in another way"),
+        (LlamaEngine, "layers", 2, "saved its cache in another way"),
+        (LlamaEngine, "rows", [256, 256], "saved its cache in another way"),
+        (GgufHeader, "architecture", "qwen2", "keys of layer 0 .* are .* of their size from the model's"),
+    ],
+)
+def test_a_cache_that_is_saved_otherwise_is_refused(model, tmp_path, monkeypatch, place, name, other, said):
+    write_gguf(model, tmp_path / "model.gguf", np.float32)
+    engine = LlamaEngine(Weights(tmp_path / "model.gguf"), LlamaCpp())
+    monkeypatch.setattr(engine if place is LlamaEngine else place, name, other)
+    with pytest.raises(CacheError, match=said):
+        engine.check_keys(model)
 
 
 @needs_package

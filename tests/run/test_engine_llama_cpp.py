@@ -6,16 +6,22 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
 from llama_package import needs_package
 
 from experiments.studies import composed_runs
+from kvexp.generate import prefill
 from kvexp.generate.llama_cpp import VERSION, Context
+from kvexp.generate.prefill import decode_step
+from kvexp.hf import patch_model
 from kvexp.results.divergence import divergence_table
 from kvexp.results.read import read_runs
 from kvexp.run.batches import evaluate_run, group_key, measure_rest, prefill_groups, run_group
+from kvexp.run.calibrate import calibrate_main
 from kvexp.run.engine import full_logits
-from kvexp.run.engine_llama_cpp import eviction_of, fetch_main
+from kvexp.run.engine_llama_cpp import LlamaCppDriver, eviction_of, fetch_main
 from kvexp.run.labels import refusal
+from kvexp.run.model_spec import load
 from kvexp.run.session import Session
 from kvexp.run.store import Run, run_hash
 from kvexp.util.errors import ConfigError
@@ -23,6 +29,7 @@ from kvexp.util.errors import ConfigError
 GQA = ["model=testbed_gqa", "task=testbed_summary", "limit=2", "batch_size=1", "task.max_new_tokens=8"]
 ENGINE = "engine=llama_cpp"
 RANDOM_ATTENTION = ["random", "method.per=model", "method.redraw=true", "method.protect_recent=8", "budget.heads=union"]
+UNION = ["method.pruning=union"]
 FULL, HALF = "method=full", ["method=streaming_llm", "kv_ratio=0.5"]
 
 
@@ -34,7 +41,8 @@ def settings(*words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["method=h2o"], "shows neither keys nor attention weights .*, so method=h2o cannot choose there"),
+        (["method=h2o"], "shows keys but no attention weights .*, so method=h2o cannot choose there"),
+        (["method=triattention"], "needs statistics .* kvexp calibrate model=testbed_gqa"),
         (["method=random"], "set method.per=model, got head"),
         ([*HALF, "budget.layers=pyramid"], "set budget.heads=uniform or union, and leave budget.layers alone"),
         ([*HALF, "budget.heads=adaptive"], "set budget.heads=uniform or union"),
@@ -63,6 +71,48 @@ def settings(*words):
 def test_what_the_engine_cannot_be_asked_is_said_before_anything_loads(words, said):
     with pytest.raises(ConfigError, match=said):
         settings(*GQA, ENGINE, *words)
+
+
+@pytest.fixture(scope="module")
+def calibrated(own_cache):
+    """What TriAttention needs of the model."""
+    assert calibrate_main(["model=testbed_gqa", "tokens=256", "sequences=2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["budget.heads=union"], r"set method.pruning=union, got per_layer_head \(budget.heads=union alone"),
+        (["method.pruning=per_head"], "set method.pruning=union, got per_head"),
+        ([*UNION, "engine.cache_k=q5_1"], "cannot in engine.cache_k=q5_1: set f32, f16, q8_0, q4_0"),
+        ([*UNION, "method.protect_recent=0"], "which method=triattention may drop: set method.protect_recent=2"),
+    ],
+)
+def test_triattention_is_refused_where_it_has_no_one_set_or_no_keys(calibrated, words, said):
+    with pytest.raises(ConfigError, match=said):
+        settings(*GQA, ENGINE, "method=triattention", *words)
+
+
+@needs_package
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["original", "renumbered"])
+@pytest.mark.parametrize("words", [UNION, ["method.pruning=per_head", "budget.heads=union"]])
+def test_triattention_keeps_kvexps_positions_after_the_prompt_and_each_step(calibrated, monkeypatch, words, positions):
+    words = [*GQA, "method=triattention", *words, "kv_ratio=0.25", f"cache.positions={positions}"]
+    plain, asked = settings(*words), settings(*words, ENGINE)
+    model, generator = patch_model(load(plain.model)[0]), torch.Generator().manual_seed(0)
+    ids, text = (torch.randint(3, 260, (count,), generator=generator).tolist() for count in (150, 30))
+    context = prefill(model, [ids], plain.cache, max_new_tokens=len(text))
+    expected = [context.cache.kept_positions(2)[0]]
+    for place, token in enumerate(text[:-1]):
+        decode_step(model, torch.tensor([[token]]), torch.tensor([[len(ids) + place]]), context.cache)
+        expected.append(context.cache.kept_positions(2)[0])
+    engine, kept = LlamaCppDriver.engine(asked, model, 0), []
+    evict = engine._evict
+    monkeypatch.setattr(engine, "_evict", lambda cache, count: (evict(cache, count), kept.append(cache.held.tolist())))
+    engine.logits(ids, text)
+    assert expected[:-1] == [[positions] * 4 for positions in kept]
+    assert len({tuple(positions) for positions in kept}) == len(text) - 1
 
 
 @needs_package
@@ -159,19 +209,24 @@ def test_a_shift_drops_half_of_what_is_no_sink():
     words = [*GQA, ENGINE, "method=streaming_llm", "kv_ratio=1.0", "cache.positions=renumbered", "engine.shift=half"]
     eviction = eviction_of(settings(*words), 0)
     held = np.arange(100)
-    assert eviction.dropped(100, held).tolist() == list(range(4, 4 + 48))
+    assert eviction.dropped(100, held, None).tolist() == list(range(4, 4 + 48))
     held = np.delete(held, range(4, 52))
-    assert not len(eviction.dropped(100, np.append(held, range(100, 147))))
-    assert eviction.dropped(100, np.append(held, range(100, 148))).tolist() == list(range(4, 52))
+    assert not len(eviction.dropped(100, np.append(held, range(100, 147)), None))
+    assert eviction.dropped(100, np.append(held, range(100, 148)), None).tolist() == list(range(4, 52))
 
 
 @needs_package
 @pytest.mark.parametrize("positions", ["original", "renumbered"])
 @pytest.mark.parametrize(
-    "method", [["streaming_llm"], ["random", "method.per=model", "method.protect_recent=2"], RANDOM_ATTENTION]
+    "method",
+    [
+        ["streaming_llm"],
+        ["random", "method.per=model", "method.protect_recent=2"],
+        RANDOM_ATTENTION,
+        ["triattention", *UNION],
+    ],
 )
-def test_a_run_that_evicts_is_kvexps_own(tmp_path, monkeypatch, method, positions):
-    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
+def test_a_run_that_evicts_is_kvexps_own(tmp_path, calibrated, method, positions):
     name, *more = method
     words = [*GQA, f"method={name}", *more, "kv_ratio=0.5", f"cache.positions={positions}"]
     words += [f"outputs_dir={tmp_path / 'out'}", "divergence=true"]
