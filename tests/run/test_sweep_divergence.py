@@ -233,8 +233,8 @@ def test_what_goes_wrong_in_its_own_turn_is_said(tmp_path, monkeypatch, capsys):
 
 def test_reasons_that_differ_in_numbers_alone_are_told_once(tmp_path, monkeypatch):
     monkeypatch.setattr(batch, "skipped_row", lambda *_: {"example": ""})
-    members = group(tmp_path, *ONE_BY_ONE, "divergence=only", methods=("h2o",))
-    member = batch.Member(*members[0], [])
+    _, run = group(tmp_path, *ONE_BY_ONE, "divergence=only", methods=("h2o",))
+    member = batch.Member(run, SimpleNamespace(rows=list, divergence=dict), [])
     reasons = ("budget of 4 slots", "budget of 5 slots", "a window")
     list(member.skip([(0, SimpleNamespace(skipped=reason, example=SimpleNamespace(id="a"))) for reason in reasons]))
     assert list(member.skipped.values()) == ["budget of 4 slots", "a window"]
