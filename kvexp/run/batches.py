@@ -243,7 +243,7 @@ class Member:
 
     wanted: kinds of work that are to be done, ANSWER and TEXTS; None: those the settings ask for. within: the examples
     that may be forced a text; None: all. commit: of the model. error: why it will be retried alone, which will tell
-    more; skipped: why examples were left out, each reason once.
+    more; skipped: why examples were left out, of reasons that differ in numbers alone the first.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Member:
         self.settings, self.run = settings, run
         self.commit: str | None = None
         self.error: str | None = None
-        self.skipped = dict[str, None]()
+        self.skipped = dict[str, str]()
         if wanted is None:
             wanted = (*(() if settings.divergence.only else (ANSWER,)), *settings.divergence.texts)
         mine = {examples[place].id for place in settings.shard.takes(len(examples))}
@@ -302,7 +302,8 @@ class Member:
     def skip(self, prompts: Items) -> Iterator[bool]:
         """Write rows that say why these prompts are skipped; they are forced no text either."""
         yield from self.write([skipped_row(self.settings, *item) for item in prompts], [])
-        self.skipped |= {str(prompt.skipped): None for _, prompt in prompts}
+        for _, prompt in prompts:
+            self.skipped.setdefault(re.sub(r"\d+", "", str(prompt.skipped)), str(prompt.skipped))
         self.lacking -= {(prompt.example.id, text) for _, prompt in prompts for text in TEXTS}
 
 
@@ -702,7 +703,7 @@ def measure(
     for after in members():  # read again: other processes may have written
         if after.lacking:
             before = by_hash.get(after.run.hash, after)
-            why = before.error or "; ".join(before.skipped) or UNKNOWN
+            why = before.error or "; ".join(before.skipped.values()) or UNKNOWN
             lines.append(f"divergence of {after.title}: {len(after.lacking)} KL passes were not made ({why})")
     return lines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from commands import settings as composed_settings
@@ -228,6 +229,15 @@ def test_what_goes_wrong_in_its_own_turn_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(batch, "outputs_of_batches", broken)
     measure_rest(members[1], Session())
     assert "divergence of h2o 0.3" in (told := capsys.readouterr().err) and "no such thing" in told
+
+
+def test_reasons_that_differ_in_numbers_alone_are_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "skipped_row", lambda *_: {"example": ""})
+    _, run = group(tmp_path, *ONE_BY_ONE, "divergence=only", methods=("h2o",))
+    member = batch.Member(run, SimpleNamespace(rows=list, divergence=dict), [])
+    reasons = ("budget of 4 slots", "budget of 5 slots", "a window")
+    list(member.skip([(0, SimpleNamespace(skipped=reason, example=SimpleNamespace(id="a"))) for reason in reasons]))
+    assert list(member.skipped.values()) == ["budget of 4 slots", "a window"]
 
 
 def test_why_an_example_is_forced_nothing_is_said_where_there_are_no_rows(tmp_path, capsys):
