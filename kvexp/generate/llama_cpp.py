@@ -119,8 +119,8 @@ _DEFAULTS: dict[str, Any] = {
 LOG: deque[str] = deque(maxlen=400)  # last lines that the library wrote
 
 
-def _write_log(level: int, text: bytes | None, _: Any) -> None:
-    LOG.append((text or b"").decode(errors="replace"))
+def _write_log(level: int, text: bytes | None, _: Any, log: deque[str] = LOG) -> None:  # outlives the module's names
+    log.append((text or b"").decode(errors="replace"))
 
 
 _log = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)(_write_log)  # which must live as long as the library
