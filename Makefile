@@ -53,7 +53,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing torch $(TORCH) (about a minute; without CUDA 200 MB)'
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt; about three minutes, without a word)'
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,benchmarks,scale,search]'
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,benchmarks,scale]'
 	@$(BIN)/kvexp fetch || echo 'no weights were fetched: kvexp fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 
