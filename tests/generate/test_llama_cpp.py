@@ -219,7 +219,7 @@ KEYS = [("f32", True, 1e-5), ("f16", True, 0.01), ("q8_0", True, 0.01), ("q8_0",
 @pytest.mark.parametrize("renumbered", [False, True])
 @pytest.mark.parametrize(("kind", "rotate", "room"), KEYS)
 def test_keys_that_are_read_are_transformers(family, kind, rotate, room, renumbered):
-    """Also where new tokens lie in cells that others have left, so that cells are not in the order of positions.
+    """Keys are read in the order of positions, also where new tokens lie in cells that others have left.
 
     In blocks in the first layer alone: later ones are made of what was read from the cache before.
     """

@@ -11,7 +11,6 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from kvexp.hf.cache import section
 from kvexp.results.report import page, read
 from kvexp.results.table import print_table, table, to_markdown
 from kvexp.results.views import main as results
@@ -94,11 +93,6 @@ def test_a_page_of_such_runs_holds_none(outputs):
     inside = json.dumps(data, ensure_ascii=False)
     assert r"\\x1b]0;x\\x07 answer" in inside and not CONTROL.search(inside)
     assert "\x1b" not in text
-
-
-def test_a_marked_text_holds_none():
-    data = {"tokens": [{"text": EVIL, "kept": 1, "by_layer": [1]}], "heads": 1, "heads_by_layer": [1]}
-    assert not CONTROL.search(section({**data, "prompt_tokens": 1, "question_tokens": 0}))
 
 
 def test_everything_is_said():
