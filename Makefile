@@ -175,7 +175,7 @@ $(OPENVINO)/.stamp: $(VENV)/.stamp
 	@touch $@
 
 test-llama-cpp: $(VENV)/.stamp $(LLAMA_CPP)/.stamp ## llama.cpp against transformers and kvexp: full cache, formats, evictions; kvexp gate on llama-server (needs 34 MB of it)
-	@PYTHONPATH=$(LLAMA_CPP) $(PYTEST) tests/generate/test_llama_cpp.py tests/run/test_engine_llama_cpp.py tests/gate/test_gate_real.py $(ARGS)
+	@PYTHONPATH=$(LLAMA_CPP) $(PYTEST) -m 'not slow' tests/generate/test_llama_cpp.py tests/run/test_engine_llama_cpp.py tests/gate/test_gate_real.py $(ARGS)
 
 llama-cpp: $(LLAMA_CPP)/.stamp ## fetch the pinned xllamacpp into build/ (test-llama-cpp does it by itself)
 

@@ -42,7 +42,6 @@ def settings(*words):
     ("words", "said"),
     [
         (["method=h2o"], "shows keys but no attention weights .*, so method=h2o cannot choose there"),
-        (["method=triattention"], "needs statistics .* kvexp calibrate model=testbed_gqa"),
         (["method=random"], "set method.per=model, got head"),
         ([*HALF, "budget.layers=pyramid"], "set budget.heads=uniform or union, and leave budget.layers alone"),
         ([*HALF, "budget.heads=adaptive"], "set budget.heads=uniform or union"),
