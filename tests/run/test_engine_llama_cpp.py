@@ -72,6 +72,13 @@ def test_what_the_engine_cannot_be_asked_is_said_before_anything_loads(words, sa
         settings(*GQA, ENGINE, *words)
 
 
+@needs_package
+def test_triattention_needs_statistics(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path))  # those that `calibrated` makes are not there
+    with pytest.raises(ConfigError, match=r"needs statistics .* kvexp calibrate model=testbed_gqa"):
+        settings(*GQA, ENGINE, "method=triattention")
+
+
 @pytest.fixture(scope="module")
 def calibrated(own_cache):
     """What TriAttention needs of the model."""
