@@ -5,7 +5,9 @@ A row has COLUMNS. Rows of one PROMPT are made together, since they share its pr
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import math
 import re
@@ -212,10 +214,8 @@ class ExhibitRecording(Recording):
         return pd.DataFrame(rows, columns=COLUMNS).query(f"numerics == {kvexp.NUMERICS}")
 
     def seconds(self, rows: pd.DataFrame, folder: Path, data: str | None) -> float:
-        return float(recorded(self._scale(rows))[rows["example"].iloc[0]]["seconds"])
-
-    def _scale(self, rows: pd.DataFrame) -> str:
-        return REAL if rows["model"].iloc[0] == SMOLLM else SECOND
+        scale = REAL if rows["model"].iloc[0] == SMOLLM else SECOND
+        return float(recorded(scale)[rows["example"].iloc[0]]["seconds"])
 
 
 def exhibit_rows(file: Path) -> pd.DataFrame:
@@ -284,10 +284,10 @@ def examples_of(experiment: str, shared: tuple[str, ...]) -> list[str]:
 @functools.cache
 def planned(experiment: str, words: tuple[str, ...]) -> float:
     """Seconds of a sweep as --dry-run says; NaN before the calibrations are made that it needs."""
-    try:
+    # Errors are not shown: without a calibration every job of every sweep has one.
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ConfigError):
         return planned_seconds(experiment, words)
-    except ConfigError:
-        return math.nan
+    return math.nan
 
 
 def league_rows(file: Path) -> pd.DataFrame:
