@@ -131,7 +131,7 @@ kvexp.panels = (() => {
   }
 
   /** Of `frame`, an axis by powers of ten; what it shows has to be at least LEAST. */
-  const logAxis = (title) => ({ type: "log", dtick: 1, exponentformat: "power", title: { text: plain(title), standoff: 4 } });
+  const logAxis = (title) => ({ type: "log", dtick: "D2", tickformat: "~g", title: { text: plain(title), standoff: 4 } });
 
   /** A line across the chart at y. */
   const level = (y, line, layer = "below") => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer });
