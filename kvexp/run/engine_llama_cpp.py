@@ -111,7 +111,7 @@ REFUSED: tuple[Rule[Settings], ...] = (
     (
         lambda c: c.budget is not None and (c.cache.cadence != Cadence() or c.cache.bounded_chunk is not None),
         "engine=llama_cpp evicts at the end of the prompt and at every step: leave out cache.evict_every, "
-        "cache.at_prefill and prefill=bounded",
+        "cache.evict_at_prefill and prefill=bounded",
     ),
     (
         lambda c: not c.cache.select.plain,

@@ -48,7 +48,7 @@ def settings(*words):
         ([*HALF, "engine.shift=half", "cache.positions=original"], "set .* cache.positions=renumbered"),
         (["method=random", "method.per=model"], "set method.protect_recent=2 or more, or cache.positions=renumbered"),
         (["method=window", "engine.shift=half"], "set method=streaming_llm .* cache.positions=renumbered"),
-        ([*HALF, "cache.evict_every=4"], "leave out cache.evict_every"),
+        ([*HALF, "cache.evict_every=4"], "leave out cache.evict_every, cache.evict_at_prefill and"),
         ([FULL, "cache.bits=4"], "has no cache.bits"),
         ([*HALF, "generation=beam4"], "set generation=greedy"),
         ([FULL, "model.weights=int8"], "model.weights=null"),
