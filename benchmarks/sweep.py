@@ -51,7 +51,7 @@ def sweep(options: Any, methods: str, divergence: str, *more: str) -> Sample:
         words = [f"model={'tiny' if options.tiny else options.model}", f"limit={options.articles}"]
         words += [f"task={'testbed_summary' if testbed and not options.tiny else 'news'}", f"outputs_dir={out}"]
         words += [f"task.max_new_tokens={options.new}", "generation.eos=null", f"divergence={divergence}"]
-        words += ["task.max_prompt_tokens=64", "task.truncate=right"] * options.tiny
+        words += ["task.max_prompt_tokens=200", "task.truncate=right"] * options.tiny
         return run_command(["run.py", "-m", *words, *more, methods, BUDGETS])
 
 
