@@ -132,8 +132,8 @@ class Search:
 
     def __init__(self, terms: Terms, session: Session) -> None:
         self.terms, self.session = terms, session
-        if own := sorted(keys_of(terms.words) & {"method", "kv_ratio", "divergence"}):
-            raise ConfigError(f"advise sets {own[0]} itself: leave it out, and name methods= and budgets= to try")
+        if refused := sorted(keys_of(terms.words) & {"method", "kv_ratio", "divergence"}):
+            raise ConfigError(f"advise sets {refused[0]} itself: leave it out, and name methods= and budgets= to try")
         words = with_user_classes(with_places(terms.words))
         only = "divergence=false" if terms.loss == "score_loss" else "divergence=only"
         self.common = [*words, *_words_of_data(terms, words), only]
