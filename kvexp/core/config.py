@@ -417,7 +417,7 @@ REFUSED: tuple[Rule[CacheConfig], ...] = (
     ),
     (
         lambda c: c.rewritten and c.renumbered,
-        "method {c.method.name} fits what slots hold to queries at their positions, which cache.positions=renumbered "
+        "method {c.method.name} rewrites slots for queries at their positions, which cache.positions=renumbered "
         "moves: set cache.positions=original",
     ),
     (

@@ -81,8 +81,7 @@ def llama_cpp(role: Role, words: str) -> Local:
 
     name = " ".join(("llama_cpp", path.name, *words.partition("?")[2:]))
     facts = {"file": file_digest(path), **settings.identity()}
-    context = weights.header.integer("context_length")
-    return Local(role, name, context, facts, tokenizer, ends, decode, engine.logits)
+    return Local(role, name, weights.header.integer("context_length"), facts, tokenizer, ends, decode, engine.logits)
 
 
 def transformers(role: Role, words: str) -> Local:

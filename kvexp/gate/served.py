@@ -30,6 +30,7 @@ PAUSES_S = (0.5, 2.0)  # before a request is sent again
 MOST = 64 << 20  # bytes of a reply: a whole vocabulary of 262,144 tokens has some 25 MB
 SAID = 240  # letters of a server's own message
 GREEDY = {"temperature": 0, "seed": 0}
+NAMED = "http://HOST:PORT, with ?model=NAME where it serves several, llama_cpp:FILE.gguf or transformers:FOLDER"
 FEW = 5  # the most log-probabilities that OpenAI documents for completions
 
 
@@ -51,7 +52,7 @@ class Connection:
         if url.userinfo:
             raise ConfigError(f"{role}: a URL with a password is written into reports; give it in {variable}")
         if url.scheme not in ("http", "https") or not url.host or set(named) - {"model"} or url.fragment:
-            raise ConfigError(f"{role} must be http://HOST:PORT, with ?model=NAME where it serves several, got {words}")
+            raise ConfigError(f"{role} must be {NAMED}, got {words}")
         if self.token and url.scheme == "http" and not _is_local(url.host):
             raise ConfigError(
                 f"{role}: {variable} would go to {url.host} in clear text; give an https:// URL or unset it"

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from kvexp.gate.sides import Prompt
@@ -185,12 +186,11 @@ def is_json(text: str) -> bool:
 
 def prompts_of(terms: Terms) -> list[Prompt]:
     """The prompts of `data`; ConfigError names the row that holds none."""
-    path, prompts = path_of(terms.data, "data"), list[Prompt]()
-    for place, row in enumerate(json_rows(path, "data"), 1):
-        if terms.limit is not None and place > terms.limit:
-            break
-        prompts.append(_prompt(row, f"data: row {place} of {path}", str(row.get("id", place))))
-    return prompts
+    path = path_of(terms.data, "data")
+    rows = enumerate(islice(json_rows(path, "data"), terms.limit), 1)
+    if prompts := [_prompt(row, f"data: row {place} of {path}", str(row.get("id", place))) for place, row in rows]:
+        return prompts
+    raise ConfigError(f"data: {path} holds no prompt; name a file with at least one row")
 
 
 def _prompt(row: Json, where: str, name: str) -> Prompt:
@@ -198,7 +198,7 @@ def _prompt(row: Json, where: str, name: str) -> Prompt:
     if isinstance(text, str) and text and messages is None:
         return Prompt(name, text)
     turns = messages if text is None and isinstance(messages, list) else []
-    if turns and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
+    if turns and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
         return Prompt(name, messages=tuple(turns))
     raise ConfigError(
         f'{where} holds no prompt: give {{"prompt": TEXT}}, or {{"messages": [{{"role": "user", "content": TEXT}}]}}'

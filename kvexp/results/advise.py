@@ -119,9 +119,8 @@ class Terms:
             raise ConfigError(f"{' and '.join(given)} are two losses: give one")
         loss = given[0] if given else "kl"
         limit = values.pop(loss, 0.1)
-        for name in ("methods", "budgets"):
-            if name in values:
-                values[name] = tuple(filter(None, values[name].split(",")))
+        for name in {"methods", "budgets"} & values.keys():
+            values[name] = tuple(filter(None, values[name].split(",")))
         budget = Annotated[float, Range(0, 1, above=True)]
         values["budgets"] = tuple(
             typed(number_of(word, "budgets"), budget, "budgets") for word in values.get("budgets", ())
@@ -585,14 +584,13 @@ def main(words: list[str]) -> int:
                 "data=, methods=, budgets= and --dry-run are for prompts that are to be run: leave out the folder "
                 f"{folders[0]} (outputs_dir={folders[0]} says where the runs go), or choose rows by method=A,B"
             )
-        record = of_folder(folders[0], terms)
+        record: Recorded | None = of_folder(folders[0], terms)
     else:
         from kvexp.results.advise_search import search  # late: torch
 
-        searched = search(terms, dry_run=bool(options_))
-        if searched is None:
-            return 0
-        record = searched
+        record = search(terms, dry_run=bool(options_))
+    if record is None:
+        return 0
     print_advice(record, terms, Console(markup=False, width=None if sys.stdout.isatty() else WIDTH), words)
     return 0
 

@@ -132,10 +132,12 @@ class Search:
 
     def __init__(self, terms: Terms, session: Session) -> None:
         self.terms, self.session = terms, session
+        if refused := sorted(keys_of(terms.words) & {"method", "kv_ratio", "divergence"}):
+            raise ConfigError(f"advise sets {refused[0]} itself: leave it out, and name methods= and budgets= to try")
         words = with_user_classes(with_places(terms.words))
         only = "divergence=false" if terms.loss == "score_loss" else "divergence=only"
         self.common = [*words, *_words_of_data(terms, words), only]
-        self.arms = [Arm.of(name, terms.budgets or BUDGETS) for name in terms.methods or METHODS]
+        self.arms = [Arm.of(name, terms.budgets or BUDGETS) for name in dict.fromkeys(terms.methods or METHODS)]
         self.budgets = {arm.name: arm.budgets for arm in self.arms}
         self.failed: dict[tuple[str, int], str] = {}
         self.known: dict[tuple[str, int], Settings] = {}

@@ -39,7 +39,7 @@ from kvexp.results.report import asset
 from kvexp.run.store import OWN
 from kvexp.util.errors import ConfigError, did_you_mean
 from kvexp.util.fields import MISSING, AtLeast, defaults_of, field_types, typed
-from kvexp.util.files import replace
+from kvexp.util.files import check_writable, replace
 from kvexp.util.output import say, tells_errors, tells_warnings
 
 Pairs: TypeAlias = dict[str, tuple[float, float]]  # example -> number of the method, of the rival
@@ -113,7 +113,10 @@ class Claim:
             for word in values[name].split()[name != "budget" :]:
                 if "=" not in word:
                     raise ConfigError(f"{file}: {name}: {word} must be KEY=VALUE, as in kv_ratio=0.5")
-        return cls(file, **values)
+        claim = cls(file, **values)
+        if claim.against_full and claim.holds == "ahead":
+            raise ConfigError(f"{file}: holds must be level: no cache is ahead of the full one in kl, got ahead")
+        return claim
 
     @property
     def name(self) -> str:
@@ -205,8 +208,7 @@ def judged(claim: Claim, model: str, numerics: str, pairs: Pairs) -> Judged:
         ahead, (least, most) = -float(method.mean()), share_interval(method, np.ones(n), stats.LEVEL)
         low, high, gaps = -most, -least, -method
     else:
-        less = claim.metric == KL or stats.lower_is_better(claim.metric)
-        gaps = rival - method if less else method - rival
+        gaps = rival - method if claim.metric == KL or stats.lower_is_better(claim.metric) else method - rival
         ahead, (low, high) = float(gaps.mean()), stats.interval_of_mean(gaps, FEWEST)
     marks = {"ahead": (margin, math.inf), "level": (-margin, math.inf), "alike": (-margin, margin)}[claim.holds]
     if low > marks[0] and high < marks[1]:
@@ -234,15 +236,13 @@ class Recorded:
         self.file = folder / ROWS
         self.rows: dict[tuple[str, str, str], tuple[str, Pairs]] = {}
         try:
-            lines = self.file.read_text("utf-8")
-        except FileNotFoundError:
-            return
-        for line in csv.DictReader(io.StringIO(lines)):
-            try:
+            for line in csv.DictReader(io.StringIO(self.file.read_text("utf-8"))):
                 pairs = self.rows.setdefault((line["claim"], line["words"], line["model"]), (line["numerics"], {}))[1]
                 pairs[line["example"]] = float(line["method"]), float(line["rival"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{self.file}: a line is damaged ({error}); take the file from git again") from error
+        except FileNotFoundError:
+            return
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self.file} is damaged ({error}); take the file from git again") from error
 
     def of(self, claim: Claim, model: str) -> tuple[str, Pairs] | None:
         """What is recorded of a claim as it stands; None where that has too few examples."""
@@ -279,14 +279,15 @@ def measured(claim: Claim, model: str, outputs: str, example: str | None = None)
 
     if claim.command:
         raise ConfigError(f"{claim.file}: its rows are made by another program: {claim.command}")
-    session, jobs, sides = Session(), [], list[list[str]]()
+    session, jobs, sides = Session(), [], [list[str]() for _ in claim.sides]
     with active(session), interruptible(session):
-        for side in claim.sides:
-            sides.append([])
+        for side, hashes in zip(claim.sides, sides, strict=True):
             for words in expanded(claim.words(side, model)):
                 try:
                     words = [f"outputs_dir={outputs}", *with_user_classes(with_places(words))]
                     (settings,) = runs_of(job_of(words), session)
+                    if claim.metric not in (known_metrics := (KL, *settings.task.metric_names())):
+                        raise ConfigError(f"metric must be one of {', '.join(known_metrics)}, got {claim.metric}")
                     if example is not None:
                         ids = [prompt.id for prompt in settings.task.examples()]
                         if example not in ids and not example.isdecimal():
@@ -294,7 +295,7 @@ def measured(claim: Claim, model: str, outputs: str, example: str | None = None)
                         words.append(f"shard={ids.index(example) if example in ids else example}/{len(ids)}")
                 except ConfigError as error:
                     raise ConfigError(f"{claim.file}: {side}: {error}") from error
-                sides[-1].append(run_hash(settings.identity))
+                hashes.append(run_hash(settings.identity))
                 jobs.append(job_of(words))
         session.begun = True
         run_jobs(jobs, session)
@@ -318,9 +319,6 @@ def _numbers(folder: Folder, claim: Claim) -> dict[str, float]:
     if claim.metric == KL:
         lines = per_example(folder.run, OWN, claim.limit)
         return {} if lines is None else dict(zip(lines.names, lines.kl / lines.tokens, strict=True))
-    if claim.metric not in folder.metrics:
-        known = ", ".join([KL, *folder.metrics])
-        raise ConfigError(f"{claim.file}: metric must be one of {known}, got {claim.metric}")
     return {name: number(row["metrics"][claim.metric]) for name, row in folder.scored.items()}
 
 
@@ -451,6 +449,8 @@ def files_of(places: Sequence[Path]) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvexp claim`; exit code 0, 1 where a claim was not measured or left its tolerance, 2 for a wrong claim."""
     args = parser().parse_args(argv)
+    if args.page is not None:
+        check_writable(args.page.parent)
     claims = sorted(
         map(Claim.read, files_of(args.place or [FOLDER])), key=lambda claim: (claim.year, claim.paper, claim.name)
     )

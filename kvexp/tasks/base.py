@@ -347,11 +347,12 @@ class Task:
         Ends in a ConfigError where the data are no longer what `pinned` names: take all of them before using one.
         """
         self.check_options()
-        seen: Counter[str] = Counter()
-        given: set[str] = set()
+        seen, given = Counter[str](), set[str]()
         with self.unchanged():
             for where, row in self.rows():
-                example = self.example(row, where)
+                example: object = self.example(row, where)
+                if not isinstance(example, Example):
+                    raise ConfigError(f"{type(self).__qualname__}.example must return an Example, got {example!r}")
                 name, again = example.id, seen[example.id]
                 while name in given:  # a row drawn again, or another row of the same id
                     again += 1
@@ -373,8 +374,7 @@ class Task:
         self.check_options()
         if any(metric.startswith("rouge") for metric in self.metrics):
             check_rouge_installed()
-        at_hand = self.generated or self.data_files is not None
-        examples = list(self.examples() if at_hand else self._first())
+        examples = list(self.examples() if self.generated or self.data_files is not None else self._first())
         self.check_examples(examples)
         if not examples:
             where = f"task.name={self.name}" if self.generated else str(self.source)

@@ -298,7 +298,7 @@ def test_a_token_comes_from_the_environment_and_is_in_no_output(prompts, capsys,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["baseline=ftp://a/"], "baseline must be http://HOST:PORT"),
+        (["baseline=ftp://a/"], "llama_cpp:FILE.gguf or transformers:FOLDER, got ftp://a/"),
         (["baseline=http://me:secret@a/"], "give it in KVEXP_BASELINE_TOKEN"),
         (["baseline=http://far.example/"], "would go to far.example in clear text"),
         (["baseline=http://a/?x=1"], "baseline must be http://HOST:PORT"),
@@ -326,12 +326,12 @@ def test_a_wrong_command_says_what_to_change(prompts, capsys, monkeypatch, words
 
 
 @pytest.mark.parametrize(
-    "row", [{"text": "a"}, {"prompt": ""}, {"messages": []}, {"prompt": "a", "messages": [{"role": "user"}]}]
+    "rows", [[], [{"text": "a"}], [{"prompt": ""}], [{"messages": []}], [{"messages": [{"role": "user"}]}]]
 )
-def test_a_row_without_a_prompt_is_named(prompts, capsys, row):
-    prompts.write_text(json.dumps(row))
+def test_a_row_without_a_prompt_is_named(prompts, capsys, rows):
+    prompts.write_text("".join(map(json.dumps, rows)) + "\n")
     assert main(["baseline=http://127.0.0.1:9", "candidate=http://127.0.0.1:9", f"data={prompts}"]) == 2
-    assert f"data: row 1 of {prompts} holds no prompt" in capsys.readouterr().err
+    assert f"data: {'row 1 of ' * len(rows)}{prompts} holds no prompt" in capsys.readouterr().err
 
 
 def test_dry_run_says_how_long_and_measures_nothing(prompts, capsys):

@@ -36,13 +36,13 @@ def written(folder: Path, **fields: object) -> Path:
         ({"margin": None}, "mine.yaml lacks margin"),
         ({"metrik": "kl"}, "mine.yaml: a claim has no field metrik; did you mean metric?"),
         ({"holds": "better"}, "mine.yaml: holds must be one of ahead, level, alike, got 'better'"),
-        ({"margin": -1}, "mine.yaml: margin must be at least 0, got -1"),
+        ({"rival": "full"}, "mine.yaml: holds must be level: no cache is ahead of the full one in kl, got ahead"),
         ({"examples": 3}, "mine.yaml: examples must be at least 16, got 3"),
         ({"models": "tiny"}, "mine.yaml: models must be a list, got 'tiny'"),
         ({"budget": "half"}, "mine.yaml: budget: half must be KEY=VALUE, as in kv_ratio=0.5"),
         ({"sentence": " "}, "mine.yaml: sentence is empty"),
         ({"method": "h20"}, "mine.yaml: h20: there is no method=h20; did you mean h2o?"),
-        ({"budget": "kv_ratio=1.5"}, "mine.yaml: h2o: kv_ratio must be in (0, 1], got 1.5"),
+        ({"metric": "klx"}, "mine.yaml: h2o: metric must be one of kl, rouge1, rouge2, rougeL, rougeLsum, got klx"),
     ],
 )
 def test_a_wrong_field_is_an_error_that_names_it(fields, said, tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_claim_is_run_recorded_read_back_and_computed_again(tmp_path, capsys):
         assert pair == pytest.approx([np.mean(sums[method][name]) for method in ("h2o", "window")], rel=1e-5)
     assert kept.of(Claim.read(written(tmp_path, task=task)), "tiny") is None, "of another budget"
     written(tmp_path, task=task, budget="kv_ratio=0.5,0.25", limits="None of these decides it.")
-    assert main([str(file), "--outputs", "/nowhere"]) == 0, "other words about it change no row"
+    assert main([str(file), "--outputs", "/nowhere", "--page", f"{tmp_path}/made/a.md"]) == 0, "words change no row"
 
     assert main([str(file), "--outputs", outputs, "--recheck", "3"]) == 0
     kept.rows = {

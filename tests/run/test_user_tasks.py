@@ -203,6 +203,7 @@ WRONG = {  # words; what the one line says; lamps.py, where it is another
     "other scores": (FILE, r"must return \{metric: percent\} of accuracy, got", changed('{"accuracy"', '{"acc"')),
     "no number": (FILE, r"Lamps\.score: accuracy must be a number, got True", changed("100 * ", "")),
     "no text": (FILE, r"Lamps\.example: id must be a text, got 3", changed('row["id"]', "3")),
+    "None": (FILE, r"Lamps\.example must return an Example, got None", changed("return Example(", "Example(")),
     "no data": (f"{FILE} task.data_files=null", "names no data: set task.data_files=PATH"),
     "no row": (f"{FILE} task.data_files=empty.jsonl", r"empty\.jsonl is empty; name a file"),
     "typed": (f"{FILE} task.size=much", "task.size must be a whole number, got 'much'"),
