@@ -111,8 +111,8 @@ class Claim:
                 raise ConfigError(f"{file}: {name} is empty")
         for name in ("task", "method", "rival", "budget"):
             for word in values[name].split()[name != "budget" :]:
-                if "=" not in word:
-                    raise ConfigError(f"{file}: {name}: {word} must be KEY=VALUE, as in kv_ratio=0.5")
+                if "=" not in word or word.startswith(("limit=", "model=")):
+                    raise ConfigError(f"{file}: {name}: {word} must be KEY=VALUE (limit, model: examples, models)")
         claim = cls(file, **values)
         if claim.against_full and claim.holds == "ahead":
             raise ConfigError(f"{file}: holds must be level: no cache is ahead of the full one in kl, got ahead")
@@ -480,7 +480,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("place", nargs="*", type=Path, metavar="FILE", help=f"claims, or folders of them (default: {FOLDER})")
-    add("--model", nargs="+", default=[], help="judge on these models in place of the claim's")
+    add("--model", type=lambda names: names.split(","), metavar="NAME,NAME", help="in place of the claim's models")
     add("--outputs", default="outputs", metavar="FOLDER", help="of runs (default: outputs)")
     add("--record", action="store_true", help=f"keep the rows of runs in {ROWS} of the claim's folder")
     add("--recheck", nargs="?", const=0, type=int, metavar="SEED", help="compute one recorded example of each again")
