@@ -44,9 +44,9 @@ WIDE: dict[str, Any] = {"head_dim": DIM, "num_attention_heads": HEADS, "num_hidd
 REST = 32 << 10
 STEPS = 4
 # Methods that look at pairs of slots or at every slot's attention in a step: matrices [B, H, S, S] they may hold then.
-PAIRS = {"rkv": 6, "rkv_release": 6, "rkv_defensive": 6}
+PAIRS = {"rkv": 6, "rkv_release": 6, "rkv_defensive": 6, "gkv": 6}
 # Methods that compute with keys or values themselves, whatever the dtype: bytes of a number of such copies.
-WIDTHS = {"triattention": 4, "h2o_critical": 4, "capkv": 8, "dropkv": 8}
+WIDTHS = {"triattention": 4, "h2o_critical": 4, "capkv": 8, "dropkv": 8, "caote_over_h2o": 8, "lagkv_causal": 4}
 # Attributes of a layer: what a method keeps of the model, and of the newest queries.
 OF_A_METHOD = ("output_factors", "output_projection", "calibration", "surrogate", "statistics")
 
