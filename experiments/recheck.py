@@ -124,7 +124,7 @@ class Compared:
 
     def line(self) -> str:
         """What the page says."""
-        done = f"Of NUMERICS {self.numerics}; {len(self.rows)} rows of {self.recorded:,} at {kvexp.NUMERICS}"
+        done = f"Of NUMERICS {self.numerics}; {len(self.rows)} of {self.recorded:,} rows at {kvexp.NUMERICS}"
         if not self.outside.empty:
             return f"{done}: {len(self.outside)} of them differ by more than {self.recording.tolerance} of their KL."
         return f"{done} within {self.far.max():.2g}{self.recording.unit}."

@@ -157,7 +157,7 @@ def test_a_page_that_holds_says_so_and_nothing_is_computed_twice(recording, monk
     monkeypatch.setattr(recordings, "sweep", lambda *given: calls.append(real(*given)))
     assert main([*words, "--write"]) == 0 and len(calls) == 3, "the prompt computed before the interrupt is kept"
     assert re.search(r"\| page.md \| small \| 6 of 8 \| .* \| within \|", capsys.readouterr().out)
-    line = rf"Of NUMERICS {kvexp.NUMERICS}; 6 rows of 8 at {kvexp.NUMERICS} within \S+ nats"
+    line = rf"Of NUMERICS {kvexp.NUMERICS}; 6 of 8 rows at {kvexp.NUMERICS} within \S+ nats"
     assert re.search(line, recording.page.read_text())
     monkeypatch.setattr(recordings, "sweep", lambda *given: pytest.fail("computed again"))
     assert main(words) == 0 and "0 of them to compute" in capsys.readouterr().out
