@@ -107,8 +107,8 @@ core/budget.py: core/test_layer.py methods/test_kept_sets.py
 - return math.floor(ratio * count + 1e-9)
 + return math.ceil(ratio * count - 1e-9)
 
-29 percent of 100 are 28
-core/budget.py: core/test_layer.py core/test_bytes.py
+58 percent of 100 are 57
+core/budget.py: core/test_layer_budgets.py
 - return math.floor(ratio * count + 1e-9)
 + return math.floor(ratio * count)
 
@@ -159,7 +159,7 @@ generate/kl.py: generate/test_divergence.py
 
 rows of other prompts are paired
 results/read.py: results/test_results.py run/test_record.py
-- if one.run.numerics == other.run.numerics:  # else they are not paired
+- if first.run.numerics == other.run.numerics:  # else they are not paired
 + if False:
 
 verdicts are not corrected for their number

@@ -74,9 +74,9 @@ def test_what_all_layers_share_is_what_a_method_does_not_protect() -> None:
     assert least_slots(SnapKV(window=32), 100, 500, True) == 32
     assert least_slots(StreamingLLM(n_sinks=4), 100, 500, True) == 5  # the token being generated is one
     assert least_slots(H2O(), 100, 500, True) == 1
-    budget, prompts = Budget(tokens=50, layers="pyramid"), PromptSizes([300], 300, 9, 5)
+    budget, prompts = Budget(kv_ratio=0.58, layers="pyramid"), PromptSizes([100], 100, 9, 5)  # 58: 0.58 * 100 < 58
     shares = [layer_slots(SnapKV(), budget, prompts, i)[0] for i in range(5)]
-    assert shares == [67, 59, 50, 41, 33]
+    assert shares == [83, 70, 58, 46, 33]
 
 
 def test_a_budget_that_holds_the_prompt_is_not_shared_out() -> None:
