@@ -198,7 +198,7 @@ def _prompt(row: Json, where: str, name: str) -> Prompt:
     if isinstance(text, str) and text and messages is None:
         return Prompt(name, text)
     turns = messages if text is None and isinstance(messages, list) else []
-    if turns and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
+    if turns and all(isinstance(a, dict) and "content" in a and isinstance(a.get("role"), str) for a in turns):
         return Prompt(name, messages=tuple(turns))
     raise ConfigError(
         f'{where} holds no prompt: give {{"prompt": TEXT}}, or {{"messages": [{{"role": "user", "content": TEXT}}]}}'

@@ -326,7 +326,11 @@ def test_a_wrong_command_says_what_to_change(prompts, capsys, monkeypatch, words
 
 
 @pytest.mark.parametrize(
-    "rows", [[], [{"text": "a"}], [{"prompt": ""}], [{"messages": []}], [{"messages": [{"role": "user"}]}]]
+    "rows",
+    [
+        *([], [{"text": "a"}], [{"prompt": ""}], [{"messages": []}], [{"messages": [{"role": "user"}]}]),
+        [{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}],
+    ],
 )
 def test_a_row_without_a_prompt_is_named(prompts, capsys, rows):
     prompts.write_text("".join(map(json.dumps, rows)) + "\n")

@@ -326,6 +326,7 @@ def test_scores_and_tokens(tmp_path, capsys):
         (["share=0.99"], r"give 598 prompts \(299 of them make the promise\); or ask for share=0.927"),
         (["kl=0.1", "top1=0.9"], "kl and top1 are two losses: give one"),
         (["kl=0.3", "kl=0.1"], "kl is given twice, as 0.3 and as 0.1: give one"),
+        *[(["kl=a"], "kl must be a number, got 'a'"), (["kl=-1"], "kl must be above 0, got -1")],
         (["confidence=2"], r"confidence must be in \[0.5, 0.9999\], got 2"),
         (["methods=h2o"], "data=, methods=, budgets= and --dry-run are for prompts that are to be run"),
         (["metod=h2o"], "cannot choose runs by metod; their labels are"),

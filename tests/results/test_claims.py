@@ -41,6 +41,11 @@ def written(folder: Path, **fields: object) -> Path:
         ({"models": "tiny"}, "mine.yaml: models must be a list, got 'tiny'"),
         ({"budget": "half"}, "mine.yaml: budget: half must be KEY=VALUE"),
         ({"sentence": " "}, "mine.yaml: sentence is empty"),
+        *[
+            ({"margin": -1}, "margin must be at least 0, got -1"),
+            ({"examples": 3}, "examples must be at least 16, got 3"),
+        ],
+        ({"budget": "kv_ratio=1.5"}, "mine.yaml: h2o: kv_ratio must be in (0, 1], got 1.5"),
         ({"method": "h20"}, "mine.yaml: h20: there is no method=h20; did you mean h2o?"),
         ({"metric": "klx"}, "mine.yaml: h2o: metric must be one of kl, rouge1, rouge2, rougeL, rougeLsum, got klx"),
     ],
